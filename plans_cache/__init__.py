@@ -1,0 +1,1 @@
+"""plans_cache: stored plan choices and pooled workspaces, on the standard library alone."""
