@@ -1,0 +1,97 @@
+# make demo, make test: each sets up .venv on its first run, then does its job. `make help` lists the rest.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or newer)
+#   DEVICELESS=0        leave out the deviceless tier and the 1.3 GB cuDNN library that it needs
+#   JOBS=4              test processes
+#   FRONTEND=1.32.0     the cuDNN frontend to install; 1.28.0 is the slim one (1.29 on adds 490 MB)
+
+PYTHON     ?= python3
+DEVICELESS ?= 1
+JOBS       ?= 2
+FRONTEND   ?= 1.28.0
+TORCH      ?= 2.13.0
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+BARE  := $(VENV)/.stamp-torch
+BASE  := $(VENV)/.stamp-base
+CUDNN := $(VENV)/.stamp-cudnn
+PIP   := $(PY) -m pip --disable-pip-version-check -qq
+
+# True where an interpreter has a CUDA build of torch: that torch is used as it is, with the cuDNN it loads.
+CUDA_TORCH := -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
+CUDA_READY := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint venv clean
+
+help:
+	@echo 'make demo    set up, run the main job on a photograph, print one table, write the picture'
+	@echo 'make test    set up, run the tests: tests/cpu, tests/deviceless, and tests/gpu where a GPU is'
+	@echo '             (DEVICELESS=0 leaves out a tier and the 1.3 GB library that it needs)'
+	@echo 'make lint    ruff check, ruff format --check, mypy --strict'
+	@echo 'make clean   remove .venv and what the tools wrote'
+
+venv: $(BASE)
+
+# Starts from nothing, so that a run that was cut short leaves no half of an environment.
+$(BARE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'error: $(PYTHON) is missing or older than 3.10; try make PYTHON=python3.12' >&2; exit 1; }
+	@rm -rf $(VENV)
+	@if $(PYTHON) $(CUDA_TORCH); then \
+	  echo 'set-up: $(PYTHON) has a CUDA build of torch; .venv uses it'; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  echo 'set-up: installing torch $(TORCH) into .venv'; \
+	  $(PYTHON) -m venv $(VENV) && $(PIP) install 'torch==$(TORCH)'; \
+	fi
+	@touch $@
+
+# The constraints keep torch as it is, and the frontend at its slim release.
+$(BASE): pyproject.toml | $(BARE)
+	@echo 'set-up: installing cudnngraph and its tools into .venv'
+	@$(PY) -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/constraints.txt
+	@echo 'nvidia-cudnn-frontend==$(FRONTEND)' >> $(VENV)/constraints.txt
+	@$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+# A CUDA build of torch brings its own cuDNN; a second copy beside it would be loaded in its place.
+$(CUDNN): $(BASE)
+	@if $(PY) $(CUDA_TORCH); then \
+	  echo "set-up: the deviceless tier uses torch's own cuDNN"; \
+	else \
+	  echo 'set-up: installing the cuDNN library (1.3 GB; make test DEVICELESS=0 leaves it out)'; \
+	  $(PIP) install -c $(VENV)/constraints.txt -e '.[cudnn]'; \
+	fi
+	@touch $@
+
+demo: $(BASE)
+	@$(PY) examples/demo.py
+
+# Every tier runs, whatever the one before it said; the result is a failure if any tier failed.
+test: $(BASE) $(if $(filter 0,$(DEVICELESS)),,$(CUDNN))
+	@failed=; \
+	has_tests() { find "$$1" -name 'test_*.py' 2>/dev/null | grep -q .; }; \
+	run() { \
+	  tier=$$1; shift; \
+	  if ! has_tests $$tier; then echo "== $$tier: left out, it has no tests"; return; fi; \
+	  echo "== $$tier"; \
+	  $(PY) -m pytest $$tier -q "$$@" || failed="$$failed $$tier"; \
+	}; \
+	run tests/cpu -n $(JOBS); \
+	if [ '$(DEVICELESS)' = 0 ]; then echo '== tests/deviceless: left out, DEVICELESS=0'; \
+	else run tests/deviceless -n $(JOBS); fi; \
+	if $(PY) $(CUDA_READY); then run tests/gpu; \
+	else echo '== tests/gpu: left out, torch sees no CUDA device'; fi; \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+lint: $(BASE)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy --strict -p cudnngraph -p plans_cache
+
+clean:
+	@rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
