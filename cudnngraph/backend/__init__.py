@@ -1,0 +1,1 @@
+"""The cuDNN backend: the only place that imports ``cudnn`` or ``cuda.bindings``."""
