@@ -1,0 +1,8 @@
+"""``python -m cudnngraph`` is the console script ``cudnngraph``."""
+
+import sys
+
+from cudnngraph.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

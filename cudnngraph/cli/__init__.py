@@ -1,0 +1,71 @@
+"""The console script ``cudnngraph``: one module for each command.
+
+A command is a module with ``add_parser(subparsers)``, which declares its arguments, and
+``run(args)``, which answers with the exit code. It joins by its place in :data:`COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from cudnngraph.backend.env import distribution_version
+from cudnngraph.cli import doctor
+from cudnngraph.errors import CudnnGraphError
+
+
+class Command(Protocol):
+    """What a module of this package offers."""
+
+    def add_parser(self, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        """Declare the command and its arguments; its name is the parser's."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do the command's job and answer with the exit code."""
+
+
+COMMANDS: tuple[Command, ...] = (doctor,)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shows the whole help when a call is wrong, not only the usage line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_help(sys.stderr)
+        self.exit(2, f"\nerror: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the console script, with every command of :data:`COMMANDS`."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="cudnngraph", description="Declare a graph, compile it, run it: fusion on cuDNN."
+    )
+    version = distribution_version("cudnngraph") or "unknown (not installed)"
+    parser.add_argument("--version", action="version", version=f"cudnngraph {version}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        before = set(subparsers.choices)
+        command.add_parser(subparsers)
+        for name in set(subparsers.choices) - before:
+            subparsers.choices[name].set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` names, by default the program's arguments.
+
+    Returns the exit code: 0 for success, 1 for a failure that the command reports, 2 for a call
+    that makes no sense.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse ends --help and wrong calls so
+        return stop.code if isinstance(stop.code, int) else 0
+    try:
+        code: int = args.run(args)
+    except CudnnGraphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return code
