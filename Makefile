@@ -52,7 +52,8 @@ $(BARE):
 # The constraints keep torch as it is, and the frontend at its slim release.
 $(BASE): pyproject.toml | $(BARE)
 	@echo 'set-up: installing cudnngraph and its tools into .venv'
-	@$(PY) -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/constraints.txt
+	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+	  > $(VENV)/constraints.txt
 	@echo 'nvidia-cudnn-frontend==$(FRONTEND)' >> $(VENV)/constraints.txt
 	@$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,demo]'
 	@touch $@
