@@ -21,6 +21,9 @@ PIP   := $(PY) -m pip --disable-pip-version-check -qq
 # True where an interpreter has a CUDA build of torch: that torch is used as it is, with the cuDNN it loads.
 CUDA_TORCH := -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
 CUDA_READY := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+# --system-site-packages does not reach into a venv that PYTHON is itself in; a .pth file does.
+TORCH_HOME := -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))'
+SITE       := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -42,7 +45,8 @@ $(BARE):
 	@rm -rf $(VENV)
 	@if $(PYTHON) $(CUDA_TORCH); then \
 	  echo 'set-up: $(PYTHON) has a CUDA build of torch; .venv uses it'; \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	  $(PYTHON) $(TORCH_HOME) > "$$($(PY) $(SITE))/torch-of-the-system.pth"; \
 	else \
 	  echo 'set-up: installing torch $(TORCH) into .venv'; \
 	  $(PYTHON) -m venv $(VENV) && $(PIP) install 'torch==$(TORCH)'; \
