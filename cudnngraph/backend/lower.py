@@ -1,0 +1,466 @@
+"""Lowering: a GraphSpec becomes a graph of the cuDNN frontend, one rule per op.
+
+Nothing is left to the frontend's inference: every tensor, virtual ones included, gets its dims,
+strides and dtype here, and every graph input and output an explicit uid, in the order in which the
+runtime passes pointers. The dims that cuDNN sees differ from the declared ones in three ways, none of
+which moves data: convolutions in one spatial dim get a second one of extent 1; operands of lower rank
+get leading ones; and in a graph of pointwise ops alone the dims are permuted so that the fastest one
+stands where cuDNN expects the channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import NotSupported
+from ..ir import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    channels_last_strides,
+    contiguous_strides,
+    is_channels_last,
+    is_contiguous,
+    memory_order,
+)
+from ..ops import OPS
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A small tensor that the plan itself provides: shape (n,), filled with one value."""
+
+    uid: int
+    length: int
+    value: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Lowered:
+    """A frontend graph ready for planning.
+
+    ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants`` follow.
+    """
+
+    graph: Any
+    uids: tuple[int, ...]
+    constants: tuple[Constant, ...]
+
+
+class _Refused(Exception):
+    """A rule knows that cuDNN cannot take this op; the reason is the message."""
+
+
+def _dtypes(frontend: Any) -> dict[torch.dtype, Any]:
+    kinds = frontend.data_type
+    return {
+        torch.float32: kinds.FLOAT,
+        torch.float16: kinds.HALF,
+        torch.bfloat16: kinds.BFLOAT16,
+        torch.int32: kinds.INT32,
+        torch.int64: kinds.INT64,
+        torch.int8: kinds.INT8,
+        torch.uint8: kinds.UINT8,
+        torch.bool: kinds.BOOLEAN,
+    }
+
+
+@dataclass(frozen=True)
+class _View:
+    """How the dims of the spec's tensors map to the dims that cuDNN sees."""
+
+    rank: int  # rank of the spec's widest tensor; shorter ones get leading ones
+    spread: bool  # a conv in one spatial dim: put an extent of 1 before the last dim
+    order: tuple[int, ...]  # final permutation
+    channels_last: bool  # which of two readings an ambiguous layout takes
+
+    def dims(self, shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
+        shape, stride = list(shape), list(stride)
+        lead = self.rank - len(shape)
+        shape, stride = [1] * lead + shape, [1] * lead + stride
+        if self.spread:
+            shape.insert(2, 1)
+            stride.insert(2, 1)
+        shape = [shape[dim] for dim in self.order]
+        stride = [stride[dim] for dim in self.order]
+        return shape, _settle(shape, stride, self.channels_last)
+
+
+def _settle(shape: list[int], stride: list[int], channels_last: bool) -> list[int]:
+    """Strides that say the layout also where an extent is 1, for engines that look there."""
+    if len(shape) >= 3 and is_channels_last(shape, stride):
+        if channels_last or not is_contiguous(shape, stride):
+            return list(channels_last_strides(shape))
+    if is_contiguous(shape, stride):
+        return list(contiguous_strides(shape))
+    settled, step = list(stride), max(stride, default=1)
+    for dim, extent in enumerate(shape):
+        if extent == 1:
+            settled[dim] = step
+    return settled
+
+
+def _view_of(spec: GraphSpec) -> _View:
+    anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
+    full = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    rank = max(len(tensor.shape) for tensor in full)
+    if anchors:
+        spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
+        wide = rank + spread
+        strict = any(
+            is_channels_last(t.shape, t.stride) and not is_contiguous(t.shape, t.stride)
+            for t in full
+        )
+        return _View(rank, spread, tuple(range(wide)), strict)
+    # Pointwise alone: bring the fastest dim of the largest tensor to the place of the channels.
+    rank = max(rank, 3)
+    largest = max(full, key=lambda tensor: tensor.numel)
+    lead = rank - len(largest.shape)
+    shape = (1,) * lead + largest.shape
+    stride = (max(largest.stride, default=1),) * lead + largest.stride
+    slow_to_fast = memory_order(shape, stride)
+    real = [dim for dim in slow_to_fast if shape[dim] > 1] or list(slow_to_fast)
+    fastest = real[-1]
+    rest = [dim for dim in slow_to_fast if dim != fastest]
+    return _View(rank, False, (rest[0], fastest, *rest[1:]), True)
+
+
+@dataclass
+class Context:
+    """What a rule sees: the frontend graph, the spec, and the frontend's tensors by name."""
+
+    frontend: Any
+    graph: Any
+    spec: GraphSpec
+    view: _View
+    values: dict[str, Any] = field(default_factory=dict)
+    constants: list[Constant] = field(default_factory=list)
+
+    def dtype(self, dtype: torch.dtype) -> Any:
+        """The frontend's name of a dtype."""
+        try:
+            return _dtypes(self.frontend)[dtype]
+        except KeyError:
+            raise _Refused(f"cuDNN graphs have no {str(dtype).removeprefix('torch.')}") from None
+
+    def operands(self, node: Node) -> list[Any]:
+        """The frontend's tensors at the ports of ``node``, None at open ones."""
+        return [None if name is None else self.values[name] for name in node.inputs]
+
+    def declare(self, tensor: Any, spec: TensorSpec) -> Any:
+        """Give a result its dims, strides and dtype."""
+        dims, strides = self.view.dims(spec.shape, spec.stride)
+        return tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
+
+    def temporary(self, tensor: Any, spec: TensorSpec) -> Any:
+        """A value inside one op's lowering, shaped like ``spec``, in float32."""
+        return self.declare(tensor, TensorSpec("", spec.shape, spec.stride, torch.float32))
+
+    def scalar(self, value: float) -> Any:
+        """A number baked into the graph."""
+        return self.graph.tensor_scalar(float(value), self.frontend.scalar_type.RUNTIME_PARAM)
+
+
+Rule = Callable[[Context, Node], "Sequence[Any] | Any"]
+
+
+def _sides(padding: Sequence[tuple[int, int]], spread: bool) -> tuple[list[int], list[int]]:
+    pairs = [(0, 0), *padding] if spread else list(padding)
+    return [before for before, _ in pairs], [after for _, after in pairs]
+
+
+def _spatial(values: Sequence[int], spread: bool) -> list[int]:
+    return [1, *values] if spread else list(values)
+
+
+def _convolution(transposed: bool) -> Rule:
+    def rule(ctx: Context, node: Node) -> Any:
+        x, weight = ctx.operands(node)
+        spread = ctx.view.spread
+        pre, post = _sides(node.attr("padding"), spread)
+        options = {
+            "pre_padding": pre,
+            "post_padding": post,
+            "stride": _spatial(node.attr("stride"), spread),
+            "dilation": _spatial(node.attr("dilation"), spread),
+            "name": node.name,
+        }
+        if transposed:  # dx of the convolution whose filter is this weight
+            return ctx.graph.conv_dgrad(loss=x, filter=weight, **options)
+        return ctx.graph.conv_fprop(image=x, weight=weight, **options)
+
+    return rule
+
+
+def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
+    q, k, v, mask, seq_q, seq_kv = ctx.operands(node)
+    q_spec = ctx.spec.tensors[str(node.inputs[0])]
+    if q_spec.dtype not in LOW_PRECISION:
+        raise _Refused("cuDNN attention takes float16 and bfloat16 only")
+    options: dict[str, Any] = {}
+    if mask is not None:
+        mask_spec = ctx.spec.tensors[str(node.inputs[3])]
+        if mask_spec.dtype == torch.bool:
+            raise _Refused("cuDNN attention takes additive masks, not boolean ones")
+        options["bias"] = mask
+    if seq_q is not None or seq_kv is not None:
+        batch, keys = q_spec.shape[0], ctx.spec.tensors[str(node.inputs[1])].shape[2]
+        options["use_padding_mask"] = True
+        options["seq_len_q"] = seq_q or _full_length(ctx, batch, q_spec.shape[2])
+        options["seq_len_kv"] = seq_kv or _full_length(ctx, batch, keys)
+    window = node.attr("window")
+    if window is not None:
+        left, right = window
+        kinds = ctx.frontend.diagonal_alignment
+        top_left = node.attr("diagonal_alignment") == "top_left"
+        options["diagonal_alignment"] = kinds.TOP_LEFT if top_left else kinds.BOTTOM_RIGHT
+        if left is not None:
+            options["diagonal_band_left_bound"] = left + 1  # cuDNN counts the diagonal itself
+        if right is not None:
+            options["diagonal_band_right_bound"] = right
+    out, stats = ctx.graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=node.attr("scale"),
+        generate_stats=node.attr("return_lse"),
+        name=node.name,
+        **options,
+    )
+    return out, stats
+
+
+def _full_length(ctx: Context, batch: int, length: int) -> Any:
+    uid = len(ctx.spec.inputs) + len(ctx.spec.outputs) + len(ctx.constants) + 1
+    ctx.constants.append(Constant(uid, batch, length, torch.int32))
+    return ctx.graph.tensor(
+        dim=[batch, 1, 1, 1],
+        stride=[1, 1, 1, 1],
+        data_type=ctx.dtype(torch.int32),
+        uid=uid,
+        name=f"full_length_{uid}",
+    )
+
+
+def _batch_norm(ctx: Context, node: Node) -> Any:
+    x, mean, var, weight, bias = ctx.operands(node)
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    shape = (1, like.shape[1], *(1,) * (len(like.shape) - 2))
+    vector = TensorSpec("", shape, channels_last_strides(shape), torch.float32)
+    inverse = ctx.temporary(ctx.graph.add(var, ctx.scalar(node.attr("eps"))), vector)
+    inverse = ctx.temporary(ctx.graph.rsqrt(inverse), vector)
+    y = ctx.temporary(ctx.graph.sub(x, mean), like)
+    y = ctx.graph.mul(y, inverse)
+    if weight is not None:
+        y = ctx.graph.mul(ctx.temporary(y, like), weight)
+    if bias is not None:
+        y = ctx.graph.add(ctx.temporary(y, like), bias)
+    return y
+
+
+def _call(method: str) -> Rule:
+    """An op that is one frontend op with the same operands."""
+
+    def rule(ctx: Context, node: Node) -> Any:
+        return getattr(ctx.graph, method)(*ctx.operands(node), name=node.name)
+
+    return rule
+
+
+def _elu(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    alpha = node.attr("alpha")
+    if alpha == 1.0:
+        return ctx.graph.elu(x, name=node.name)
+    # max(x, 0) + alpha * (exp(min(x, 0)) - 1)
+    like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
+    low = ctx.temporary(g.min(x, ctx.scalar(0.0)), like)
+    low = ctx.temporary(g.sub(ctx.temporary(g.exp(low), like), ctx.scalar(1.0)), like)
+    low = ctx.temporary(g.mul(low, ctx.scalar(alpha)), like)
+    return g.add(ctx.temporary(g.relu(x), like), low)
+
+
+def _softplus(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    beta = node.attr("beta")
+    if beta == 1.0:
+        return ctx.graph.softplus(x, name=node.name)
+    like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
+    y = ctx.temporary(g.mul(x, ctx.scalar(beta)), like)
+    return g.mul(ctx.temporary(g.softplus(y), like), ctx.scalar(1.0 / beta))
+
+
+def _clamp(ctx: Context, node: Node) -> Any:
+    (y,) = ctx.operands(node)
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    low, high = node.attr("min"), node.attr("max")
+    if low is not None:
+        y = ctx.graph.max(y, ctx.scalar(low))
+    if high is not None:
+        y = ctx.graph.min(y if low is None else ctx.temporary(y, like), ctx.scalar(high))
+    return y
+
+
+def _where(ctx: Context, node: Node) -> Any:
+    condition, x, y = ctx.operands(node)
+    return ctx.graph.binary_select(x, y, condition, name=node.name)
+
+
+def _leaky_relu(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    return ctx.graph.leaky_relu(x, node.attr("negative_slope"), name=node.name)
+
+
+RULES: Mapping[str, Rule] = {
+    "conv": _convolution(transposed=False),
+    "conv_transpose": _convolution(transposed=True),
+    "sdpa": _sdpa,
+    "batch_norm": _batch_norm,
+    "bias": _call("bias"),
+    "scale": _call("scale"),
+    "relu": _call("relu"),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "gelu": _call("gelu"),
+    "gelu_tanh": _call("gelu_approx_tanh"),
+    "silu": _call("swish"),
+    "sigmoid": _call("sigmoid"),
+    "tanh": _call("tanh"),
+    "softplus": _softplus,
+    "clamp": _clamp,
+    "identity": _call("identity"),
+    "neg": _call("neg"),
+    "abs": _call("abs"),
+    "exp": _call("exp"),
+    "log": _call("log"),
+    "sqrt": _call("sqrt"),
+    "rsqrt": _call("rsqrt"),
+    "reciprocal": _call("reciprocal"),
+    "erf": _call("erf"),
+    "add": _call("add"),
+    "sub": _call("sub"),
+    "mul": _call("mul"),
+    "div": _call("div"),
+    "pow": _call("pow"),
+    "minimum": _call("min"),
+    "maximum": _call("max"),
+    "eq": _call("cmp_eq"),
+    "ne": _call("cmp_neq"),
+    "lt": _call("cmp_lt"),
+    "le": _call("cmp_le"),
+    "gt": _call("cmp_gt"),
+    "ge": _call("cmp_ge"),
+    "logical_and": _call("logical_and"),
+    "logical_or": _call("logical_or"),
+    "logical_not": _call("logical_not"),
+    "where": _where,
+    "constant": lambda ctx, node: ctx.scalar(node.attr("value")),
+}
+
+_CHANNEL_PORTS = {
+    "bias": ("bias",),
+    "scale": ("scale",),
+    "batch_norm": ("running_mean", "running_var", "weight", "bias"),
+}
+_LENGTH_PORTS = {"sdpa": ("seq_len_q", "seq_len_kv")}
+
+
+def _input_view(spec: GraphSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of an input with its dims set out as its users take them."""
+    tensor = spec.tensors[name]
+    views = set()
+    for node in spec.nodes:
+        ports = OPS[node.op].ports
+        for port, operand in zip(ports, node.inputs, strict=True):
+            if operand != name:
+                continue
+            if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+                rank = len(spec.tensors[str(node.inputs[0])].shape)
+                views.add(
+                    (
+                        (1, tensor.shape[0], *(1,) * (rank - 2)),
+                        (1, tensor.stride[0], *(1,) * (rank - 2)),
+                    )
+                )
+            elif port in _LENGTH_PORTS.get(node.op, ()):
+                views.add(((tensor.shape[0], 1, 1, 1), (tensor.stride[0], 1, 1, 1)))
+            else:
+                views.add((tensor.shape, tensor.stride))
+    if len(views) > 1:
+        raise _Refused(f"input '{name}' is used both per channel and as it stands")
+    return views.pop()
+
+
+def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
+    """Build the frontend's graph for ``spec`` and validate it.
+
+    ``graph_options`` go to the frontend's graph: ``handle=`` on a GPU, ``device_property=`` and
+    ``sm_version=`` without one. Raises :class:`NotSupported` where no rule applies or cuDNN's own
+    validation refuses.
+    """
+    for name, tensor in spec.tensors.items():
+        if tensor.dtype not in _dtypes(frontend):
+            raise NotSupported(
+                f"graph '{spec.name}'",
+                [f"'{name}' is {tensor.dtype}, which cuDNN graphs do not take"],
+            )
+    graph = frontend.pygraph(
+        name=spec.name,
+        io_data_type=frontend.data_type.FLOAT,
+        intermediate_data_type=frontend.data_type.FLOAT,
+        compute_data_type=frontend.data_type.FLOAT,
+        **graph_options,
+    )
+    ctx = Context(frontend, graph, spec, _view_of(spec))
+    try:
+        for uid, name in enumerate(spec.inputs, 1):
+            dims, strides = ctx.view.dims(*_input_view(spec, name))
+            ctx.values[name] = graph.tensor(
+                dim=dims,
+                stride=strides,
+                data_type=ctx.dtype(spec.tensors[name].dtype),
+                uid=uid,
+                name=name,
+            )
+        for node in spec.nodes:
+            result = RULES[node.op](ctx, node)
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            for result_name, tensor in zip(node.outputs, results, strict=False):
+                if result_name is None:
+                    continue
+                ctx.values[result_name] = tensor
+                if node.op != "constant":
+                    ctx.declare(tensor, _result_spec(spec, node, result_name))
+        for uid, name in enumerate(spec.outputs, len(spec.inputs) + 1):
+            ctx.values[name].set_output(True).set_uid(uid)
+        graph.validate()
+        graph.build_operation_graph()
+    except _Refused as refused:
+        raise NotSupported(f"graph '{spec.name}'", [str(refused)]) from None
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
+        raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
+    total = len(spec.inputs) + len(spec.outputs)
+    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants))
+
+
+def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
+    tensor = spec.tensors[name]
+    if node.op == "sdpa" and len(tensor.shape) == 3:  # the statistics: (B, H, S, 1)
+        return TensorSpec(name, (*tensor.shape, 1), (*tensor.stride, 1), tensor.dtype)
+    return tensor
+
+
+def first_line(message: str) -> str:
+    """The sentence of a library message that says something."""
+    for line in message.splitlines():
+        text = line.strip(" _\t")
+        if text:
+            return text[:300]
+    return "no reason given"

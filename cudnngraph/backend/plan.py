@@ -1,0 +1,301 @@
+"""Execution plans: list the candidates of a lowered graph, build one, replay a choice, execute.
+
+A choice is (engine, knobs), never an index: indices shift between graphs and versions. A built plan
+belongs to the thread that built it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, NotSupported
+from ..ir import GraphSpec
+from ..policy import Policy
+from . import env
+from .lower import Lowered, first_line, lower
+
+PYTHON_ENGINES_FROM = (
+    10_000  # ids of the frontend's own engines, which need toolchains of their own
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What names a plan for a given graph: the engine's id and the value of each knob."""
+
+    engine: int
+    knobs: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        knobs = " ".join(f"{name}={value}" for name, value in self.knobs)
+        return f"engine {self.engine}" + (f" ({knobs})" if knobs else "")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan of cuDNN's own ranking: its place in the list, its choice and the library's tag."""
+
+    index: int
+    choice: Choice
+    tag: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate: accepted, or rejected with the reason."""
+
+    candidate: Candidate
+    accepted: bool
+    reason: str = ""
+    workspace_bytes: int | None = None
+
+
+_live: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+
+@atexit.register
+def _keep_at_exit() -> None:
+    """cuDNN's descriptors are known to crash when they are destroyed after CUDA: leave them be."""
+    for plan in list(_live):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(plan._graph))
+
+
+class Plan:
+    """A built plan: ready to execute in the thread that built it."""
+
+    def __init__(self, lowered: Lowered, index: int, choice: Choice, device_index: int) -> None:
+        self.choice = choice
+        self.device_index = device_index
+        self.workspace_bytes = int(lowered.graph.get_workspace_size_plan_at_index(index))
+        self._graph = lowered.graph
+        self._index = index
+        self._uids = (*lowered.uids, *(constant.uid for constant in lowered.constants))
+        device = torch.device("cuda", device_index)
+        self._constants = [
+            torch.full((constant.length,), constant.value, dtype=constant.dtype, device=device)
+            for constant in lowered.constants
+        ]
+        self._fast = _fast_call(lowered.graph, self._uids)
+        _live.add(self)
+
+    def pointers(self, tensors: Sequence[int]) -> Any:
+        """A C array of device pointers: inputs, outputs, then the plan's own constants."""
+        own = [constant.data_ptr() for constant in self._constants]
+        return (ctypes.c_void_p * len(self._uids))(*tensors, *own)
+
+    def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
+        """Launch on the handle's stream. ``pointers`` comes from :meth:`pointers`."""
+        if self._fast is not None:
+            self._fast(
+                ctypes.addressof(pointers),
+                len(pointers),
+                workspace,
+                handle.backend_handle,
+                self._index,
+            )
+            return
+        pack = dict(zip(self._uids, (pointer or 0 for pointer in pointers), strict=True))
+        self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
+
+
+def _fast_call(graph: Any, uids: Sequence[int]) -> Any | None:
+    """The binding's raw-pointer call, when it is there and orders tensors as we do; else None."""
+    native = getattr(graph, "_lowered_graph", None)
+    call = getattr(native, "_execute_with_raw_ptrs", None)
+    plans = getattr(graph, "_plans", None)
+    if native is None or call is None or plans is None:
+        return None
+    try:
+        native._prepare_variant_pack_template()
+        if list(native._get_variant_pack_uids_sorted()) != list(uids):
+            return None
+    except Exception:
+        return None
+    # Positions in the frontend's own list and in the native one are told apart by the plan's entry.
+    return lambda address, count, workspace, handle, index: call(
+        address, count, workspace, handle, plans[index].cpp_index
+    )
+
+
+def propose(lowered: Lowered, frontend: Any) -> list[Candidate]:
+    """cuDNN's ranking for a graph, best first, the same (engine, knobs) once.
+
+    Raises :class:`NotSupported` with one line per distinct reason.
+    """
+    modes = [frontend.heur_mode.A, frontend.heur_mode.FALLBACK]
+    graph = lowered.graph
+    try:
+        graph.create_execution_plans(modes)
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
+        raise NotSupported("this graph", readable_reasons(str(error)), str(error)) from None
+    found: dict[Choice, Candidate] = {}
+    for index in range(graph.get_execution_plan_count()):
+        engine, knobs = graph.get_engine_and_knobs_at_index(index)
+        if not 0 <= engine < PYTHON_ENGINES_FROM:
+            continue
+        choice = Choice(
+            int(engine),
+            tuple(sorted((knob.name, int(value)) for knob, value in (knobs or {}).items())),
+        )
+        if choice not in found:
+            found[choice] = Candidate(index, choice, str(graph.get_plan_name_at_index(index)))
+    if not found:
+        raise NotSupported("this graph", ["the heuristics propose no engine of the library"])
+    return list(found.values())
+
+
+def readable_reasons(message: str) -> list[str]:
+    """One line per distinct reason out of the library's page of them.
+
+    The page holds, for each engine tried, a JSON line with its id and a line
+    ``Warning: STATUS; Reason: condition``.
+    """
+    engines: dict[str, list[int]] = {}
+    engine = -1
+    for line in message.splitlines():
+        text = line.strip()
+        if text.startswith("{") and "engineId" in text:
+            try:
+                engine = int(json.loads(text)["engineId"])
+            except (ValueError, KeyError, TypeError):
+                engine = -1
+        elif "Reason:" in text:
+            reason = text.split("Reason:", 1)[1].strip().split(" at: ")[0]
+            engines.setdefault(reason, [])
+            if engine >= 0 and engine not in engines[reason]:
+                engines[reason].append(engine)
+    if not engines:
+        return [first_line(message)]
+    return [
+        reason + (f" [engines {', '.join(map(str, ids))}]" if ids else "")
+        for reason, ids in engines.items()
+    ]
+
+
+def _reduced_precision(spec: GraphSpec) -> bool:
+    """Whether the data is of 16 bits anyway, so that tensor cores lose nothing that was asked for."""
+    low = (torch.float16, torch.bfloat16)
+    return any(spec.tensors[name].dtype in low for name in spec.inputs)
+
+
+def restrict(lowered: Lowered, spec: GraphSpec, policy: Policy, frontend: Any) -> None:
+    """Bar the plans that the policy rules out. Call after :func:`propose`."""
+    notes = frontend.numerical_note
+    barred = []
+    if not policy.allow_tf32 and not _reduced_precision(spec):
+        # On float32 data a plan with tensor cores rounds to TF32 (10 bits of mantissa).
+        barred += [notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS, notes.REDUCED_PRECISION_REDUCTION]
+        barred += [notes.FFT, notes.WINOGRAD]
+    if policy.deterministic:
+        barred.append(notes.NONDETERMINISTIC)
+    if barred:
+        lowered.graph.deselect_numeric_notes(barred)
+    if policy.workspace_limit is not None:
+        lowered.graph.deselect_workspace_greater_than(policy.workspace_limit)
+
+
+def try_build(
+    lowered: Lowered, candidates: Sequence[Candidate], frontend: Any, limit: int | None = None
+) -> Iterator[Outcome]:
+    """Build candidates in turn; the caller stops when it has what it wants."""
+    unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError)
+    for candidate in candidates:
+        try:
+            lowered.graph.build_plan_at_index(candidate.index)
+            need = int(lowered.graph.get_workspace_size_plan_at_index(candidate.index))
+        except unsupported as error:
+            yield Outcome(candidate, False, first_line(str(error)))
+            continue
+        if limit is not None and need > limit:
+            yield Outcome(candidate, False, f"needs {need} bytes of workspace, over {limit}", need)
+        else:
+            yield Outcome(candidate, True, "", need)
+
+
+def _refuse_during_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "a plan would have to be built while a CUDA graph is being captured; call the executable "
+            "once on this thread before the capture"
+        )
+
+
+def build_first(
+    spec: GraphSpec, policy: Policy, device_index: int
+) -> tuple[Plan, tuple[Outcome, ...]]:
+    """The first plan of cuDNN's ranking that the policy allows and that builds.
+
+    Raises :class:`NotSupported` with every candidate's reason when none does.
+    """
+    _refuse_during_capture()
+    frontend = env.frontend()
+    lowered = lower(spec, frontend, handle=env.handle(device_index))
+    candidates = propose(lowered, frontend)
+    restrict(lowered, spec, policy, frontend)
+    outcomes = []
+    for outcome in try_build(lowered, candidates, frontend, policy.workspace_limit):
+        outcomes.append(outcome)
+        if outcome.accepted:
+            chosen = outcome.candidate
+            plan = Plan(lowered, chosen.index, chosen.choice, device_index)
+            return plan, tuple(outcomes)
+    reasons = dict.fromkeys(outcome.reason for outcome in outcomes)
+    raise NotSupported(
+        f"graph '{spec.name}'",
+        [f"{len(outcomes)} candidates, none allowed and buildable", *reasons],
+    )
+
+
+def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
+    """Build exactly ``choice`` for ``spec``. Raises :class:`NotSupported` when it does not build."""
+    _refuse_during_capture()
+    frontend = env.frontend()
+    lowered = lower(spec, frontend, handle=env.handle(device_index))
+    try:
+        knobs = {getattr(frontend.knob_type, name): value for name, value in choice.knobs}
+        lowered.graph.create_execution_plan(choice.engine, knobs)
+        index = lowered.graph.get_execution_plan_count() - 1
+        lowered.graph.build_plan_at_index(index)
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError) as error:
+        raise NotSupported(
+            f"{choice} for graph '{spec.name}'", [first_line(str(error))], str(error)
+        ) from None
+    return Plan(lowered, index, choice, device_index)
+
+
+# -- without a device ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def targets() -> tuple[str, ...]:
+    """Names of the GPUs that can be planned for without having one."""
+    folder = resources.files(__package__) / "targets"
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir()))
+
+
+def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]:
+    """cuDNN's ranking on the described GPU ``target``; needs the library, no device, no driver.
+
+    Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded.
+    """
+    frontend = env.frontend()
+    if target not in targets():
+        raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
+    text = (resources.files(__package__) / "targets" / f"{target}.json").read_text()
+    lowered = lower(
+        spec,
+        frontend,
+        device_property=frontend.create_device_properties(text),
+        sm_version=json.loads(text)["deviceVer"] // 10,
+    )
+    return lowered, propose(lowered, frontend)

@@ -1,0 +1,97 @@
+"""Every error of the package: one base class, one class per kind of mistake.
+
+Errors about a graph or about bound tensors carry a tuple of :class:`Problem`, each of which names
+the op, the tensor, what was expected, what came and the mend. All problems of one graph, or of one
+call, are reported in a single raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake, in the words that the reader needs to mend it.
+
+    ``where`` names the op or the call ("conv 'c1'"), ``what`` says what is wrong with which
+    tensor or attribute, ``expected`` and ``mend`` finish the sentence when they are known.
+    """
+
+    where: str
+    what: str
+    expected: str = ""
+    mend: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}"
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.mend:
+            text += f" ({self.mend})"
+        return text
+
+
+class CudnnGraphError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class _ProblemsError(CudnnGraphError, ValueError):
+    """Carries every :class:`Problem` found, in order."""
+
+    heading = "{count} problem{s}:"
+
+    def __init__(self, subject: str, problems: Iterable[Problem]) -> None:
+        self.subject = subject
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        count = len(self.problems)
+        head = self.heading.format(subject=subject, count=count, s="" if count == 1 else "s")
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class GraphError(_ProblemsError):
+    """The declared graph is wrong. Raised at ``compile`` or before, with all problems at once."""
+
+    heading = "graph '{subject}' has {count} problem{s}:"
+
+
+class BindError(_ProblemsError):
+    """The tensors given to an executable do not fit the graph it was compiled from."""
+
+    heading = "cannot bind tensors to graph '{subject}', {count} problem{s}:"
+
+
+class PolicyError(CudnnGraphError, ValueError):
+    """A field of :class:`cudnngraph.Policy` has a value that it cannot have."""
+
+
+class SettingsError(CudnnGraphError, ValueError):
+    """An environment variable holds a value that cannot be used."""
+
+
+class UnkeyableError(CudnnGraphError, TypeError):
+    """A value reached the cache key that has no canonical form; such a graph is never cached."""
+
+
+class BackendUnavailable(CudnnGraphError, RuntimeError):
+    """cuDNN, its frontend or the driver cannot be used here; the message says what to install."""
+
+
+class CaptureError(CudnnGraphError, RuntimeError):
+    """Work that may not happen during CUDA stream capture was about to (a build, a growth)."""
+
+
+class NotSupported(CudnnGraphError, RuntimeError):
+    """cuDNN refuses the graph.
+
+    ``reasons`` holds one line per distinct reason, ``detail`` the library's own last message.
+    """
+
+    def __init__(self, subject: str, reasons: Sequence[str], detail: str = "") -> None:
+        self.subject = subject
+        self.reasons: tuple[str, ...] = tuple(reasons)
+        self.detail = detail
+        lines = [f"cuDNN has no plan for {subject}"]
+        lines += [f"  - {reason}" for reason in self.reasons]
+        super().__init__("\n".join(lines))

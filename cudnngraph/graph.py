@@ -1,0 +1,889 @@
+"""The builder: declare tensors and ops, get a frozen :class:`~cudnngraph.ir.GraphSpec`.
+
+Nothing here raises on a mistake in the graph. Mistakes are collected, the result of a wrong op is
+marked unknown so that it causes no further ones, and ``spec()`` or ``compile()`` reports them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+
+from .errors import GraphError, Problem
+from .ir import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    canonical_order,
+    channels_last_strides,
+    contiguous_strides,
+    print_spec,
+)
+from .ops import OPS, is_default
+from .policy import Policy
+from .validate import check_dtype, check_name, check_node, check_shape, check_stride, check_whole
+
+if TYPE_CHECKING:
+    from .runtime import Executable
+
+Scalar = Union[int, float]
+Operand = Union["Value", Scalar]
+Ints = Union[int, Sequence[int]]
+Padding = Union[int, str, Sequence[int], Sequence[Sequence[int]]]
+
+
+class Value:
+    """A tensor of a graph under construction: what an op returns and the next one takes.
+
+    Has ``shape``, ``dtype`` and ``stride`` as far as inference knows them, the arithmetic and
+    ordering operators, and every op of the graph as a method: ``y.relu()`` is ``g.relu(y)``.
+    """
+
+    def __init__(self, graph: Graph, name: str, spec: TensorSpec | None) -> None:
+        self.graph = graph
+        self.name = name
+        self.spec = spec
+
+    def _known(self) -> TensorSpec:
+        if self.spec is None:
+            raise GraphError(self.graph.name, self.graph.problems)
+        return self.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes. Raises :class:`GraphError` when an earlier mistake leaves them unknown."""
+        return self._known().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that this value has as an output; inside a graph it is kept in the
+        intermediate dtype."""
+        return self._known().dtype
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._known().stride
+
+    def __repr__(self) -> str:
+        return f"<{self.name.lstrip('%')}: {self.spec if self.spec is not None else 'unknown'}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in METHODS:
+            method = getattr(self.graph, name)
+            return lambda *args, **kwargs: method(self, *args, **kwargs)
+        raise AttributeError(f"a graph value has no attribute or op '{name}'")
+
+    def __add__(self, other: Operand) -> Value:
+        return self.graph.add(self, other)
+
+    def __radd__(self, other: Scalar) -> Value:
+        return self.graph.add(other, self)
+
+    def __sub__(self, other: Operand) -> Value:
+        return self.graph.sub(self, other)
+
+    def __rsub__(self, other: Scalar) -> Value:
+        return self.graph.sub(other, self)
+
+    def __mul__(self, other: Operand) -> Value:
+        return self.graph.mul(self, other)
+
+    def __rmul__(self, other: Scalar) -> Value:
+        return self.graph.mul(other, self)
+
+    def __truediv__(self, other: Operand) -> Value:
+        return self.graph.div(self, other)
+
+    def __rtruediv__(self, other: Scalar) -> Value:
+        return self.graph.div(other, self)
+
+    def __pow__(self, other: Operand) -> Value:
+        return self.graph.pow(self, other)
+
+    def __neg__(self) -> Value:
+        return self.graph.neg(self)
+
+    def __lt__(self, other: Operand) -> Value:
+        return self.graph.lt(self, other)
+
+    def __le__(self, other: Operand) -> Value:
+        return self.graph.le(self, other)
+
+    def __gt__(self, other: Operand) -> Value:
+        return self.graph.gt(self, other)
+
+    def __ge__(self, other: Operand) -> Value:
+        return self.graph.ge(self, other)
+
+
+class Graph:
+    """A graph under construction.
+
+    ``name`` is a Python identifier. ``compute_dtype`` is the dtype of arithmetic: float32, or
+    float64 when an input is float64. ``intermediate_dtype`` is what values between ops are kept in
+    (default: ``compute_dtype``).
+    """
+
+    def __init__(
+        self,
+        name: str = "graph",
+        *,
+        compute_dtype: torch.dtype | None = None,
+        intermediate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.name = name
+        self.problems: list[Problem] = list(check_name("graph", name))
+        self._compute_dtype = compute_dtype
+        self._intermediate_dtype = intermediate_dtype
+        for label, dtype in (("compute", compute_dtype), ("intermediate", intermediate_dtype)):
+            if dtype is not None and (
+                not isinstance(dtype, torch.dtype) or not dtype.is_floating_point
+            ):
+                self.problems.append(
+                    Problem("graph", f"{label}_dtype={dtype!r}", "a floating-point torch.dtype")
+                )
+        self._inputs: dict[str, Value] = {}
+        self._outputs: list[tuple[str, Value, TensorSpec | None]] = []
+        self._nodes: list[Node] = []
+        self._values: dict[str, Value] = {}
+        self._scalars: dict[float, Value] = {}
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def input(
+        self,
+        name: str,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layout: str | None = None,
+        stride: Sequence[int] | None = None,
+        like: torch.Tensor | None = None,
+    ) -> Value:
+        """Declare an input.
+
+        ``shape`` and ``dtype`` are given, or taken from the tensor ``like`` with its strides.
+        ``layout`` is "contiguous" (the default) or "channels_last"; ``stride`` (elements) overrides
+        both and may hold zeros for an expanded tensor.
+        """
+        where = f"input '{name}'"
+        problems = check_name(where, name)
+        if name in self._inputs:
+            problems.append(Problem(where, "is declared twice", "a name of its own"))
+        if like is not None:
+            if not isinstance(like, torch.Tensor):
+                problems.append(Problem(where, f"like={type(like).__name__}", "a torch.Tensor"))
+            else:
+                shape = tuple(like.shape) if shape is None else shape
+                dtype = like.dtype if dtype is None else dtype
+                if stride is None and layout is None and tuple(shape) == tuple(like.shape):
+                    stride = tuple(like.stride())
+        if not problems and (shape is None or dtype is None):
+            missing = "shape" if shape is None else "dtype"
+            problems.append(Problem(where, f"has no {missing}", "shape= and dtype=, or like="))
+        spec = (
+            None
+            if problems
+            else self._declared(where, name, shape, dtype, layout, stride, problems)
+        )
+        self.problems += problems
+        value = Value(self, str(name), spec)
+        self._inputs.setdefault(str(name), value)
+        return value
+
+    def output(
+        self,
+        name: str,
+        value: Value,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: str | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> None:
+        """Declare that ``value`` is an output under ``name``.
+
+        ``dtype`` defaults to the one that torch's op would give, strides to the layout that the op
+        passes on (channels_last in, channels_last out).
+        """
+        where = f"output '{name}'"
+        problems = check_name(where, name)
+        if any(name == other for other, _, _ in self._outputs):
+            problems.append(Problem(where, "is declared twice", "a name of its own"))
+        if not isinstance(value, Value):
+            problems.append(Problem(where, f"is a {type(value).__name__}", "a value of this graph"))
+        elif value.graph is not self:
+            problems.append(Problem(where, f"'{value.name.lstrip('%')}' belongs to another graph"))
+        elif value.spec is not None and not problems:
+            spec = value.spec
+            dtype = spec.dtype if dtype is None else dtype
+            if layout is None and stride is None:
+                stride = spec.stride
+            declared = self._declared(
+                where, name, spec.shape, dtype, layout, stride, problems, written=True
+            )
+            if dtype in (torch.bool,) and spec.dtype != torch.bool:
+                problems.append(Problem(where, "dtype=bool of a number", "a comparison of it"))
+            self._outputs.append((name, value, declared))
+        else:
+            self._outputs.append((str(name), value, None))
+        self.problems += problems
+
+    def _declared(
+        self,
+        where: str,
+        name: str,
+        shape: Any,
+        dtype: Any,
+        layout: str | None,
+        stride: Any,
+        problems: list[Problem],
+        *,
+        written: bool = False,
+    ) -> TensorSpec | None:
+        dims, found = check_shape(where, shape)
+        found += check_dtype(where, dtype)
+        problems += found
+        if dims is None:
+            return None
+        if layout not in (None, "contiguous", "channels_last"):
+            problems.append(
+                Problem(where, f"layout={layout!r} is unknown", "'contiguous' or 'channels_last'")
+            )
+            return None
+        if layout is not None and stride is not None:
+            problems.append(Problem(where, "has both layout and stride", "one of them"))
+            return None
+        if layout == "channels_last" and len(dims) not in (3, 4, 5):
+            problems.append(
+                Problem(where, f"layout='channels_last' with {len(dims)} dims", "3, 4 or 5 dims")
+            )
+            return None
+        if stride is not None:
+            steps, found = check_stride(where, dims, stride, written=written)
+            problems += found
+            if steps is None:
+                return None
+        elif layout == "channels_last":
+            steps = channels_last_strides(dims)
+        else:
+            steps = contiguous_strides(dims)
+        return None if found else TensorSpec(name, dims, steps, dtype)
+
+    # -- applying an op ------------------------------------------------------------------------
+
+    def _operand(self, where: str, port: str, value: Any, problems: list[Problem]) -> Value | None:
+        if value is None:
+            return None
+        if isinstance(value, Value):
+            if value.graph is self:
+                return value
+            problems.append(
+                Problem(where, f"{port} '{value.name.lstrip('%')}' belongs to another graph")
+            )
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self._scalar(float(value))
+        else:
+            kind = type(value).__name__
+            mend = "declare it with g.input" if isinstance(value, torch.Tensor) else ""
+            problems.append(Problem(where, f"{port} is a {kind}", "a value of this graph", mend))
+        return Value(self, "?", None)
+
+    def _scalar(self, number: float) -> Value:
+        if number != number or number in self._scalars:
+            return self._scalars.get(number) or self._apply("constant", (), {"value": number})[0]
+        value = self._apply("constant", (), {"value": number})[0]
+        self._scalars[number] = value
+        return value
+
+    def _unique(self, name: str) -> str:
+        """A free label for a node. Values carry it behind a "%", so no input can take it later."""
+        count, free = 0, name
+        while f"%{free}" in self._values:
+            count += 1
+            free = f"{name}_{count}"
+        return free
+
+    def _apply(
+        self, op: str, operands: Sequence[Any], attrs: dict[str, Any], name: str | None = None
+    ) -> list[Value]:
+        row = OPS[op]
+        label = self._unique(op) if name is None else name
+        where = f"{op} '{label}'"
+        problems = [] if name is None else check_name(where, name)
+        if name is not None and f"%{name}" in self._values:
+            problems.append(Problem(where, "has a name that is taken", "a name of its own"))
+            label = self._unique(str(name))
+        values = [
+            self._operand(where, port, value, problems)
+            for port, value in zip(row.ports, operands, strict=True)
+        ]
+        unknown = any(value is not None and value.spec is None for value in values)
+        specs = {
+            port: None if value is None or value.spec is None else value.spec
+            for port, value in zip(row.ports, values, strict=True)
+        }
+        if problems or unknown:
+            results: tuple[TensorSpec | None, ...] = (None,) * len(row.outputs)
+            node_attrs: tuple[tuple[str, Any], ...] = ()
+        else:
+            checked = check_node(op, label, specs, attrs)
+            problems += checked.problems
+            results, node_attrs = checked.results, checked.attrs
+        self.problems += problems
+        failed = bool(problems) or unknown
+        outputs = []
+        for index, spec in enumerate(results):
+            port_name = f"%{label}" if index == 0 else f"%{label}_{row.outputs[index]}"
+            outputs.append(Value(self, port_name, spec))
+            if index == 0 or spec is not None:
+                self._values[port_name] = outputs[-1]
+        self._nodes.append(
+            Node(
+                op,
+                label,
+                tuple(None if value is None else value.name for value in values),
+                tuple(
+                    value.name if value.spec is not None or (failed and index == 0) else None
+                    for index, value in enumerate(outputs)
+                ),
+                node_attrs,
+            )
+        )
+        return outputs
+
+    def _one(self, op: str, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
+        return self._apply(op, operands, attrs, name)[0]
+
+    # -- convolution ---------------------------------------------------------------------------
+
+    def conv(
+        self,
+        x: Value,
+        weight: Value,
+        *,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        name: str | None = None,
+    ) -> Value:
+        """Convolution in 1, 2 or 3 spatial dims (torch.nn.functional.conv2d without its bias).
+
+        x (N, C, spatial...), weight (K, C/groups, kernel...) of one dtype → (N, K, out...), with
+        ``out = floor((in + before + after - dilation * (kernel - 1) - 1) / stride) + 1``.
+        ``padding`` is an int, one per dim, (before, after) pairs per dim, "valid" or "same".
+        """
+        return self._one(
+            "conv",
+            x,
+            weight,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            name=name,
+        )
+
+    def conv_transpose(
+        self,
+        x: Value,
+        weight: Value,
+        *,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        output_padding: Ints = 0,
+        groups: int = 1,
+        dilation: Ints = 1,
+        name: str | None = None,
+    ) -> Value:
+        """Transposed convolution in 1, 2 or 3 spatial dims (F.conv_transpose2d without its bias).
+
+        x (N, C, spatial...), weight (C, K/groups, kernel...) → (N, K, out...), with ``out =
+        (in - 1) * stride - before - after + dilation * (kernel - 1) + output_padding + 1``.
+        """
+        return self._one(
+            "conv_transpose",
+            x,
+            weight,
+            stride=stride,
+            padding=padding,
+            output_padding=output_padding,
+            groups=groups,
+            dilation=dilation,
+            name=name,
+        )
+
+    # -- per channel ---------------------------------------------------------------------------
+
+    def bias(self, x: Value, bias: Value, *, name: str | None = None) -> Value:
+        """x + bias, bias (C,) along dim 1 of x (N, C, ...). bias has x's dtype, or float32."""
+        return self._one("bias", x, bias, name=name)
+
+    def scale(self, x: Value, scale: Value, *, name: str | None = None) -> Value:
+        """x * scale, scale (C,) along dim 1 of x (N, C, ...). scale has x's dtype, or float32."""
+        return self._one("scale", x, scale, name=name)
+
+    def batch_norm(
+        self,
+        x: Value,
+        running_mean: Value,
+        running_var: Value,
+        weight: Value | None = None,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        name: str | None = None,
+    ) -> Value:
+        """Batch normalisation with given statistics (F.batch_norm with training=False).
+
+        ``(x - mean) / sqrt(var + eps) * weight + bias`` along dim 1; parameters (C,) in x's dtype or
+        float32.
+        """
+        return self._one(
+            "batch_norm", x, running_mean, running_var, weight, bias, eps=eps, name=name
+        )
+
+    # -- activations ---------------------------------------------------------------------------
+
+    def relu(self, x: Value, *, name: str | None = None) -> Value:
+        """max(x, 0)."""
+        return self._one("relu", x, name=name)
+
+    def leaky_relu(
+        self, x: Value, negative_slope: float = 0.01, *, name: str | None = None
+    ) -> Value:
+        """x where x > 0, else negative_slope * x."""
+        return self._one("leaky_relu", x, negative_slope=negative_slope, name=name)
+
+    def elu(self, x: Value, alpha: float = 1.0, *, name: str | None = None) -> Value:
+        """x where x > 0, else alpha * (exp(x) - 1)."""
+        return self._one("elu", x, alpha=alpha, name=name)
+
+    def gelu(self, x: Value, approximate: str = "none", *, name: str | None = None) -> Value:
+        """x * Phi(x), by erf ("none") or by tanh ("tanh")."""
+        if approximate not in ("none", "tanh"):
+            self.problems.append(
+                Problem(
+                    f"gelu '{name or 'gelu'}'", f"approximate={approximate!r}", "'none' or 'tanh'"
+                )
+            )
+        return self._one("gelu_tanh" if approximate == "tanh" else "gelu", x, name=name)
+
+    def gelu_tanh(self, x: Value, *, name: str | None = None) -> Value:
+        """GELU by its tanh approximation."""
+        return self._one("gelu_tanh", x, name=name)
+
+    def silu(self, x: Value, *, name: str | None = None) -> Value:
+        """x * sigmoid(x), also called swish."""
+        return self._one("silu", x, name=name)
+
+    def sigmoid(self, x: Value, *, name: str | None = None) -> Value:
+        """1 / (1 + exp(-x))."""
+        return self._one("sigmoid", x, name=name)
+
+    def tanh(self, x: Value, *, name: str | None = None) -> Value:
+        """Hyperbolic tangent."""
+        return self._one("tanh", x, name=name)
+
+    def softplus(self, x: Value, beta: float = 1.0, *, name: str | None = None) -> Value:
+        """log(1 + exp(beta * x)) / beta."""
+        return self._one("softplus", x, beta=beta, name=name)
+
+    def clamp(
+        self,
+        x: Value,
+        min: float | None = None,
+        max: float | None = None,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """x held within [min, max]; either bound may be None."""
+        return self._one("clamp", x, min=min, max=max, name=name)
+
+    def relu6(self, x: Value) -> Value:
+        """x held within [0, 6]."""
+        return self.clamp(x, 0.0, 6.0)
+
+    def hardswish(self, x: Value) -> Value:
+        """x * relu6(x + 3) / 6, as a composition."""
+        return self.mul(x, self.mul(self.clamp(self.add(x, 3.0), 0.0, 6.0), 1.0 / 6.0))
+
+    # -- arithmetic ----------------------------------------------------------------------------
+
+    def add(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x + y, broadcasting as torch does; so for the other arithmetic."""
+        return self._one("add", x, y, name=name)
+
+    def sub(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x - y."""
+        return self._one("sub", x, y, name=name)
+
+    def mul(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x * y."""
+        return self._one("mul", x, y, name=name)
+
+    def div(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x / y."""
+        return self._one("div", x, y, name=name)
+
+    def pow(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x to the power y."""
+        return self._one("pow", x, y, name=name)
+
+    def minimum(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """The smaller of x and y."""
+        return self._one("minimum", x, y, name=name)
+
+    def maximum(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """The larger of x and y."""
+        return self._one("maximum", x, y, name=name)
+
+    def identity(self, x: Value, *, name: str | None = None) -> Value:
+        """x itself; with ``output(dtype=..., layout=...)`` a conversion."""
+        return self._one("identity", x, name=name)
+
+    def neg(self, x: Value, *, name: str | None = None) -> Value:
+        """-x."""
+        return self._one("neg", x, name=name)
+
+    def abs(self, x: Value, *, name: str | None = None) -> Value:
+        """|x|."""
+        return self._one("abs", x, name=name)
+
+    def exp(self, x: Value, *, name: str | None = None) -> Value:
+        """e to the power x."""
+        return self._one("exp", x, name=name)
+
+    def log(self, x: Value, *, name: str | None = None) -> Value:
+        """Natural logarithm."""
+        return self._one("log", x, name=name)
+
+    def sqrt(self, x: Value, *, name: str | None = None) -> Value:
+        """Square root."""
+        return self._one("sqrt", x, name=name)
+
+    def rsqrt(self, x: Value, *, name: str | None = None) -> Value:
+        """1 / sqrt(x)."""
+        return self._one("rsqrt", x, name=name)
+
+    def reciprocal(self, x: Value, *, name: str | None = None) -> Value:
+        """1 / x."""
+        return self._one("reciprocal", x, name=name)
+
+    def erf(self, x: Value, *, name: str | None = None) -> Value:
+        """Gauss error function."""
+        return self._one("erf", x, name=name)
+
+    # -- comparison and selection --------------------------------------------------------------
+
+    def eq(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x == y, as bool; so for the other comparisons."""
+        return self._one("eq", x, y, name=name)
+
+    def ne(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x != y."""
+        return self._one("ne", x, y, name=name)
+
+    def lt(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x < y."""
+        return self._one("lt", x, y, name=name)
+
+    def le(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x <= y."""
+        return self._one("le", x, y, name=name)
+
+    def gt(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x > y."""
+        return self._one("gt", x, y, name=name)
+
+    def ge(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x >= y."""
+        return self._one("ge", x, y, name=name)
+
+    def logical_and(self, x: Value, y: Value, *, name: str | None = None) -> Value:
+        """x and y, both bool."""
+        return self._one("logical_and", x, y, name=name)
+
+    def logical_or(self, x: Value, y: Value, *, name: str | None = None) -> Value:
+        """x or y, both bool."""
+        return self._one("logical_or", x, y, name=name)
+
+    def logical_not(self, x: Value, *, name: str | None = None) -> Value:
+        """not x, bool."""
+        return self._one("logical_not", x, name=name)
+
+    def where(self, condition: Value, x: Operand, y: Operand, *, name: str | None = None) -> Value:
+        """x where condition (bool) holds, else y; what is not selected may be NaN."""
+        return self._one("where", condition, x, y, name=name)
+
+    # -- attention -----------------------------------------------------------------------------
+
+    def sdpa(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        attn_mask: Value | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        seq_len_q: Value | None = None,
+        seq_len_kv: Value | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Scaled dot-product attention: softmax(scale * q k^T + mask) v.
+
+        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) of one dtype; H is a multiple of
+        H_kv (grouped query heads). → o (B, H, S_q, D_v) with q's dtype and order of strides; with
+        ``return_lse=True`` the pair (o, lse), lse (B, H, S_q) float32: the natural logarithm of the sum
+        of the exponentials of a row's scores.
+
+        - ``attn_mask``: bool (True attends) or float (added to the scaled scores), any shape that
+          broadcasts to (B, H, S_q, S_kv).
+        - ``is_causal``: no key to the right of the diagonal. ``window=(left, right)``: at most that
+          many keys to either side of it, None for no bound.
+        - ``diagonal_alignment``: the diagonal starts at the "top_left" corner, or ends at the
+          "bottom_right" one (of each sequence, where lengths are given).
+        - ``seq_len_q``, ``seq_len_kv``: (B,) int32, the valid rows and keys of each sequence.
+        - ``scale`` defaults to 1 / sqrt(D).
+
+        A row that may attend to no key gives zeros, and -inf in lse.
+        """
+        outputs = self._apply(
+            "sdpa",
+            (q, k, v, attn_mask, seq_len_q, seq_len_kv),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    # -- compositions --------------------------------------------------------------------------
+
+    def activation(self, x: Value, kind: str | None, **attrs: Any) -> Value:
+        """Apply the activation named ``kind`` with its attributes; None leaves x as it is."""
+        if kind is None or kind == "identity":
+            return x
+        if not isinstance(kind, str) or kind not in ACTIVATIONS:
+            self.problems.append(
+                Problem(
+                    "activation", f"{kind!r} is unknown", f"one of {', '.join(ACTIVATIONS)}, None"
+                )
+            )
+            return Value(self, x.name, None)
+        if kind in OPS:
+            return self._one(kind, x, **attrs)
+        if attrs:
+            self.problems.append(
+                Problem("activation", f"{kind} takes no attributes, got {', '.join(attrs)}")
+            )
+        return getattr(self, kind)(x)  # type: ignore[no-any-return]
+
+    def _residual(self, y: Value, residual: Value | None, alpha1: float, alpha2: float) -> Value:
+        if alpha1 != 1:
+            y = self.mul(y, alpha1)
+        if residual is None:
+            return y
+        return self.add(y, residual if alpha2 == 1 else self.mul(residual, alpha2))
+
+    def _finish(self, y: Value, bias: Value | None, activation: str | None, attrs: Any) -> Value:
+        return self.activation(y if bias is None else self.bias(y, bias), activation, **attrs)
+
+    def conv_bias_act(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        activation: str | None = "relu",
+        residual: Value | None = None,
+        alpha1: float = 1.0,
+        alpha2: float = 1.0,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        **activation_attrs: Any,
+    ) -> Value:
+        """act(alpha1 * conv(x, weight) + alpha2 * residual + bias)."""
+        y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        y = self._residual(y, residual, alpha1, alpha2)
+        return self._finish(y, bias, activation, activation_attrs)
+
+    def conv_bn_act(
+        self,
+        x: Value,
+        weight: Value,
+        running_mean: Value,
+        running_var: Value,
+        bn_weight: Value | None = None,
+        bn_bias: Value | None = None,
+        *,
+        bias: Value | None = None,
+        eps: float = 1e-5,
+        activation: str | None = "relu",
+        residual: Value | None = None,
+        alpha1: float = 1.0,
+        alpha2: float = 1.0,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        **activation_attrs: Any,
+    ) -> Value:
+        """act(alpha1 * batch_norm(conv(x, weight) + bias) + alpha2 * residual), given statistics."""
+        y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        y = y if bias is None else self.bias(y, bias)
+        y = self.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)
+        y = self._residual(y, residual, alpha1, alpha2)
+        return self._finish(y, None, activation, activation_attrs)
+
+    def conv_transpose_bias_act(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        activation: str | None = "relu",
+        residual: Value | None = None,
+        alpha1: float = 1.0,
+        alpha2: float = 1.0,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        output_padding: Ints = 0,
+        groups: int = 1,
+        dilation: Ints = 1,
+        **activation_attrs: Any,
+    ) -> Value:
+        """act(alpha1 * conv_transpose(x, weight) + alpha2 * residual + bias)."""
+        y = self.conv_transpose(
+            x,
+            weight,
+            stride=stride,
+            padding=padding,
+            output_padding=output_padding,
+            groups=groups,
+            dilation=dilation,
+        )
+        y = self._residual(y, residual, alpha1, alpha2)
+        return self._finish(y, bias, activation, activation_attrs)
+
+    # -- freezing ------------------------------------------------------------------------------
+
+    def spec(self) -> GraphSpec:
+        """The frozen graph. Raises :class:`GraphError` with every problem found."""
+        declared = [
+            (name, value.name) for name, value, _ in self._outputs if isinstance(value, Value)
+        ]
+        nodes = canonical_order(self._nodes, [value for _, value in declared])
+        used = {operand for node in nodes for operand in node.operands}
+        problems = self.problems + check_whole(list(self._inputs), list(used), declared)
+        if problems:
+            raise GraphError(str(self.name), dict.fromkeys(problems))
+        compute = self._compute_dtype
+        if compute is None:
+            wide = any(
+                v.spec is not None and v.spec.dtype == torch.float64 for v in self._inputs.values()
+            )
+            compute = torch.float64 if wide else torch.float32
+        return self._freeze(nodes, compute, self._intermediate_dtype or compute)
+
+    def _freeze(
+        self, nodes: Sequence[Node], compute: torch.dtype, intermediate: torch.dtype
+    ) -> GraphSpec:
+        """Outputs get their declared names, intermediates keep theirs unless one of those takes it."""
+        tensors = {name: value._known() for name, value in self._inputs.items()}
+        rename = {name: name for name in self._inputs}
+        outputs = []
+        for name, value, declared in self._outputs:
+            assert declared is not None
+            rename[value.name] = name
+            tensors[name] = declared
+            outputs.append(name)
+        taken = set(tensors)
+        for result in (result for node in nodes for result in node.results):
+            if result in rename:
+                continue
+            label = free = result.lstrip("%")
+            count = 0
+            while free in taken:
+                count += 1
+                free = f"{label}_{count}"
+            taken.add(free)
+            rename[result] = free
+            spec = self._values[result]._known()
+            floating = spec.dtype.is_floating_point
+            tensors[free] = TensorSpec(
+                free, spec.shape, spec.stride, intermediate if floating else spec.dtype
+            )
+        renamed = [
+            Node(
+                node.op,
+                node.name,
+                tuple(None if name is None else rename[name] for name in node.inputs),
+                tuple(None if name is None else rename[name] for name in node.outputs),
+                node.attrs,
+            )
+            for node in nodes
+        ]
+        return GraphSpec(
+            self.name, tensors, tuple(renamed), tuple(self._inputs), tuple(outputs), compute
+        )
+
+    def compile(
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        policy: Policy | None = None,
+        **options: Any,
+    ) -> Executable:
+        """An executable for this graph on ``device`` (default: "cuda" if there is one, else "cpu").
+
+        On a CPU that is the reference executor, on CUDA cuDNN plans. Fields of
+        :class:`~cudnngraph.Policy` may be given as keywords: ``compile(allow_tf32=True)``. Raises
+        :class:`GraphError` with every mistake in the graph, :class:`NotSupported` with
+        ``fallback="error"`` when cuDNN has no plan.
+        """
+        from .runtime import compile as compile_spec
+
+        return compile_spec(self.spec(), device, policy=policy, **options)
+
+    def __str__(self) -> str:
+        return print_spec(self.spec(), is_default)
+
+
+ACTIVATIONS = (
+    "relu",
+    "leaky_relu",
+    "elu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "clamp",
+    "relu6",
+    "hardswish",
+    "identity",
+)
+
+METHODS = frozenset(OPS) - {"constant"} | {
+    "relu6",
+    "hardswish",
+    "activation",
+    "conv_bias_act",
+    "conv_bn_act",
+    "conv_transpose_bias_act",
+}

@@ -1,0 +1,757 @@
+"""The op table: for each op its ports, its attributes and its inference rule.
+
+A rule gets a :class:`Call`, checks the operands, brings the attributes into their one canonical form
+and answers with a :class:`Result` per output port: shape, dtype and the order in which the dims lie
+in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the result cannot
+be known. Adding an op means one row here, one in ``reference.RULES``, one in ``backend.lower.RULES``
+and its samples; a test asserts that the tables agree.
+
+Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
+S sequence, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .errors import Problem
+from .ir import TensorSpec, is_channels_last, is_contiguous, memory_order
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What inference knows of one output: shape, dtype, and its dims from slowest to fastest."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]
+
+
+@dataclass
+class Call:
+    """One op with its operands, as a rule sees it. ``attrs`` is brought into canonical form."""
+
+    op: str
+    name: str
+    inputs: Mapping[str, TensorSpec | None]
+    attrs: dict[str, Any]
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, what: str, expected: str = "", mend: str = "") -> None:
+        """Report one mistake of this op."""
+        self.problems.append(Problem(f"{self.op} '{self.name}'", what, expected, mend))
+
+    def __getitem__(self, port: str) -> TensorSpec:
+        value = self.inputs[port]
+        assert value is not None, f"{self.op} needs {port}"
+        return value
+
+    def get(self, port: str) -> TensorSpec | None:
+        """The operand at an optional port."""
+        return self.inputs[port]
+
+
+InferRule = Callable[[Call], Sequence[Result | None] | None]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the table.
+
+    ``inputs`` names the ports in order, optional ones end in "?". ``attrs`` maps each attribute to
+    its default. ``pointwise`` marks an op that works element by element (it may join an epilogue).
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+    infer: InferRule
+    pointwise: bool = False
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """Port names without their marks."""
+        return tuple(port.rstrip("?") for port in self.inputs)
+
+    def required(self, port: str) -> bool:
+        """Whether ``port`` must be connected."""
+        return f"{port}?" not in self.inputs
+
+
+# -- attributes ------------------------------------------------------------------------------------
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _int_tuple(call: Call, attr: str, rank: int, low: int) -> tuple[int, ...] | None:
+    """Canonical form: one int a spatial dim."""
+    value = call.attrs[attr]
+    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
+    if not all(_whole(item) for item in many):
+        call.problem(
+            f"{attr}={value!r} is not made of whole numbers", "an int, or one per spatial dim"
+        )
+        return None
+    if len(many) != rank:
+        call.problem(
+            f"{attr}={value!r} has {len(many)} numbers", f"1 or {rank}, one per spatial dim of x"
+        )
+        return None
+    if any(item < low for item in many):
+        sign = "negative" if low == 0 else "not positive"
+        call.problem(f"{attr}={value!r} is {sign}", f"every {attr} >= {low}")
+        return None
+    many = tuple(int(item) for item in many)
+    call.attrs[attr] = many
+    return many
+
+
+def _padding(
+    call: Call, rank: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...] | None:
+    """Canonical form: (before, after) a spatial dim. Also takes "valid", and "same" at stride 1."""
+    value = call.attrs["padding"]
+    if isinstance(value, str):
+        if call.op != "conv" or value not in ("same", "valid"):
+            call.problem(
+                f"padding={value!r} is unknown",
+                "an int, ints, (before, after) pairs"
+                + (", 'same' or 'valid'" * (call.op == "conv")),
+            )
+            return None
+        if value == "valid":
+            pairs = ((0, 0),) * rank
+        elif any(step != 1 for step in stride):
+            call.problem(f"padding='same' with stride={tuple(stride)}", "stride 1", "give numbers")
+            return None
+        else:
+            reach = [d * (r - 1) for d, r in zip(dilation, kernel, strict=True)]
+            pairs = tuple((total // 2, total - total // 2) for total in reach)
+        call.attrs["padding"] = pairs
+        return pairs
+    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
+    if any(isinstance(item, (tuple, list)) for item in many):
+        listed = [tuple(item) if isinstance(item, (tuple, list)) else (item, item) for item in many]
+    else:
+        listed = [(item, item) for item in many]
+    if not all(len(pair) == 2 and all(_whole(item) for item in pair) for pair in listed):
+        call.problem(
+            f"padding={value!r} is not made of whole numbers",
+            "an int, one per spatial dim, or (before, after) pairs",
+        )
+        return None
+    if len(listed) != rank:
+        call.problem(f"padding={value!r} has {len(listed)} entries", f"1 or {rank}")
+        return None
+    if any(item < 0 for pair in listed for item in pair):
+        call.problem(f"padding={value!r} is negative", "every padding >= 0", "slice x instead")
+        return None
+    pairs = tuple((int(before), int(after)) for before, after in listed)
+    call.attrs["padding"] = pairs
+    return pairs
+
+
+def _number(call: Call, attr: str) -> float | None:
+    """Canonical form: a finite float."""
+    value = call.attrs[attr]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        call.problem(f"{attr}={value!r} is not a number", "a finite number")
+        return None
+    if not math.isfinite(value):
+        call.problem(f"{attr}={value!r} is not finite", "a finite number")
+        return None
+    call.attrs[attr] = float(value)
+    return float(value)
+
+
+def _flag(call: Call, attr: str) -> bool:
+    value = call.attrs[attr]
+    if not isinstance(value, bool):
+        call.problem(f"{attr}={value!r} is not a bool", "True or False")
+        return False
+    return value
+
+
+# -- operands --------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _float_operand(call: Call, port: str) -> bool:
+    spec = call[port]
+    if spec.dtype in FLOATS:
+        return True
+    call.problem(
+        f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
+        "float16, bfloat16, float32 or float64",
+        "convert it first",
+    )
+    return False
+
+
+def _same_dtype(call: Call, first: str, *others: str) -> bool:
+    ok = _float_operand(call, first)
+    for port in others:
+        if call[port].dtype != call[first].dtype:
+            call.problem(
+                f"{port} '{call[port].name}' is {dtype_name(call[port].dtype)}, "
+                f"{first} '{call[first].name}' is {dtype_name(call[first].dtype)}",
+                "the same dtype for both",
+                f"convert {port}",
+            )
+            ok = False
+    return ok
+
+
+def _param_dtype(call: Call, port: str, data: str = "x") -> bool:
+    """Per-channel parameters share the dtype of the data or are float32 beside 16-bit data."""
+    param, x = call[port], call[data]
+    if param.dtype == x.dtype and x.dtype in FLOATS:
+        return True
+    if param.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
+        return True
+    call.problem(
+        f"{port} '{param.name}' is {dtype_name(param.dtype)}, {data} '{x.name}' is {dtype_name(x.dtype)}",
+        f"{dtype_name(x.dtype)}"
+        + ("" if x.dtype in (torch.float32, torch.float64) else " or float32"),
+        f"convert {port}",
+    )
+    return False
+
+
+def _like_order(spec: TensorSpec) -> tuple[int, ...]:
+    """The memory order that a result shaped like ``spec`` takes: its own, where that is one."""
+    if any(s == 0 and n > 1 for n, s in zip(spec.shape, spec.stride, strict=True)):
+        return tuple(range(len(spec.shape)))
+    return memory_order(spec.shape, spec.stride)
+
+
+def _channels_last_order(rank: int) -> tuple[int, ...]:
+    return (0, *range(2, rank), 1)
+
+
+def _conv_order(x: TensorSpec, weight: TensorSpec) -> tuple[int, ...]:
+    """channels_last when x or the weight is unmistakably so (torch's rule), else contiguous."""
+    rank = len(x.shape)
+    for spec in (x, weight):
+        if is_channels_last(spec.shape, spec.stride) and not is_contiguous(spec.shape, spec.stride):
+            return _channels_last_order(rank)
+    return tuple(range(rank))
+
+
+# -- convolution -----------------------------------------------------------------------------------
+
+
+def _conv_common(call: Call) -> tuple[int, int] | None:
+    """Rank and groups, after the checks that both directions share; None when they say nothing."""
+    x, weight = call["x"], call["weight"]
+    _same_dtype(call, "x", "weight")
+    ok = True
+    rank = len(x.shape) - 2
+    if rank not in (1, 2, 3):
+        call.problem(
+            f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "3, 4 or 5: (N, C, spatial...)"
+        )
+        ok = False
+    elif len(weight.shape) != len(x.shape):
+        call.problem(
+            f"weight '{weight.name}' has {len(weight.shape)} dims {weight.shape}, x has {len(x.shape)}",
+            f"{len(x.shape)} dims",
+        )
+        ok = False
+    groups = call.attrs["groups"]
+    if not _whole(groups) or groups < 1:
+        call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
+        groups = 1
+    return (rank, int(groups)) if ok else None
+
+
+def _conv(call: Call) -> list[Result] | None:
+    common = _conv_common(call)
+    if common is None:
+        return None
+    rank, groups = common
+    x, weight = call["x"], call["weight"]
+    n, c = x.shape[:2]
+    k, c_per_group = weight.shape[:2]
+    kernel = weight.shape[2:]
+    if c % groups:
+        call.problem(f"x has {c} channels, not a multiple of groups={groups}", "C % groups == 0")
+    elif c_per_group * groups != c:
+        call.problem(
+            f"weight has {c_per_group} input channels per group, x has {c} channels / groups={groups}",
+            f"{c // groups}",
+        )
+    if k % groups:
+        call.problem(
+            f"weight has {k} output channels, not a multiple of groups={groups}", "K % groups == 0"
+        )
+    if 0 in kernel:
+        call.problem(f"weight '{weight.name}' has an empty kernel {tuple(kernel)}", "sizes >= 1")
+    stride = _int_tuple(call, "stride", rank, 1)
+    dilation = _int_tuple(call, "dilation", rank, 1)
+    padding = _padding(call, rank, kernel, stride or (1,) * rank, dilation or (1,) * rank)
+    if stride is None or dilation is None or padding is None or call.problems:
+        return None
+    out = []
+    for dim in range(rank):
+        size = x.shape[2 + dim] + sum(padding[dim])
+        reach = dilation[dim] * (kernel[dim] - 1) + 1
+        if reach > size:
+            call.problem(
+                f"kernel reaches {reach} (size {kernel[dim]}, dilation {dilation[dim]}) over spatial "
+                f"dim {dim}, the padded input is {size}",
+                "a kernel no larger than the padded input",
+                "pad more",
+            )
+        out.append((size - reach) // stride[dim] + 1)
+    if call.problems:
+        return None
+    return [Result((n, k, *out), x.dtype, _conv_order(x, weight))]
+
+
+def _conv_transpose(call: Call) -> list[Result] | None:
+    common = _conv_common(call)
+    if common is None:
+        return None
+    rank, groups = common
+    x, weight = call["x"], call["weight"]
+    n, c = x.shape[:2]
+    kernel = weight.shape[2:]
+    if weight.shape[0] != c:
+        call.problem(
+            f"weight has {weight.shape[0]} input channels, x has {c} channels",
+            f"{c}",
+            "a transposed weight is (C, K/groups, ...)",
+        )
+    if c % groups:
+        call.problem(f"x has {c} channels, not a multiple of groups={groups}", "C % groups == 0")
+    if 0 in kernel:
+        call.problem(f"weight '{weight.name}' has an empty kernel {tuple(kernel)}", "sizes >= 1")
+    stride = _int_tuple(call, "stride", rank, 1)
+    dilation = _int_tuple(call, "dilation", rank, 1)
+    extra = _int_tuple(call, "output_padding", rank, 0)
+    padding = _padding(call, rank, kernel, stride or (1,) * rank, dilation or (1,) * rank)
+    if stride is None or dilation is None or padding is None or extra is None or call.problems:
+        return None
+    out = []
+    for dim in range(rank):
+        if extra[dim] >= max(stride[dim], dilation[dim]):
+            call.problem(
+                f"output_padding={extra[dim]} over spatial dim {dim} is not smaller than "
+                f"max(stride={stride[dim]}, dilation={dilation[dim]})",
+                f"output_padding < {max(stride[dim], dilation[dim])}",
+            )
+        size = x.shape[2 + dim]
+        size = (size - 1) * stride[dim] - sum(padding[dim])
+        size += dilation[dim] * (kernel[dim] - 1) + extra[dim] + 1
+        if size < 1:
+            call.problem(
+                f"output size over spatial dim {dim} is {size}",
+                "at least 1",
+                f"padding={padding[dim]} is larger than the kernel allows",
+            )
+        out.append(size)
+    if call.problems:
+        return None
+    return [Result((n, weight.shape[1] * groups, *out), x.dtype, _conv_order(x, weight))]
+
+
+# -- per-channel ops -------------------------------------------------------------------------------
+
+
+def _channels(call: Call, port: str) -> bool:
+    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x."""
+    spec, x = call[port], call["x"]
+    ok = _param_dtype(call, port)
+    c = x.shape[1]
+    full = (1, c, *(1,) * (len(x.shape) - 2))
+    if spec.shape not in ((c,), full):
+        call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"({c},), the channels of x")
+        ok = False
+    return ok
+
+
+def _has_channels(call: Call) -> bool:
+    x = call["x"]
+    if len(x.shape) < 2:
+        call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "at least 2: (N, C, ...)")
+        return False
+    return _float_operand(call, "x")
+
+
+def _per_channel(port: str) -> InferRule:
+    def infer(call: Call) -> list[Result] | None:
+        if not _has_channels(call) or not _channels(call, port):
+            return None
+        x = call["x"]
+        return [Result(x.shape, x.dtype, _like_order(x))]
+
+    return infer
+
+
+def _batch_norm(call: Call) -> list[Result] | None:
+    if not _has_channels(call):
+        return None
+    used = [port for port in ("running_mean", "running_var", "weight", "bias") if call.get(port)]
+    ok = all([_channels(call, port) for port in used])
+    eps = _number(call, "eps")
+    if eps is None or not ok:
+        return None
+    if eps < 0:
+        call.problem(f"eps={eps!r} is negative", "eps >= 0")
+        return None
+    x = call["x"]
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
+# -- pointwise -------------------------------------------------------------------------------------
+
+
+def _broadcast_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """torch's rule: from the last dim back, sizes are equal or 1."""
+    rank = max(map(len, shapes))
+    out = []
+    for sizes in zip(*((1,) * (rank - len(shape)) + shape for shape in shapes), strict=True):
+        real = {size for size in sizes if size != 1}
+        if len(real) > 1:
+            raise ValueError(f"{sizes} do not broadcast")
+        out.append(real.pop() if real else 1)
+    return tuple(out)
+
+
+def _broadcast(call: Call, ports: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Common shape and memory order of operands that broadcast as torch does."""
+    specs = [call[port] for port in ports]
+    try:
+        shape = _broadcast_shapes([spec.shape for spec in specs])
+    except ValueError:
+        listed = ", ".join(f"{port} '{call[port].name}' {call[port].shape}" for port in ports)
+        call.problem(
+            f"shapes do not broadcast: {listed}", "equal sizes, or 1, from the last dim back"
+        )
+        return None
+    for spec in specs:
+        if spec.shape == shape:
+            return shape, _like_order(spec)
+    return shape, tuple(range(len(shape)))
+
+
+def _promoted(call: Call, ports: Sequence[str]) -> torch.dtype | None:
+    """float32 beside a 16-bit dtype gives float32; other mixes have no rule. Scalars take any dtype."""
+    if not all([_float_operand(call, port) for port in ports]):
+        return None
+    solid = [port for port in ports if call[port].shape != ()] or list(ports)
+    dtypes = dict.fromkeys(call[port].dtype for port in solid)
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    if len(dtypes) == 2 and torch.float32 in dtypes and torch.float64 not in dtypes:
+        return torch.float32
+    listed = ", ".join(
+        f"{port} '{call[port].name}' {dtype_name(call[port].dtype)}" for port in solid
+    )
+    call.problem(
+        f"dtypes do not mix: {listed}",
+        "one dtype, or float32 beside one 16-bit dtype",
+        "convert one",
+    )
+    return None
+
+
+def _unary(*attrs: str) -> InferRule:
+    def infer(call: Call) -> list[Result] | None:
+        ok = _float_operand(call, "x")
+        numbers_ = [_number(call, attr) for attr in attrs]
+        x = call["x"]
+        return [Result(x.shape, x.dtype, _like_order(x))] if ok and None not in numbers_ else None
+
+    return infer
+
+
+def _softplus(call: Call) -> Sequence[Result | None] | None:
+    result = _unary("beta")(call)
+    if result is not None and call.attrs["beta"] <= 0:
+        call.problem(f"beta={call.attrs['beta']!r} is not positive", "beta > 0")
+        return None
+    return result
+
+
+def _clamp(call: Call) -> list[Result] | None:
+    ok = _float_operand(call, "x")
+    given = [attr for attr in ("min", "max") if call.attrs[attr] is not None]
+    if not given:
+        call.problem("min and max are both None", "at least one of them")
+        return None
+    limits = [_number(call, attr) for attr in given]
+    x = call["x"]
+    return [Result(x.shape, x.dtype, _like_order(x))] if ok and None not in limits else None
+
+
+def _binary(call: Call) -> list[Result] | None:
+    dtype = _promoted(call, ("x", "y"))
+    common = _broadcast(call, ("x", "y"))
+    return [Result(common[0], dtype, common[1])] if dtype is not None and common else None
+
+
+def _comparison(call: Call) -> list[Result] | None:
+    dtype = _promoted(call, ("x", "y"))
+    common = _broadcast(call, ("x", "y"))
+    return [Result(common[0], torch.bool, common[1])] if dtype is not None and common else None
+
+
+def _bool_operand(call: Call, port: str) -> bool:
+    if call[port].dtype == torch.bool:
+        return True
+    call.problem(
+        f"{port} '{call[port].name}' is {dtype_name(call[port].dtype)}", "bool", "compare it first"
+    )
+    return False
+
+
+def _logical(*ports: str) -> InferRule:
+    def infer(call: Call) -> list[Result] | None:
+        ok = all([_bool_operand(call, port) for port in ports])
+        common = _broadcast(call, ports)
+        return [Result(common[0], torch.bool, common[1])] if ok and common else None
+
+    return infer
+
+
+def _where(call: Call) -> list[Result] | None:
+    ok = _bool_operand(call, "condition")
+    dtype = _promoted(call, ("x", "y"))
+    common = _broadcast(call, ("condition", "x", "y"))
+    return [Result(common[0], dtype, common[1])] if ok and dtype is not None and common else None
+
+
+def _constant(call: Call) -> list[Result] | None:
+    return [Result((), torch.float32, ())] if _number(call, "value") is not None else None
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+ALIGNMENTS = ("top_left", "bottom_right")
+
+
+def _sdpa_shapes(call: Call) -> bool:
+    q, k, v = call["q"], call["k"], call["v"]
+    for port in ("q", "k", "v"):
+        if len(call[port].shape) != 4:
+            call.problem(
+                f"{port} '{call[port].name}' has {len(call[port].shape)} dims {call[port].shape}",
+                "4: (B, H, S, D)",
+            )
+            return False
+    before = len(call.problems)
+    for port in ("k", "v"):
+        if call[port].shape[0] != q.shape[0]:
+            call.problem(
+                f"{port} has batch {call[port].shape[0]}, q has {q.shape[0]}", "equal batches"
+            )
+    if k.shape[1] != v.shape[1]:
+        call.problem(f"v has {v.shape[1]} heads, k has {k.shape[1]}", "equal heads of k and v")
+    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        call.problem(
+            f"q has {q.shape[1]} heads, not a multiple of the {k.shape[1]} heads of k and v",
+            "H_q % H_kv == 0",
+        )
+    if k.shape[2] != v.shape[2]:
+        call.problem(f"v has length {v.shape[2]}, k has {k.shape[2]}", "equal lengths of k and v")
+    if k.shape[3] != q.shape[3]:
+        call.problem(
+            f"k has head dim {k.shape[3]}, q has {q.shape[3]}", "equal head dims of q and k"
+        )
+    if q.shape[3] == 0:
+        call.problem("q has head dim 0", "a head dim >= 1")
+    return len(call.problems) == before
+
+
+def _sdpa_mask(call: Call) -> None:
+    mask, q, k = call.get("attn_mask"), call["q"], call["k"]
+    if mask is None:
+        return
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype) or (
+        q.dtype == torch.float64 and mask.dtype == torch.float32
+    ):
+        call.problem(
+            f"attn_mask '{mask.name}' is {dtype_name(mask.dtype)}, q is {dtype_name(q.dtype)}",
+            f"bool (True attends), {dtype_name(q.dtype)} or float32 (added to the scores)",
+        )
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    padded = (1,) * (4 - len(mask.shape)) + mask.shape
+    if len(mask.shape) > 4 or any(m not in (1, n) for m, n in zip(padded, full, strict=True)):
+        call.problem(
+            f"attn_mask '{mask.name}' has shape {mask.shape}",
+            f"one that broadcasts to (B, H, S_q, S_kv) = {full}",
+        )
+
+
+def _sdpa_lengths(call: Call) -> None:
+    q = call["q"]
+    given = [port for port in ("seq_len_q", "seq_len_kv") if call.get(port) is not None]
+    for port in given:
+        spec = call[port]
+        if spec.dtype != torch.int32:
+            call.problem(f"{port} '{spec.name}' is {dtype_name(spec.dtype)}", "int32", "convert it")
+        if spec.shape != (q.shape[0],):
+            call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"(B,) = ({q.shape[0]},)")
+
+
+def _sdpa_window(call: Call) -> None:
+    window = call.attrs["window"]
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        call.problem(
+            f"window={window!r} is not a pair", "(left, right), each a number of keys or None"
+        )
+        return
+    for side, value in zip(("left", "right"), window, strict=True):
+        if value is not None and (not _whole(value) or value < 0):
+            call.problem(f"window {side}={value!r}", "a whole number >= 0, or None for no bound")
+            return
+    left, right = (None if value is None else int(value) for value in window)
+    if call.attrs["is_causal"] is True:
+        right = 0
+    call.attrs["window"] = None if left is None and right is None else (left, right)
+
+
+def _sdpa(call: Call) -> list[Result | None] | None:
+    before = len(call.problems)
+    _same_dtype(call, "q", "k", "v")
+    causal = _flag(call, "is_causal")
+    want_lse = _flag(call, "return_lse")
+    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
+        call.problem(
+            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
+            " or ".join(map(repr, ALIGNMENTS)),
+        )
+    if not _sdpa_shapes(call):
+        return None
+    q, v = call["q"], call["v"]
+    _sdpa_mask(call)
+    _sdpa_lengths(call)
+    _sdpa_window(call)
+    if call.attrs["scale"] is None:
+        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+    else:
+        _number(call, "scale")
+    if len(call.problems) > before:
+        return None
+    # One canonical form: causal is the band with no key to the right of the diagonal.
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None:
+        call.attrs["diagonal_alignment"] = "top_left"
+    order = _like_order(q)
+    shape = (*q.shape[:3], v.shape[3])
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = Result(q.shape[:3], stats, (0, 1, 2)) if want_lse else None
+    return [Result(shape, q.dtype, order), lse]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+_CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def _rows() -> list[Op]:
+    def op(
+        name: str,
+        inputs: str,
+        infer: InferRule,
+        outputs: str = "y",
+        pointwise: bool = False,
+        **attrs: Any,
+    ) -> Op:
+        return Op(name, tuple(inputs.split()), tuple(outputs.split()), attrs, infer, pointwise)
+
+    def unary(name: str, **attrs: Any) -> Op:
+        return op(name, "x", _unary(*attrs), pointwise=True, **attrs)
+
+    def binary(name: str, infer: InferRule) -> Op:
+        return op(name, "x y", infer, pointwise=True)
+
+    return [
+        op("conv", "x weight", _conv, **_CONV),
+        op("conv_transpose", "x weight", _conv_transpose, output_padding=0, **_CONV),
+        op(
+            "sdpa",
+            "q k v attn_mask? seq_len_q? seq_len_kv?",
+            _sdpa,
+            outputs="o lse",
+            scale=None,
+            is_causal=False,
+            diagonal_alignment="top_left",
+            window=None,
+            return_lse=False,
+        ),
+        op(
+            "batch_norm",
+            "x running_mean running_var weight? bias?",
+            _batch_norm,
+            pointwise=True,
+            eps=1e-5,
+        ),
+        op("bias", "x bias", _per_channel("bias"), pointwise=True),
+        op("scale", "x scale", _per_channel("scale"), pointwise=True),
+        unary("relu"),
+        unary("leaky_relu", negative_slope=0.01),
+        unary("elu", alpha=1.0),
+        unary("gelu"),
+        unary("gelu_tanh"),
+        unary("silu"),
+        unary("sigmoid"),
+        unary("tanh"),
+        op("softplus", "x", _softplus, pointwise=True, beta=1.0),
+        op("clamp", "x", _clamp, pointwise=True, min=None, max=None),
+        unary("identity"),
+        unary("neg"),
+        unary("abs"),
+        unary("exp"),
+        unary("log"),
+        unary("sqrt"),
+        unary("rsqrt"),
+        unary("reciprocal"),
+        unary("erf"),
+        *(
+            binary(name, _binary)
+            for name in ("add", "sub", "mul", "div", "pow", "minimum", "maximum")
+        ),
+        *(binary(name, _comparison) for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+        op("logical_and", "x y", _logical("x", "y"), pointwise=True),
+        op("logical_or", "x y", _logical("x", "y"), pointwise=True),
+        op("logical_not", "x", _logical("x"), pointwise=True),
+        op("where", "condition x y", _where, pointwise=True),
+        op("constant", "", _constant, pointwise=True, value=0.0),
+    ]
+
+
+OPS: Mapping[str, Op] = MappingProxyType({row.name: row for row in _rows()})
+
+
+def is_default(op: str, attr: str, value: Any) -> bool:
+    """Whether an attribute stands at a value that a reader need not see."""
+    default = OPS[op].attrs.get(attr)
+    if value == default:
+        return True
+    flat = value
+    while isinstance(flat, tuple) and flat and all(item == flat[0] for item in flat):
+        flat = flat[0]
+    return bool(flat == default and not isinstance(default, bool))

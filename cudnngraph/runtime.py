@@ -1,0 +1,581 @@
+"""Compile a frozen graph, check tensors against it, run it.
+
+An :class:`Executable` runs the steps that :mod:`~cudnngraph.select` chose. What is the same for two
+graphs of one key, the program, is kept in memory and shared. Plans belong to a thread, so a program
+replays its choices for every further thread that runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from plans_cache.workspace import WorkspacePool
+
+from . import reference, settings
+from .backend import env
+from .backend.plan import Plan, build_first, replay
+from .errors import BindError, CaptureError, PolicyError, Problem
+from .ir import GraphSpec, TensorSpec, print_spec, same_layout
+from .key import Key, graph_key
+from .ops import OPS, dtype_name, is_default
+from .policy import Policy
+from .select import Selection, StepPlan, heuristic, reference_only
+
+ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
+_PROGRAMS_KEPT = 1024
+
+
+# -- policy ----------------------------------------------------------------------------------------
+
+
+def _torch_allows_tf32() -> bool:
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # the newer per-op switches are in use
+        newer: Any = torch.backends.cudnn
+        return str(newer.conv.fp32_precision) == "tf32"
+
+
+def resolve_policy(policy: Policy | None, options: Mapping[str, Any]) -> Policy:
+    """The policy with keyword options applied and torch's TF32 switch read."""
+    known = [field.name for field in fields(Policy)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
+    policy = replace(policy or Policy(), **options)
+    if policy.allow_tf32 is None:
+        policy = replace(policy, allow_tf32=_torch_allows_tf32())
+    return policy
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """torch's own TF32 switches for a torch step, put back afterwards."""
+    convolution, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = (convolution.allow_tf32, matmul.allow_tf32)
+    if before == (allowed, allowed):
+        yield
+        return
+    convolution.allow_tf32, matmul.allow_tf32 = allowed, allowed
+    try:
+        yield
+    finally:
+        convolution.allow_tf32, matmul.allow_tf32 = before
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"the workspace would have to grow to {size_bytes} bytes while a CUDA graph is being "
+            "captured; call the executable once on this stream before the capture"
+        )
+    return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate)
+
+Launch = Callable[[Any], None]
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+class Program:
+    """The steps of one key on one device, in canonical names, and their plans by thread."""
+
+    def __init__(
+        self, spec: GraphSpec, device: torch.device, selection: Selection, policy: Policy
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.steps = selection.steps
+        self.uses_cudnn = any(step.choice is not None for step in self.steps)
+        self._allow_tf32 = bool(policy.allow_tf32)
+        self._threads = threading.local()
+        self._threads.plans = selection.built
+        self._offsets: dict[str, int] = {}
+        size = 0
+        bound = {*spec.inputs, *spec.outputs}
+        for step in self.steps:
+            for name in step.spec.outputs:
+                if name not in bound:
+                    tensor = spec.tensors[name]
+                    self._offsets[name] = size
+                    size += _round_up(tensor.extent * tensor.dtype.itemsize)
+        self._scratch_offset = size
+        self.scratch_bytes = size + max((step.workspace_bytes for step in self.steps), default=0)
+
+    def _plans(self) -> Sequence[Plan | None]:
+        plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
+        if plans is None:
+            index = self.device.index
+            plans = tuple(
+                None if step.choice is None else replay(step.spec, step.choice, index)
+                for step in self.steps
+            )
+            self._threads.plans = plans
+        return plans
+
+    def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
+        """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
+        values = dict(tensors)
+        scratch = 0
+        if self.scratch_bytes:
+            pin = torch.cuda.is_current_stream_capturing()
+            block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
+            scratch = block.data_ptr() + self._scratch_offset
+            for name, offset in self._offsets.items():
+                tensor = self.spec.tensors[name]
+                flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
+                values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
+        return [
+            self._launch(step, plan, values, scratch)
+            for step, plan in zip(self.steps, self._plans(), strict=True)
+        ]
+
+    def _launch(
+        self, step: StepPlan, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
+    ) -> Launch:
+        inputs = [values[name] for name in step.spec.inputs]
+        outputs = [values[name] for name in step.spec.outputs]
+        if plan is None:
+            return lambda handle: self._run_torch(step.spec, inputs, outputs)
+        pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
+        execute = plan.execute
+        return lambda handle: execute(pointers, scratch, handle)
+
+    def _run_torch(
+        self, spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        with torch.no_grad():
+            if self.device.type == "cpu":
+                reference.run_into(spec, inputs, outputs)
+                return
+            with _tf32(self._allow_tf32):
+                reference.run_into(spec, inputs, outputs)
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Run once on ``tensors``, on the current stream of the program's device."""
+        if not self.uses_cudnn and not self.scratch_bytes:
+            for launch in self.launches(tensors, 0):
+                launch(None)
+            return
+        with _on_device(self.device.index):
+            handle = env.handle_on_current_stream(self.device.index)
+            for launch in self.launches(tensors, env.raw_stream(self.device.index)):
+                launch(handle)
+
+
+@contextmanager
+def _on_device(index: int) -> Iterator[None]:
+    if torch.cuda.current_device() == index:
+        yield
+    else:
+        with torch.cuda.device(index):
+            yield
+
+
+_programs: OrderedDict[tuple[str, torch.device, bool], Program] = OrderedDict()
+_programs_lock = threading.Lock()
+_abandoned: list[Any] = []
+
+
+def _after_fork() -> None:
+    """A child drops the parent's plans and workspaces without destroying them."""
+    global _programs, _programs_lock, WORKSPACE
+    _abandoned.append((_programs, WORKSPACE))
+    _programs, _programs_lock = OrderedDict(), threading.Lock()
+    WORKSPACE = WorkspacePool(_allocate)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
+    by_reference = settings.current().backend == "reference"
+    place = (key.digest, device, by_reference)
+    with _programs_lock:
+        program = _programs.get(place)
+        if program is not None:
+            _programs.move_to_end(place)
+            return program
+    if device.type == "cpu":
+        selection = reference_only(spec, "the tensors are on the CPU")
+    elif by_reference:
+        selection = reference_only(spec, "CUDNNGRAPH_BACKEND=reference")
+    else:
+        index = device.index
+        with torch.cuda.device(device):
+            selection = heuristic(spec, policy, lambda part: build_first(part, policy, index))
+    program = Program(spec, device, selection, policy)
+    with _programs_lock:
+        _programs[place] = program
+        while len(_programs) > _PROGRAMS_KEPT:
+            _programs.popitem(last=False)
+    return program
+
+
+# -- checks at bind --------------------------------------------------------------------------------
+
+
+def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -> Iterator[Problem]:
+    where = f"tensor '{spec.name}'"
+    if not isinstance(tensor, torch.Tensor):
+        yield Problem(where, f"is a {type(tensor).__name__}", "a torch.Tensor")
+        return
+    if tensor.device != device:
+        yield Problem(where, f"is on {tensor.device}", str(device), f"x.to('{device}')")
+    if tensor.dtype != spec.dtype:
+        yield Problem(where, f"is {dtype_name(tensor.dtype)}", dtype_name(spec.dtype), "convert it")
+    if tensor.shape != spec.shape:
+        yield Problem(
+            where,
+            f"has shape {tuple(tensor.shape)}",
+            f"{spec.shape}",
+            "compile a graph of that shape",
+        )
+    elif tensor.stride() != spec.stride and not same_layout(
+        spec.shape, tensor.stride(), spec.stride
+    ):
+        layout = spec.layout()
+        mend = (
+            f"x.contiguous(memory_format=torch.{layout}), or declare stride={tuple(tensor.stride())}"
+            if layout == "channels_last" and len(spec.shape) in (4, 5)
+            else f"make it so, or declare stride={tuple(tensor.stride())}"
+        )
+        yield Problem(
+            where, f"has stride {tuple(tensor.stride())}", f"{spec.stride}, {layout}", mend
+        )
+    if aligned and tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT_BYTES:
+        yield Problem(
+            where,
+            f"starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}",
+            f"a pointer aligned to {ALIGNMENT_BYTES} bytes",
+            "clone() it",
+        )
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return (0, 0)
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return (start, start + (last + 1) * tensor.element_size())
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (a0, a1), (b0, b1) = _range(a), _range(b)
+    return a0 < b1 and b0 < a1
+
+
+# -- executables -----------------------------------------------------------------------------------
+
+
+class Executable:
+    """A compiled graph: call it with tensors, let it write into yours, or bind them once.
+
+    ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by, ``policy``
+    what they were chosen by. May be used from several threads and on any stream.
+    """
+
+    def __init__(
+        self, spec: GraphSpec, device: torch.device, policy: Policy, key: Key, program: Program
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.policy = policy
+        self.key = key
+        self._program = program
+        self._names = canonical_tensor_names(spec)
+        self._result = namedtuple(f"{spec.name}_result", spec.outputs)  # type: ignore[misc]
+        # A plan of pointwise ops alone reads an element before it writes it, so it may run in place.
+        self._in_place = len(program.steps) == 1 and all(OPS[n.op].pointwise for n in spec.nodes)
+
+    # -- running -------------------------------------------------------------------------------
+
+    def __call__(self, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+        """Run on inputs given by name, or in the order of declaration; allocate the outputs.
+
+        Returns the output, or a named tuple of them when there are several. Raises
+        :class:`BindError` with every mistake.
+        """
+        problems: list[Problem] = []
+        given = self._by_name(args, tensors, self.spec.inputs, problems)
+        self._check(given, self.spec.inputs, problems, aligned=False)
+        if problems:
+            raise BindError(self.spec.name, problems)
+        if self._program.uses_cudnn:
+            for name, tensor in given.items():
+                if tensor.data_ptr() % ALIGNMENT_BYTES:
+                    given[name] = _aligned_copy(tensor)
+        outputs = []
+        for name in self.spec.outputs:
+            made = self.spec.tensors[name]
+            outputs.append(
+                torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
+            )
+            given[name] = outputs[-1]
+        self._program.run({self._names[name]: tensor for name, tensor in given.items()})
+        return outputs[0] if len(outputs) == 1 else self._result(*outputs)
+
+    def run(self, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
+        """Run on inputs and into outputs, all given (by name, or inputs then outputs in order).
+
+        Allocates no device memory once the workspace has grown to what the plans need; a torch step
+        does allocate. Raises :class:`BindError` with every mistake.
+        """
+        given = self._all(args, tensors)
+        self._program.run({self._names[name]: tensor for name, tensor in given.items()})
+
+    def bind(self, *args: torch.Tensor, **tensors: torch.Tensor) -> BoundCall:
+        """Check inputs and outputs once; the result is called with nothing, as often as wanted.
+
+        The tensors' memory must stay where it is; the result keeps the tensors alive.
+        """
+        given = self._all(args, tensors)
+        return BoundCall(
+            self._program, {self._names[name]: tensor for name, tensor in given.items()}
+        )
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _by_name(
+        self,
+        args: Sequence[Any],
+        tensors: Mapping[str, Any],
+        names: Sequence[str],
+        problems: list[Problem],
+    ) -> dict[str, Any]:
+        given = dict(zip(names, args, strict=False))
+        if len(args) > len(names):
+            problems.append(
+                Problem(
+                    "call",
+                    f"{len(args)} tensors by position",
+                    f"at most {len(names)}: {', '.join(names)}",
+                )
+            )
+        for name, tensor in tensors.items():
+            if name not in names:
+                problems.append(
+                    Problem(
+                        f"tensor '{name}'", "is not of this graph", f"one of {', '.join(names)}"
+                    )
+                )
+            elif name in given:
+                problems.append(
+                    Problem(f"tensor '{name}'", "is given twice", "by position or by name")
+                )
+            else:
+                given[name] = tensor
+        for name in names:
+            if name not in given:
+                kind = "output" if name in self.spec.outputs else "input"
+                problems.append(
+                    Problem(f"{kind} '{name}'", "is missing", str(self.spec.tensors[name]))
+                )
+        return given
+
+    def _check(
+        self,
+        given: Mapping[str, Any],
+        names: Sequence[str],
+        problems: list[Problem],
+        *,
+        aligned: bool,
+    ) -> None:
+        for name in names:
+            if name in given:
+                problems += _wrong(self.spec.tensors[name], given[name], self.device, aligned)
+
+    def _all(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        problems: list[Problem] = []
+        names = (*self.spec.inputs, *self.spec.outputs)
+        given = self._by_name(args, tensors, names, problems)
+        self._check(given, names, problems, aligned=self._program.uses_cudnn)
+        if not problems:
+            problems += self._unsafe_outputs(given)
+        if problems:
+            raise BindError(self.spec.name, problems)
+        return given
+
+    def _unsafe_outputs(self, given: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+        for position, name in enumerate(self.spec.outputs):
+            output = given[name]
+            if output.requires_grad:
+                yield Problem(
+                    f"output '{name}'", "requires grad", "a tensor that does not", "detach() it"
+                )
+            for other in self.spec.outputs[:position]:
+                if _overlap(output, given[other]):
+                    yield Problem(
+                        f"output '{name}'", f"overlaps output '{other}'", "memory of its own"
+                    )
+            for source in self.spec.inputs:
+                tensor = given[source]
+                if not _overlap(output, tensor):
+                    continue
+                same = (output.data_ptr(), output.shape, output.stride(), output.dtype)
+                if self._in_place and same == (
+                    tensor.data_ptr(),
+                    tensor.shape,
+                    tensor.stride(),
+                    tensor.dtype,
+                ):
+                    continue
+                yield Problem(
+                    f"output '{name}'",
+                    f"overlaps input '{source}'",
+                    "memory of its own",
+                    "only a graph of pointwise ops may write over an input of the same shape and stride",
+                )
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that a run borrows: intermediates between steps and the plans' scratch."""
+        return self._program.scratch_bytes
+
+    @property
+    def steps(self) -> tuple[StepPlan, ...]:
+        """The steps in order, under this graph's own names."""
+        back = {canonical: name for name, canonical in self._names.items()}
+        return tuple(replace(step, spec=step.spec.rename(back)) for step in self._program.steps)
+
+    def explain(self) -> str:
+        """The graph, its steps with the plan of each, and why other candidates lost."""
+        lines = [print_spec(self.spec, is_default), "", f"device {self.device}, key {self.key}"]
+        for number, step in enumerate(self.steps, 1):
+            plan = "torch" if step.choice is None else f"cuDNN {step.choice}"
+            if self.device.type == "cpu":
+                plan = "reference"
+            lines.append(f"step {number}: {' → '.join(node.op for node in step.spec.nodes)}")
+            lines.append(f"  plan: {plan}, workspace {step.workspace_bytes} bytes")
+            for decision in step.decisions:
+                mark = "taken" if decision.accepted else "rejected"
+                lines.append(f"  {mark}: {decision.subject}: {decision.reason}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+
+def _aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor.detach()) if 0 not in tensor.stride() else _expanded_copy(tensor)
+
+
+def _expanded_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of an expanded tensor, expanded again: its repeated elements are stored once."""
+    core = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            core = core.narrow(dim, 0, 1)
+    return core.clone().as_strided(tensor.shape, tensor.stride())
+
+
+class _ByStream(threading.local):
+    """What one thread has prepared for each stream: the launches, and the block they point into."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor]] = {}
+
+
+class BoundCall:
+    """An executable with its tensors bound: ``call()`` launches, nothing is checked or looked up.
+
+    Runs on the current stream of the device; may be captured in a CUDA graph after one call on the
+    same thread and stream.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._program = program
+        self._tensors = dict(tensors)
+        self._index = program.device.index
+        self._cpu = program.device.type == "cpu"
+        self._ready = _ByStream()
+
+    def __call__(self) -> None:
+        if self._cpu:
+            self._program.run(self._tensors)
+            return
+        index = self._index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self._launch(index)
+        else:
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        stream = env.raw_stream(index)
+        ready = self._ready.by_stream.get(stream)
+        if ready is None:
+            launches = self._program.launches(self._tensors, stream)
+            # The block is kept with the pointers into it, so a pool that grows leaves it alive.
+            block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
+            ready = self._ready.by_stream[stream] = (launches, block)
+        handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+        for launch in ready[0]:
+            launch(handle)
+
+
+# -- compile ---------------------------------------------------------------------------------------
+
+
+def canonical_tensor_names(spec: GraphSpec) -> dict[str, str]:
+    """Tensor names of a graph → names that depend on its structure alone."""
+    return {name: f"t{number[1:]}" for name, number in spec.canonical_names().items()}
+
+
+def canonical(spec: GraphSpec) -> GraphSpec:
+    """The graph under canonical names, inputs in canonical order: what programs are made of."""
+    names = canonical_tensor_names(spec)
+    renamed = spec.rename(names)
+    return replace(
+        renamed,
+        name="_".join(dict.fromkeys(node.op for node in spec.nodes if node.op != "constant"))[:80],
+        nodes=tuple(
+            replace(node, name=f"{node.op}{position}")
+            for position, node in enumerate(renamed.nodes)
+        ),
+        inputs=tuple(sorted(renamed.inputs, key=lambda name: int(name[1:]))),
+    )
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def compile(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> Executable:
+    """An :class:`Executable` for ``spec``; see :meth:`cudnngraph.Graph.compile`."""
+    place = default_device() if device is None else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    resolved = resolve_policy(policy, options)
+    key = graph_key(spec, resolved)
+    return Executable(spec, place, resolved, key, _program(canonical(spec), place, resolved, key))

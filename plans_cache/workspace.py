@@ -1,0 +1,89 @@
+"""Pooled scratch memory: one growing block per (device, stream).
+
+Work on one stream runs in order, so plans on it can share a block. The pool grows by retiring the
+old block, never by resizing it: whoever still holds the block keeps it alive, and a block that a
+stream capture has seen is kept for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Block = TypeVar("Block")
+
+
+class WorkspaceLimitError(RuntimeError):
+    """A request went over the pool's limit."""
+
+
+@dataclass
+class _Slot(Generic[Block]):
+    block: Block
+    size_bytes: int
+    pinned: bool = False
+
+
+class WorkspacePool(Generic[Block]):
+    """Blocks by (device, stream), made by ``allocate(device, stream, size_bytes)``.
+
+    ``limit_bytes`` bounds a single block; None for no limit. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, allocate: Callable[[int, int, int], Block], limit_bytes: int | None = None
+    ) -> None:
+        self._allocate = allocate
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, int], _Slot[Block]] = {}
+        self._kept: list[_Slot[Block]] = []
+        self._high_water_bytes = 0
+
+    def get(self, device: int, stream: int, size_bytes: int, *, pin: bool = False) -> Block:
+        """A block of at least ``size_bytes``; ``pin`` keeps it for good (a capture holds it).
+
+        Raises :class:`WorkspaceLimitError` over the limit; what ``allocate`` raises goes through.
+        """
+        if self.limit_bytes is not None and size_bytes > self.limit_bytes:
+            raise WorkspaceLimitError(
+                f"{size_bytes} bytes of workspace asked for, the limit is {self.limit_bytes}"
+            )
+        with self._lock:
+            slot = self._slots.get((device, stream))
+            if slot is None or slot.size_bytes < size_bytes:
+                block = self._allocate(device, stream, size_bytes)
+                if slot is not None and slot.pinned:
+                    self._kept.append(slot)
+                slot = self._slots[device, stream] = _Slot(block, size_bytes)
+                self._high_water_bytes = max(self._high_water_bytes, self._held_bytes())
+            slot.pinned = slot.pinned or pin
+            return slot.block
+
+    def size_bytes(self, device: int, stream: int) -> int:
+        """Size of the current block; 0 where there is none."""
+        with self._lock:
+            slot = self._slots.get((device, stream))
+            return 0 if slot is None else slot.size_bytes
+
+    def _held_bytes(self) -> int:
+        return sum(slot.size_bytes for slot in (*self._slots.values(), *self._kept))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in current blocks and in those kept for captures."""
+        with self._lock:
+            return self._held_bytes()
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The most that :attr:`held_bytes` has been."""
+        return self._high_water_bytes
+
+    def clear(self) -> None:
+        """Let go of every block that no capture has seen."""
+        with self._lock:
+            self._kept += [slot for slot in self._slots.values() if slot.pinned]
+            self._slots.clear()
