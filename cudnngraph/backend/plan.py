@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,28 +158,37 @@ def propose(lowered: Lowered, frontend: Any) -> list[Candidate]:
 def readable_reasons(message: str) -> list[str]:
     """One line per distinct reason out of the library's page of them.
 
-    The page holds, for each engine tried, a JSON line with its id and a line
-    ``Warning: STATUS; Reason: condition``.
+    The page holds, for each engine tried, a JSON line with its id and lines
+    ``Warning: STATUS; Reason: condition``: the condition that failed, then the calls that it was
+    passed up through. Engines made for another GPU come last.
     """
-    engines: dict[str, list[int]] = {}
-    engine = -1
+    engines: dict[tuple[str, str], list[int]] = {}
+    engine: int | None = None
+    told = False  # the engine at hand has given its reason; what follows are the callers
     for line in message.splitlines():
         text = line.strip()
         if text.startswith("{") and "engineId" in text:
             try:
                 engine = int(json.loads(text)["engineId"])
             except (ValueError, KeyError, TypeError):
-                engine = -1
-        elif "Reason:" in text:
-            reason = text.split("Reason:", 1)[1].strip().split(" at: ")[0]
-            engines.setdefault(reason, [])
-            if engine >= 0 and engine not in engines[reason]:
-                engines[reason].append(engine)
+                engine = None
+            told = False
+        elif "Reason:" in text and not told:
+            head, reason = text.split("Reason:", 1)
+            status = re.search(r"CUDNN_STATUS_NOT_SUPPORTED_(\w+)", head)
+            kind = status.group(1).lower().replace("_", " ") if status else ""
+            ids = engines.setdefault((kind, reason.strip().split(" at: ")[0]), [])
+            if engine is not None and engine not in ids:
+                ids.append(engine)
+            told = engine is not None
     if not engines:
         return [first_line(message)]
+    ranked = sorted(engines.items(), key=lambda entry: entry[0][0] == "arch mismatch")
     return [
-        reason + (f" [engines {', '.join(map(str, ids))}]" if ids else "")
-        for reason, ids in engines.items()
+        (f"{kind}: " if kind else "")
+        + reason
+        + (f" [engines {', '.join(map(str, ids))}]" if ids else "")
+        for (kind, reason), ids in ranked
     ]
 
 
