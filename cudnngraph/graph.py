@@ -28,10 +28,10 @@ from .validate import check_dtype, check_name, check_node, check_shape, check_st
 if TYPE_CHECKING:
     from .runtime import Executable
 
-Scalar = Union[int, float]
+Scalar = int | float
 Operand = Union["Value", Scalar]
-Ints = Union[int, Sequence[int]]
-Padding = Union[int, str, Sequence[int], Sequence[Sequence[int]]]
+Ints = int | Sequence[int]
+Padding = int | str | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Value:
@@ -439,8 +439,8 @@ class Graph:
     ) -> Value:
         """Batch normalisation with given statistics (F.batch_norm with training=False).
 
-        ``(x - mean) / sqrt(var + eps) * weight + bias`` along dim 1; parameters (C,) in x's dtype or
-        float32.
+        ``(x - mean) / sqrt(var + eps) * weight + bias`` along dim 1; parameters (C,) in x's dtype
+        or float32.
         """
         return self._one(
             "batch_norm", x, running_mean, running_var, weight, bias, eps=eps, name=name
@@ -639,10 +639,10 @@ class Graph:
     ) -> Any:
         """Scaled dot-product attention: softmax(scale * q k^T + mask) v.
 
-        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) of one dtype; H is a multiple of
-        H_kv (grouped query heads). → o (B, H, S_q, D_v) with q's dtype and order of strides; with
-        ``return_lse=True`` the pair (o, lse), lse (B, H, S_q) float32: the natural logarithm of the sum
-        of the exponentials of a row's scores.
+        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) of one dtype; H is a multiple
+        of H_kv (grouped query heads). → o (B, H, S_q, D_v) with q's dtype and order of strides;
+        with ``return_lse=True`` the pair (o, lse), lse (B, H, S_q) float32: the natural logarithm
+        of the sum of the exponentials of a row's scores.
 
         - ``attn_mask``: bool (True attends) or float (added to the scaled scores), any shape that
           broadcasts to (B, H, S_q, S_kv).
@@ -742,7 +742,7 @@ class Graph:
         groups: int = 1,
         **activation_attrs: Any,
     ) -> Value:
-        """act(alpha1 * batch_norm(conv(x, weight) + bias) + alpha2 * residual), given statistics."""
+        """act(alpha1 * batch_norm(conv(x, weight) + bias) + alpha2 * residual)."""
         y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
         y = y if bias is None else self.bias(y, bias)
         y = self.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)
@@ -802,7 +802,7 @@ class Graph:
     def _freeze(
         self, nodes: Sequence[Node], compute: torch.dtype, intermediate: torch.dtype
     ) -> GraphSpec:
-        """Outputs get their declared names, intermediates keep theirs unless one of those takes it."""
+        """Outputs get their declared names; an intermediate keeps its own where that is free."""
         tensors = {name: value._known() for name, value in self._inputs.items()}
         rename = {name: name for name in self._inputs}
         outputs = []

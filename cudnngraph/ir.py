@@ -158,7 +158,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """One op: its kind, the tensors at its ports (None at an optional port left open), its attributes.
+    """One op: its kind, the tensors at its ports (None at an open optional one), its attributes.
 
     ``attrs`` holds every attribute of the op's row in the table, defaults included, sorted by name.
     """

@@ -78,8 +78,8 @@ def graph_key(
 ) -> Key:
     """The key of a graph under a policy.
 
-    ``policy.allow_tf32`` must be resolved (not None). ``alignment_bytes`` gives the pointer alignment
-    promised for an input or output; 16 where nothing is said.
+    ``policy.allow_tf32`` must be resolved (not None). ``alignment_bytes`` gives the pointer
+    alignment promised for an input or output; 16 where nothing is said.
     """
     if policy.allow_tf32 is None:
         raise UnkeyableError("allow_tf32=None follows a switch outside; resolve it before keying")

@@ -1,10 +1,10 @@
 """The op table: for each op its ports, its attributes and its inference rule.
 
-A rule gets a :class:`Call`, checks the operands, brings the attributes into their one canonical form
-and answers with a :class:`Result` per output port: shape, dtype and the order in which the dims lie
-in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the result cannot
-be known. Adding an op means one row here, one in ``reference.RULES``, one in ``backend.lower.RULES``
-and its samples; a test asserts that the tables agree.
+A rule gets a :class:`Call`, checks the operands, brings the attributes into their one canonical
+form and answers with a :class:`Result` per output port: shape, dtype and the order in which the
+dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
+result cannot be known. Adding an op means one row here, one in ``reference.RULES``, one in
+``backend.lower.RULES`` and its samples; a test asserts that the tables agree.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
 S sequence, D head dim.
@@ -226,7 +226,8 @@ def _param_dtype(call: Call, port: str, data: str = "x") -> bool:
     if param.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
         return True
     call.problem(
-        f"{port} '{param.name}' is {dtype_name(param.dtype)}, {data} '{x.name}' is {dtype_name(x.dtype)}",
+        f"{port} '{param.name}' is {dtype_name(param.dtype)}, "
+        f"{data} '{x.name}' is {dtype_name(x.dtype)}",
         f"{dtype_name(x.dtype)}"
         + ("" if x.dtype in (torch.float32, torch.float64) else " or float32"),
         f"convert {port}",
@@ -270,7 +271,8 @@ def _conv_common(call: Call) -> tuple[int, int] | None:
         ok = False
     elif len(weight.shape) != len(x.shape):
         call.problem(
-            f"weight '{weight.name}' has {len(weight.shape)} dims {weight.shape}, x has {len(x.shape)}",
+            f"weight '{weight.name}' has {len(weight.shape)} dims {weight.shape}, "
+            f"x has {len(x.shape)}",
             f"{len(x.shape)} dims",
         )
         ok = False
@@ -294,7 +296,8 @@ def _conv(call: Call) -> list[Result] | None:
         call.problem(f"x has {c} channels, not a multiple of groups={groups}", "C % groups == 0")
     elif c_per_group * groups != c:
         call.problem(
-            f"weight has {c_per_group} input channels per group, x has {c} channels / groups={groups}",
+            f"weight has {c_per_group} input channels per group, "
+            f"x has {c} channels / groups={groups}",
             f"{c // groups}",
         )
     if k % groups:
@@ -314,8 +317,8 @@ def _conv(call: Call) -> list[Result] | None:
         reach = dilation[dim] * (kernel[dim] - 1) + 1
         if reach > size:
             call.problem(
-                f"kernel reaches {reach} (size {kernel[dim]}, dilation {dilation[dim]}) over spatial "
-                f"dim {dim}, the padded input is {size}",
+                f"kernel reaches {reach} (size {kernel[dim]}, dilation {dilation[dim]}) over "
+                f"spatial dim {dim}, the padded input is {size}",
                 "a kernel no larger than the padded input",
                 "pad more",
             )
@@ -453,7 +456,7 @@ def _broadcast(call: Call, ports: Sequence[str]) -> tuple[tuple[int, ...], tuple
 
 
 def _promoted(call: Call, ports: Sequence[str]) -> torch.dtype | None:
-    """float32 beside a 16-bit dtype gives float32; other mixes have no rule. Scalars take any dtype."""
+    """float32 beside a 16-bit dtype gives float32; no other mix has a rule. Scalars always mix."""
     if not all([_float_operand(call, port) for port in ports]):
         return None
     solid = [port for port in ports if call[port].shape != ()] or list(ports)

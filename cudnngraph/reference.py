@@ -1,9 +1,9 @@
 """The reference executor: what every op means, in torch.
 
-It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every op
-is computed in the graph's compute dtype from operands converted to it; the result is then rounded to
-the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the yardstick for
-accuracy.
+It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every
+op is computed in the graph's compute dtype from operands converted to it; the result is then
+rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the
+yardstick for accuracy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     full = run(x, weight, None, stride, [0] * len(padding), [0] * len(padding), groups, dilation)
     cut = [
         side
-        for (before, after), extra in zip(reversed(padding), reversed(attrs["output_padding"]))
+        for (before, after), extra in zip(padding[::-1], attrs["output_padding"][::-1], strict=True)
         for side in (-before, extra - after)
     ]
     return F.pad(full, cut)

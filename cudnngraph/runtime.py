@@ -106,12 +106,13 @@ class Program:
         self._threads = threading.local()
         self._threads.plans = selection.built
         self._offsets: dict[str, int] = {}
+        self._between: dict[str, TensorSpec] = {}
         size = 0
         bound = {*spec.inputs, *spec.outputs}
         for step in self.steps:
             for name in step.spec.outputs:
                 if name not in bound:
-                    tensor = spec.tensors[name]
+                    tensor = self._between[name] = step.spec.tensors[name]
                     self._offsets[name] = size
                     size += _round_up(tensor.extent * tensor.dtype.itemsize)
         self._scratch_offset = size
@@ -137,7 +138,7 @@ class Program:
             block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
             scratch = block.data_ptr() + self._scratch_offset
             for name, offset in self._offsets.items():
-                tensor = self.spec.tensors[name]
+                tensor = self._between[name]
                 flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
                 values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
         return [
@@ -252,7 +253,8 @@ def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -
     ):
         layout = spec.layout()
         mend = (
-            f"x.contiguous(memory_format=torch.{layout}), or declare stride={tuple(tensor.stride())}"
+            f"x.contiguous(memory_format=torch.{layout}), "
+            f"or declare stride={tuple(tensor.stride())}"
             if layout == "channels_last" and len(spec.shape) in (4, 5)
             else f"make it so, or declare stride={tuple(tensor.stride())}"
         )
@@ -260,9 +262,10 @@ def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -
             where, f"has stride {tuple(tensor.stride())}", f"{spec.stride}, {layout}", mend
         )
     if aligned and tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT_BYTES:
+        past = tensor.data_ptr() % ALIGNMENT_BYTES
         yield Problem(
             where,
-            f"starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}",
+            f"starts {past} bytes past a multiple of {ALIGNMENT_BYTES}",
             f"a pointer aligned to {ALIGNMENT_BYTES} bytes",
             "clone() it",
         )
@@ -287,8 +290,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Executable:
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
 
-    ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by, ``policy``
-    what they were chosen by. May be used from several threads and on any stream.
+    ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by,
+    ``policy`` what they were chosen by. May be used from several threads and on any stream.
     """
 
     def __init__(
@@ -301,7 +304,7 @@ class Executable:
         self._program = program
         self._names = canonical_tensor_names(spec)
         self._result = namedtuple(f"{spec.name}_result", spec.outputs)  # type: ignore[misc]
-        # A plan of pointwise ops alone reads an element before it writes it, so it may run in place.
+        # A plan of pointwise ops alone reads an element before it writes it: it may run in place.
         self._in_place = len(program.steps) == 1 and all(OPS[n.op].pointwise for n in spec.nodes)
 
     # -- running -------------------------------------------------------------------------------
@@ -440,7 +443,7 @@ class Executable:
                     f"output '{name}'",
                     f"overlaps input '{source}'",
                     "memory of its own",
-                    "only a graph of pointwise ops may write over an input of the same shape and stride",
+                    "only a graph of pointwise ops may write over an input, of the same stride",
                 )
 
     # -- inspection ----------------------------------------------------------------------------

@@ -2,17 +2,17 @@
 
 Nothing is left to the frontend's inference: every tensor, virtual ones included, gets its dims,
 strides and dtype here, and every graph input and output an explicit uid, in the order in which the
-runtime passes pointers. The dims that cuDNN sees differ from the declared ones in three ways, none of
-which moves data: convolutions in one spatial dim get a second one of extent 1; operands of lower rank
-get leading ones; and in a graph of pointwise ops alone the dims are permuted so that the fastest one
-stands where cuDNN expects the channels.
+runtime passes pointers. The dims that cuDNN sees differ from the declared ones in three ways, none
+of which moves data: convolutions in one spatial dim get a second one of extent 1; operands of lower
+rank get leading ones; and in a graph of pointwise ops alone the dims are put in the order of memory
+and merged to three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +26,11 @@ from ..ir import (
     is_channels_last,
     is_contiguous,
     memory_order,
+    numel,
 )
 from ..ops import OPS
+
+Shape = Sequence[int]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -46,7 +49,8 @@ class Constant:
 class Lowered:
     """A frontend graph ready for planning.
 
-    ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants`` follow.
+    ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants``
+    follow.
     """
 
     graph: Any
@@ -72,64 +76,120 @@ def _dtypes(frontend: Any) -> dict[torch.dtype, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(Protocol):
     """How the dims of the spec's tensors map to the dims that cuDNN sees."""
 
-    rank: int  # rank of the spec's widest tensor; shorter ones get leading ones
-    spread: bool  # a conv in one spatial dim: put an extent of 1 before the last dim
-    order: tuple[int, ...]  # final permutation
+    @property
+    def spread(self) -> bool:
+        """A convolution in one spatial dim, which gets a second one of extent 1."""
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        """Shape and strides, as cuDNN sees them, of a tensor in memory."""
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        """The same for a tensor inside a fused graph, which lies nowhere."""
+
+
+@dataclass(frozen=True)
+class _AnchorView:
+    """Graphs around a convolution or attention: dims stay, short shapes get leading ones."""
+
+    rank: int
+    spread: bool
     channels_last: bool  # which of two readings an ambiguous layout takes
 
-    def dims(self, shape: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-        shape, stride = list(shape), list(stride)
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         lead = self.rank - len(shape)
-        shape, stride = [1] * lead + shape, [1] * lead + stride
+        sizes, steps = [1] * lead + list(shape), [1] * lead + list(stride)
         if self.spread:
-            shape.insert(2, 1)
-            stride.insert(2, 1)
-        shape = [shape[dim] for dim in self.order]
-        stride = [stride[dim] for dim in self.order]
-        return shape, _settle(shape, stride, self.channels_last)
+            sizes.insert(2, 1)
+            steps.insert(2, 1)
+        return sizes, _settle(sizes, steps, self.channels_last)
+
+    virtual = dims
 
 
 def _settle(shape: list[int], stride: list[int], channels_last: bool) -> list[int]:
     """Strides that say the layout also where an extent is 1, for engines that look there."""
-    if len(shape) >= 3 and is_channels_last(shape, stride):
-        if channels_last or not is_contiguous(shape, stride):
-            return list(channels_last_strides(shape))
+    last = len(shape) >= 3 and is_channels_last(shape, stride)
+    if last and (channels_last or not is_contiguous(shape, stride)):
+        return list(channels_last_strides(shape))
     if is_contiguous(shape, stride):
         return list(contiguous_strides(shape))
-    settled, step = list(stride), max(stride, default=1)
-    for dim, extent in enumerate(shape):
-        if extent == 1:
-            settled[dim] = step
-    return settled
+    outer = max(stride, default=1)
+    return [outer if n == 1 else s for n, s in zip(shape, stride, strict=True)]
+
+
+@dataclass(frozen=True)
+class _PointwiseView:
+    """Graphs of pointwise ops alone: dims ordered slow to fast and merged to three.
+
+    cuDNN takes a pointwise graph over [B, M, N], row-major, with any operand broadcast over any of
+    the three; over four dims it takes far fewer broadcasts. ``groups`` holds the dims that make up
+    each of the three, slowest first.
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    spread: bool = False
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        lead = self.rank - len(shape)
+        sizes, steps = (1,) * lead + tuple(shape), (1,) * lead + tuple(stride)
+        merged, strides = [], []
+        for group in self.groups:
+            merged.append(numel(sizes[dim] for dim in group))
+            real = [dim for dim in group if sizes[dim] > 1]
+            strides.append(steps[real[-1]] if real else 0)
+        dense = contiguous_strides(merged)
+        return merged, [d if n == 1 else s for n, s, d in zip(merged, strides, dense, strict=True)]
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, _ = self.dims(shape, stride)
+        return merged, list(contiguous_strides(merged))
 
 
 def _view_of(spec: GraphSpec) -> _View:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
-    full = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
-    rank = max(len(tensor.shape) for tensor in full)
-    if anchors:
-        spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
-        wide = rank + spread
-        strict = any(
-            is_channels_last(t.shape, t.stride) and not is_contiguous(t.shape, t.stride)
-            for t in full
+    real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
+    rank = max(len(shape) for shape, _ in real)
+    if not anchors:
+        return _pointwise_view(rank, real)
+    spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
+    strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
+    return _AnchorView(rank, spread, strict)
+
+
+def _pointwise_view(rank: int, real: Sequence[tuple[Shape, Shape]]) -> _PointwiseView:
+    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it."""
+    full = [
+        ((1,) * (rank - len(shape)) + tuple(shape), (0,) * (rank - len(stride)) + tuple(stride))
+        for shape, stride in real
+    ]
+    space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
+    shape, stride = max(full, key=lambda view: numel(view[0]))
+    order = [dim for dim in memory_order(shape, stride) if space[dim] > 1]
+
+    def mergeable(slow: int, fast: int) -> bool:
+        return all(
+            (sizes[slow] == sizes[fast] == 1)
+            or (
+                sizes[slow] == space[slow]
+                and sizes[fast] == space[fast]
+                and steps[slow] == steps[fast] * sizes[fast]
+            )
+            for sizes, steps in full
         )
-        return _View(rank, spread, tuple(range(wide)), strict)
-    # Pointwise alone: bring the fastest dim of the largest tensor to the place of the channels.
-    rank = max(rank, 3)
-    largest = max(full, key=lambda tensor: tensor.numel)
-    lead = rank - len(largest.shape)
-    shape = (1,) * lead + largest.shape
-    stride = (max(largest.stride, default=1),) * lead + largest.stride
-    slow_to_fast = memory_order(shape, stride)
-    real = [dim for dim in slow_to_fast if shape[dim] > 1] or list(slow_to_fast)
-    fastest = real[-1]
-    rest = [dim for dim in slow_to_fast if dim != fastest]
-    return _View(rank, False, (rest[0], fastest, *rest[1:]), True)
+
+    groups: list[list[int]] = []
+    for dim in order:
+        if groups and mergeable(groups[-1][-1], dim):
+            groups[-1].append(dim)
+        else:
+            groups.append([dim])
+    if len(groups) > 3:
+        raise _Refused(f"the operands broadcast in a pattern of {len(groups)} dims, cuDNN takes 3")
+    return _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
 
 
 @dataclass
@@ -156,7 +216,8 @@ class Context:
 
     def declare(self, tensor: Any, spec: TensorSpec) -> Any:
         """Give a result its dims, strides and dtype."""
-        dims, strides = self.view.dims(spec.shape, spec.stride)
+        place = self.view.dims if spec.name in self.spec.outputs else self.view.virtual
+        dims, strides = place(spec.shape, spec.stride)
         return tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
 
     def temporary(self, tensor: Any, spec: TensorSpec) -> Any:
@@ -274,6 +335,17 @@ def _call(method: str) -> Rule:
     return rule
 
 
+def _logical(method: str) -> Rule:
+    """Logic is computed in bool; in float32, the graph's default, cuDNN refuses it."""
+
+    def rule(ctx: Context, node: Node) -> Any:
+        kind = ctx.frontend.data_type.BOOLEAN
+        operands = ctx.operands(node)
+        return getattr(ctx.graph, method)(*operands, compute_data_type=kind, name=node.name)
+
+    return rule
+
+
 def _elu(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     alpha = node.attr("alpha")
@@ -357,9 +429,9 @@ RULES: Mapping[str, Rule] = {
     "le": _call("cmp_le"),
     "gt": _call("cmp_gt"),
     "ge": _call("cmp_ge"),
-    "logical_and": _call("logical_and"),
-    "logical_or": _call("logical_or"),
-    "logical_not": _call("logical_not"),
+    "logical_and": _logical("logical_and"),
+    "logical_or": _logical("logical_or"),
+    "logical_not": _logical("logical_not"),
     "where": _where,
     "constant": lambda ctx, node: ctx.scalar(node.attr("value")),
 }
@@ -372,30 +444,24 @@ _CHANNEL_PORTS = {
 _LENGTH_PORTS = {"sdpa": ("seq_len_q", "seq_len_kv")}
 
 
-def _input_view(spec: GraphSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride of an input with its dims set out as its users take them."""
+def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
+    """Shape and stride of an input or output with its dims set out as its users take them."""
     tensor = spec.tensors[name]
-    views = set()
+    views: set[tuple[Shape, Shape]] = set()
     for node in spec.nodes:
-        ports = OPS[node.op].ports
-        for port, operand in zip(ports, node.inputs, strict=True):
+        for port, operand in zip(OPS[node.op].ports, node.inputs, strict=True):
             if operand != name:
                 continue
             if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
-                rank = len(spec.tensors[str(node.inputs[0])].shape)
-                views.add(
-                    (
-                        (1, tensor.shape[0], *(1,) * (rank - 2)),
-                        (1, tensor.stride[0], *(1,) * (rank - 2)),
-                    )
-                )
+                tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
+                views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
-                views.add(((tensor.shape[0], 1, 1, 1), (tensor.stride[0], 1, 1, 1)))
+                views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
             else:
                 views.add((tensor.shape, tensor.stride))
     if len(views) > 1:
-        raise _Refused(f"input '{name}' is used both per channel and as it stands")
-    return views.pop()
+        raise _Refused(f"'{name}' is used both per channel and as it stands")
+    return views.pop() if views else (tensor.shape, tensor.stride)
 
 
 def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
@@ -418,10 +484,10 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         compute_data_type=frontend.data_type.FLOAT,
         **graph_options,
     )
-    ctx = Context(frontend, graph, spec, _view_of(spec))
     try:
+        ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
-            dims, strides = ctx.view.dims(*_input_view(spec, name))
+            dims, strides = ctx.view.dims(*_placed(spec, name))
             ctx.values[name] = graph.tensor(
                 dim=dims,
                 stride=strides,

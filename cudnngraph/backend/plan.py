@@ -21,6 +21,7 @@ import torch
 
 from ..errors import CaptureError, NotSupported
 from ..ir import GraphSpec
+from ..ops import OPS
 from ..policy import Policy
 from . import env
 from .lower import Lowered, first_line, lower
@@ -192,17 +193,22 @@ def readable_reasons(message: str) -> list[str]:
     ]
 
 
-def _reduced_precision(spec: GraphSpec) -> bool:
-    """Whether the data is of 16 bits anyway, so that tensor cores lose nothing that was asked for."""
-    low = (torch.float16, torch.bfloat16)
-    return any(spec.tensors[name].dtype in low for name in spec.inputs)
+def _multiplies_float32(spec: GraphSpec) -> bool:
+    """Whether an anchor reads float32. 16-bit data loses nothing in tensor cores, and pointwise
+    engines carry the same notes without rounding anything."""
+    return any(
+        spec.tensors[name].dtype == torch.float32
+        for node in spec.nodes
+        if not OPS[node.op].pointwise
+        for name in node.operands[:2]
+    )
 
 
 def restrict(lowered: Lowered, spec: GraphSpec, policy: Policy, frontend: Any) -> None:
     """Bar the plans that the policy rules out. Call after :func:`propose`."""
     notes = frontend.numerical_note
     barred = []
-    if not policy.allow_tf32 and not _reduced_precision(spec):
+    if not policy.allow_tf32 and _multiplies_float32(spec):
         # On float32 data a plan with tensor cores rounds to TF32 (10 bits of mantissa).
         barred += [notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS, notes.REDUCED_PRECISION_REDUCTION]
         barred += [notes.FFT, notes.WINOGRAD]
@@ -235,8 +241,8 @@ def try_build(
 def _refuse_during_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
-            "a plan would have to be built while a CUDA graph is being captured; call the executable "
-            "once on this thread before the capture"
+            "a plan would have to be built while a CUDA graph is being captured; call the "
+            "executable once on this thread before the capture"
         )
 
 
@@ -267,7 +273,7 @@ def build_first(
 
 
 def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
-    """Build exactly ``choice`` for ``spec``. Raises :class:`NotSupported` when it does not build."""
+    """Build exactly ``choice`` for ``spec``; :class:`NotSupported` when it does not build."""
     _refuse_during_capture()
     frontend = env.frontend()
     lowered = lower(spec, frontend, handle=env.handle(device_index))
