@@ -1,0 +1,152 @@
+"""THE tolerance policy. Every number that a test allows an output to be off by stands here.
+
+An output is compared with float64 by the relative error ``||out - ref|| / ||ref||`` (Euclidean
+norms over all elements). It has to pass two bars:
+
+1. the bound of its dtype in :data:`BOUNDS`;
+2. no farther from float64 than ``TORCH_FACTOR`` times what torch itself is off by at that dtype,
+   where torch's own output is given. An output that is float64's, rounded once, always passes this
+   bar: the bar is never below the unit roundoff of the output's dtype (:data:`ROUNDOFF`). It is not
+   put to float64 results, which have no wider yardstick to be measured by.
+
+Where the reference is infinite or NaN the output must be the same there (an lse of -inf, say);
+those elements are left out of the norms. Bools and integers must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+#: A sum of more terms than this counts as a long reduction.
+LONG_REDUCTION_TERMS = 1024
+
+#: Largest relative error by the kind of arithmetic.
+BOUNDS: Mapping[str, float] = MappingProxyType(
+    {
+        "float64": 1e-14,
+        "float32": 5e-7,
+        "float32, long reduction": 1.5e-6,
+        # Exact products of 16-bit numbers, summed in float32 by tensor cores that truncate.
+        "float32 result of 16-bit data": 5e-6,
+        "tf32": 1e-3,
+        "float16": 1e-3,
+        "bfloat16": 8e-3,
+    }
+)
+
+#: How much farther from float64 than torch at the same dtype an output may be.
+TORCH_FACTOR = 1.5
+
+#: Relative error of one rounding to nearest.
+ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
+    {
+        torch.float64: 2.0**-53,
+        torch.float32: 2.0**-24,
+        torch.float16: 2.0**-11,
+        torch.bfloat16: 2.0**-8,
+    }
+)
+
+
+def kind(
+    data: torch.dtype, result: torch.dtype | None = None, *, tf32: bool = False, terms: int = 1
+) -> str:
+    """The row of :data:`BOUNDS` for a result of dtype ``result`` (default ``data``).
+
+    ``data`` is the dtype of the operands, ``terms`` the longest sum behind one element.
+    """
+    result = data if result is None else result
+    narrow = (torch.float16, torch.bfloat16)
+    if result in narrow:
+        return str(result).removeprefix("torch.")
+    if result == torch.float64:
+        return "float64"
+    if data in narrow:
+        return "float32 result of 16-bit data"
+    if tf32:
+        return "tf32"
+    return "float32, long reduction" if terms > LONG_REDUCTION_TERMS else "float32"
+
+
+def bound(
+    data: torch.dtype, result: torch.dtype | None = None, *, tf32: bool = False, terms: int = 1
+) -> float:
+    """The largest relative error allowed; arguments as for :func:`kind`."""
+    return BOUNDS[kind(data, result, tf32=tf32, terms=terms)]
+
+
+def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
+    """``||out - ref|| / ||ref||`` over the elements at which the reference is finite.
+
+    0.0 where both are all zero or empty; ``inf`` where the reference is zero and the output is not,
+    or where the output is not what the reference is at an infinite or NaN element, or is itself
+    infinite or NaN where the reference is finite.
+    """
+    wide, ref = out.detach().to("cpu", torch.float64), ref64.detach().to("cpu", torch.float64)
+    finite = ref.isfinite()
+    there, here = ref[~finite], wide[~finite]  # infinities and NaN of the reference
+    if not bool(((here == there) | (here.isnan() & there.isnan())).all()):
+        return float("inf")
+    wide, ref = wide[finite], ref[finite]
+    if not bool(wide.isfinite().all()):
+        return float("inf")
+    distance, size = float((wide - ref).norm()), float(ref.norm())
+    if distance == 0.0:
+        return 0.0
+    return distance / size if size else float("inf")
+
+
+def check(
+    out: torch.Tensor,
+    ref64: torch.Tensor,
+    dtype: torch.dtype,
+    torch_out: torch.Tensor | None = None,
+    tf32: bool = False,
+    *,
+    terms: int = 1,
+    what: str = "output",
+) -> float:
+    """Assert that ``out`` passes both bars; return its relative error.
+
+    ``dtype`` is the dtype of the data that went in, ``torch_out`` what torch computes from the same
+    data at that dtype, ``terms`` the longest sum behind one element.
+    """
+    assert out.shape == ref64.shape, (
+        f"{what}: shape {tuple(out.shape)}, float64 {tuple(ref64.shape)}"
+    )
+    if not out.dtype.is_floating_point:
+        differ = int((out.cpu() != ref64.cpu().to(out.dtype)).sum())
+        assert differ == 0, f"{what}: {differ} of {out.numel()} elements differ ({out.dtype})"
+        return 0.0
+    error = relative_error(out, ref64)
+    row = kind(dtype, out.dtype, tf32=tf32, terms=terms)
+    assert error <= BOUNDS[row], (
+        f"{what}: relative error {error:.3g} to float64, the bound for {row} is {BOUNDS[row]:.3g}"
+        f"{_misfit(out, ref64)}"
+    )
+    if torch_out is not None and out.dtype != torch.float64:
+        theirs = relative_error(torch_out, ref64)
+        limit = max(TORCH_FACTOR * theirs, ROUNDOFF[out.dtype])
+        assert error <= limit, (
+            f"{what}: relative error {error:.3g} to float64, torch at {dtype} is off by "
+            f"{theirs:.3g}; {TORCH_FACTOR} times that, or one rounding, allows {limit:.3g}"
+        )
+    return error
+
+
+def _misfit(out: torch.Tensor, ref64: torch.Tensor) -> str:
+    """Says so where the error is infinite because of infinities or NaN."""
+    wide, ref = out.detach().to("cpu", torch.float64), ref64.detach().to("cpu", torch.float64)
+    same = (wide == ref) | (wide.isnan() & ref.isnan()) | (wide.isfinite() & ref.isfinite())
+    wrong = ~same
+    count = int(wrong.sum())
+    if not count:
+        return ""
+    at = tuple(int(i) for i in wrong.nonzero()[0])
+    return (
+        f"; {count} elements are infinite or NaN on one side only, the first at {at}: "
+        f"{float(wide[at])} for {float(ref[at])}"
+    )
