@@ -1,0 +1,1276 @@
+"""Sample graphs of every family: what they are, inputs for them, and what torch would compute.
+
+``enumerate_cases()`` is cheap and makes no tensor; ``make_inputs(case, device, seed)`` fills
+tensors of the declared shapes, strides and dtypes, the same numbers on every device;
+``torch_eager(case, inputs)`` is what a user of torch would write in the dtype of the inputs. Run on
+``in_float64(inputs)`` the last one is the yardstick: it shares no code with the package.
+
+The CPU tests run every case, ``tests/deviceless`` lowers each, ``tests/gpu`` runs each on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from cudnngraph.ir import dense_strides
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
+
+Shape = tuple[int, ...]
+Layout = str | Shape | None  # "channels_last", strides in elements, or None for contiguous
+Tensors = dict[str, torch.Tensor]
+Fill = Callable[[torch.Generator, Shape], torch.Tensor]  # float64 numbers on the CPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample graph.
+
+    ``dtype`` is that of the data. ``fills`` says how an input is filled (default: standard normal),
+    ``packed`` names inputs that are slices of one buffer, in the order of their offsets. ``terms``
+    is the longest sum behind one element of an output. ``note`` says which trap the case is for.
+    """
+
+    id: str
+    family: str
+    dtype: torch.dtype
+    build: Callable[[], cg.Graph] = field(repr=False)
+    eager: Callable[[Tensors], Tensors] = field(repr=False)
+    fills: Mapping[str, Fill] = field(default_factory=dict, repr=False)
+    packed: tuple[str, ...] = ()
+    terms: int = 1
+    note: str = ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the case is meant for a GPU too: float64 is for the CPU."""
+        return self.dtype != F64
+
+    def __str__(self) -> str:
+        return self.id
+
+
+# -- filling tensors -------------------------------------------------------------------------------
+
+
+def normal(std: float = 1.0, mean: float = 0.0) -> Fill:
+    """Normally distributed."""
+    return lambda gen, shape: torch.randn(shape, generator=gen, dtype=torch.float64) * std + mean
+
+
+def uniform(low: float, high: float) -> Fill:
+    """Uniform in [low, high)."""
+    return lambda gen, shape: (
+        low + (high - low) * torch.rand(shape, generator=gen, dtype=torch.float64)
+    )
+
+
+def exactly(values: Sequence[float]) -> Fill:
+    """These numbers."""
+    return lambda gen, shape: torch.tensor(values, dtype=torch.float64).reshape(shape)
+
+
+def small_whole(low: int, high: int) -> Fill:
+    """Whole numbers in [low, high), so that equal ones are found."""
+    return lambda gen, shape: torch.randint(low, high, shape, generator=gen).double()
+
+
+def make_inputs(
+    case: Case, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Tensors for every input of ``case``, strides as declared; gaps between elements hold NaN."""
+    spec = case.build().spec()
+    gen = torch.Generator().manual_seed(zlib.crc32(case.id.encode()) + seed)
+    made: dict[str, torch.Tensor] = {}
+    for name in spec.inputs:
+        tensor = spec.tensors[name]
+        core = tuple(
+            1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride, strict=True)
+        )
+        values = case.fills.get(name, normal())(gen, core)
+        blank = float("nan") if tensor.dtype.is_floating_point else 0
+        memory = torch.full((tensor.extent,), blank, dtype=tensor.dtype)
+        memory.as_strided(core, tensor.stride).copy_(values)
+        made[name] = memory.to(device).as_strided(tensor.shape, tensor.stride)
+    if case.packed:
+        _pack(made, case.packed)
+    return made
+
+
+def _pack(made: dict[str, torch.Tensor], names: Sequence[str]) -> None:
+    """Move tensors into one buffer, each behind the one before: (B, S, slices, H, D) in memory."""
+    first = made[names[0]]
+    heads, depth = first.shape[1], first.shape[3]
+    extent = 1 + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True))
+    buffer = torch.full(
+        (extent + (len(names) - 1) * heads * depth,),
+        float("nan"),
+        dtype=first.dtype,
+        device=first.device,
+    )
+    for place, name in enumerate(names):
+        tensor = made[name]
+        slot = buffer.as_strided(tensor.shape, tensor.stride(), place * heads * depth)
+        made[name] = slot.copy_(tensor)
+
+
+def in_float64(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same numbers in float64 on the CPU; bools and integers stay what they are."""
+    return {
+        name: value.detach().to("cpu", F64 if value.dtype.is_floating_point else value.dtype)
+        for name, value in inputs.items()
+    }
+
+
+def torch_eager(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What torch computes for ``case``, by output name, in the dtype of the inputs."""
+    with torch.no_grad():
+        return case.eager(dict(inputs))
+
+
+# -- activations -----------------------------------------------------------------------------------
+
+ACTIVATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "clamp": torch.clamp,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "identity": lambda x: x,
+}
+
+
+def activate(y: torch.Tensor, kind: str | None, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """torch's own activation by our name of it."""
+    return y if kind is None else ACTIVATIONS[kind](y, **attrs)
+
+
+# -- convolutions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution with its epilogue; x (N, C, spatial...), ``k`` output channels.
+
+    ``padding`` is one int, one per dim, (before, after) pairs, or "same". ``bias`` is "data" (the
+    dtype of x), "fp32" or None; ``bn`` the same for batch-norm parameters, with ``affine``.
+    """
+
+    x: Shape
+    k: int
+    kernel: int | Shape = 3
+    dtype: torch.dtype = F16
+    stride: int | Shape = 1
+    padding: Any = 0
+    dilation: int | Shape = 1
+    groups: int = 1
+    transposed: bool = False
+    output_padding: int | Shape = 0
+    bias: str | None = "data"
+    bn: str | None = None
+    affine: bool = True
+    eps: float = 1e-5
+    act: str | None = "relu"
+    act_attrs: tuple[tuple[str, Any], ...] = ()
+    residual: bool = False
+    alpha1: float = 1.0
+    alpha2: float = 1.0
+    x_at: Layout = "channels_last"
+    w_at: Layout = "channels_last"
+    y_at: Layout = None  # None: whatever the op passes on
+    z_at: Layout = "channels_last"
+    y_dtype: torch.dtype | None = None
+    pre: bool = False  # the value before the activation is an output too
+
+    @property
+    def rank(self) -> int:
+        return len(self.x) - 2
+
+    def many(self, value: int | Shape) -> Shape:
+        return (value,) * self.rank if isinstance(value, int) else tuple(value)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Padding as (before, after), by torch's rules."""
+        if self.padding == "same":
+            reach = [
+                d * (r - 1)
+                for d, r in zip(self.many(self.dilation), self.many(self.kernel), strict=True)
+            ]
+            return tuple((total // 2, total - total // 2) for total in reach)
+        listed = (self.padding,) * self.rank if isinstance(self.padding, int) else self.padding
+        return tuple((p, p) if isinstance(p, int) else tuple(p) for p in listed)
+
+    @property
+    def weight(self) -> Shape:
+        c = self.x[1]
+        lead = (c, self.k // self.groups) if self.transposed else (self.k, c // self.groups)
+        return (*lead, *self.many(self.kernel))
+
+    @property
+    def terms(self) -> int:
+        """Products behind one output element."""
+        return self.x[1] // self.groups * math.prod(self.many(self.kernel))
+
+    @property
+    def out(self) -> Shape:
+        sizes = []
+        for n, r, s, d, (before, after), extra in zip(
+            self.x[2:],
+            self.many(self.kernel),
+            self.many(self.stride),
+            self.many(self.dilation),
+            self.pairs,
+            self.many(self.output_padding),
+            strict=True,
+        ):
+            if self.transposed:
+                sizes.append((n - 1) * s - before - after + d * (r - 1) + extra + 1)
+            else:
+                sizes.append((n + before + after - d * (r - 1) - 1) // s + 1)
+        return (self.x[0], self.k, *sizes)
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("sample")
+        x = g.input("x", self.x, self.dtype, **_at(self.x_at))
+        w = g.input("w", self.weight, self.dtype, **_at(self.w_at))
+        vector = {"data": self.dtype, "fp32": F32}
+        options: dict[str, Any] = {
+            "stride": self.stride,
+            "padding": self.padding,
+            "dilation": self.dilation,
+            "groups": self.groups,
+            "alpha1": self.alpha1,
+            "alpha2": self.alpha2,
+            "activation": None if self.pre else self.act,
+        }
+        if self.transposed:
+            options["output_padding"] = self.output_padding
+        if not self.pre:
+            options |= dict(self.act_attrs)
+        b = None if self.bias is None else g.input("b", (self.k,), vector[self.bias])
+        if self.bn is not None:
+            names = ["mean", "var"] + ["gamma", "beta"] * self.affine
+            given = [g.input(name, (self.k,), vector[self.bn]) for name in names]
+            options |= {"bias": b, "eps": self.eps}
+        else:
+            given = [b] if b is not None else []
+        if self.residual:
+            options["residual"] = g.input("z", self.out, self.dtype, **_at(self.z_at))
+        if self.bn is not None:
+            y = g.conv_bn_act(x, w, *given, **options)
+        elif self.transposed:
+            y = g.conv_transpose_bias_act(x, w, *given, **options)
+        else:
+            y = g.conv_bias_act(x, w, *given, **options)
+        if self.pre:
+            g.output("pre", y, **_at(self.y_at))
+            y = g.activation(y, self.act, **dict(self.act_attrs))
+        g.output("y", y, dtype=self.y_dtype, **_at(self.y_at))
+        return g
+
+    def _convolved(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        pairs, index = self.pairs, self.rank - 1
+        even = all(before == after for before, after in pairs)
+        same = tuple(before for before, _ in pairs)
+        if not self.transposed:
+            run = (F.conv1d, F.conv2d, F.conv3d)[index]
+            if not even:
+                x, same = F.pad(x, [side for pair in reversed(pairs) for side in pair]), 0
+            return run(x, w, b, self.stride, same, self.dilation, self.groups)
+        run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
+        if even:
+            return run(x, w, b, self.stride, same, self.output_padding, self.groups, self.dilation)
+        y = run(x, w, b, self.stride, 0, 0, self.groups, self.dilation)
+        for dim, ((before, _), size) in enumerate(zip(pairs, self.out[2:], strict=True), 2):
+            y = y.narrow(dim, before, size)
+        return y
+
+    def eager(self, t: Tensors) -> Tensors:
+        b = t["b"].to(t["x"].dtype) if self.bias is not None else None
+        plain = self.bn is not None or not (self.residual or self.alpha1 != 1.0)
+        y = self._convolved(t["x"], t["w"], b if plain else None)
+        if self.bn is not None:
+            y = F.batch_norm(
+                y, t["mean"], t["var"], t.get("gamma"), t.get("beta"), False, 0.0, self.eps
+            )
+        if self.alpha1 != 1.0:
+            y = self.alpha1 * y
+        if self.residual:
+            y = y + (t["z"] if self.alpha2 == 1.0 else self.alpha2 * t["z"])
+        if not plain and b is not None:
+            y = y + b.view(-1, *(1,) * self.rank)
+        done = {"y": activate(y, self.act, dict(self.act_attrs))}
+        return {"pre": y, **done} if self.pre else done
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        return {
+            "w": normal(1.0 / math.sqrt(self.terms)),
+            "mean": normal(0.2),
+            "var": uniform(0.5, 1.5),
+            "gamma": uniform(0.5, 1.5),
+        }
+
+
+def _at(layout: Layout) -> dict[str, Any]:
+    if layout is None:
+        return {}
+    return {"layout": layout} if isinstance(layout, str) else {"stride": layout}
+
+
+def _conv_case(name: str, conv: Conv, note: str = "") -> Case:
+    family = "conv_transpose" if conv.transposed else "conv_bias_act"
+    if conv.bn is not None:
+        family = "conv_bn_act"
+    return Case(
+        f"{family}-{name}-{SHORT[conv.dtype]}",
+        family,
+        conv.dtype,
+        conv.build,
+        conv.eager,
+        fills=conv.fills,
+        terms=conv.terms,
+        note=note,
+    )
+
+
+CONTIGUOUS: dict[str, Layout] = {"x_at": None, "w_at": None, "z_at": None}
+
+_ACTIVATIONS: tuple[tuple[str, str | None, tuple[tuple[str, Any], ...]], ...] = (
+    ("relu", "relu", ()),
+    ("leaky_relu", "leaky_relu", ()),
+    ("leaky_relu_0.2", "leaky_relu", (("negative_slope", 0.2),)),
+    ("elu", "elu", ()),
+    ("elu_0.7", "elu", (("alpha", 0.7),)),
+    ("gelu", "gelu", ()),
+    ("gelu_tanh", "gelu_tanh", ()),
+    ("silu", "silu", ()),
+    ("sigmoid", "sigmoid", ()),
+    ("tanh", "tanh", ()),
+    ("softplus", "softplus", ()),
+    ("softplus_2", "softplus", (("beta", 2.0),)),
+    ("clamp", "clamp", (("min", -0.5), ("max", 0.75))),
+    ("clamp_low", "clamp", (("min", -0.25),)),
+    ("relu6", "relu6", ()),
+    ("hardswish", "hardswish", ()),
+    ("none", None, ()),
+)
+
+
+def _conv_activations() -> Iterator[Case]:
+    base = Conv((2, 16, 9, 10), 32, padding=1)
+    for name, act, attrs in _ACTIVATIONS:
+        yield _conv_case(f"act_{name}", replace(base, act=act, act_attrs=attrs))
+    for name, act, attrs in _ACTIVATIONS[::2]:
+        one = replace(base, act=act, act_attrs=attrs, dtype=F32, **CONTIGUOUS)
+        yield _conv_case(f"act_{name}", one)
+    for name, act, attrs in _ACTIVATIONS[:2] + _ACTIVATIONS[5:8]:
+        yield _conv_case(f"act_{name}", replace(base, act=act, act_attrs=attrs, dtype=BF16))
+
+
+def _conv_geometry() -> Iterator[Case]:
+    x = (2, 16, 11, 13)
+    base = Conv(x, 32)
+    cases: list[tuple[str, Conv, str]] = [
+        ("k1_s1_p0", replace(base, kernel=1), ""),
+        ("k1_s2_p0", replace(base, kernel=1, stride=2), ""),
+        ("k3_s1_p0", base, ""),
+        ("k3_s1_p1", replace(base, padding=1), ""),
+        ("k3_s2_p1", replace(base, stride=2, padding=1), ""),
+        ("k7_s2_p3_c3", Conv((2, 3, 22, 20), 16, 7, stride=2, padding=3), "C = 3, 7x7"),
+        ("k5_dilation2", replace(base, kernel=5, dilation=2, padding=4), ""),
+        ("k3x1", replace(base, kernel=(3, 1), padding=(1, 0)), ""),
+        ("k1x5_s1x2", replace(base, kernel=(1, 5), stride=(1, 2), padding=(0, 2)), ""),
+        ("dilation_3x1", replace(base, dilation=(3, 1), padding=(3, 1)), ""),
+        ("groups2", replace(base, groups=2, padding=1), ""),
+        ("groups4_s2", replace(base, groups=4, stride=2, padding=1), ""),
+        ("depthwise", replace(base, k=16, groups=16, padding=1), "pytorch#91735"),
+        ("depthwise_x2", replace(base, groups=16, padding=1), "two filters a channel"),
+        (
+            "asymmetric",
+            replace(base, padding=((0, 1), (2, 1)), stride=2),
+            "pytorch#45667: padding must not be made symmetric",
+        ),
+        ("asymmetric_one_dim", replace(base, padding=((1, 0), (1, 1))), "pytorch#45667"),
+        ("same_k3", replace(base, padding="same"), ""),
+        ("same_k4", replace(base, kernel=4, padding="same"), "one more behind than before"),
+        ("same_k2_dilation3", replace(base, kernel=2, dilation=3, padding="same"), ""),
+        (
+            "kernel_over_input",
+            Conv((2, 16, 5, 5), 16, 7, stride=2, padding=3),
+            "pytorch#103665: kernel larger than the input with stride 2",
+        ),
+        ("c1", Conv((2, 1, 12, 12), 16, padding=1), "C = 1: strides do not tell the layout"),
+        ("hw1", Conv((4, 16, 1, 1), 32, 1), "H = W = 1: strides do not tell the layout"),
+        ("c1_hw1", Conv((4, 1, 1, 1), 16, 1), "pytorch#31952"),
+        ("c208", Conv((1, 208, 6, 6), 16, padding=1), "pytorch#103665: a multiple of 8"),
+        ("c209", Conv((1, 209, 6, 6), 16, padding=1), "pytorch#103665: no multiple of 8"),
+        ("k7", replace(base, k=7, padding=1), "odd number of output channels"),
+        ("w_out1", Conv((2, 16, 3, 11), 32), "output of height 1"),
+        ("batch1", Conv((1, 16, 9, 9), 32, padding=1), ""),
+    ]
+    for name, conv, note in cases:
+        yield _conv_case(name, conv, note)
+    for name, conv, note in cases:
+        yield _conv_case(name, replace(conv, dtype=F32, **CONTIGUOUS), note)
+    for name, conv, note in cases[3:15:4]:
+        yield _conv_case(name, replace(conv, dtype=BF16), note)
+
+
+def _conv_ranks() -> Iterator[Case]:
+    line = Conv((2, 16, 40), 32)
+    lines = {
+        "1d": replace(line, padding=1),
+        "1d_s2_k5": replace(line, kernel=5, stride=2, padding=2),
+        "1d_dilation_groups": replace(line, dilation=2, padding=2, groups=4),
+        "1d_asymmetric": replace(line, padding=((2, 0),)),
+    }
+    volume = Conv((1, 16, 5, 6, 7), 16)
+    volumes = {
+        "3d": replace(volume, padding=1),
+        "3d_k1": replace(volume, kernel=1),
+        "3d_s2": replace(volume, stride=2, padding=1),
+        "3d_asymmetric": replace(volume, padding=((1, 0), (0, 1), (1, 1))),
+        "3d_groups": replace(volume, groups=2, padding=(1, 0, 1), kernel=(3, 1, 3)),
+    }
+    for name, conv in (lines | volumes).items():
+        yield _conv_case(name, conv, "conv3d in bf16: pytorch#163539" if "3d" in name else "")
+        yield _conv_case(f"{name}_contiguous", replace(conv, dtype=F32, **CONTIGUOUS))
+    for name in ("1d", "3d"):
+        yield _conv_case(name, replace((lines | volumes)[name], dtype=BF16))
+
+
+def _conv_layouts() -> Iterator[Case]:
+    conv = Conv((2, 16, 8, 10), 32, padding=1)
+    x, out = conv.x, conv.out
+    whcn = dense_strides(x, (3, 1, 2, 0))
+    for dtype in (F16, F32):
+        one = replace(conv, dtype=dtype)
+        yield _conv_case("x_last_w_contiguous", replace(one, w_at=None))
+        yield _conv_case("x_contiguous_w_last", replace(one, x_at=None))
+        yield _conv_case("contiguous", replace(one, **CONTIGUOUS, y_at=None))
+        yield _conv_case("last_to_contiguous", replace(one, y_at="contiguous"), "output layout")
+        yield _conv_case("contiguous_to_last", replace(one, **CONTIGUOUS, y_at="channels_last"))
+        yield _conv_case("odd_dense_x", replace(one, x_at=whcn), "dense strides in order W C H N")
+        yield _conv_case(
+            "odd_dense_y", replace(one, y_at=dense_strides(out, (2, 0, 1, 3))), "order H N C W"
+        )
+        yield _conv_case(
+            "x_is_a_slice", replace(one, x_at=(8 * 10 * 24, 1, 10 * 24, 24)), "16 of 24 channels"
+        )
+        yield _conv_case(
+            "y_into_a_slice",
+            replace(one, y_at=(8 * 10 * 48, 1, 10 * 48, 48)),
+            "a slice of a concatenated buffer",
+        )
+        yield _conv_case(
+            "expanded_batch", replace(one, x_at=(0, 1, 10 * 16, 16)), "stride 0 along N"
+        )
+        yield _conv_case("mixed_residual", replace(one, residual=True, z_at=None))
+
+
+def _conv_epilogues() -> Iterator[Case]:
+    conv = Conv((2, 16, 9, 11), 32, padding=1)
+    for dtype in (F16, BF16, F32):
+        one = replace(conv, dtype=dtype)
+        yield _conv_case("residual", replace(one, residual=True))
+        yield _conv_case("residual_alphas", replace(one, residual=True, alpha1=0.5, alpha2=-1.5))
+        yield _conv_case("two_outputs", replace(one, act="silu", pre=True), "pre-activation too")
+    for dtype in (F16, BF16):
+        one = replace(conv, dtype=dtype)
+        yield _conv_case("bias_fp32", replace(one, bias="fp32"), "oneDNN#3324, pytorch#77295")
+        yield _conv_case("fp32_result", replace(one, y_dtype=F32), "float32 of 16-bit data")
+    yield _conv_case("no_bias", replace(conv, bias=None))
+    yield _conv_case("no_bias_no_act", replace(conv, bias=None, act=None), "a bare convolution")
+    yield _conv_case("no_bias_no_act", replace(conv, bias=None, act=None, dtype=F32, **CONTIGUOUS))
+    yield _conv_case("alpha1_only", replace(conv, alpha1=0.25, act="gelu"))
+    yield _conv_case("residual_no_bias", replace(conv, bias=None, residual=True, alpha2=2.0))
+    yield _conv_case("plain", replace(conv, dtype=F64))
+    yield _conv_case("residual_gelu", replace(conv, dtype=F64, residual=True, act="gelu"))
+
+
+def _chain(dtype: torch.dtype) -> Case:
+    """Two convolutions in one graph, the second on the output of the first."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("chain")
+        x = g.input("x", (2, 16, 8, 8), dtype, layout="channels_last")
+        w1 = g.input("w1", (32, 16, 3, 3), dtype, layout="channels_last")
+        w2 = g.input("w2", (16, 32, 1, 1), dtype, layout="channels_last")
+        b1, b2 = g.input("b1", (32,), dtype), g.input("b2", (16,), dtype)
+        y = g.conv_bias_act(x, w1, b1, padding=1)
+        g.output("middle", y)
+        g.output("y", g.conv_bias_act(y, w2, b2, activation="silu"))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.relu(F.conv2d(t["x"], t["w1"], t["b1"], padding=1))
+        return {"middle": y, "y": F.silu(F.conv2d(y, t["w2"], t["b2"]))}
+
+    return Case(
+        f"conv_bias_act-chain-{SHORT[dtype]}",
+        "conv_bias_act",
+        dtype,
+        build,
+        eager,
+        fills={"w1": normal(1 / 12), "w2": normal(32**-0.5)},
+        terms=144,
+        note="an output that another op uses; two anchors",
+    )
+
+
+def _branches(dtype: torch.dtype) -> Case:
+    """Two convolutions of one input, added: cuDNN refuses it as one plan."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("branches")
+        x = g.input("x", (2, 16, 8, 8), dtype, layout="channels_last")
+        w1 = g.input("w1", (32, 16, 3, 3), dtype, layout="channels_last")
+        w2 = g.input("w2", (32, 16, 1, 1), dtype, layout="channels_last")
+        y = g.conv(x, w1, padding=1) + g.conv(x, w2)
+        g.output("y", y.relu())
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.conv2d(t["x"], t["w1"], padding=1) + F.conv2d(t["x"], t["w2"])
+        return {"y": F.relu(y)}
+
+    return Case(
+        f"conv_bias_act-branches-{SHORT[dtype]}",
+        "conv_bias_act",
+        dtype,
+        build,
+        eager,
+        fills={"w1": normal(1 / 12), "w2": normal(0.25)},
+        terms=160,
+        note="two convolutions added: refused as one plan",
+    )
+
+
+def _scaled(dtype: torch.dtype, vector: torch.dtype) -> Case:
+    """Convolution, scale and bias per channel, and a gate made of comparison and selection."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("scaled")
+        x = g.input("x", (2, 16, 8, 8), dtype, layout="channels_last")
+        w = g.input("w", (32, 16, 3, 3), dtype, layout="channels_last")
+        s, b = g.input("s", (32,), vector), g.input("b", (1, 32, 1, 1), vector)
+        y = g.bias(g.scale(g.conv(x, w, padding=1), s), b)
+        g.output("y", g.where(y > 0.0, y, 0.125 * y))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.conv2d(t["x"], t["w"], padding=1)
+        y = y * t["s"].view(-1, 1, 1).to(y.dtype) + t["b"].to(y.dtype)
+        return {"y": torch.where(y > 0.0, y, 0.125 * y)}
+
+    return Case(
+        f"conv_bias_act-scale_where_{SHORT[vector]}-{SHORT[dtype]}",
+        "conv_bias_act",
+        dtype,
+        build,
+        eager,
+        fills={"w": normal(1 / 12), "s": uniform(0.5, 1.5)},
+        terms=144,
+        note="scale, bias of rank 4, comparison and selection behind a convolution",
+    )
+
+
+def _conv_bias_act() -> Iterator[Case]:
+    yield from _conv_activations()
+    yield from _conv_geometry()
+    yield from _conv_ranks()
+    yield from _conv_layouts()
+    yield from _conv_epilogues()
+    yield from (_chain(F16), _chain(F32), _branches(F16), _branches(F32))
+    yield from (_scaled(F16, F16), _scaled(F16, F32), _scaled(F32, F32))
+
+
+def _conv_bn_act() -> Iterator[Case]:
+    conv = Conv((2, 16, 9, 10), 32, padding=1, bias=None, bn="data")
+    for dtype in (F16, BF16, F32):
+        one = replace(conv, dtype=dtype)
+        yield _conv_case("relu", one)
+        yield _conv_case("no_affine", replace(one, affine=False))
+        yield _conv_case("residual", replace(one, residual=True))
+        yield _conv_case("s2_silu", replace(one, stride=2, act="silu", eps=1e-3))
+    for dtype in (F16, BF16):
+        one = replace(conv, dtype=dtype, bn="fp32")
+        yield _conv_case("fp32_statistics", one, "statistics in float32 beside 16-bit data")
+    contiguous = replace(conv, **CONTIGUOUS)
+    yield _conv_case("fp32_statistics_residual", replace(conv, bn="fp32", residual=True))
+    yield _conv_case("alphas", replace(conv, residual=True, alpha1=0.5, alpha2=2.0))
+    yield _conv_case("conv_bias", replace(conv, bias="data"), "bias before the norm")
+    yield _conv_case("no_act", replace(conv, act=None))
+    yield _conv_case("two_outputs", replace(conv, act="tanh", pre=True))
+    yield _conv_case("leaky", replace(conv, act="leaky_relu", act_attrs=(("negative_slope", 0.1),)))
+    yield _conv_case("hardswish", replace(conv, act="hardswish"))
+    yield _conv_case("depthwise", replace(conv, k=16, groups=16))
+    yield _conv_case("groups4", replace(conv, groups=4))
+    yield _conv_case(
+        "c3_k7", Conv((2, 3, 20, 20), 16, 7, stride=2, padding=3, bias=None, bn="fp32")
+    )
+    yield _conv_case("asymmetric", replace(conv, padding=((0, 1), (0, 1)), stride=2))
+    yield _conv_case("contiguous", replace(contiguous, dtype=F16))
+    yield _conv_case("contiguous_residual", replace(contiguous, dtype=F32, residual=True))
+    yield _conv_case("contiguous_k1", replace(contiguous, dtype=F32, kernel=1, padding=0))
+    yield _conv_case("to_contiguous", replace(conv, y_at="contiguous"))
+    line = Conv((2, 16, 30), 32, padding=1, bias=None, bn="data")
+    volume = Conv((1, 16, 5, 5, 6), 16, padding=1, bias=None, bn="data")
+    for name, one in (("1d", line), ("3d", volume)):
+        yield _conv_case(name, one)
+        yield _conv_case(name, replace(one, dtype=F32, **CONTIGUOUS))
+    yield _conv_case("plain", replace(conv, dtype=F64, bias="data", residual=True))
+
+
+def _conv_transpose() -> Iterator[Case]:
+    conv = Conv((2, 16, 7, 8), 24, padding=1, transposed=True)
+    cases: list[tuple[str, Conv, str]] = [
+        ("k3_s1_p1", conv, ""),
+        ("k2_s2", replace(conv, kernel=2, stride=2, padding=0), ""),
+        ("k4_s2_p1", replace(conv, kernel=4, stride=2), ""),
+        ("k3_s2_p1_op1", replace(conv, stride=2, output_padding=1), "pytorch#964"),
+        ("k3_s3_op_0x2", replace(conv, stride=3, output_padding=(0, 2)), "pytorch#964"),
+        (
+            "dilation2_op1",
+            replace(conv, dilation=2, padding=2, output_padding=1),
+            "pytorch#14272: output_padding below dilation, above stride",
+        ),
+        ("k5_dilation2_s2", replace(conv, kernel=5, dilation=2, stride=2, padding=3), ""),
+        ("k1_s1", replace(conv, kernel=1, padding=0), ""),
+        ("k1_s2", replace(conv, kernel=1, stride=2, padding=0), "gaps between the outputs"),
+        ("k3x1", replace(conv, kernel=(3, 1), padding=(1, 0), stride=(2, 1)), ""),
+        ("groups2", replace(conv, groups=2, stride=2), ""),
+        ("depthwise", replace(conv, k=16, groups=16, stride=2, kernel=4), ""),
+        ("asymmetric", replace(conv, padding=((0, 1), (1, 0)), stride=2), "pytorch#45667"),
+        ("c1", Conv((2, 1, 6, 6), 16, padding=1, transposed=True), "C = 1"),
+        ("k1_channel", Conv((2, 16, 6, 6), 1, 4, stride=2, padding=1, transposed=True), "K = 1"),
+        ("hw1", Conv((4, 16, 1, 1), 24, 4, transposed=True), "H = W = 1"),
+        ("c3_k7", Conv((1, 3, 9, 9), 7, padding=1, transposed=True), "C = 3, K = 7"),
+        ("silu", replace(conv, stride=2, act="silu"), ""),
+        ("no_bias_no_act", replace(conv, bias=None, act=None), "a bare transposed convolution"),
+        ("residual_alphas", replace(conv, residual=True, alpha1=0.5, alpha2=1.5), ""),
+        ("two_outputs", replace(conv, stride=2, act="gelu", pre=True), ""),
+        ("1d_s2", Conv((2, 16, 20), 24, 4, stride=2, padding=1, transposed=True), ""),
+        ("3d_s2", Conv((1, 16, 4, 4, 5), 16, stride=2, padding=1, transposed=True), ""),
+        (
+            "3d_op1",
+            Conv((1, 8, 3, 4, 4), 8, stride=2, padding=1, output_padding=1, transposed=True),
+            "",
+        ),
+    ]
+    for name, one, note in cases:
+        yield _conv_case(name, one, note)
+    for name, one, note in cases:
+        yield _conv_case(name, replace(one, dtype=F32, **CONTIGUOUS), note)
+    for name, one, note in cases[:4]:
+        yield _conv_case(name, replace(one, dtype=BF16), note)
+    up = replace(conv, stride=2)
+    yield _conv_case("bias_fp32", replace(up, bias="fp32"), "pytorch#77295")
+    yield _conv_case("bias_fp32", replace(up, bias="fp32", dtype=BF16), "pytorch#77295")
+    yield _conv_case("fp32_result", replace(up, y_dtype=F32))
+    yield _conv_case("contiguous", replace(up, **CONTIGUOUS))
+    yield _conv_case("x_last_w_contiguous", replace(up, w_at=None))
+    yield _conv_case("to_contiguous", replace(up, y_at="contiguous"))
+    yield _conv_case("odd_dense_y", replace(up, y_at=dense_strides(up.out, (2, 0, 1, 3))))
+    yield _conv_case("no_bias_s2", replace(up, bias=None))
+    yield _conv_case("channels_last", replace(up, dtype=F32))
+    yield _conv_case("asymmetric_op1", replace(up, dtype=F64, padding=((1, 2), (1, 0))))
+    yield _conv_case("plain", replace(up, dtype=F64))
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Scaled dot-product attention: q (b, h, s_q, d), k (b, h_kv, s_kv, d), v (b, h_kv, s_kv, d_v).
+
+    ``mask`` is "bool", "data" or "fp32" with ``mask_shape``; ``dead_rows`` first rows of it attend
+    to nothing. ``memory`` is "bhsd", "bshd", "packed" or "expanded" (k and v stored for one head).
+    """
+
+    b: int = 2
+    h: int = 4
+    h_kv: int | None = None
+    s_q: int = 64
+    s_kv: int | None = None
+    d: int = 64
+    d_v: int | None = None
+    dtype: torch.dtype = F16
+    scale: float | None = None
+    causal: bool = False
+    alignment: str = "top_left"
+    window: tuple[int | None, int | None] | None = None
+    mask: str | None = None
+    mask_shape: Shape = ()
+    mask_stride: Shape | None = None
+    dead_rows: int = 0
+    holes: bool = False  # an additive mask with -inf at about a third of its places
+    len_q: tuple[int, ...] | None = None
+    len_kv: tuple[int, ...] | None = None
+    dirty: bool = False  # q, k and v hold NaN behind the given lengths
+    lse: bool = False
+    memory: str = "bhsd"
+
+    @property
+    def keys(self) -> int:
+        return self.s_q if self.s_kv is None else self.s_kv
+
+    @property
+    def q_shape(self) -> Shape:
+        return (self.b, self.h, self.s_q, self.d)
+
+    @property
+    def k_shape(self) -> Shape:
+        return (self.b, self.h_kv or self.h, self.keys, self.d)
+
+    @property
+    def v_shape(self) -> Shape:
+        return (*self.k_shape[:3], self.d_v or self.d)
+
+    def _stride(self, shape: Shape) -> Shape | None:
+        _, h, s, d = shape
+        if self.memory == "bshd":
+            return (s * h * d, d, h * d, 1)
+        if self.memory == "packed":
+            return (s * 3 * h * d, d, 3 * h * d, 1)
+        if self.memory == "expanded" and shape != self.q_shape:
+            return (s * d, 0, d, 1)
+        return None
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("attention")
+        q, k, v = (
+            g.input(name, shape, self.dtype, stride=self._stride(shape))
+            for name, shape in (("q", self.q_shape), ("k", self.k_shape), ("v", self.v_shape))
+        )
+        options: dict[str, Any] = {}
+        if self.mask is not None:
+            dtype = {"bool": torch.bool, "data": self.dtype, "fp32": F32}[self.mask]
+            options["attn_mask"] = g.input("mask", self.mask_shape, dtype, stride=self.mask_stride)
+        if self.len_q is not None:
+            options["seq_len_q"] = g.input("len_q", (self.b,), torch.int32)
+        if self.len_kv is not None:
+            options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
+        result = g.sdpa(
+            q,
+            k,
+            v,
+            is_causal=self.causal,
+            scale=self.scale,
+            diagonal_alignment=self.alignment,
+            window=self.window,
+            return_lse=self.lse,
+            **options,
+        )
+        if self.lse:
+            g.output("o", result[0])
+            g.output("lse", result[1])
+        else:
+            g.output("o", result)
+        return g
+
+    def _kept(self, t: Tensors) -> torch.Tensor | None:
+        """Which (row, key) pairs may meet, (B, 1, S_q, S_kv); None for all."""
+        bounded = self.causal or self.window is not None
+        if not bounded and self.len_q is None and self.len_kv is None:
+            return None
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        kept = torch.zeros(self.b, 1, self.s_q, self.keys, dtype=torch.bool)
+        for batch in range(self.b):
+            rows = self.s_q if self.len_q is None else self.len_q[batch]
+            keys = self.keys if self.len_kv is None else self.len_kv[batch]
+            shift = keys - rows if self.alignment == "bottom_right" else 0
+            place = torch.arange(keys)[None, :] - torch.arange(rows)[:, None] - shift
+            allowed = torch.ones_like(place, dtype=torch.bool)
+            if right is not None:
+                allowed &= place <= right
+            if left is not None:
+                allowed &= place >= -left
+            kept[batch, 0, :rows, :keys] = allowed
+        return kept.to(t["q"].device)
+
+    def eager(self, t: Tensors) -> Tensors:
+        q, k, v = t["q"], t["k"], t["v"]
+        if self.dirty:
+            q, k, v = (x.nan_to_num(0.0) for x in (q, k, v))
+        repeat = q.shape[1] // k.shape[1]
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        kept, given = self._kept(t), t.get("mask")
+        plain = self.causal and self.window is None and self.alignment == "top_left"
+        if plain and given is None and self.len_q is None and self.len_kv is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            mask = None if kept is None else torch.zeros_like(kept, dtype=q.dtype)
+        else:
+            mask = None
+            if given is not None:
+                mask = given
+                if given.dtype == torch.bool:
+                    mask = torch.zeros(given.shape, dtype=q.dtype, device=q.device)
+                    mask = mask.masked_fill(~given, -torch.inf)
+                mask = mask.to(q.dtype)
+            if kept is not None:
+                mask = torch.zeros((), dtype=q.dtype, device=q.device) if mask is None else mask
+                mask = torch.where(kept, mask, -torch.inf)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        dead = None
+        if mask is not None:
+            if kept is not None:
+                mask = torch.where(kept, mask, -torch.inf)
+            dead = (mask == -torch.inf).all(-1, keepdim=True)
+            out = torch.where(dead, 0.0, out)
+        if not self.lse:
+            return {"o": out}
+        scale = self.d**-0.5 if self.scale is None else self.scale
+        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, F32)) * scale
+        if mask is not None:
+            scores = scores + mask
+        return {"o": out, "lse": torch.logsumexp(scores, -1)}
+
+    def _masked(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        if self.mask == "bool":
+            values = (torch.rand(shape, generator=gen) < 0.7).double()
+            values[..., 0] = 1.0
+        else:
+            values = torch.randn(shape, generator=gen, dtype=F64)
+            if self.holes:
+                closed = torch.rand(shape, generator=gen) < 0.3
+                closed[..., 0] = False
+                values = values.masked_fill(closed, -math.inf)
+        if self.dead_rows:
+            values[..., : self.dead_rows, :] = 0.0 if self.mask == "bool" else -math.inf
+        return values
+
+    def _data(self, lengths: tuple[int, ...] | None) -> Fill:
+        def fill(gen: torch.Generator, shape: Shape) -> torch.Tensor:
+            values = torch.randn(shape, generator=gen, dtype=F64)
+            if self.dirty and lengths is not None:
+                for batch, length in enumerate(lengths):
+                    values[batch, :, length:] = math.nan
+            return values
+
+        return fill
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        fills: dict[str, Fill] = {
+            "q": self._data(self.len_q),
+            "k": self._data(self.len_kv),
+            "v": self._data(self.len_kv),
+            "mask": self._masked,
+        }
+        if self.len_q is not None:
+            fills["len_q"] = exactly(self.len_q)
+        if self.len_kv is not None:
+            fills["len_kv"] = exactly(self.len_kv)
+        return fills
+
+
+def _attention_case(name: str, attention: Attention, note: str = "") -> Case:
+    return Case(
+        f"sdpa-{name}-{SHORT[attention.dtype]}",
+        "sdpa",
+        attention.dtype,
+        attention.build,
+        attention.eager,
+        fills=attention.fills,
+        packed=("q", "k", "v") if attention.memory == "packed" else (),
+        terms=max(attention.d, attention.keys),
+        note=note,
+    )
+
+
+def _attention_cases() -> list[tuple[str, Attention, str]]:
+    a = Attention()
+    short, long = replace(a, s_q=32, s_kv=64), replace(a, s_q=64, s_kv=32)
+    full = (2, 4, 64, 64)
+    right = {"causal": True, "alignment": "bottom_right"}
+    return [
+        ("plain", a, ""),
+        ("scale", replace(a, scale=0.3), "flashinfer#4014: the scale is part of the key"),
+        ("causal", replace(a, causal=True), ""),
+        ("causal_short_q", replace(short, causal=True), "top left, S_q < S_kv"),
+        ("causal_long_q", replace(long, causal=True), "top left, S_q > S_kv"),
+        ("bottom_right_square", replace(a, **right), ""),
+        ("bottom_right_short_q", replace(short, **right), "ort#29020: S_q < S_kv"),
+        (
+            "bottom_right_long_q",
+            replace(long, **right),
+            "S_q > S_kv: the first rows attend to nothing",
+        ),
+        ("window_left", replace(a, window=(9, 0)), "sliding window"),
+        ("window_causal", replace(a, window=(9, None), causal=True), "causal with a window"),
+        ("window_both", replace(a, window=(7, 5)), ""),
+        ("window_left_only", replace(a, window=(12, None)), ""),
+        ("window_right_only", replace(a, window=(None, 6)), ""),
+        (
+            "window_bottom_right",
+            replace(short, window=(9, 0), alignment="bottom_right"),
+            "window along the bottom-right diagonal",
+        ),
+        ("mask_add", replace(a, mask="data", mask_shape=full), ""),
+        ("mask_add_fp32", replace(a, mask="fp32", mask_shape=full), "float32 beside 16-bit data"),
+        ("mask_add_1hsk", replace(a, mask="data", mask_shape=(1, 4, 64, 64)), "jax#30593"),
+        ("mask_add_11sk", replace(a, mask="fp32", mask_shape=(1, 1, 64, 64)), ""),
+        ("mask_add_b11k", replace(a, mask="data", mask_shape=(2, 1, 1, 64)), "jax#28974"),
+        ("mask_add_sk", replace(a, mask="data", mask_shape=(64, 64)), "a mask of rank 2"),
+        (
+            "mask_add_expanded",
+            replace(a, mask="data", mask_shape=full, mask_stride=(0, 0, 64, 1)),
+            "a mask of stride 0",
+        ),
+        ("mask_add_holes", replace(a, mask="data", mask_shape=full, holes=True), "-inf in places"),
+        (
+            "mask_add_dead_rows",
+            replace(a, mask="data", mask_shape=full, dead_rows=3),
+            "pytorch#103963: rows of -inf give zeros",
+        ),
+        ("mask_add_causal", replace(a, mask="data", mask_shape=full, causal=True), ""),
+        ("mask_bool", replace(a, mask="bool", mask_shape=full), "diffusers#14342: not 0 and 1"),
+        ("mask_bool_111k", replace(a, mask="bool", mask_shape=(1, 1, 1, 64)), "jax#28974"),
+        ("mask_bool_b11k", replace(a, mask="bool", mask_shape=(2, 1, 1, 64)), ""),
+        ("mask_bool_1hsk", replace(a, mask="bool", mask_shape=(1, 4, 64, 64)), ""),
+        (
+            "mask_bool_dead_rows",
+            replace(a, mask="bool", mask_shape=full, dead_rows=5, lse=True),
+            "pytorch#103963: fully masked rows give zeros and -inf",
+        ),
+        ("mask_bool_causal", replace(a, mask="bool", mask_shape=(2, 1, 64, 64), causal=True), ""),
+        ("lengths", replace(a, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("lengths_zero", replace(a, len_q=(64, 0), len_kv=(0, 30)), "cudnn-frontend#943"),
+        ("length_q_only", replace(a, len_q=(33, 64)), "one of the two lengths"),
+        ("length_kv_only", replace(a, len_kv=(64, 17)), "one of the two lengths"),
+        ("lengths_causal", replace(a, len_q=(64, 40), len_kv=(64, 40), causal=True), ""),
+        (
+            "lengths_bottom_right",
+            replace(a, len_q=(30, 64), len_kv=(64, 50), **right),
+            "ort#29714: the diagonal of each sequence",
+        ),
+        (
+            "lengths_dirty",
+            replace(a, len_q=(64, 40), len_kv=(50, 40), dirty=True),
+            "pytorch#101967: NaN behind the lengths; select, never multiply by 0",
+        ),
+        ("lengths_lse", replace(a, len_q=(64, 40), len_kv=(64, 20), lse=True), ""),
+        ("gqa_8_2", replace(a, h=8, h_kv=2), "grouped query heads"),
+        ("gqa_causal", replace(a, h=8, h_kv=2, causal=True), ""),
+        ("mqa", replace(a, h=4, h_kv=1), "one head of keys"),
+        ("gqa_mask", replace(a, h=8, h_kv=2, mask="data", mask_shape=(2, 8, 64, 64)), ""),
+        ("d_v_32", replace(a, d_v=32), "d_v < d_qk"),
+        ("d_v_128", replace(a, d_v=128), "d_v > d_qk"),
+        ("d_128", replace(a, d=128), ""),
+        ("d_256", replace(a, d=256, h=2), "pytorch#128348"),
+        ("d_20", replace(a, d=20), "head dim not a multiple of 8: TE#341"),
+        ("d_72", replace(a, d=72), ""),
+        ("s_32", replace(a, s_q=32), "jax#24607"),
+        (
+            "s_192_mask",
+            replace(a, s_q=192, h=2, mask="data", mask_shape=(1, 1, 192, 192)),
+            "pytorch#196678",
+        ),
+        ("s_197", replace(a, s_q=197, h=2), "a length that is no multiple of anything"),
+        ("decode", replace(a, s_q=1, s_kv=128), "S_q = 1"),
+        ("decode_gqa", replace(a, s_q=1, s_kv=128, h=8, h_kv=2), "cudnn-frontend#1083"),
+        (
+            "decode_lengths",
+            replace(a, s_q=1, s_kv=128, len_kv=(100, 7)),
+            "one new token behind a cache",
+        ),
+        ("s_q_7_s_kv_50", replace(a, s_q=7, s_kv=50), ""),
+        ("bshd", replace(a, memory="bshd"), "permuted views"),
+        ("bshd_causal_gqa", replace(a, memory="bshd", h=8, h_kv=2, causal=True), ""),
+        ("bshd_lse", replace(a, memory="bshd", lse=True), ""),
+        ("packed", replace(a, memory="packed"), "flashinfer#4625: slices of one buffer"),
+        ("packed_b3", replace(a, memory="packed", b=3, s_q=40, causal=True), "flashinfer#4625"),
+        ("expanded_kv", replace(a, memory="expanded"), "pytorch#175764: k and v of stride 0"),
+        ("lse", replace(a, lse=True), ""),
+        ("lse_causal", replace(a, lse=True, causal=True), ""),
+        (
+            "lse_bottom_right_long_q",
+            replace(long, **right, lse=True),
+            "rows without a key: -inf in lse",
+        ),
+        ("one_key", replace(a, s_q=5, s_kv=1), "softmax over one key"),
+        ("b1_h1", replace(a, b=1, h=1), ""),
+    ]
+
+
+# Cases of attention that are also run in other dtypes than float16.
+_AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
+    BF16: (
+        "plain",
+        "causal",
+        "bottom_right_short_q",
+        "window_causal",
+        "mask_add",
+        "mask_add_fp32",
+        "mask_bool",
+        "lengths",
+        "gqa_8_2",
+        "mqa",
+        "d_128",
+        "d_256",
+        "decode",
+        "bshd",
+        "packed",
+        "lse",
+    ),
+    F32: (
+        "plain",
+        "causal",
+        "mask_add",
+        "mask_bool_dead_rows",
+        "lengths",
+        "gqa_8_2",
+        "d_v_32",
+        "s_197",
+        "lse",
+    ),
+    F64: ("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+}
+
+
+def _sdpa() -> Iterator[Case]:
+    cases = {name: (attention, note) for name, attention, note in _attention_cases()}
+    for name, (attention, note) in cases.items():
+        yield _attention_case(name, attention, note)
+    for dtype, names in _AGAIN.items():
+        for name in names:
+            attention, note = cases[name]
+            yield _attention_case(name, replace(attention, dtype=dtype), note)
+
+
+# -- pointwise -------------------------------------------------------------------------------------
+
+Inputs = Mapping[str, tuple[Shape, torch.dtype, Layout]]
+
+
+def _pointwise_case(
+    name: str,
+    inputs: Inputs,
+    declare: Callable[[cg.Graph, dict[str, cg.Value]], dict[str, cg.Value]],
+    eager: Callable[[Tensors], Tensors],
+    fills: Mapping[str, Fill] | None = None,
+    note: str = "",
+    **placed: Any,
+) -> Case:
+    """``placed`` are keywords of ``Graph.output`` for every output."""
+    dtype = next(iter(inputs.values()))[1]
+
+    def build() -> cg.Graph:
+        g = cg.Graph("pointwise")
+        values = {
+            key: g.input(key, shape, kind, **_at(layout))
+            for key, (shape, kind, layout) in inputs.items()
+        }
+        for key, value in declare(g, values).items():
+            g.output(key, value, **placed)
+        return g
+
+    return Case(
+        f"pointwise-{name}-{SHORT[dtype]}", "pointwise", dtype, build, eager, fills or {}, note=note
+    )
+
+
+def _unary_tail(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+    x = v["x"]
+    return {
+        "roots": x.sqrt() + x.rsqrt() + x.reciprocal(),
+        "logs": g.sub(x.log(), x.neg().exp()),
+        "error": g.mul(x.erf(), g.abs(x)),
+    }
+
+
+def _pointwise() -> Iterator[Case]:
+    image = (2, 16, 6, 10)
+    for dtype in (F16, BF16, F32):
+        x = {"x": (image, dtype, "channels_last")}
+        both: Inputs = {**x, "y": (image, dtype, "channels_last")}
+        matrix: Inputs = {"x": ((24, 64), dtype, None), "y": ((24, 64), dtype, None)}
+        yield _pointwise_case(
+            "arithmetic",
+            both,
+            lambda g, v: {"z": (v["x"] + v["y"]) * v["x"] - v["y"] / 3.0 + 0.5},
+            lambda t: {"z": (t["x"] + t["y"]) * t["x"] - t["y"] / 3.0 + 0.5},
+        )
+        yield _pointwise_case(
+            "divide_pow",
+            matrix,
+            lambda g, v: {"z": v["x"] / v["y"] + v["y"] ** 2.0, "p": g.pow(v["y"], v["x"])},
+            lambda t: {"z": t["x"] / t["y"] + t["y"] ** 2.0, "p": torch.pow(t["y"], t["x"])},
+            {"y": uniform(0.5, 2.0)},
+        )
+        yield _pointwise_case(
+            "unary",
+            {"x": (image, dtype, None)},
+            _unary_tail,
+            lambda t: {
+                "roots": t["x"].sqrt() + t["x"].rsqrt() + t["x"].reciprocal(),
+                "logs": t["x"].log() - t["x"].neg().exp(),
+                "error": t["x"].erf() * t["x"].abs(),
+            },
+            {"x": uniform(0.25, 3.0)},
+        )
+        yield _pointwise_case(
+            "compare_where",
+            both,
+            lambda g, v: {"z": g.where(v["x"] > v["y"], v["x"], 2.0 * v["y"])},
+            lambda t: {"z": torch.where(t["x"] > t["y"], t["x"], 2.0 * t["y"])},
+        )
+        yield _pointwise_case(
+            "min_max_clamp",
+            matrix,
+            lambda g, v: {"z": g.clamp(g.maximum(v["x"], v["y"]), None, 0.5).minimum(v["y"])},
+            lambda t: {
+                "z": torch.minimum(torch.clamp(torch.maximum(t["x"], t["y"]), max=0.5), t["y"])
+            },
+        )
+        yield _pointwise_case(
+            "broadcast",
+            {
+                **x,
+                "row": ((10,), dtype, None),
+                "channel": ((16, 1, 1), dtype, None),
+                "column": ((2, 1, 6, 1), dtype, None),
+            },
+            lambda g, v: {"z": (v["x"] + v["row"]) * v["channel"] - v["column"]},
+            lambda t: {"z": (t["x"] + t["row"]) * t["channel"] - t["column"]},
+            note="operands of lower rank",
+        )
+        yield _pointwise_case(
+            "bias_act",
+            {**x, "b": ((16,), dtype, None)},
+            lambda g, v: {"z": v["x"].bias(v["b"]).gelu()},
+            lambda t: {"z": F.gelu(t["x"] + t["b"].view(-1, 1, 1))},
+            note="an epilogue alone",
+        )
+    whole = small_whole(-3, 4)
+    logic: Inputs = {"x": ((8, 64), F16, None), "y": ((8, 64), F16, None)}
+    yield _pointwise_case(
+        "comparisons",
+        logic,
+        lambda g, v: {
+            "eq": g.eq(v["x"], v["y"]),
+            "ne": g.ne(v["x"], v["y"]),
+            "lt": v["x"] < v["y"],
+            "le": v["x"] <= v["y"],
+            "gt": v["x"] > 1.0,
+            "ge": v["x"] >= v["y"],
+        },
+        lambda t: {
+            "eq": t["x"] == t["y"],
+            "ne": t["x"] != t["y"],
+            "lt": t["x"] < t["y"],
+            "le": t["x"] <= t["y"],
+            "gt": t["x"] > 1.0,
+            "ge": t["x"] >= t["y"],
+        },
+        {"x": whole, "y": whole},
+        note="outputs of bools",
+    )
+    yield _pointwise_case(
+        "logic",
+        logic,
+        lambda g, v: {
+            "z": g.where(
+                g.logical_or(
+                    g.logical_and(v["x"] > 0.0, v["y"] > 0.0), g.logical_not(v["x"] <= 1.0)
+                ),
+                v["x"],
+                v["y"],
+            )
+        },
+        lambda t: {
+            "z": torch.where(((t["x"] > 0.0) & (t["y"] > 0.0)) | ~(t["x"] <= 1.0), t["x"], t["y"])
+        },
+        {"x": whole, "y": whole},
+    )
+    yield _pointwise_case(
+        "select_over_nan",
+        {"x": ((8, 64), F32, None), "c": ((8, 64), torch.bool, None)},
+        lambda g, v: {"z": g.where(v["c"], v["x"].log(), 0.0)},
+        lambda t: {"z": torch.where(t["c"], t["x"].log(), 0.0)},
+        {
+            "x": lambda gen, shape: torch.linspace(-1.0, 3.0, 512, dtype=F64).reshape(shape),
+            "c": lambda gen, shape: (torch.linspace(-1.0, 3.0, 512) > 0).reshape(shape),
+        },
+        note="pytorch#103963: what is not selected may be NaN",
+    )
+    yield _pointwise_case(
+        "mixed_dtypes",
+        {"x": (image, F16, "channels_last"), "y": (image, F32, "channels_last")},
+        lambda g, v: {"z": v["x"] * v["y"] + v["x"]},
+        lambda t: {"z": t["x"] * t["y"] + t["x"]},
+        note="float32 beside 16-bit data gives float32",
+    )
+    for dtype in (F16, F32):
+        yield _pointwise_case(
+            "to_channels_last",
+            {"x": (image, dtype, None)},
+            lambda g, v: {"z": g.identity(v["x"])},
+            lambda t: {"z": t["x"]},
+            layout="channels_last",
+            note="a change of layout",
+        )
+    yield _pointwise_case(
+        "convert",
+        {"x": (image, F32, None)},
+        lambda g, v: {"z": g.identity(v["x"])},
+        lambda t: {"z": t["x"].to(F16)} if t["x"].dtype == F32 else {"z": t["x"]},
+        dtype=F16,
+        note="a change of dtype",
+    )
+    yield _pointwise_case(
+        "vector",
+        {"x": ((64,), F16, None), "y": ((64,), F16, None)},
+        lambda g, v: {"z": g.silu(v["x"]) * v["y"]},
+        lambda t: {"z": F.silu(t["x"]) * t["y"]},
+        note="rank 1",
+    )
+    yield _pointwise_case(
+        "expanded",
+        {"x": ((8, 16, 32), F16, (0, 32, 1)), "y": ((8, 16, 32), F16, None)},
+        lambda g, v: {"z": v["x"] + v["y"]},
+        lambda t: {"z": t["x"] + t["y"]},
+        note="stride 0",
+    )
+    yield _pointwise_case(
+        "everything",
+        {"x": ((4, 32), F64, None), "y": ((4, 32), F64, None)},
+        lambda g, v: {"z": g.softplus(v["x"], beta=1.5) * v["y"].tanh() - v["x"].elu(0.3)},
+        lambda t: {"z": F.softplus(t["x"], 1.5) * t["y"].tanh() - F.elu(t["x"], 0.3)},
+    )
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def enumerate_cases() -> tuple[Case, ...]:
+    """Every case, ids all different. Makes no tensor."""
+    cases = (*_conv_bias_act(), *_conv_bn_act(), *_conv_transpose(), *_sdpa(), *_pointwise())
+    ids = [case.id for case in cases]
+    twice = sorted({name for name in ids if ids.count(name) > 1})
+    assert not twice, f"case ids declared twice: {twice}"
+    return cases
