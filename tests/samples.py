@@ -747,20 +747,20 @@ class Attention:
     def v_shape(self) -> Shape:
         return (*self.k_shape[:3], self.d_v or self.d)
 
-    def _stride(self, shape: Shape) -> Shape | None:
+    def _stride(self, name: str, shape: Shape) -> Shape | None:
         _, h, s, d = shape
         if self.memory == "bshd":
             return (s * h * d, d, h * d, 1)
         if self.memory == "packed":
             return (s * 3 * h * d, d, 3 * h * d, 1)
-        if self.memory == "expanded" and shape != self.q_shape:
+        if self.memory == "expanded" and name != "q":
             return (s * d, 0, d, 1)
         return None
 
     def build(self) -> cg.Graph:
         g = cg.Graph("attention")
         q, k, v = (
-            g.input(name, shape, self.dtype, stride=self._stride(shape))
+            g.input(name, shape, self.dtype, stride=self._stride(name, shape))
             for name, shape in (("q", self.q_shape), ("k", self.k_shape), ("v", self.v_shape))
         )
         options: dict[str, Any] = {}
