@@ -17,6 +17,7 @@ from .errors import (
     SettingsError,
     UnkeyableError,
 )
+from .explain import Explanation, explain
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
@@ -29,6 +30,7 @@ __all__ = [
     "CaptureError",
     "CudnnGraphError",
     "Executable",
+    "Explanation",
     "Graph",
     "GraphError",
     "GraphSpec",
@@ -40,4 +42,5 @@ __all__ = [
     "TensorSpec",
     "UnkeyableError",
     "Value",
+    "explain",
 ]
