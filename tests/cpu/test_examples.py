@@ -1,0 +1,173 @@
+"""The examples run as a reader would run them, and the demo notices a wrong result."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cudnngraph import reference
+from cudnngraph.backend.plan import Choice
+from tests.numerics import bound
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TITLES = (
+    "sharpen: depthwise conv + clamp",
+    "block: conv + batch_norm + relu",
+    "upsample: conv_transpose + bias + clamp",
+    "attention over patches: sdpa",
+)
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The example as a command of its own, away from the checkout's directory."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_example", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def quick(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The demo without its timing."""
+    monkeypatch.setattr(demo, "median_ms", lambda call, device: 0.0)
+    return demo
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"demo.py", "ten_lines.py"}
+
+
+def test_ten_lines_has_ten_lines_and_prints_the_shape_and_the_plan(tmp_path: Path) -> None:
+    lines = (EXAMPLES / "ten_lines.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) == 10
+    done = run_example("ten_lines.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch.Size([8, 64, 56, 56])\n")
+    assert "step 1: conv → bias → relu" in done.stdout
+
+
+def test_the_demo_prints_one_table_and_writes_the_picture(tmp_path: Path) -> None:
+    done = run_example("demo.py", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for title in TITLES:
+        (line,) = (line for line in done.stdout.splitlines() if title in line)
+        cells = [cell.strip() for cell in re.split("[│|]", line.strip("│|"))]
+        assert cells[:3] == [title, "cpu", "reference"]
+        time_ms, torch_ms, error = map(float, cells[3:])
+        assert time_ms > 0 and torch_ms > 0
+        assert error <= bound(torch.float32)
+    picture = tmp_path / "out" / "sharpened.png"
+    assert f"sharpened picture: {picture.relative_to(tmp_path)}" in done.stdout
+    with Image.open(picture) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (512, 600))
+
+
+def test_the_readme_shows_the_table_that_the_demo_prints() -> None:
+    shown = [
+        [cell.strip() for cell in line.strip("│┃").split(line[0])][:3]
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith(("│", "┃"))
+    ]
+    assert shown == [["graph", "device", "plan"], *([t, "cpu", "reference"] for t in TITLES)]
+
+
+def test_the_picture_is_the_photograph_sharpened(quick: ModuleType, tmp_path: Path) -> None:
+    """The same colours and the same way up, with steeper steps from pixel to pixel."""
+    path = tmp_path / "here" / "picture.png"
+    assert quick.main(["--device", "cpu", "--out", str(path)]) == 0
+    photo = quick.load_photo(torch.device("cpu"), torch.float32)[0].permute(1, 2, 0).numpy()
+    picture = np.array(Image.open(path)) / 255.0
+    assert picture.shape == photo.shape
+    assert np.abs(picture.mean(axis=(0, 1)) - photo.mean(axis=(0, 1))).max() < 0.01
+    for channel in range(3):
+        pair = np.stack([picture[..., channel].ravel(), photo[..., channel].ravel()])
+        assert np.corrcoef(pair)[0, 1] > 0.95
+    for axis in (0, 1):
+        steps, before = (np.abs(np.diff(image, axis=axis)).mean() for image in (picture, photo))
+        assert steps > 1.3 * before
+
+
+def test_the_demos_tolerances_are_the_test_suites(demo: ModuleType) -> None:
+    assert {dtype: bound(dtype) for dtype in demo.TOLERANCE} == demo.TOLERANCE
+
+
+def test_the_cases_are_within_tolerance_in_half_precision_too(quick: ModuleType) -> None:
+    """What a GPU runs, as far as a CPU can show it: the same graphs on float16 data."""
+    photo = quick.load_photo(torch.device("cpu"), torch.float16)
+    for make_case in (quick.sharpen, quick.conv_bn_relu, quick.upsample, quick.attention):
+        case = make_case(photo)
+        assert quick.measure(case, torch.device("cpu")).error <= bound(torch.float16), case.title
+
+
+@pytest.mark.parametrize(
+    ("op", "broken"),
+    [
+        ("clamp", lambda right: right * 1.001),
+        ("relu", lambda right: right + torch.nan),
+    ],
+    ids=["off by 0.1 percent", "NaN"],
+)
+def test_a_wrong_result_fails_the_demo(
+    op: str,
+    broken: Callable[[torch.Tensor], torch.Tensor],
+    quick: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right: Any = reference.RULES[op]
+    monkeypatch.setitem(
+        reference.RULES,  # type: ignore[arg-type]
+        op,
+        lambda inputs, attrs: broken(right(inputs, attrs)),
+    )
+    assert quick.main(["--device", "cpu", "--out", str(tmp_path / "picture.png")]) == 1
+    out, err = capsys.readouterr()
+    wrong = [title for title in TITLES if op in title]
+    assert [line.split(": ", 1)[1] for line in err.splitlines()] == [
+        f"{title}: the relative error is over 5e-07" for title in wrong
+    ]
+    assert sum("FAILED" in line for line in out.splitlines()) == len(wrong)
+
+
+def test_the_plan_column_names_engines_and_torch_steps(demo: ModuleType) -> None:
+    def step(choice: Choice | None, *ops: str) -> SimpleNamespace:
+        nodes = [SimpleNamespace(op=op) for op in ops]
+        return SimpleNamespace(choice=choice, spec=SimpleNamespace(nodes=nodes))
+
+    def exe(*steps: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cuda"), steps=steps)
+
+    engine = Choice(39, (("TILE_SIZE", 8),))
+    assert demo.plan_of(exe(step(engine, "conv", "relu"))) == "engine 39"
+    assert demo.plan_of(exe(step(None, "sdpa"))) == "torch"
+    pair = exe(step(None, "conv"), step(engine, "constant", "mul", "relu"))
+    assert demo.plan_of(pair) == "conv: torch\nmul+relu: engine 39"
