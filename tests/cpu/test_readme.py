@@ -1,0 +1,176 @@
+"""What the documents say is what the code does: tables, examples, messages, links, commands."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import cudnngraph as cg
+from cudnngraph import cli, settings
+from cudnngraph.errors import CudnnGraphError
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
+OURS = [path for path in DOCUMENTS if "results" not in path.parts]
+
+
+def section(title: str) -> str:
+    """The README's section of that title, without its subsections' bounds."""
+    _, _, rest = README.partition(f"\n## {title}\n")
+    assert rest, f"README.md has no section '{title}'"
+    return rest.split("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def pattern(block: str) -> re.Pattern[str]:
+    """A block of output as a pattern: "…" stands for anything within a line."""
+    return re.compile(".*".join(map(re.escape, block.split("…"))))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the first Markdown table in ``text``, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_the_readme_has_the_table_of_environment_variables() -> None:
+    begin, end = "<!-- begin: environment variables -->\n", "<!-- end: environment variables -->"
+    assert README.count(begin) == README.count(end) == 1
+    assert README.split(begin)[1].split(end)[0] == settings.markdown_table()
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/ops.md"])
+def test_generated_tables_are_up_to_date(path: str, generate: ModuleType) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert text == generate.with_tables(path), "run: python docs/generate.py"
+
+
+def test_the_table_of_policy_fields_is_the_policys() -> None:
+    table = section("How a plan is chosen")
+    stated = {name.strip("`"): default.strip("`") for name, default, _ in rows(table)}
+    fields = dataclasses.fields(cg.Policy)
+    assert stated == {field.name: repr(field.default).replace("'", '"') for field in fields}
+
+
+def test_the_table_of_errors_names_errors_of_the_package() -> None:
+    named = [name for row in rows(section("Errors")) for name in re.findall(r"`(\w+)`", row[0])]
+    assert len(named) >= 6
+    for name in named:
+        assert issubclass(getattr(cg, name), CudnnGraphError)
+
+
+def test_the_reading_order_leaves_no_module_out() -> None:
+    text = section("Reading the code")
+    for package in ("cudnngraph", "plans_cache"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name.startswith("__"):
+                continue
+            name = path.relative_to(ROOT).as_posix()
+            listed = "cudnngraph/cli" if "cli" in path.parts else name
+            assert f"]({listed})" in text, f"{name} is missing"
+
+
+# -- examples and messages -------------------------------------------------------------------------
+
+
+def test_the_ten_lines_are_the_example_and_print_what_the_readme_shows(tmp_path: Path) -> None:
+    text = section("Ten lines")
+    (code,) = blocks(text, "python")
+    example = ROOT / "examples" / "ten_lines.py"
+    assert code == example.read_text(encoding="utf-8")
+    # Tensors go to a GPU where there is one, so the CPU is asked for.
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (shown,) = blocks(text, "text")
+    assert pattern(shown).fullmatch(done.stdout), done.stdout
+
+
+def test_the_wrong_graph_gives_the_message_that_the_readme_shows() -> None:
+    text = section("Errors")
+    (code,) = blocks(text, "python")
+    (shown,) = blocks(text, "text")
+    with pytest.raises(cg.GraphError) as caught:
+        exec(compile(code, "README.md", "exec"), {})
+    assert str(caught.value) + "\n" == shown
+
+
+# -- links and commands ----------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a Markdown file's headings make."""
+    heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        path = document if not target else document.parent / target
+        assert path.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(path), f"{link}: no such heading"
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    code = [re.findall(r"`[^`\n]+`|^    .+$", path.read_text(), re.MULTILINE) for path in OURS]
+    text = "\n".join(span for spans in code for span in spans)
+    named = set(re.findall(r"\bmake ([a-z]+)", text))
+    assert {"demo", "test"} <= named <= targets
+    variables = set(re.findall(r"\bmake [a-z]+ ([A-Z]+)=", text))
+    assert variables <= set(re.findall(r"^([A-Z]+)\s*\?=", makefile, flags=re.MULTILINE))
+
+
+def test_every_command_is_named_and_every_named_command_exists() -> None:
+    actions = cli.build_parser()._subparsers
+    assert actions is not None
+    (choices,) = (
+        action.choices
+        for action in actions._group_actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    named = set(re.findall(r"(?:`|^    )cudnngraph ([a-z-]+)", README, flags=re.MULTILINE))
+    assert named == set(choices)
+
+
+def test_every_python_file_that_is_named_to_be_run_exists() -> None:
+    for path in OURS:
+        for name in re.findall(r"python ([\w/]+\.py)", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{path.name} names {name}"
