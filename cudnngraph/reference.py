@@ -31,6 +31,12 @@ def _need(value: torch.Tensor | None) -> torch.Tensor:
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, weight = _need(inputs[0]), _need(inputs[1])
     padding = attrs["padding"]
+    if x.numel() == 0 or weight.numel() == 0:  # torch refuses some; no tap meets an element
+        many = zip(
+            x.shape[2:], padding, attrs["dilation"], weight.shape[2:], attrs["stride"], strict=True
+        )
+        sizes = [(n + sum(pad) - d * (r - 1) - 1) // s + 1 for n, pad, d, r, s in many]
+        return x.new_zeros((x.shape[0], weight.shape[0], *sizes))
     if all(before == after for before, after in padding):
         same = [before for before, _ in padding]
     else:
@@ -46,6 +52,11 @@ def _conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     padding = attrs["padding"]
     run = _CONV_TRANSPOSE[len(padding) - 1]
     groups, dilation, stride = attrs["groups"], attrs["dilation"], attrs["stride"]
+    if x.numel() == 0 or weight.numel() == 0:
+        extra = attrs["output_padding"]
+        many = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, extra, strict=True)
+        sizes = [(n - 1) * s - sum(pad) + d * (r - 1) + e + 1 for n, pad, d, r, s, e in many]
+        return x.new_zeros((x.shape[0], weight.shape[1] * groups, *sizes))
     if all(before == after for before, after in padding):
         same = [before for before, _ in padding]
         return run(x, weight, None, stride, same, attrs["output_padding"], groups, dilation)
