@@ -21,7 +21,7 @@ from .ir import (
     contiguous_strides,
     print_spec,
 )
-from .ops import OPS, is_default
+from .ops import FLOATS, OPS, dtype_name, is_default
 from .policy import Policy
 from .validate import check_dtype, check_name, check_node, check_shape, check_stride, check_whole
 
@@ -210,6 +210,10 @@ class Graph:
         """
         where = f"output '{name}'"
         problems = check_name(where, name)
+        if not problems and name.startswith("_"):
+            problems.append(
+                Problem(where, "name starts with an underscore", "a field of a named tuple")
+            )
         if any(name == other for other, _, _ in self._outputs):
             problems.append(Problem(where, "is declared twice", "a name of its own"))
         if not isinstance(value, Value):
@@ -224,8 +228,16 @@ class Graph:
             declared = self._declared(
                 where, name, spec.shape, dtype, layout, stride, problems, written=True
             )
-            if dtype in (torch.bool,) and spec.dtype != torch.bool:
+            if spec.dtype == torch.bool and dtype != torch.bool:
+                problems.append(
+                    Problem(where, f"dtype={dtype_name(dtype)} of a bool", "bool, or g.where of it")
+                )
+            elif spec.dtype != torch.bool and dtype == torch.bool:
                 problems.append(Problem(where, "dtype=bool of a number", "a comparison of it"))
+            elif spec.dtype in FLOATS and declared is not None and dtype not in FLOATS:
+                problems.append(
+                    Problem(where, f"dtype={dtype_name(dtype)} of a number", "a floating dtype")
+                )
             self._outputs.append((name, value, declared))
         else:
             self._outputs.append((str(name), value, None))
@@ -681,7 +693,7 @@ class Graph:
                     "activation", f"{kind!r} is unknown", f"one of {', '.join(ACTIVATIONS)}, None"
                 )
             )
-            return Value(self, x.name, None)
+            return Value(self, self._one("identity", x).name, None)  # unknown, and x counts as used
         if kind in OPS:
             return self._one(kind, x, **attrs)
         if attrs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def check_dtype(where: str, dtype: Any) -> list[Problem]:
 
 def check_name(where: str, name: Any) -> list[Problem]:
     """Inputs and outputs are keyword arguments of the executable, so names are identifiers."""
-    if isinstance(name, str) and name.isidentifier():
+    if isinstance(name, str) and name.isidentifier() and not iskeyword(name):
         return []
     return [Problem(where, f"name {name!r} is not a Python identifier", "letters, digits and _")]
 
@@ -138,6 +139,6 @@ def check_whole(
         problems += [
             Problem(f"input '{name}'", "is not used by any output", "every input used", "remove it")
             for name in inputs
-            if name not in reached
+            if name not in reached and name not in seen
         ]
     return problems
