@@ -1,0 +1,348 @@
+"""`cg.explain` and the command `explain`, against the real cuDNN library."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import select
+from cudnngraph.backend import env
+from cudnngraph.backend.plan import propose_for
+from cudnngraph.cli import main
+from cudnngraph.explain import Explanation
+
+F16, F32 = torch.float16, torch.float32
+
+
+def conv(dtype: torch.dtype = F16, act: str | None = None, z: str | None = None) -> cg.Graph:
+    """A convolution; with ``act`` an activation behind it, with ``z`` a residual of that layout."""
+    g = cg.Graph("block")
+    x = g.input("x", (8, 32, 14, 14), dtype, layout="channels_last")
+    w = g.input("w", (32, 32, 3, 3), dtype, layout="channels_last")
+    y = g.conv(x, w, padding=1)
+    if z is not None:
+        y = g.add(y, g.input("z", (8, 32, 14, 14), dtype, layout=z))
+    g.output("y", g.activation(y, act))
+    return g
+
+
+# -- the function ------------------------------------------------------------------------------
+
+
+def test_a_graph_and_its_spec_are_explained_alike() -> None:
+    graph = conv()
+    assert cg.explain(graph) == cg.explain(graph.spec())
+
+
+def test_the_text_names_gpu_library_graph_and_plans() -> None:
+    found = cg.explain(conv())
+    text = str(found)
+    first = found.steps[0].first
+    assert first is not None
+    for part in (
+        "NVIDIA H200 (nvidia-h200)",
+        f"frontend {env.frontend_version()}",
+        "y = conv(x, w, padding=((1, 1), (1, 1)))",
+        f"step 1 of 1: conv: cuDNN, {len(found.steps[0].plans)} plans; takes number 1",
+        f"1: {first.choice}, workspace {first.workspace_bytes} bytes",
+        f"... and {len(found.steps[0].plans) - 5} more",
+    ):
+        assert part in text
+
+
+def test_to_dict_is_json_and_says_what_the_object_says() -> None:
+    found = cg.explain(conv())
+    body = json.loads(json.dumps(found.to_dict()))
+    assert (body["graph"], body["target"], body["whole"]) == ("block", "nvidia-h200", True)
+    assert body["cudnn_version"] == env.cudnn_version()
+    (step,) = body["steps"]
+    assert (step["ops"], step["runs_on"]) == (["conv"], "cuDNN")
+    assert step["inputs"]["x"] == "f16[8, 32, 14, 14] channels_last"
+    first = found.steps[0].plans[0]
+    assert step["plans"][0] == {
+        "rank": 1,
+        "engine": first.engine,
+        "knobs": dict(first.knobs),
+        "workspace_bytes": first.workspace_bytes,
+        "runtime_compiled": False,
+        "allowed": True,
+        "reason": "",
+    }
+
+
+def test_the_workspace_is_that_of_the_built_plan() -> None:
+    graph = conv()
+    plans = cg.explain(graph).steps[0].plans
+    lowered, candidates = propose_for(graph.spec(), "nvidia-h200")
+    built = {}
+    for candidate, plan in zip(candidates, plans, strict=True):
+        assert candidate.choice == plan.choice
+        if not plan.runtime_compiled:
+            lowered.graph.build_plan_at_index(candidate.index)
+            size = lowered.graph.get_workspace_size_plan_at_index(candidate.index)
+            built[plan.rank] = (size, plan.workspace_bytes)
+    assert len(built) > 10
+    assert all(size == told for size, told in built.values())
+
+
+def test_true_float32_bars_the_plans_that_round_to_tf32() -> None:
+    loose = cg.explain(conv(F32), allow_tf32=True).steps[0]
+    exact = cg.explain(conv(F32), allow_tf32=False).steps[0]
+    assert [plan.choice for plan in loose.plans] == [plan.choice for plan in exact.plans]
+    assert all(plan.allowed for plan in loose.plans)
+    barred = [plan for plan in exact.plans if not plan.allowed]
+    assert len(barred) > len(exact.plans) // 2
+    assert {plan.reason for plan in barred} == {"barred by the policy: less exact than float32"}
+    assert exact.first is not None and exact.first.rank > 1
+
+
+def test_a_policy_may_be_given_as_an_object_or_by_its_fields() -> None:
+    by_field = cg.explain(conv(F32), allow_tf32=False, deterministic=True)
+    assert by_field == cg.explain(conv(F32), policy=cg.Policy(allow_tf32=False, deterministic=True))
+    assert by_field.policy.deterministic
+
+
+def test_a_workspace_limit_bars_plans_by_what_they_need() -> None:
+    plans = cg.explain(conv(F32), allow_tf32=False).steps[0].plans
+    needs = [plan.workspace_bytes for plan in plans if plan.allowed]
+    limit = max(need for need in needs if need is not None) - 1
+    assert limit >= 0
+    limited = cg.explain(conv(F32), allow_tf32=False, workspace_limit=limit).steps[0].plans
+    assert [plan.allowed for plan in limited] == [
+        plan.allowed and (plan.workspace_bytes or 0) <= limit for plan in plans
+    ]
+    assert f"needs {limit + 1} bytes of workspace, over {limit}" in str(
+        [plan.reason for plan in limited]
+    )
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_cuts_are_those_of_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    module = sys.modules["cudnngraph.explain"]
+
+    def recording(spec: cg.GraphSpec, target: str) -> Any:
+        asked.append(tuple(node.op for node in spec.nodes))
+        return propose_for(spec, target)
+
+    monkeypatch.setattr(module, "propose_for", recording)
+    graph = conv(act="silu", z="contiguous")
+    found = cg.explain(graph)
+
+    def refuses_fusion(spec: cg.GraphSpec) -> Any:
+        again.append(tuple(node.op for node in spec.nodes))
+        if again[-1] not in [step.ops for step in found.steps if step.runs_on == "cuDNN"]:
+            raise cg.NotSupported("this", ["it is not whole"])
+        return module._Proposal(None, 0), ()  # type: ignore[attr-defined]
+
+    again: list[tuple[str, ...]] = []
+    walked = select.heuristic(graph.spec(), found.policy, refuses_fusion)
+    assert again == asked
+    assert [step.spec for step in walked.steps] == [step.spec for step in found.steps]
+    assert len(found.steps) > 1 and not found.whole
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_cudnn_refuses_says_why_and_becomes_a_torch_step() -> None:
+    g = cg.Graph("attention")
+    q, k, v = (g.input(name, (2, 4, 64, 20), F16) for name in "qkv")
+    g.output("o", g.sdpa(q, k, v))
+    (step,) = cg.explain(g).steps
+    assert (step.runs_on, step.plans, step.first) == ("torch", (), None)
+    assert "multiple of 8" in step.refusals[0].reason
+    assert "sdpa: torch" in str(cg.explain(g))
+
+
+def test_float64_is_not_shown_to_cudnn() -> None:
+    (step,) = cg.explain(conv(torch.float64)).steps
+    assert step.runs_on == "torch"
+    assert "float64" in step.refusals[0].reason
+
+
+@pytest.mark.usefixtures("driver")
+def test_without_the_fallback_a_refusal_is_raised() -> None:
+    with pytest.raises(cg.NotSupported, match="has no plan for") as caught:
+        cg.explain(conv(act="silu", z="contiguous"), fallback="error")
+    assert caught.value.reasons
+
+
+def test_an_unknown_target_is_told_the_known_ones() -> None:
+    with pytest.raises(cg.NotSupported, match="'a100'") as caught:
+        cg.explain(conv(), "a100")
+    assert "nvidia-h200" in str(caught.value)
+
+
+def test_mistakes_in_the_graph_are_reported_as_compile_does() -> None:
+    g = cg.Graph("wrong")
+    g.output("y", g.relu(g.input("x", (2, 3), torch.int32)))
+    with pytest.raises(cg.GraphError, match="int32"):
+        cg.explain(g)
+
+
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing() -> Any:
+        raise cg.BackendUnavailable("the cuDNN frontend is not installed; pip install it")
+
+    monkeypatch.setattr(env, "frontend", missing)
+    with pytest.raises(cg.BackendUnavailable, match="pip install"):
+        cg.explain(conv())
+
+
+def test_without_a_driver_library_a_fused_step_is_unknown_and_says_so(tmp_path: Path) -> None:
+    # In a process of its own: this one may have loaded the stub, which the loader then finds.
+    told = subprocess.run(
+        [sys.executable, "-c", "import ctypes; ctypes.CDLL('libcuda.so.1')"], capture_output=True
+    )
+    if told.returncode == 0:
+        pytest.skip("this machine has a CUDA driver library")
+    file = tmp_path / "fused.py"
+    file.write_text(SOURCE)
+    command = [sys.executable, "-m", "cudnngraph", "explain", f"{file}:fused"]
+    home = Path(cg.__file__).parents[1]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=home)
+    assert said.returncode == 1
+    assert "conv → silu: not known, it takes a runtime-compiled engine" in said.stdout
+    assert "no CUDA driver library (libcuda.so.1) can be loaded here" in said.stdout
+    assert "this->libcuda == nullptr" in said.stdout
+
+
+# -- the command -------------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+import cudnngraph as cg
+
+print("from the file")
+
+
+def build(act):
+    g = cg.Graph("block")
+    x = g.input("x", (8, 32, 14, 14), torch.float16, layout="channels_last")
+    w = g.input("w", (32, 32, 3, 3), torch.float16, layout="channels_last")
+    g.output("y", g.activation(g.conv(x, w, padding=1), act))
+    return g
+
+
+def bare() -> cg.Graph:
+    return build(None)
+
+
+def fused():
+    return build("silu")
+
+
+def number() -> int:
+    return 1
+
+
+def wide():
+    g = cg.Graph("wide")
+    g.output("y", g.relu(g.input("x", (4,), torch.float64)))
+    return g
+
+
+def wrong():
+    g = cg.Graph("wrong")
+    g.output("y", g.relu(g.input("x", (4,), torch.int32)))
+    return g
+
+
+plain = build(None)
+same = plain
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A file with graphs."""
+    file = tmp_path / "graphs.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+def test_the_command_lists_the_graphs_and_annotated_functions_of_a_file(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", source]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("graph 'block' planned for NVIDIA H200") == 2  # bare() and plain, once each
+    assert "step 1 of 1: conv: cuDNN" in out
+    header = next(line for line in out.splitlines() if line.startswith("#"))
+    assert header.split() == ["#", "engine", "compiled", "workspace", "status", "knobs"]
+    assert out.count("taken") == 2
+    assert "more: --all lists them" in out
+    assert "from the file" in err and "from the file" not in out
+
+
+def test_the_command_lists_all_plans_when_told_to(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{source}:plain", "--all"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert len(rows) == len(cg.explain(conv()).steps[0].plans)
+
+
+def test_the_command_prints_json(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{source}:bare", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    found: Explanation = cg.explain(conv(), allow_tf32=False)
+    assert body == {"schema": 1, "graphs": [found.to_dict()]}
+
+
+def test_the_command_fails_where_cudnn_has_no_plan_at_all(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{source}:wide"]) == 1
+    assert "relu: torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "said"),
+    [
+        ("{}:nothing", 2, "defines no 'nothing'"),
+        ("{}:number", 2, "'number' of "),
+        ("{}:build", 2, "cannot be run: TypeError"),
+        ("{}.missing", 2, "there is no file"),
+        ("{}:wrong", 1, "x 'x' is int32"),
+        ("{}:bare --target a100", 1, "known targets: nvidia-h200"),
+    ],
+)
+def test_the_command_says_what_is_wrong_without_a_traceback(
+    place: str, code: int, said: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *place.format(source).split()]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    message = err[err.index("error: ") :]
+    assert said in message
+    assert "Traceback" not in err
+
+
+def test_a_file_without_graphs_is_told_what_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text("x = 1\n")
+    assert main(["explain", str(file)]) == 2
+    assert (
+        "no graph at module level and no function annotated '-> Graph'" in capsys.readouterr().err
+    )
+
+
+# -- the stub ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_driver_library_is_in_the_process() -> None:
+    assert ctypes.CDLL("libcuda.so.1").cuInit(0) in (0, 100)  # success, or no device
+    assert cg.explain(conv()).driver

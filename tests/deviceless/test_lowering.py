@@ -1,0 +1,296 @@
+"""Every sample case is lowered for an H200 and shown to the real cuDNN library.
+
+cuDNN must have a plan for the whole graph, or for every step that it is cut into. What is known to
+be refused stands in two lists with the reason: ops that are left to torch, and graphs that are cut.
+A refusal that is in neither fails. The summary at the end counts how often each row was met: one
+that is not is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.backend.lower import Lowered
+from cudnngraph.backend.plan import propose_for
+from cudnngraph.ir import GraphSpec, Node, channels_last_strides, same_layout
+from cudnngraph.ops import OPS
+from tests.samples import Case, enumerate_cases
+
+TARGET = "nvidia-h200"
+CASES = enumerate_cases()
+
+
+@dataclass(frozen=True)
+class Known:
+    """A refusal that is cuDNN's own, and which graphs it meets."""
+
+    reason: str
+    meets: Callable[[GraphSpec], bool]
+
+
+def _nodes(spec: GraphSpec, *ops: str) -> list[Node]:
+    return [node for node in spec.nodes if node.op in ops]
+
+
+def _anchors(spec: GraphSpec) -> list[Node]:
+    return [node for node in spec.nodes if not OPS[node.op].pointwise]
+
+
+def _pointwise(spec: GraphSpec) -> bool:
+    return not _anchors(spec)
+
+
+def _dtype(spec: GraphSpec, node: Node) -> torch.dtype:
+    return spec.tensors[node.operands[0]].dtype
+
+
+def _expanded(spec: GraphSpec) -> bool:
+    tensors = [spec.tensors[name] for name in spec.inputs]
+    return any(s == 0 and n > 1 for t in tensors for n, s in zip(t.shape, t.stride, strict=True))
+
+
+def _sdpa(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
+    return lambda spec: any(test(spec, node) for node in _nodes(spec, "sdpa"))
+
+
+def _long_bottom_right(spec: GraphSpec, node: Node) -> bool:
+    q, k = (spec.tensors[name] for name in node.operands[:2])
+    return node.attr("diagonal_alignment") == "bottom_right" and q.shape[2] > k.shape[2]
+
+
+def _odd_head(spec: GraphSpec, node: Node) -> bool:
+    return any(spec.tensors[name].shape[3] % 8 for name in node.operands[:3])
+
+
+def _wide_output_padding(spec: GraphSpec) -> bool:
+    return any(
+        extra >= step
+        for node in _nodes(spec, "conv_transpose")
+        for extra, step in zip(node.attr("output_padding"), node.attr("stride"), strict=True)
+    )
+
+
+def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
+    """Whether an operand has one dim alone, neither the slowest nor the fastest of the result."""
+    result = spec.tensors[node.results[0]]
+    order = sorted(range(len(result.shape)), key=lambda dim: -result.stride[dim])
+    inner = [dim for dim in order if result.shape[dim] > 1][1:-1]
+    for name in node.operands:
+        shape = spec.tensors[name].shape
+        if shape == result.shape[1:2] and node.op in ("bias", "scale", "batch_norm"):
+            shape = (1, shape[0], *(1,) * (len(result.shape) - 2))
+        shape = (1,) * (len(result.shape) - len(shape)) + shape
+        if any([dim for dim, n in enumerate(shape) if n > 1] == [place] for place in inner):
+            return True
+    return False
+
+
+def _memory_orders(spec: GraphSpec) -> set[tuple[int, ...]]:
+    """The orders in which the largest tensors lie in memory."""
+    tensors = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    largest = max(tensor.numel for tensor in tensors)
+    return {
+        tuple(sorted(range(len(t.shape)), key=lambda dim: -t.stride[dim]))
+        for t in tensors
+        if t.numel == largest
+    }
+
+
+TORCH = (
+    Known(
+        "cuDNN graphs have no float64",
+        lambda spec: any(tensor.dtype == torch.float64 for tensor in spec.tensors.values()),
+    ),
+    Known(
+        "attention takes 16-bit data only",
+        _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
+    ),
+    Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
+    Known("attention along the bottom-right diagonal takes S_q <= S_kv", _sdpa(_long_bottom_right)),
+    Known("dgrad takes no output padding >= stride", _wide_output_padding),
+    Known(
+        "over an expanded batch there is no convolution in true float32",
+        lambda spec: any(
+            _dtype(spec, node) == torch.float32 and _expanded(spec) for node in _nodes(spec, "conv")
+        ),
+    ),
+    Known(
+        "a pointwise graph reads and writes in one order of memory",
+        lambda spec: _pointwise(spec) and len(_memory_orders(spec)) > 1,
+    ),
+    Known(
+        "a vector broadcast over dims on both sides of it comes out wrong (cuDNN 9.19)",
+        lambda spec: any(_in_the_middle(spec, node) for node in spec.nodes if _pointwise(spec)),
+    ),
+)
+
+
+def _channels_last(spec: GraphSpec) -> bool:
+    """Whether x, the weight, the result and what is as large as it lie channels_last."""
+    names = {name for node in _anchors(spec) for name in node.operands[:2]} | set(spec.outputs)
+    names |= {name for name in spec.inputs if len(spec.tensors[name].shape) >= 3}
+    tensors = [spec.tensors[name] for name in names]
+    return all(same_layout(t.shape, t.stride, channels_last_strides(t.shape)) for t in tensors)
+
+
+CUT = (
+    Known("cuDNN fuses around one convolution", lambda spec: len(_anchors(spec)) > 1),
+    Known(
+        "attention takes additive masks, boolean ones are converted first",
+        _sdpa(
+            lambda spec, node: (
+                node.inputs[3] is not None and spec.tensors[node.inputs[3]].dtype == torch.bool
+            )
+        ),
+    ),
+    Known(
+        "fusion wants channels_last",
+        lambda spec: bool(_nodes(spec, "conv", "conv_transpose")) and not _channels_last(spec),
+    ),
+    Known(
+        "fusion around dgrad takes 16-bit data",
+        lambda spec: any(
+            _dtype(spec, node) == torch.float32 for node in _nodes(spec, "conv_transpose")
+        ),
+    ),
+    Known(
+        "fusion around a strided dgrad takes two spatial dims",
+        lambda spec: any(
+            len(node.attr("stride")) == 3 and max(node.attr("stride")) > 1
+            for node in _nodes(spec, "conv_transpose")
+        ),
+    ),
+)
+
+
+# -- what the frontend was told ----------------------------------------------------------------
+
+
+def _in_memory(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
+    """(stride, extent) from slowest to fastest, merged where dims are dense, repeats left out."""
+    merged: list[tuple[int, int]] = []
+    for step, extent in sorted(
+        ((s, n) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0), reverse=True
+    ):
+        if merged and merged[-1][0] == step * extent:
+            merged[-1] = (step, merged[-1][1] * extent)
+        else:
+            merged.append((step, extent))
+    return merged
+
+
+def _real(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
+    return [(n, s) for n, s in zip(shape, stride, strict=True) if n > 1]
+
+
+def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
+    """Nothing was left to inference, and inputs and outputs lie where the spec says."""
+    for node in lowered.graph.nodes:
+        for port, tensor in node.outputs.items():
+            if tensor is not None:
+                assert tensor.dim_assigned, f"{node.name}.{port} was given no dims"
+                assert tensor.stride_assigned, f"{node.name}.{port} was given no strides"
+                assert tensor.data_type is not None, f"{node.name}.{port} was given no dtype"
+    names = (*spec.inputs, *spec.outputs)
+    for uid, name in zip(lowered.uids, names, strict=True):
+        want, told = spec.tensors[name], lowered.graph.find_tensor(uid)
+        assert _in_memory(told.dim, told.stride) == _in_memory(want.shape, want.stride), name
+        if not _pointwise(spec):  # the dims of pointwise graphs are merged and permuted
+            assert _real(told.dim, told.stride) == _real(want.shape, want.stride), name
+
+
+@pytest.fixture
+def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphSpec, Lowered]]:
+    """Every graph that `explain` lowers, with the frontend's graph of it."""
+    seen: list[tuple[GraphSpec, Lowered]] = []
+
+    def recording(spec: GraphSpec, target: str) -> Any:
+        lowered, candidates = propose_for(spec, target)
+        seen.append((spec, lowered))
+        return lowered, candidates
+
+    monkeypatch.setattr(sys.modules["cudnngraph.explain"], "propose_for", recording)
+    return seen
+
+
+# -- the tests ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cudnn_has_a_plan_for_every_step(
+    case: Case,
+    lowerings: list[tuple[GraphSpec, Lowered]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    found = cg.explain(case.build(), TARGET, allow_tf32=False)
+    for spec, lowered in lowerings:
+        check_explicit(spec, lowered)
+    used: list[str] = []
+    for step in found.steps:
+        if step.runs_on == "cuDNN":
+            assert step.plans
+            assert step.first is not None
+            continue
+        known = [row.reason for row in TORCH if row.meets(step.spec)]
+        assert known, f"refused for a reason that is in no row of TORCH\n{found}"
+        used += known
+    outcome = "whole" if found.whole else "with torch steps" if used else "cut"
+    if outcome == "cut":
+        used = [row.reason for row in CUT if row.meets(found.spec)]
+        assert used, f"cut for a reason that is in no row of CUT\n{found}"
+    record_property("planned", outcome)
+    record_property("known refusals", used)
+
+
+def _conv_graph(dtype: torch.dtype, *, fused: bool = False) -> cg.Graph:
+    g = cg.Graph("conv")
+    x = g.input("x", (32, 64, 56, 56), dtype, layout="channels_last")
+    w = g.input("w", (64, 64, 3, 3), dtype, layout="channels_last")
+    y = g.conv(x, w, padding=1)
+    g.output("y", g.silu(g.bias(y, g.input("b", (64,), dtype))) if fused else y)
+    return g
+
+
+def _attention_graph() -> cg.Graph:
+    g = cg.Graph("attention")
+    q, k, v = (g.input(name, (4, 16, 512, 128), torch.bfloat16) for name in "qkv")
+    g.output("o", g.sdpa(q, k, v, is_causal=True))
+    return g
+
+
+def _check_plans(graph: cg.Graph, at_least: int, *, runtime_compiled: bool) -> None:
+    found = cg.explain(graph, TARGET, allow_tf32=True)
+    assert found.whole
+    plans = found.steps[0].plans
+    assert len(plans) >= at_least
+    assert [plan.rank for plan in plans] == list(range(1, len(plans) + 1))
+    assert len({plan.choice for plan in plans}) == len(plans)
+    for plan in plans:
+        assert isinstance(plan.engine, int) and 0 <= plan.engine < 10_000
+        assert all(isinstance(n, str) and isinstance(v, int) for n, v in plan.knobs)
+        assert isinstance(plan.workspace_bytes, int) and plan.workspace_bytes >= 0
+        assert plan.allowed
+    assert plans[0].runtime_compiled is runtime_compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_bare_convolution_has_many_precompiled_plans(dtype: torch.dtype) -> None:
+    _check_plans(_conv_graph(dtype), 20, runtime_compiled=False)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_fused_convolution_has_runtime_compiled_plans() -> None:
+    _check_plans(_conv_graph(torch.float16, fused=True), 3, runtime_compiled=True)
+
+
+@pytest.mark.usefixtures("driver")
+def test_attention_has_runtime_compiled_plans() -> None:
+    _check_plans(_attention_graph(), 2, runtime_compiled=True)
