@@ -1,0 +1,74 @@
+"""The tables of ops agree: one row each in infer, reference and lower, a method, and samples."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import cudnngraph as cg
+from cudnngraph import reference
+from cudnngraph.backend import lower
+from cudnngraph.graph import ACTIVATIONS, METHODS
+from cudnngraph.ops import OPS
+from tests import samples
+
+NAMES = sorted(OPS)
+
+
+def test_the_tables_have_the_same_keys() -> None:
+    assert set(reference.RULES) == set(OPS)
+    assert set(lower.RULES) == set(OPS)
+
+
+def test_the_tables_can_be_read_without_cudnn() -> None:
+    code = "import sys, cudnngraph.backend.lower; print({'cudnn', 'cuda'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_every_op_occurs_in_the_samples() -> None:
+    used = {node.op for case in samples.enumerate_cases() for node in case.build().spec().nodes}
+    assert used == set(OPS)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) - {"constant"}))
+def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
+    """A default stands in the table and in the signature of the builder; they are the same."""
+    row = OPS[name]
+    parameters = dict(inspect.signature(getattr(cg.Graph, name)).parameters)
+    for word in ("self", "name", "approximate" if name == "gelu" else ""):
+        parameters.pop(word, None)
+    assert set(parameters) == set(row.ports) | set(row.attrs)
+    for port in row.ports:
+        required = parameters[port].default is inspect.Parameter.empty
+        assert required == row.required(port), port
+    for attr, default in row.attrs.items():
+        assert parameters[attr].default == default, attr
+
+
+def test_every_op_is_a_method_of_a_value() -> None:
+    assert set(OPS) - {"constant"} <= METHODS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
+    row = OPS[name]
+    words = (*row.ports, *row.outputs, *row.attrs)
+    assert row.name == name
+    assert len(set(row.ports)) == len(row.ports)
+    assert all(word.isidentifier() for word in words)
+    assert len(row.outputs) >= 1
+
+
+def test_only_convolutions_and_attention_are_anchors() -> None:
+    assert {name for name in OPS if not OPS[name].pointwise} == {"conv", "conv_transpose", "sdpa"}
+
+
+def test_the_samples_use_every_activation_of_the_compositions() -> None:
+    assert set(samples.ACTIVATIONS) == set(ACTIVATIONS)
+    ids = " ".join(case.id for case in samples.enumerate_cases())
+    for name in set(ACTIVATIONS) - {"identity"}:
+        assert f"-act_{name}-" in ids, name
