@@ -1,0 +1,187 @@
+"""Imports run one way (DESIGN section 3), and importing the package touches no GPU library."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
+# one of its sub-packages; what is not built yet has its place too.
+LAYERS = (
+    ("errors",),
+    ("ir", "settings", "policy"),
+    ("ops", "key"),
+    ("validate", "reference", "partition"),
+    ("graph", "backend"),
+    ("grad", "importer", "timing", "select"),
+    ("runtime",),
+    ("explain", "functional", "torch_ops"),
+    ("nn", "fuse"),
+    ("bench", "cli"),
+    ("__init__", "__main__"),
+)
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+# Inside a function, so that the cycle is closed only when it is called: (importing, imported).
+LATE = {("graph", "runtime")}
+MAY_USE_STORE = {"runtime", "cli"}
+
+
+def _files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that a file imports, by absolute name, and whether inside a function."""
+    inside = path.relative_to(ROOT).with_suffix("").parts
+    here = inside[:-1]
+
+    def visit(node: ast.AST, late: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
+            base = ".".join(word for word in (base, node.module) if word)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            modules = [name for name in names if _is_module(name)]
+            yield from ((name, late) for name in modules or [base])
+        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+            yield from (
+                (argument.value, late)
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
+        late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, late)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def _part(module: str) -> str:
+    """``cudnngraph.backend.env`` → ``backend``."""
+    words = module.split(".")
+    return words[1] if len(words) > 1 else "__init__"
+
+
+@pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
+    mine = _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert mine in LAYER, f"{mine} has no layer: give it one in this test and in DESIGN.md"
+    for module, late in _imports(path):
+        if module.split(".")[0] != "cudnngraph":
+            continue
+        theirs = _part(module)
+        allowed = LAYER[theirs] < LAYER[mine] or (theirs == mine and mine in ("backend", "cli"))
+        assert allowed or (late and (mine, theirs) in LATE), f"{mine} imports {module}"
+
+
+@pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_backend_imports_cudnn_or_cuda(path: Path) -> None:
+    if path.relative_to(ROOT).parts[1] == "backend":
+        return
+    roots = {module.split(".")[0] for module, _ in _imports(path)}
+    assert not roots & {"cudnn", "cuda"}
+
+
+def test_the_backend_imports_cudnn_late() -> None:
+    """The rule above is not empty: the backend does import it, inside a function."""
+    found = [
+        late
+        for path in _files("cudnngraph/backend")
+        for module, late in _imports(path)
+        if module.split(".")[0] in ("cudnn", "cuda")
+    ]
+    assert found
+    assert all(found)
+
+
+def test_only_runtime_and_cli_touch_the_cache() -> None:
+    users = {
+        _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for path in _files("cudnngraph")
+        if any(module.split(".")[0] == "plans_cache" for module, _ in _imports(path))
+    }
+    assert "runtime" in users
+    assert users <= MAY_USE_STORE
+
+
+@pytest.mark.parametrize("path", _files("plans_cache"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_cache_package_imports_the_standard_library_alone(path: Path) -> None:
+    roots = {module.split(".")[0] for module, _ in _imports(path)}
+    assert roots - set(sys.stdlib_module_names) <= {"plans_cache"}
+
+
+PROBE = """
+import json, sys
+import torch
+
+calls = []
+
+def record(owner, name):
+    real = getattr(owner, name)
+    def wrapper(*args, **kwargs):
+        calls.append(name)
+        return real(*args, **kwargs)
+    setattr(owner, name, wrapper)
+
+for name in dir(torch._C):
+    if name.startswith("_cuda_") and callable(getattr(torch._C, name)):
+        record(torch._C, name)
+for name in ("_lazy_init", "init", "is_available", "current_device", "device_count"):
+    record(torch.cuda, name)
+before = set(sys.modules)
+import cudnngraph as cg
+at_import = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+calls_at_import = list(calls)
+g = cg.Graph("g")
+g.output("y", g.input("x", (2, 3), torch.float32).relu())
+y = g.compile("cpu")(x=torch.ones(2, 3))
+print(json.dumps({
+    "at_import": at_import,
+    "ever": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "calls_at_import": calls_at_import,
+    "calls": calls,
+    "initialized": torch.cuda.is_initialized(),
+    "sum": float(y.sum()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
+
+
+def test_importing_the_package_imports_neither_cudnn_nor_cuda(probe: dict[str, list[str]]) -> None:
+    assert "cudnngraph" in probe["at_import"]
+    assert not {"cudnn", "cuda", "rich", "matplotlib"} & set(probe["at_import"])
+
+
+def test_importing_the_package_makes_no_cuda_call(probe: dict[str, object]) -> None:
+    assert probe["calls_at_import"] == []
+    assert probe["initialized"] is False
+
+
+def test_running_on_the_cpu_needs_no_cuda_either(probe: dict[str, object]) -> None:
+    assert probe["sum"] == 6.0
+    assert probe["calls"] == []
+    assert not {"cudnn", "cuda"} & set(probe["ever"])  # type: ignore[call-overload]
