@@ -155,12 +155,6 @@ CUT = (
         lambda spec: bool(_nodes(spec, "conv", "conv_transpose")) and not _channels_last(spec),
     ),
     Known(
-        "fusion around dgrad takes 16-bit data",
-        lambda spec: any(
-            _dtype(spec, node) == torch.float32 for node in _nodes(spec, "conv_transpose")
-        ),
-    ),
-    Known(
         "fusion around a strided dgrad takes two spatial dims",
         lambda spec: any(
             len(node.attr("stride")) == 3 and max(node.attr("stride")) > 1
