@@ -39,22 +39,17 @@ def split(spec: GraphSpec) -> tuple[GraphSpec, ...] | None:
 
 
 def _around_anchors(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Each anchor alone, and pointwise ops grouped by how many anchors lie before them.
-
-    A stage is the longest chain of anchors that ends at a node, so no group waits for a later one.
-    """
+    """Each anchor alone, and connected pointwise ops grouped by the stage at which they run."""
     producer = {name: node for node in nodes for name in node.results}
-    stage: dict[str, int] = {}
+    stage = _stages(nodes)
     groups: list[tuple[int, int, list[Node]]] = []
     home: dict[str, list[Node]] = {}
     for node in nodes:
         sources = [producer[name] for name in node.operands if name in producer]
-        depth = max((stage[source.name] for source in sources), default=0)
+        depth = stage[node.name]
         if not OPS[node.op].pointwise:
-            stage[node.name] = depth + 1
-            groups.append((depth + 1, 0, [node]))
+            groups.append((depth, 0, [node]))
             continue
-        stage[node.name] = depth
         # Join the groups of pointwise operands of the same stage into one.
         mine = [node]
         for source in sources:
@@ -70,6 +65,30 @@ def _around_anchors(nodes: Sequence[Node]) -> list[list[Node]]:
         groups.append((depth, 1, mine))
     # Within a stage anchors come first: the stage's pointwise ops follow its anchors.
     return [group for _, _, group in sorted(groups, key=lambda entry: entry[:2])]
+
+
+def _stages(nodes: Sequence[Node]) -> dict[str, int]:
+    """When each node runs: an anchor as soon as it can, a pointwise op with the first user of it.
+
+    An anchor's stage is the longest chain of anchors that ends at it; the pointwise ops of a stage
+    follow its anchors. So no group waits for a later one, and what only an epilogue needs (a scaled
+    residual) is part of the epilogue, not a step before the anchor.
+    """
+    producer = {name: node for node in nodes for name in node.results}
+    users: dict[str, list[Node]] = {}
+    stage: dict[str, int] = {}
+    for node in nodes:
+        sources = [producer[name] for name in node.operands if name in producer]
+        for source in sources:
+            users.setdefault(source.name, []).append(node)
+        depth = max((stage[source.name] for source in sources), default=0)
+        stage[node.name] = depth + (not OPS[node.op].pointwise)
+    for node in reversed(nodes):
+        if OPS[node.op].pointwise and node.name in users:
+            stage[node.name] = min(
+                stage[user.name] - (not OPS[user.op].pointwise) for user in users[node.name]
+            )
+    return stage
 
 
 def _piece(spec: GraphSpec, nodes: Sequence[Node]) -> GraphSpec:
