@@ -33,7 +33,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.tune != "heuristic":
             raise PolicyError(f"tune={self.tune!r} is unknown; expected 'heuristic'")
-        if self.allow_tf32 not in (None, True, False):
+        if not (self.allow_tf32 is None or isinstance(self.allow_tf32, bool)):
             raise PolicyError(f"allow_tf32={self.allow_tf32!r}; expected True, False or None")
         if not isinstance(self.deterministic, bool):
             raise PolicyError(f"deterministic={self.deterministic!r}; expected True or False")

@@ -700,6 +700,7 @@ def test_no_input_channels_give_the_bias() -> None:
     [
         ({"tune": "fastest"}, "tune='fastest' is unknown"),
         ({"allow_tf32": "yes"}, "allow_tf32='yes'"),
+        ({"allow_tf32": 1}, "allow_tf32=1; expected True, False or None"),
         ({"deterministic": None}, "deterministic=None"),
         ({"workspace_limit": -1}, "workspace_limit=-1"),
         ({"workspace_limit": 1.5}, "workspace_limit=1.5"),
