@@ -1,0 +1,78 @@
+"""The policy: its defaults, how options and torch's own switch are read, and that it is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.runtime import resolve_policy
+
+
+def graph() -> cg.Graph:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (3,), torch.float32).relu())
+    return g
+
+
+@pytest.fixture
+def tf32_switch() -> object:
+    """torch's switch, put back after the test."""
+    before = torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_defaults_ask_for_nothing_special() -> None:
+    assert dataclasses.asdict(cg.Policy()) == {
+        "tune": "heuristic",
+        "allow_tf32": None,
+        "deterministic": False,
+        "workspace_limit": None,
+        "fallback": "partition",
+    }
+
+
+def test_a_policy_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cg.Policy().deterministic = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent(
+    switch: bool, tf32_switch: object
+) -> None:
+    torch.backends.cudnn.allow_tf32 = switch
+    assert resolve_policy(None, {}).allow_tf32 is switch
+    assert graph().compile("cpu").policy.allow_tf32 is switch
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_policy_that_says_so_overrides_the_switch(asked: bool, tf32_switch: object) -> None:
+    torch.backends.cudnn.allow_tf32 = not asked
+    assert resolve_policy(cg.Policy(allow_tf32=asked), {}).allow_tf32 is asked
+    assert graph().compile("cpu", allow_tf32=asked).policy.allow_tf32 is asked
+
+
+def test_the_switch_is_read_at_compile_and_not_later(tf32_switch: object) -> None:
+    torch.backends.cudnn.allow_tf32 = True
+    exe = graph().compile("cpu")
+    torch.backends.cudnn.allow_tf32 = False
+    assert exe.policy.allow_tf32 is True
+    assert graph().compile("cpu").key != exe.key
+
+
+def test_options_of_compile_override_the_fields_of_the_policy() -> None:
+    policy = cg.Policy(workspace_limit=10, deterministic=True)
+    resolved = graph().compile("cpu", policy=policy, workspace_limit=20).policy
+    assert (resolved.workspace_limit, resolved.deterministic) == (20, True)
+    assert policy.workspace_limit == 10
+
+
+@pytest.mark.parametrize(
+    "field", [field.name for field in dataclasses.fields(cg.Policy)], ids=lambda name: name
+)
+def test_every_field_is_documented(field: str) -> None:
+    assert f"- ``{field}``:" in (cg.Policy.__doc__ or "")
