@@ -149,7 +149,7 @@ class Graph:
         self._outputs: list[tuple[str, Value, TensorSpec | None]] = []
         self._nodes: list[Node] = []
         self._values: dict[str, Value] = {}
-        self._scalars: dict[float, Value] = {}
+        self._scalars: dict[str, Value] = {}
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -304,11 +304,10 @@ class Graph:
         return Value(self, "?", None)
 
     def _scalar(self, number: float) -> Value:
-        if number != number or number in self._scalars:
-            return self._scalars.get(number) or self._apply("constant", (), {"value": number})[0]
-        value = self._apply("constant", (), {"value": number})[0]
-        self._scalars[number] = value
-        return value
+        bits = number.hex()  # tells 0.0 from -0.0
+        if bits not in self._scalars:
+            self._scalars[bits] = self._apply("constant", (), {"value": number})[0]
+        return self._scalars[bits]
 
     def _unique(self, name: str) -> str:
         """A free label for a node. Values carry it behind a "%", so no input can take it later."""
