@@ -281,7 +281,40 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     (a0, a1), (b0, b1) = _range(a), _range(b)
-    return a0 < b1 and b0 < a1
+    return a0 < b1 and b0 < a1 and not _side_by_side(a, b)
+
+
+def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are slices of one buffer that share no element.
+
+    There is a pitch such that both step by multiples of it and fill intervals within it that do not
+    meet: channels of a channels_last image, columns of a matrix.
+    """
+    origin = min(a.data_ptr(), b.data_ptr())
+    both = [
+        (
+            tensor.data_ptr() - origin,
+            tensor.element_size(),
+            [
+                (n, step * tensor.element_size())
+                for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+                if n > 1
+            ],
+        )
+        for tensor in (a, b)
+    ]
+    for pitch in {step for _, _, steps in both for _, step in steps if step > 0}:
+        spans = []
+        for start, size, steps in both:
+            if any(step > pitch and step % pitch for _, step in steps):
+                break
+            inner = size + sum((n - 1) * step for n, step in steps if step < pitch)
+            spans.append((start % pitch, start % pitch + inner))
+        if len(spans) == 2 and max(stop for _, stop in spans) <= pitch:
+            (a0, a1), (b0, b1) = spans
+            if a1 <= b0 or b1 <= a0:
+                return True
+    return False
 
 
 # -- executables -----------------------------------------------------------------------------------
@@ -309,7 +342,7 @@ class Executable:
 
     # -- running -------------------------------------------------------------------------------
 
-    def __call__(self, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
 
         Returns the output, or a named tuple of them when there are several. Raises
@@ -334,7 +367,7 @@ class Executable:
         self._program.run({self._names[name]: tensor for name, tensor in given.items()})
         return outputs[0] if len(outputs) == 1 else self._result(*outputs)
 
-    def run(self, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
+    def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given (by name, or inputs then outputs in order).
 
         Allocates no device memory once the workspace has grown to what the plans need; a torch step
@@ -343,7 +376,7 @@ class Executable:
         given = self._all(args, tensors)
         self._program.run({self._names[name]: tensor for name, tensor in given.items()})
 
-    def bind(self, *args: torch.Tensor, **tensors: torch.Tensor) -> BoundCall:
+    def bind(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> BoundCall:
         """Check inputs and outputs once; the result is called with nothing, as often as wanted.
 
         The tensors' memory must stay where it is; the result keeps the tensors alive.
