@@ -337,8 +337,13 @@ class Executable:
         self._program = program
         self._names = canonical_tensor_names(spec)
         self._result = namedtuple(f"{spec.name}_result", spec.outputs)  # type: ignore[misc]
-        # A plan of pointwise ops alone reads an element before it writes it: it may run in place.
-        self._in_place = len(program.steps) == 1 and all(OPS[n.op].pointwise for n in spec.nodes)
+        # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
+        # unless another output has a shape of its own, for which the input may be broadcast.
+        self._in_place = (
+            len(program.steps) == 1
+            and all(OPS[node.op].pointwise for node in spec.nodes)
+            and len({spec.tensors[name].shape for name in spec.outputs}) == 1
+        )
 
     # -- running -------------------------------------------------------------------------------
 

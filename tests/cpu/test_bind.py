@@ -374,6 +374,17 @@ def test_writing_over_an_input_that_is_broadcast_is_refused() -> None:
         g.compile("cpu").run(x=torch.ones(4, 4), row=memory[0], y=memory)
 
 
+def test_writing_over_an_input_that_another_output_broadcasts_is_refused() -> None:
+    """A plan would read x[i] for a whole row of z after it has written y[i] there."""
+    g = cg.Graph("g")
+    x, row = g.input("x", (4, 1), F32), g.input("row", (6,), F32)
+    g.output("y", x.neg())
+    g.output("z", x + row)
+    memory = torch.ones(4, 1)
+    with pytest.raises(cg.BindError, match="output 'y': overlaps input 'x'"):
+        g.compile("cpu").run(x=memory, row=torch.ones(6), y=memory, z=torch.zeros(4, 6))
+
+
 def test_one_executable_serves_many_threads() -> None:
     exe, given = block(), tensors(outputs=False)
     want = exe(**given).y
