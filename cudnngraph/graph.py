@@ -7,6 +7,7 @@ marked unknown so that it causes no further ones, and ``spec()`` or ``compile()`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -295,7 +296,7 @@ class Graph:
             problems.append(
                 Problem(where, f"{port} '{value.name.lstrip('%')}' belongs to another graph")
             )
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, Real) and not isinstance(value, bool):
             return self._scalar(float(value))
         else:
             kind = type(value).__name__

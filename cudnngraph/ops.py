@@ -280,6 +280,7 @@ def _conv_common(call: Call) -> tuple[int, int] | None:
     if not _whole(groups) or groups < 1:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
         groups = 1
+    call.attrs["groups"] = int(groups)
     return (rank, int(groups)) if ok else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,17 +53,17 @@ def check_node(
 
 def check_shape(where: str, shape: Any) -> tuple[tuple[int, ...] | None, list[Problem]]:
     """A declared shape: whole numbers >= 0, at most 8 of them."""
-    if isinstance(shape, int):
+    if isinstance(shape, Integral):
         shape = (shape,)
     try:
         dims = tuple(shape)
     except TypeError:
         return None, [Problem(where, f"shape={shape!r} is not a sequence", "whole numbers >= 0")]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in dims):
+    if any(isinstance(n, bool) or not isinstance(n, Integral) or n < 0 for n in dims):
         return None, [Problem(where, f"shape={dims!r} is not made of whole numbers >= 0")]
     if len(dims) > MAX_RANK:
         return None, [Problem(where, f"shape has {len(dims)} dims", f"at most {MAX_RANK}")]
-    return dims, []
+    return tuple(int(n) for n in dims), []
 
 
 def check_stride(
@@ -72,7 +73,9 @@ def check_stride(
     from .ir import overlaps_itself
 
     steps = tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None
-    if steps is None or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in steps):
+    if steps is None or any(
+        isinstance(s, bool) or not isinstance(s, Integral) or s < 0 for s in steps
+    ):
         return None, [Problem(where, f"stride={stride!r} is not made of whole numbers >= 0")]
     if len(steps) != len(shape):
         return None, [
@@ -86,7 +89,7 @@ def check_stride(
         return None, [
             Problem(where, f"stride={steps} makes elements overlap", "one place per element")
         ]
-    return steps, []
+    return tuple(int(s) for s in steps), []
 
 
 def check_dtype(where: str, dtype: Any) -> list[Problem]:

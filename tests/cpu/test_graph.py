@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,20 @@ def test_a_number_is_one_constant_however_often_it_is_used() -> None:
     g.output("y", (x + 2) * 2.0 - (2.0 - x) + 3.0)
     constants = [node.attr("value") for node in g.spec().nodes if node.op == "constant"]
     assert sorted(constants) == [2.0, 3.0]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    def declared(whole: type, real: type) -> cg.Graph:
+        g = cg.Graph("g")
+        x = g.input("x", tuple(map(whole, (1, 4, 5, 5))), F32)
+        w = g.input("w", (4, whole(2), 1, 1), F32, stride=tuple(map(whole, (2, 1, 1, 1))))
+        y = g.conv(x, w, groups=whole(2), stride=whole(2), padding=(whole(1), 0))
+        g.output("y", g.leaky_relu(y * real(0.5), real(0.25)))
+        return g
+
+    ours, theirs = declared(int, float), declared(np.int64, np.float32)
+    assert str(theirs) == str(ours)
+    assert theirs.compile("cpu").key == ours.compile("cpu").key
 
 
 def test_the_two_zeros_are_two_constants() -> None:
