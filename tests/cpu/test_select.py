@@ -1,0 +1,146 @@
+"""Selection without a GPU: a stand-in for the plan builder says yes or no, and the cuts follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import select
+from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.ir import GraphSpec
+
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
+POLICY = cg.Policy(allow_tf32=False)
+
+
+def ops(spec: GraphSpec) -> tuple[str, ...]:
+    return tuple(node.op for node in spec.nodes if node.op != "constant")
+
+
+def builder(takes: Callable[[tuple[str, ...]], bool]) -> Any:
+    """Builds a plan where ``takes`` says so; the first candidate of each is rejected."""
+
+    def build(spec: GraphSpec) -> Any:
+        kinds = ops(spec)
+        if not takes(kinds):
+            raise cg.NotSupported(f"graph '{spec.name}'", [f"no engine for {' '.join(kinds)}"])
+        first, second = (Choice(engine, (("TILE", engine),)) for engine in (3, 4))
+        outcomes = (
+            Outcome(Candidate(0, first, "a"), False, "needs 99 bytes of workspace"),
+            Outcome(Candidate(1, second, "b"), True, "", 64),
+        )
+        return SimpleNamespace(choice=second, workspace_bytes=64), outcomes
+
+    return build
+
+
+def block() -> GraphSpec:
+    g = cg.Graph("block")
+    x, w = g.input("x", (1, 8, 6, 6), F16), g.input("w", (8, 8, 1, 1), F16)
+    g.output("y", g.conv_bias_act(x, w, g.input("b", (8,), F16)))
+    return g.spec()
+
+
+def chosen(selection: select.Selection) -> list[tuple[tuple[str, ...], str]]:
+    return [(ops(s.spec), "torch" if s.choice is None else "cuDNN") for s in selection.steps]
+
+
+def test_a_graph_that_cudnn_takes_is_one_step() -> None:
+    selection = select.heuristic(block(), POLICY, builder(lambda kinds: True))
+    assert chosen(selection) == [(("conv", "bias", "relu"), "cuDNN")]
+    (step,) = selection.steps
+    assert step.workspace_bytes == 64
+    assert [(d.subject, d.accepted) for d in step.decisions] == [
+        ("engine 3 (TILE=3)", False),
+        ("engine 4 (TILE=4)", True),
+    ]
+    assert step.decisions[0].reason == "needs 99 bytes of workspace"
+    assert selection.built[0] is not None
+
+
+def test_a_refused_graph_is_cut_and_the_refusal_is_kept() -> None:
+    selection = select.heuristic(block(), POLICY, builder(lambda kinds: len(kinds) < 3))
+    assert chosen(selection) == [(("conv",), "cuDNN"), (("bias", "relu"), "cuDNN")]
+    first = selection.steps[0].decisions[0]
+    assert (first.subject, first.accepted) == ("'block' as one plan", False)
+    assert first.reason == "no engine for conv bias relu"
+
+
+def test_an_op_that_cudnn_cannot_run_becomes_a_torch_step() -> None:
+    takes = builder(lambda kinds: kinds in (("conv",), ("relu",)))
+    selection = select.heuristic(block(), POLICY, takes)
+    assert chosen(selection) == [(("conv",), "cuDNN"), (("bias",), "torch"), (("relu",), "cuDNN")]
+    assert [plan is None for plan in selection.built] == [False, True, False]
+    reasons = [d.reason for d in selection.steps[1].decisions]
+    assert reasons == ["no engine for bias relu", "no engine for bias"]
+
+
+def test_nothing_is_ever_refused_for_good() -> None:
+    selection = select.heuristic(block(), POLICY, builder(lambda kinds: False))
+    assert chosen(selection) == [((op,), "torch") for op in ("conv", "bias", "relu")]
+    assert all(decision.reason for step in selection.steps for decision in step.decisions)
+
+
+def test_fallback_error_raises_what_cudnn_said() -> None:
+    policy = cg.Policy(allow_tf32=False, fallback="error")
+    with pytest.raises(cg.NotSupported) as caught:
+        select.heuristic(block(), policy, builder(lambda kinds: False))
+    assert caught.value.reasons == ("no engine for conv bias relu",)
+    assert "cuDNN has no plan for graph 'block'" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyError, cg.CaptureError, ZeroDivisionError])
+def test_only_a_refusal_makes_a_candidate_lose(error: type[Exception]) -> None:
+    def build(spec: GraphSpec) -> Any:
+        raise error("a mistake of ours")
+
+    with pytest.raises(error, match="a mistake of ours"):
+        select.heuristic(block(), POLICY, build)
+
+
+def one_relu(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> GraphSpec:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", shape, dtype, **options).relu())
+    return g.spec()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (one_relu((4, 0, 2), F16), "a tensor is empty"),
+        (one_relu((4,), F64), "cuDNN graphs have no float64"),
+        (
+            one_relu((2**16, 2**16), F16),
+            "'x' spans 4294967296 elements, over 2^31 - 1",
+        ),
+        (
+            one_relu((2, 8), F16, stride=(2**31, 1)),
+            "'x' spans 2147483656 elements, over 2^31 - 1",
+        ),
+    ],
+    ids=["empty", "float64", "large", "far_apart"],
+)
+def test_what_cudnn_must_not_see_is_one_torch_step(spec: GraphSpec, reason: str) -> None:
+    def build(part: GraphSpec) -> Any:
+        raise AssertionError("cuDNN was asked")
+
+    selection = select.heuristic(spec, POLICY, build)
+    assert chosen(selection) == [(("relu",), "torch")]
+    assert selection.steps[0].decisions[0].reason == reason
+
+
+def test_an_output_that_alone_is_too_large_is_found() -> None:
+    g = cg.Graph("g")
+    column, row = g.input("column", (2**16, 1), F16), g.input("row", (1, 2**16), F16)
+    g.output("y", column + row)
+    assert select.torch_only(g.spec()) == "'y' spans 4294967296 elements, over 2^31 - 1"
+
+
+def test_a_tensor_of_the_largest_size_is_shown_to_cudnn() -> None:
+    assert select.torch_only(one_relu((2**31 - 1,), F16)) is None
+    assert select.torch_only(one_relu((2**31,), F16)) is not None
