@@ -283,7 +283,7 @@ def explain(
         known = ", ".join(targets())
         raise NotSupported(f"target '{target}'", [f"known targets: {known}"])
     spec = graph.spec() if isinstance(graph, Graph) else graph
-    resolved = resolve_policy(policy, options)
+    resolved = resolve_policy(policy, options, spec)
     cudnn_version = env.cudnn_version()
     driver = libraries.load_driver().usable
     walk = _Walk(target, resolved, driver)

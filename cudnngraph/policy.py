@@ -16,8 +16,9 @@ class Policy:
     """How plans are chosen, and what a chosen plan may do.
 
     - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds.
-    - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switch,
-      ``torch.backends.cudnn.allow_tf32``, as it stands at ``compile``.
+    - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switches as they
+      stand at ``compile``: ``torch.backends.cudnn.allow_tf32`` for convolutions (torch's default:
+      on), ``torch.backends.cuda.matmul.allow_tf32`` for attention (off).
     - ``deterministic``: leave out plans that cuDNN marks as not deterministic.
     - ``workspace_limit``: most bytes of scratch memory a plan may need; None for no limit.
     - ``fallback``: "partition" cuts a graph that cuDNN refuses as one plan into smaller steps, down

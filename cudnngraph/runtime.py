@@ -36,23 +36,36 @@ _PROGRAMS_KEPT = 1024
 # -- policy ----------------------------------------------------------------------------------------
 
 
-def _torch_allows_tf32() -> bool:
-    try:
-        return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # the newer per-op switches are in use
-        newer: Any = torch.backends.cudnn
-        return str(newer.conv.fp32_precision) == "tf32"
+def _torch_allows_tf32(spec: GraphSpec) -> bool:
+    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for attention (off).
+
+    A graph with both may use TF32 where both allow it.
+    """
+    ops = {node.op for node in spec.nodes}
+    newer: Any = torch.backends
+    allowed = []
+    if ops & {"conv", "conv_transpose"}:
+        try:
+            allowed.append(bool(torch.backends.cudnn.allow_tf32))
+        except RuntimeError:  # the newer per-op switches are in use
+            allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
+    if "sdpa" in ops:
+        try:
+            allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
+        except RuntimeError:
+            allowed.append(str(newer.cuda.matmul.fp32_precision) == "tf32")
+    return bool(allowed) and all(allowed)
 
 
-def resolve_policy(policy: Policy | None, options: Mapping[str, Any]) -> Policy:
-    """The policy with keyword options applied and torch's TF32 switch read."""
+def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
+    """The policy with keyword options applied and torch's TF32 switches read for ``spec``."""
     known = [field.name for field in fields(Policy)]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
     policy = replace(policy or Policy(), **options)
     if policy.allow_tf32 is None:
-        policy = replace(policy, allow_tf32=_torch_allows_tf32())
+        policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
 
 
@@ -155,7 +168,16 @@ class Program:
             return lambda handle: self._run_torch(step.spec, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         execute = plan.execute
-        return lambda handle: execute(pointers, scratch, handle)
+        cleared = [(*inputs, *outputs)[position] for position in plan.zeroed]
+        if not cleared:
+            return lambda handle: execute(pointers, scratch, handle)
+
+        def clear_and_execute(handle: Any) -> None:
+            for tensor in cleared:
+                tensor.zero_()
+            execute(pointers, scratch, handle)
+
+        return clear_and_execute
 
     def _run_torch(
         self, spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -617,6 +639,6 @@ def compile(
         raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    resolved = resolve_policy(policy, options)
+    resolved = resolve_policy(policy, options, spec)
     key = graph_key(spec, resolved)
     return Executable(spec, place, resolved, key, _program(canonical(spec), place, resolved, key))

@@ -16,6 +16,8 @@ from typing import Any
 
 from ..ir import GraphSpec
 from ..policy import Policy
+from . import env
+from .known_bad import why_bad
 from .lower import Lowered, first_line
 from .plan import Candidate, restrict
 
@@ -76,7 +78,8 @@ def examine(
             need = None if size is None else int(size.group(1))
             if _DESELECTED in str(error) and not message:
                 message = str(error)
-        reason = _why_not(message, need, policy)
+        bad = why_bad(spec, candidate.choice, env.cudnn_version())
+        reason = bad or _why_not(message, need, policy)
         listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
     return tuple(listed)
 

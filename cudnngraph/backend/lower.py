@@ -10,8 +10,9 @@ and merged to three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,17 +32,22 @@ from ..ir import (
 from ..ops import OPS
 
 Shape = Sequence[int]
+_Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A small tensor that the plan itself provides: shape (n,), filled with one value."""
+    """A small tensor that the plan itself provides: ``numel`` elements of one value.
+
+    Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
+    cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
+    """
 
     uid: int
-    length: int
-    value: int
+    numel: int
+    value: float
     dtype: torch.dtype
 
 
@@ -50,12 +56,14 @@ class Lowered:
     """A frontend graph ready for planning.
 
     ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants``
-    follow.
+    follow. ``zeroed`` are positions in ``uids`` of outputs that a plan may leave unwritten in part,
+    where they have to be zero.
     """
 
     graph: Any
     uids: tuple[int, ...]
     constants: tuple[Constant, ...]
+    zeroed: tuple[int, ...]
 
 
 class _Refused(Exception):
@@ -80,6 +88,10 @@ class _View(Protocol):
     """How the dims of the spec's tensors map to the dims that cuDNN sees."""
 
     @property
+    def seen_rank(self) -> int:
+        """How many dims cuDNN sees."""
+
+    @property
     def spread(self) -> bool:
         """A convolution in one spatial dim, which gets a second one of extent 1."""
 
@@ -97,6 +109,10 @@ class _AnchorView:
     rank: int
     spread: bool
     channels_last: bool  # which of two readings an ambiguous layout takes
+
+    @property
+    def seen_rank(self) -> int:
+        return self.rank + self.spread
 
     def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         lead = self.rank - len(shape)
@@ -124,18 +140,19 @@ def _settle(shape: list[int], stride: list[int], channels_last: bool) -> list[in
 class _PointwiseView:
     """Graphs of pointwise ops alone: dims ordered slow to fast and merged to three.
 
-    cuDNN takes a pointwise graph over [B, M, N], row-major, with any operand broadcast over any of
-    the three; over four dims it takes far fewer broadcasts. ``groups`` holds the dims that make up
-    each of the three, slowest first.
+    cuDNN takes a pointwise graph over [B, M, N], row-major, with operands broadcast over one or all
+    of the three (over two only where B is 1); over four dims it takes far fewer. ``groups`` holds
+    the dims that make up each of the three, slowest first.
     """
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
     spread: bool = False
+    seen_rank: int = 3
 
     def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         lead = self.rank - len(shape)
-        sizes, steps = (1,) * lead + tuple(shape), (1,) * lead + tuple(stride)
+        sizes, steps = (1,) * lead + tuple(shape), (0,) * lead + tuple(stride)
         merged, strides = [], []
         for group in self.groups:
             merged.append(numel(sizes[dim] for dim in group))
@@ -154,14 +171,20 @@ def _view_of(spec: GraphSpec) -> _View:
     real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
     if not anchors:
-        return _pointwise_view(rank, real)
+        return _pointwise_view(spec, rank, real)
     spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     return _AnchorView(rank, spread, strict)
 
 
-def _pointwise_view(rank: int, real: Sequence[tuple[Shape, Shape]]) -> _PointwiseView:
-    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it."""
+def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
+    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
+
+    cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
+    without an error): it reads every operand as row-major whatever its strides say, a vector that
+    is broadcast over two dims of three from the wrong place, and computed columns too. Those are
+    refused here.
+    """
     full = [
         ((1,) * (rank - len(shape)) + tuple(shape), (0,) * (rank - len(stride)) + tuple(stride))
         for shape, stride in real
@@ -189,7 +212,29 @@ def _pointwise_view(rank: int, real: Sequence[tuple[Shape, Shape]]) -> _Pointwis
             groups.append([dim])
     if len(groups) > 3:
         raise _Refused(f"the operands broadcast in a pattern of {len(groups)} dims, cuDNN takes 3")
-    return _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
+    view = _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
+    for sizes, steps in full:
+        merged, strides = view.dims(sizes, steps)
+        if not is_contiguous(merged, strides):
+            raise _Refused("the operands lie in memory in different orders, or with gaps")
+        if len(groups) == 3 and sum(n > 1 for n in merged) == 1:
+            raise _Refused("a vector broadcasts over two dims of three, which cuDNN gets wrong")
+    last = view.dims(space, (0,) * rank)[0][-1]
+    for computed in _computed_shapes(spec):
+        merged = view.dims(computed, (0,) * len(computed))[0]
+        if merged[-1] == 1 < last and numel(merged) > 1:
+            raise _Refused("a computed column broadcasts over the rows, which cuDNN gets wrong")
+    return view
+
+
+def _computed_shapes(spec: GraphSpec) -> Iterator[Shape]:
+    """Shapes of what is computed inside the graph, in the temporaries of an op's lowering too."""
+    for node in spec.nodes:
+        for name in node.results:
+            yield spec.tensors[name].shape
+        if node.op == "batch_norm":
+            x = spec.tensors[str(node.inputs[0])]
+            yield (1, x.shape[1], *(1,) * (len(x.shape) - 2))
 
 
 @dataclass
@@ -202,6 +247,7 @@ class Context:
     view: _View
     values: dict[str, Any] = field(default_factory=dict)
     constants: list[Constant] = field(default_factory=list)
+    scalars: dict[float, Any] = field(default_factory=dict)
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """The frontend's name of a dtype."""
@@ -216,17 +262,37 @@ class Context:
 
     def declare(self, tensor: Any, spec: TensorSpec) -> Any:
         """Give a result its dims, strides and dtype."""
-        place = self.view.dims if spec.name in self.spec.outputs else self.view.virtual
-        dims, strides = place(spec.shape, spec.stride)
+        if spec.name not in self.spec.outputs:
+            return self.virtual(tensor, spec)
+        dims, strides = self.view.dims(spec.shape, spec.stride)
+        return tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
+
+    def virtual(self, tensor: Any, spec: TensorSpec) -> Any:
+        """Give a tensor inside the graph its dims, strides and dtype."""
+        dims, strides = self.view.virtual(spec.shape, spec.stride)
         return tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
 
     def temporary(self, tensor: Any, spec: TensorSpec) -> Any:
         """A value inside one op's lowering, shaped like ``spec``, in float32."""
-        return self.declare(tensor, TensorSpec("", spec.shape, spec.stride, torch.float32))
+        return self.virtual(tensor, replace(spec, dtype=torch.float32))
 
     def scalar(self, value: float) -> Any:
         """A number baked into the graph."""
-        return self.graph.tensor_scalar(float(value), self.frontend.scalar_type.RUNTIME_PARAM)
+        if value not in self.scalars:
+            self.scalars[value] = self.constant([1] * self.view.seen_rank, value, torch.float32)
+        return self.scalars[value]
+
+    def constant(self, shape: list[int], value: float, dtype: torch.dtype) -> Any:
+        """A tensor of one value that the plan provides."""
+        uid = len(self.spec.inputs) + len(self.spec.outputs) + len(self.constants) + 1
+        self.constants.append(Constant(uid, numel(shape), value, dtype))
+        return self.graph.tensor(
+            dim=shape,
+            stride=[1] * len(shape),
+            data_type=self.dtype(dtype),
+            uid=uid,
+            name=f"constant_{uid}",
+        )
 
 
 Rule = Callable[[Context, Node], "Sequence[Any] | Any"]
@@ -237,6 +303,20 @@ def _sides(padding: Sequence[tuple[int, int]], spread: bool) -> tuple[list[int],
     return [before for before, _ in pairs], [after for _, after in pairs]
 
 
+def _cropped(node: Node) -> list[tuple[int, int]]:
+    """Padding of a transposed convolution, with output_padding taken out of the far side.
+
+    The padding only crops the result, so the two cancel. cuDNN knows no output_padding; it finds it
+    in the output's dims, but not where it reaches the stride.
+    """
+    return [
+        (before, after - extra if stride <= extra <= after else after)
+        for (before, after), extra, stride in zip(
+            node.attr("padding"), node.attr("output_padding"), node.attr("stride"), strict=True
+        )
+    ]
+
+
 def _spatial(values: Sequence[int], spread: bool) -> list[int]:
     return [1, *values] if spread else list(values)
 
@@ -245,7 +325,7 @@ def _convolution(transposed: bool) -> Rule:
     def rule(ctx: Context, node: Node) -> Any:
         x, weight = ctx.operands(node)
         spread = ctx.view.spread
-        pre, post = _sides(node.attr("padding"), spread)
+        pre, post = _sides(_cropped(node) if transposed else node.attr("padding"), spread)
         options = {
             "pre_padding": pre,
             "post_padding": post,
@@ -272,10 +352,11 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
             raise _Refused("cuDNN attention takes additive masks, not boolean ones")
         options["bias"] = mask
     if seq_q is not None or seq_kv is not None:
-        batch, keys = q_spec.shape[0], ctx.spec.tensors[str(node.inputs[1])].shape[2]
+        batch, _, rows, _ = q_spec.shape
+        keys = ctx.spec.tensors[str(node.inputs[1])].shape[2]
         options["use_padding_mask"] = True
-        options["seq_len_q"] = seq_q or _full_length(ctx, batch, q_spec.shape[2])
-        options["seq_len_kv"] = seq_kv or _full_length(ctx, batch, keys)
+        options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
+        options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
     window = node.attr("window")
     if window is not None:
         left, right = window
@@ -296,18 +377,6 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
         **options,
     )
     return out, stats
-
-
-def _full_length(ctx: Context, batch: int, length: int) -> Any:
-    uid = len(ctx.spec.inputs) + len(ctx.spec.outputs) + len(ctx.constants) + 1
-    ctx.constants.append(Constant(uid, batch, length, torch.int32))
-    return ctx.graph.tensor(
-        dim=[batch, 1, 1, 1],
-        stride=[1, 1, 1, 1],
-        data_type=ctx.dtype(torch.int32),
-        uid=uid,
-        name=f"full_length_{uid}",
-    )
 
 
 def _batch_norm(ctx: Context, node: Node) -> Any:
@@ -385,6 +454,20 @@ def _where(ctx: Context, node: Node) -> Any:
     return ctx.graph.binary_select(x, y, condition, name=node.name)
 
 
+def _gelu_tanh(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    if any(ctx.spec.tensors[name].dtype in LOW_PRECISION for name in ctx.spec.inputs):
+        return ctx.graph.gelu_approx_tanh(x, name=node.name)
+    # cuDNN's own is off by 2e-6 in float32. With u = sqrt(2/pi) (x + 0.044715 x^3), what it
+    # approximates is x (1 + tanh(u)) / 2 = x sigmoid(2u).
+    g, slope = ctx.graph, 2.0 * math.sqrt(2.0 / math.pi)
+    cube = ctx.temporary(g.mul(ctx.temporary(g.mul(x, x), like), x), like)
+    inner = ctx.temporary(g.mul(cube, ctx.scalar(0.044715 * slope)), like)
+    inner = ctx.temporary(g.add(ctx.temporary(g.mul(x, ctx.scalar(slope)), like), inner), like)
+    return g.mul(x, ctx.temporary(g.sigmoid(inner), like))
+
+
 def _leaky_relu(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     return ctx.graph.leaky_relu(x, node.attr("negative_slope"), name=node.name)
@@ -401,7 +484,7 @@ RULES: Mapping[str, Rule] = {
     "leaky_relu": _leaky_relu,
     "elu": _elu,
     "gelu": _call("gelu"),
-    "gelu_tanh": _call("gelu_approx_tanh"),
+    "gelu_tanh": _gelu_tanh,
     "silu": _call("swish"),
     "sigmoid": _call("sigmoid"),
     "tanh": _call("tanh"),
@@ -458,10 +541,17 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
             else:
-                views.add((tensor.shape, tensor.stride))
+                views.add((_core(spec, tensor), tensor.stride))
     if len(views) > 1:
         raise _Refused(f"'{name}' is used both per channel and as it stands")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
+    """The shape of a tensor; in a pointwise graph an expanded dim of an input counts as 1."""
+    if tensor.name in spec.outputs or any(not OPS[node.op].pointwise for node in spec.nodes):
+        return tensor.shape
+    return tuple(1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride, strict=True))
 
 
 def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
@@ -488,13 +578,18 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
-            ctx.values[name] = graph.tensor(
+            kind = spec.tensors[name].dtype
+            tensor = graph.tensor(
                 dim=dims,
                 stride=strides,
-                data_type=ctx.dtype(spec.tensors[name].dtype),
+                data_type=ctx.dtype(torch.int8 if kind == torch.bool else kind),
                 uid=uid,
                 name=name,
             )
+            if kind == torch.bool:  # cuDNN packs real bools 8 to a byte, torch does not
+                tensor = graph.cmp_gt(tensor, ctx.scalar(0.5))
+                ctx.virtual(tensor, spec.tensors[name])
+            ctx.values[name] = tensor
         for node in spec.nodes:
             result = RULES[node.op](ctx, node)
             results = result if isinstance(result, (tuple, list)) else (result,)
@@ -505,7 +600,12 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 if node.op != "constant":
                     ctx.declare(tensor, _result_spec(spec, node, result_name))
         for uid, name in enumerate(spec.outputs, len(spec.inputs) + 1):
-            ctx.values[name].set_output(True).set_uid(uid)
+            tensor = ctx.values[name]
+            if spec.tensors[name].dtype == torch.bool:
+                ctx.virtual(tensor, spec.tensors[name])
+                tensor = graph.binary_select(ctx.scalar(1.0), ctx.scalar(0.0), tensor)
+                ctx.declare(tensor, replace(spec.tensors[name], dtype=torch.int8))
+            tensor.set_output(True).set_uid(uid)
         graph.validate()
         graph.build_operation_graph()
     except _Refused as refused:
@@ -513,7 +613,14 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
     total = len(spec.inputs) + len(spec.outputs)
-    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants))
+    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants), tuple(_unwritten(spec)))
+
+
+def _unwritten(spec: GraphSpec) -> Iterator[int]:
+    """Attention with lengths: Hopper's engines (9.19) write nothing for a sequence without keys."""
+    for node in spec.nodes:
+        if node.op == "sdpa" and node.inputs[5] is not None and node.outputs[0] in spec.outputs:
+            yield len(spec.inputs) + spec.outputs.index(str(node.outputs[0]))
 
 
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:

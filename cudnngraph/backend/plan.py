@@ -24,6 +24,7 @@ from ..ir import GraphSpec
 from ..ops import OPS
 from ..policy import Policy
 from . import env
+from .known_bad import why_bad
 from .lower import Lowered, first_line, lower
 
 PYTHON_ENGINES_FROM = (
@@ -79,12 +80,13 @@ class Plan:
         self.choice = choice
         self.device_index = device_index
         self.workspace_bytes = int(lowered.graph.get_workspace_size_plan_at_index(index))
+        self.zeroed = lowered.zeroed
         self._graph = lowered.graph
         self._index = index
         self._uids = (*lowered.uids, *(constant.uid for constant in lowered.constants))
         device = torch.device("cuda", device_index)
         self._constants = [
-            torch.full((constant.length,), constant.value, dtype=constant.dtype, device=device)
+            torch.full((constant.numel,), constant.value, dtype=constant.dtype, device=device)
             for constant in lowered.constants
         ]
         self._fast = _fast_call(lowered.graph, self._uids)
@@ -221,11 +223,19 @@ def restrict(lowered: Lowered, spec: GraphSpec, policy: Policy, frontend: Any) -
 
 
 def try_build(
-    lowered: Lowered, candidates: Sequence[Candidate], frontend: Any, limit: int | None = None
+    lowered: Lowered,
+    candidates: Sequence[Candidate],
+    spec: GraphSpec,
+    frontend: Any,
+    limit: int | None = None,
 ) -> Iterator[Outcome]:
     """Build candidates in turn; the caller stops when it has what it wants."""
     unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError)
     for candidate in candidates:
+        bad = why_bad(spec, candidate.choice, env.cudnn_version())
+        if bad is not None:
+            yield Outcome(candidate, False, bad)
+            continue
         try:
             lowered.graph.build_plan_at_index(candidate.index)
             need = int(lowered.graph.get_workspace_size_plan_at_index(candidate.index))
@@ -259,7 +269,7 @@ def build_first(
     candidates = propose(lowered, frontend)
     restrict(lowered, spec, policy, frontend)
     outcomes = []
-    for outcome in try_build(lowered, candidates, frontend, policy.workspace_limit):
+    for outcome in try_build(lowered, candidates, spec, frontend, policy.workspace_limit):
         outcomes.append(outcome)
         if outcome.accepted:
             chosen = outcome.candidate

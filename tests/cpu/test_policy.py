@@ -13,7 +13,8 @@ from cudnngraph.runtime import resolve_policy
 
 def graph() -> cg.Graph:
     g = cg.Graph("g")
-    g.output("y", g.input("x", (3,), torch.float32).relu())
+    x, w = g.input("x", (1, 2, 4), torch.float32), g.input("w", (2, 2, 3), torch.float32)
+    g.output("y", g.conv(x, w))
     return g
 
 
@@ -45,14 +46,28 @@ def test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent(
     switch: bool, tf32_switch: object
 ) -> None:
     torch.backends.cudnn.allow_tf32 = switch
-    assert resolve_policy(None, {}).allow_tf32 is switch
+    assert resolve_policy(None, {}, graph().spec()).allow_tf32 is switch
     assert graph().compile("cpu").policy.allow_tf32 is switch
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_attention_follows_torchs_switch_for_matmuls(switch: bool, tf32_switch: object) -> None:
+    g = cg.Graph("attention")
+    q = g.input("q", (1, 1, 8, 8), torch.float32)
+    g.output("o", g.sdpa(q, q, q))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = not switch
+    torch.backends.cuda.matmul.allow_tf32 = switch
+    try:
+        assert g.compile("cpu").policy.allow_tf32 is switch
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_policy_that_says_so_overrides_the_switch(asked: bool, tf32_switch: object) -> None:
     torch.backends.cudnn.allow_tf32 = not asked
-    assert resolve_policy(cg.Policy(allow_tf32=asked), {}).allow_tf32 is asked
+    assert resolve_policy(cg.Policy(allow_tf32=asked), {}, graph().spec()).allow_tf32 is asked
     assert graph().compile("cpu", allow_tf32=asked).policy.allow_tf32 is asked
 
 

@@ -69,12 +69,10 @@ def _odd_head(spec: GraphSpec, node: Node) -> bool:
     return any(spec.tensors[name].shape[3] % 8 for name in node.operands[:3])
 
 
-def _wide_output_padding(spec: GraphSpec) -> bool:
-    return any(
-        extra >= step
-        for node in _nodes(spec, "conv_transpose")
-        for extra, step in zip(node.attr("output_padding"), node.attr("stride"), strict=True)
-    )
+def _computes_a_column(spec: GraphSpec) -> bool:
+    """Whether a batch norm works on channels that are not the fastest dim."""
+    tensors = [spec.tensors[str(node.inputs[0])] for node in _nodes(spec, "batch_norm")]
+    return any(t.stride[1] != 1 and t.shape[1] > 1 for t in tensors)
 
 
 def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
@@ -114,7 +112,6 @@ TORCH = (
     ),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
     Known("attention along the bottom-right diagonal takes S_q <= S_kv", _sdpa(_long_bottom_right)),
-    Known("dgrad takes no output padding >= stride", _wide_output_padding),
     Known(
         "over an expanded batch there is no convolution in true float32",
         lambda spec: any(
@@ -124,6 +121,10 @@ TORCH = (
     Known(
         "a pointwise graph reads and writes in one order of memory",
         lambda spec: _pointwise(spec) and len(_memory_orders(spec)) > 1,
+    ),
+    Known(
+        "a computed column comes out wrong (cuDNN 9.19)",
+        lambda spec: _pointwise(spec) and _computes_a_column(spec),
     ),
     Known(
         "a vector broadcast over dims on both sides of it comes out wrong (cuDNN 9.19)",

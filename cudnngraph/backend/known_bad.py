@@ -1,0 +1,69 @@
+"""Plans that cuDNN offers and that are wrong: data, with the reason and the source of each entry.
+
+An entry applies to a range of cuDNN versions and to plans of certain engines, for graphs that its
+predicate picks out. A plan that an entry names is rejected with its reason, like any candidate.
+Where every plan of a pattern is wrong the lowering refuses the pattern instead (``lower.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..ir import GraphSpec, is_channels_last
+from ..ops import OPS
+
+if TYPE_CHECKING:
+    from .plan import Choice
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """One entry, for cuDNN from ``since`` on and below ``until`` (None: not known to be mended)."""
+
+    since: int
+    until: int | None
+    engines: frozenset[int]
+    applies: Callable[[GraphSpec], bool]
+    reason: str
+    source: str
+
+
+def _convolves_into_another_layout(spec: GraphSpec) -> bool:
+    """A convolution whose data tensors do not all lie channels last without gaps."""
+    if all(node.op not in ("conv", "conv_transpose") for node in spec.nodes):
+        return False
+    rank = max(len(tensor.shape) for tensor in spec.tensors.values())
+    data = (spec.tensors[name] for name in (*spec.inputs, *spec.outputs))
+    return not all(
+        is_channels_last(tensor.shape, tensor.stride)
+        for tensor in data
+        if len(tensor.shape) == rank
+    )
+
+
+TABLE: tuple[KnownBad, ...] = (
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({8}),
+        applies=_convolves_into_another_layout,
+        reason="engine 8 writes channels_last whatever the strides of the output are",
+        source="seen on an H200 with cuDNN 9.19.0: relative error over 1, or NaN",
+    ),
+)
+
+
+def why_bad(spec: GraphSpec, choice: Choice, cudnn_version: int) -> str | None:
+    """The reason why a plan must not be used for ``spec``, or None."""
+    for entry in TABLE:
+        if (
+            entry.since <= cudnn_version
+            and (entry.until is None or cudnn_version < entry.until)
+            and choice.engine in entry.engines
+            and any(not OPS[node.op].pointwise for node in spec.nodes)
+            and entry.applies(spec)
+        ):
+            return f"known to be wrong: {entry.reason}"
+    return None

@@ -1,0 +1,37 @@
+"""The tier that needs a GPU: skipped where there is none. Prints what it ran on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(skip)
+
+
+def pytest_report_header() -> str:
+    if not torch.cuda.is_available():
+        return "gpu tier: no CUDA device"
+    from cudnngraph.backend import env
+
+    return (
+        f"gpu tier: {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"cuDNN {env.cudnn_version()}, frontend {env.frontend_version()}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32() -> None:
+    """float32 means float32, for torch's own results too."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False

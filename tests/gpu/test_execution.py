@@ -1,0 +1,347 @@
+"""Execution on a GPU: streams, threads, captures, memory, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from cudnngraph.runtime import WORKSPACE
+from tests import numerics
+
+X, W = (4, 32, 14, 14), (32, 32, 3, 3)
+
+
+def conv_graph(act: str = "silu", dtype: torch.dtype = torch.float16) -> cg.Graph:
+    g = cg.Graph("conv_bias_act")
+    x = g.input("x", X, dtype, layout="channels_last")
+    w = g.input("w", W, dtype, layout="channels_last")
+    b = g.input("b", (W[0],), dtype)
+    g.output("y", g.conv_bias_act(x, w, b, padding=1, activation=act))
+    return g
+
+
+def inputs(seed: int = 0, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    gen = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device="cuda").to(dtype)
+
+    last = torch.channels_last
+    return {
+        "x": normal(*X).to(memory_format=last),
+        "w": (normal(*W) / 17).to(memory_format=last),
+        "b": normal(W[0]),
+    }
+
+
+def expected(given: dict[str, torch.Tensor], act: Callable[..., torch.Tensor]) -> torch.Tensor:
+    wide = {name: tensor.double().cpu() for name, tensor in given.items()}
+    return act(F.conv2d(wide["x"], wide["w"], wide["b"], padding=1))
+
+
+def test_call_run_and_bind_agree_bitwise() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    called = exe(**given)
+    ran, bound = torch.full_like(called, 7), torch.full_like(called, 7)
+    exe.run(**given, y=ran)
+    call = exe.bind(**given, y=bound)
+    call()
+    assert torch.equal(called, ran) and torch.equal(called, bound)
+    numerics.check(called, expected(given, F.silu), torch.float16)
+
+
+def test_a_bound_call_sees_new_contents_of_its_tensors() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    call = exe.bind(**given, y=out)
+    for name, tensor in inputs(seed=1).items():
+        given[name].copy_(tensor)
+    call()
+    numerics.check(out, expected(given, F.silu), torch.float16)
+
+
+def test_run_allocates_nothing() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    exe.run(**given, y=out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(5):
+        exe.run(**given, y=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_work_is_launched_on_the_callers_stream() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    call = exe.bind(**given, y=out)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        given["x"].zero_()
+        call()
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query(), "the call ran ahead of its stream"
+    side.synchronize()
+    numerics.check(out, expected(given, F.silu), torch.float16)
+
+
+def test_two_streams_use_workspaces_of_their_own() -> None:
+    g = cg.Graph("two_steps")
+    x = g.input("x", (8, 64, 28, 28), torch.float32)
+    w = g.input("w", (64, 64, 3, 3), torch.float32)
+    g.output("y", g.gelu(g.conv(x, w, padding=1)))
+    exe = g.compile("cuda", allow_tf32=False)
+    assert exe.workspace_bytes > 0
+    blocks = []
+    given = [
+        {
+            "x": torch.randn(8, 64, 28, 28, device="cuda"),
+            "w": torch.randn(64, 64, 3, 3, device="cuda") / 24,
+        }
+        for _ in range(2)
+    ]
+    results: list[torch.Tensor] = []
+    torch.cuda.synchronize()
+    for each in given:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                result = exe(**each)
+            results.append(result)
+            need = exe.workspace_bytes
+            blocks.append(WORKSPACE.get(0, stream.cuda_stream, need).data_ptr())
+    torch.cuda.synchronize()
+    assert blocks[0] != blocks[1]
+    for each, result in zip(given, results, strict=True):
+        wide = F.gelu(F.conv2d(each["x"].cpu().double(), each["w"].cpu().double(), padding=1))
+        numerics.check(result, wide, torch.float32)
+
+
+def test_capture_and_replay_give_the_same_bits() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    want = out.clone()
+    call = exe.bind(**given, y=out)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        call()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_building_during_capture_is_refused_by_a_clear_error() -> None:
+    g = conv_graph("gelu_tanh")
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(cg.CaptureError, match="while a CUDA graph is being captured")
+    with refused, torch.cuda.graph(graph):
+        g.compile("cuda")
+    torch.cuda.synchronize()
+    assert torch.equal(torch.ones(3, device="cuda"), torch.ones(3, device="cuda"))
+
+
+def test_workspace_growth_during_capture_is_refused_by_a_clear_error() -> None:
+    g = cg.Graph("nchw")
+    x = g.input("x", (16, 64, 56, 56), torch.float16)
+    w = g.input("w", (64, 64, 3, 3), torch.float16)
+    g.output("y", g.relu(g.conv(x, w, padding=1)))
+    exe = g.compile("cuda")
+    assert exe.workspace_bytes > 0
+    given = {
+        "x": torch.randn(16, 64, 56, 56, device="cuda").half(),
+        "w": torch.randn(64, 64, 3, 3, device="cuda").half(),
+    }
+    out = torch.empty(16, 64, 56, 56, device="cuda", dtype=torch.float16)
+    call = exe.bind(**given, y=out)
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(cg.CaptureError, match="workspace would have to grow")
+    with refused, torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        call()
+    torch.cuda.synchronize()
+    call()
+    torch.cuda.synchronize()
+
+
+def test_a_captured_workspace_survives_growth_of_the_pool() -> None:
+    g = cg.Graph("nchw")
+    x = g.input("x", (2, 64, 28, 28), torch.float16)
+    w = g.input("w", (64, 64, 3, 3), torch.float16)
+    g.output("y", g.relu(g.conv(x, w, padding=1)))
+    exe = g.compile("cuda")
+    given = {
+        "x": torch.randn(2, 64, 28, 28, device="cuda").half(),
+        "w": torch.randn(64, 64, 3, 3, device="cuda").half() / 24,
+    }
+    out = exe(**given)
+    want = out.clone()
+    call = exe.bind(**given, y=out)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        exe.run(**given, y=out)
+    captured = WORKSPACE.get(0, side.cuda_stream, exe.workspace_bytes).data_ptr()
+    grown = WORKSPACE.get(0, side.cuda_stream, 4 * exe.workspace_bytes + (64 << 20))
+    assert grown.data_ptr() != captured
+    fill = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    del fill
+
+
+def test_several_threads_share_one_executable() -> None:
+    exe, given = conv_graph("gelu").compile("cuda"), inputs()
+    want = exe(**given)
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    if not torch.equal(exe(**given), want):
+                        wrong.append("bits differ")
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_renamed_graph_shares_its_program_and_runs_on_its_own_names() -> None:
+    first = conv_graph().compile("cuda")
+    g = cg.Graph("other")
+    bias = g.input("beta", (W[0],), torch.float16)
+    kernel = g.input("kernel", W, torch.float16, layout="channels_last")
+    image = g.input("image", X, torch.float16, layout="channels_last")
+    g.output("out", g.conv_bias_act(image, kernel, bias, padding=1, activation="silu"))
+    second = g.compile("cuda")
+    given = inputs()
+    assert second.key == first.key and second._program is first._program
+    called = second(image=given["x"], kernel=given["w"], beta=given["b"])
+    assert torch.equal(called, first(**given))
+
+
+def test_an_unaligned_input_is_copied_by_a_call_and_refused_by_bind() -> None:
+    g = cg.Graph("aligned")
+    g.output("y", g.relu(g.input("x", (64, 64), torch.float16)))
+    exe = g.compile("cuda")
+    memory = torch.randn(64 * 64 + 1, device="cuda").half()
+    view = memory[1:].view(64, 64)
+    assert torch.equal(exe(x=view), view.relu())
+    with pytest.raises(cg.BindError, match=r"starts 2 bytes past a multiple of 16.*clone"):
+        exe.bind(x=view, y=torch.empty(64, 64, device="cuda", dtype=torch.float16))
+
+
+def test_a_pointwise_graph_may_run_in_place() -> None:
+    g = cg.Graph("in_place")
+    g.output("y", g.gelu(g.input("x", (64, 64), torch.float16)))
+    exe = g.compile("cuda")
+    x = torch.randn(64, 64, device="cuda").half()
+    want = exe(x=x)
+    exe.run(x=x, y=x)
+    assert torch.equal(x, want)
+
+
+def test_a_residual_may_not_be_overwritten() -> None:
+    g = cg.Graph("residual")
+    x = g.input("x", X, torch.float16, layout="channels_last")
+    w = g.input("w", W, torch.float16, layout="channels_last")
+    z = g.input("z", X, torch.float16, layout="channels_last")
+    g.output("y", g.conv_bias_act(x, w, residual=z, padding=1))
+    exe, given = g.compile("cuda"), inputs()
+    with pytest.raises(cg.BindError, match="output 'y': overlaps input 'x'"):
+        exe.run(x=given["x"], w=given["w"], z=given["x"].clone(), y=given["x"])
+    z_tensor = torch.zeros_like(given["x"])
+    with pytest.raises(cg.BindError, match="output 'y': overlaps input 'z'"):
+        exe.run(x=given["x"], w=given["w"], z=z_tensor, y=z_tensor)
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    given["b"] = given["b"].cpu()
+    with pytest.raises(cg.BindError, match="tensor 'b': is on cpu; expected cuda:0"):
+        exe(**given)
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_an_empty_batch_gives_an_empty_result_without_cudnn(n: int) -> None:
+    g = cg.Graph("empty")
+    x = g.input("x", (n, 32, 8, 8), torch.float16, layout="channels_last")
+    w = g.input("w", (16, 32, 3, 3), torch.float16, layout="channels_last")
+    g.output("y", g.relu(g.conv(x, w, padding=1)))
+    exe = g.compile("cuda")
+    out = exe(
+        x=torch.ones(n, 32, 8, 8, device="cuda").half().to(memory_format=torch.channels_last),
+        w=torch.ones(16, 32, 3, 3, device="cuda").half().to(memory_format=torch.channels_last),
+    )
+    assert out.shape == (n, 16, 8, 8) and out.device.type == "cuda"
+    assert (exe.steps[0].choice is None) == (n == 0)
+
+
+def test_more_than_int32_elements_are_right() -> None:
+    """2^31 + 2^20 elements in and out; the far end must be what it would be alone."""
+    rows = (1 << 11) + 1
+    g = cg.Graph("large")
+    x = g.input("x", (rows, 1 << 20), torch.float16)
+    g.output("y", g.relu(g.mul(x, 2.0)))
+    exe = g.compile("cuda")
+    given = torch.empty(rows, 1 << 20, device="cuda", dtype=torch.float16).normal_()
+    out = exe(x=given)
+    for row in (0, rows // 2, rows - 1):
+        assert torch.equal(out[row], (given[row].float() * 2).relu().half())
+
+
+def test_a_large_convolution_is_right_at_its_far_end() -> None:
+    n = 2**31 // (64 * 128 * 128) + 1
+    g = cg.Graph("large_conv")
+    x = g.input("x", (n, 64, 128, 128), torch.float16, layout="channels_last")
+    w = g.input("w", (8, 64, 1, 1), torch.float16, layout="channels_last")
+    g.output("y", g.conv(x, w))
+    exe = g.compile("cuda")
+    given = torch.empty(n, 64, 128, 128, device="cuda", dtype=torch.float16)
+    given = given.to(memory_format=torch.channels_last).normal_()
+    w_ = (torch.randn(8, 64, 1, 1, device="cuda") / 8).half().to(memory_format=torch.channels_last)
+    out = exe(x=given, w=w_)
+    for image in (0, n - 1):
+        wide = F.conv2d(given[image : image + 1].double().cpu(), w_.double().cpu())
+        numerics.check(out[image : image + 1], wide, torch.float16)
+
+
+def test_no_autograd_graph_is_kept() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    given["w"].requires_grad_()
+    assert not exe(**given).requires_grad
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_uses_its_own_handle_and_stream() -> None:
+    exe = conv_graph().compile("cuda:1")
+    given = {name: tensor.to("cuda:1") for name, tensor in inputs().items()}
+    assert torch.cuda.current_device() == 0
+    out = exe(**given)
+    assert out.device.index == 1 and torch.cuda.current_device() == 0
+    numerics.check(out, expected(given, F.silu), torch.float16)
+    call = exe.bind(**given, y=out)
+    out.zero_()
+    call()
+    numerics.check(out, expected(given, F.silu), torch.float16)

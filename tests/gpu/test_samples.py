@@ -1,0 +1,64 @@
+"""Every sample graph on the GPU: within the policy of float64, no farther from it than torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests import accuracy, numerics
+from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
+
+CASES = [case for case in enumerate_cases() if case.on_gpu]
+_RAN: Counter[str] = Counter()
+
+
+def _torch_answer(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """torch at the same dtype, None where torch itself has no kernel for it on a GPU."""
+    try:
+        return torch_eager(case, inputs)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sample_is_within_the_policy_of_float64_and_of_torch(case: Case) -> None:
+    inputs = make_inputs(case, "cuda")
+    exe = case.build().compile("cuda", allow_tf32=False)
+    # Memory that a plan leaves unwritten must not look right by chance.
+    poison = torch.full((64 << 20,), float("nan"), device="cuda")
+    del poison
+    result = exe(**inputs)
+    outputs = dict(
+        zip(exe.spec.outputs, [result] if len(exe.spec.outputs) == 1 else result, strict=True)
+    )
+    yardstick = torch_eager(case, in_float64(inputs))
+    eager = _torch_answer(case, inputs)
+    torch_steps = [step for step in exe.steps if step.choice is None]
+    _RAN["torch steps" if torch_steps else "cut" if len(exe.steps) > 1 else "whole"] += 1
+    for name, output in outputs.items():
+        assert output.stride() == exe.spec.tensors[name].stride
+        numerics.check(
+            output,
+            yardstick[name],
+            case.dtype,
+            None if eager is None else eager[name],
+            terms=case.terms,
+            what=f"{name} by {[str(step.choice or 'torch') for step in exe.steps]}",
+        )
+
+
+def test_most_samples_run_as_one_cudnn_plan(record_property: pytest.RecordProperty) -> None:
+    record_property("summary", f"sample graphs by how they ran: {dict(_RAN)}")
+    if sum(_RAN.values()) < len(CASES):
+        pytest.skip("not every sample was run")
+    assert _RAN["whole"] > 0.6 * len(CASES)
+
+
+def test_accuracy_table_on_the_gpu(record_property: pytest.RecordProperty) -> None:
+    rows = accuracy.measure("cuda")
+    record_property("summary", accuracy.render(rows, torch.cuda.get_device_name()))
+    for row in rows:
+        assert row.ours <= row.bound, row
+        assert row.ours <= row.limit_by_torch, row
