@@ -298,7 +298,8 @@ class Conv:
         run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
         if even:
             return run(x, w, b, self.stride, same, self.output_padding, self.groups, self.dilation)
-        y = run(x, w, b, self.stride, 0, 0, self.groups, self.dilation)
+        y = run(x, w, None, self.stride, 0, self.output_padding, self.groups, self.dilation)
+        y = y if b is None else y + b.view(-1, *(1,) * self.rank)
         for dim, ((before, _), size) in enumerate(zip(pairs, self.out[2:], strict=True), 2):
             y = y.narrow(dim, before, size)
         return y
@@ -693,7 +694,9 @@ def _conv_transpose() -> Iterator[Case]:
     yield _conv_case("odd_dense_y", replace(up, y_at=dense_strides(up.out, (2, 0, 1, 3))))
     yield _conv_case("no_bias_s2", replace(up, bias=None))
     yield _conv_case("channels_last", replace(up, dtype=F32))
-    yield _conv_case("asymmetric_op1", replace(up, dtype=F64, padding=((1, 2), (1, 0))))
+    uneven = replace(up, padding=((1, 2), (1, 0)), output_padding=(1, 0))
+    yield _conv_case("asymmetric_op1", uneven, "output_padding cuts less, or adds zeros")
+    yield _conv_case("asymmetric_op1", replace(uneven, dtype=F64, padding=((1, 0), (0, 2))))
     yield _conv_case("plain", replace(up, dtype=F64))
 
 
