@@ -181,6 +181,17 @@ def test_the_order_of_independent_declarations_does_not_matter() -> None:
     assert key_of(branches(False)) == key_of(branches(True))
 
 
+def test_names_of_outputs_do_not_order_the_graph() -> None:
+    def two(first: str, second: str) -> cg.Graph:
+        g = cg.Graph("g")
+        x = g.input("x", (4, 8), F32)
+        g.output(first, x.exp())
+        g.output(second, x.tanh())
+        return g
+
+    assert key_of(two("a", "b")) == key_of(two("b", "a"))
+
+
 def test_operands_that_swap_change_the_key() -> None:
     def difference(swap: bool) -> cg.Graph:
         g = cg.Graph("g")
