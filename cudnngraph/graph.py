@@ -702,15 +702,30 @@ class Graph:
             )
         return getattr(self, kind)(x)  # type: ignore[no-any-return]
 
-    def _residual(self, y: Value, residual: Value | None, alpha1: float, alpha2: float) -> Value:
+    def _epilogue(
+        self,
+        y: Value,
+        bias: Value | None,
+        residual: Value | None,
+        alpha1: float,
+        alpha2: float,
+        activation: str | None,
+        attrs: dict[str, Any],
+    ) -> Value:
+        """act(alpha1 * y + alpha2 * residual + bias).
+
+        The residual comes before the bias: cuDNN has precompiled engines for that order. With both
+        factors the bias comes first, since the engines for that pattern crash (see known_bad.py).
+        """
         if alpha1 != 1:
             y = self.mul(y, alpha1)
-        if residual is None:
-            return y
-        return self.add(y, residual if alpha2 == 1 else self.mul(residual, alpha2))
-
-    def _finish(self, y: Value, bias: Value | None, activation: str | None, attrs: Any) -> Value:
-        return self.activation(y if bias is None else self.bias(y, bias), activation, **attrs)
+        scaled = residual if residual is None or alpha2 == 1 else self.mul(residual, alpha2)
+        terms = [(self.add, scaled), (self.bias, bias)]
+        if alpha1 != 1 and alpha2 != 1:
+            terms.reverse()
+        for add, term in terms:
+            y = y if term is None else add(y, term)
+        return self.activation(y, activation, **attrs)
 
     def conv_bias_act(
         self,
@@ -730,8 +745,7 @@ class Graph:
     ) -> Value:
         """act(alpha1 * conv(x, weight) + alpha2 * residual + bias)."""
         y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
-        y = self._residual(y, residual, alpha1, alpha2)
-        return self._finish(y, bias, activation, activation_attrs)
+        return self._epilogue(y, bias, residual, alpha1, alpha2, activation, activation_attrs)
 
     def conv_bn_act(
         self,
@@ -758,8 +772,7 @@ class Graph:
         y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
         y = y if bias is None else self.bias(y, bias)
         y = self.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)
-        y = self._residual(y, residual, alpha1, alpha2)
-        return self._finish(y, None, activation, activation_attrs)
+        return self._epilogue(y, None, residual, alpha1, alpha2, activation, activation_attrs)
 
     def conv_transpose_bias_act(
         self,
@@ -788,8 +801,7 @@ class Graph:
             groups=groups,
             dilation=dilation,
         )
-        y = self._residual(y, residual, alpha1, alpha2)
-        return self._finish(y, bias, activation, activation_attrs)
+        return self._epilogue(y, bias, residual, alpha1, alpha2, activation, activation_attrs)
 
     # -- freezing ------------------------------------------------------------------------------
 

@@ -168,16 +168,7 @@ class Program:
             return lambda handle: self._run_torch(step.spec, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         execute = plan.execute
-        cleared = [(*inputs, *outputs)[position] for position in plan.zeroed]
-        if not cleared:
-            return lambda handle: execute(pointers, scratch, handle)
-
-        def clear_and_execute(handle: Any) -> None:
-            for tensor in cleared:
-                tensor.zero_()
-            execute(pointers, scratch, handle)
-
-        return clear_and_execute
+        return lambda handle: execute(pointers, scratch, handle)
 
     def _run_torch(
         self, spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..ir import GraphSpec, is_channels_last
+from ..ir import GraphSpec, Node, is_channels_last
 from ..ops import OPS
 
 if TYPE_CHECKING:
@@ -43,6 +43,30 @@ def _convolves_into_another_layout(spec: GraphSpec) -> bool:
     )
 
 
+def _attends_over_padding(spec: GraphSpec) -> bool:
+    """Attention with lengths of the keys."""
+    return any(node.op == "sdpa" and node.inputs[5] is not None for node in spec.nodes)
+
+
+def _adds_two_scaled(spec: GraphSpec) -> bool:
+    """A convolution's result times something, plus another product."""
+    producer = {name: node for node in spec.nodes for name in node.results}
+
+    def product(name: str) -> Node | None:
+        node = producer.get(name)
+        return node if node is not None and node.op in ("mul", "scale") else None
+
+    def of_convolution(node: Node) -> bool:
+        sources = (producer.get(name) for name in node.operands)
+        return any(source is not None and source.op == "conv" for source in sources)
+
+    for node in spec.nodes:
+        factors = [product(name) for name in node.operands] if node.op == "add" else [None]
+        if all(factor is not None for factor in factors):
+            return any(factor is not None and of_convolution(factor) for factor in factors)
+    return False
+
+
 TABLE: tuple[KnownBad, ...] = (
     KnownBad(
         since=91900,
@@ -51,6 +75,23 @@ TABLE: tuple[KnownBad, ...] = (
         applies=_convolves_into_another_layout,
         reason="engine 8 writes channels_last whatever the strides of the output are",
         source="seen on an H200 with cuDNN 9.19.0: relative error over 1, or NaN",
+    ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({2, 9}),
+        applies=_attends_over_padding,
+        reason="engines 2 and 9 multiply keys past a sequence's end by 0, so NaN there spreads, "
+        "and write nothing for a sequence without keys",
+        source="seen on an H200 with cuDNN 9.19.0; empty sequences also cudnn-frontend#943",
+    ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({0, 11, 52}),
+        applies=_adds_two_scaled,
+        reason="the engines of conv * a + z * b + bias take the factors for host scalars and crash",
+        source="seen on an H200 with cuDNN 9.19.0: segmentation fault in execute",
     ),
 )
 

@@ -56,14 +56,12 @@ class Lowered:
     """A frontend graph ready for planning.
 
     ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants``
-    follow. ``zeroed`` are positions in ``uids`` of outputs that a plan may leave unwritten in part,
-    where they have to be zero.
+    follow.
     """
 
     graph: Any
     uids: tuple[int, ...]
     constants: tuple[Constant, ...]
-    zeroed: tuple[int, ...]
 
 
 class _Refused(Exception):
@@ -288,7 +286,7 @@ class Context:
         self.constants.append(Constant(uid, numel(shape), value, dtype))
         return self.graph.tensor(
             dim=shape,
-            stride=[1] * len(shape),
+            stride=list(channels_last_strides(shape)),
             data_type=self.dtype(dtype),
             uid=uid,
             name=f"constant_{uid}",
@@ -613,14 +611,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
     total = len(spec.inputs) + len(spec.outputs)
-    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants), tuple(_unwritten(spec)))
-
-
-def _unwritten(spec: GraphSpec) -> Iterator[int]:
-    """Attention with lengths: Hopper's engines (9.19) write nothing for a sequence without keys."""
-    for node in spec.nodes:
-        if node.op == "sdpa" and node.inputs[5] is not None and node.outputs[0] in spec.outputs:
-            yield len(spec.inputs) + spec.outputs.index(str(node.outputs[0]))
+    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants))
 
 
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:

@@ -12,7 +12,7 @@ import json
 import re
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -80,7 +80,6 @@ class Plan:
         self.choice = choice
         self.device_index = device_index
         self.workspace_bytes = int(lowered.graph.get_workspace_size_plan_at_index(index))
-        self.zeroed = lowered.zeroed
         self._graph = lowered.graph
         self._index = index
         self._uids = (*lowered.uids, *(constant.uid for constant in lowered.constants))
@@ -256,6 +255,31 @@ def _refuse_during_capture() -> None:
         )
 
 
+def _why_no_launch(plan: Plan, spec: GraphSpec) -> str | None:
+    """Launch a plan once on memory of its own: some build and then fail to launch (9.19).
+
+    Inputs are zero, so that lengths are valid. A plan is given the benefit of the doubt where there
+    is no memory to try it.
+    """
+    device = torch.device("cuda", plan.device_index)
+    try:
+        tensors = [
+            torch.zeros(max(1, tensor.extent), dtype=tensor.dtype, device=device)
+            for tensor in (spec.tensors[name] for name in (*spec.inputs, *spec.outputs))
+        ]
+        block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
+    handle = env.handle_on_current_stream(plan.device_index)
+    try:
+        pointers = plan.pointers([tensor.data_ptr() for tensor in tensors])
+        plan.execute(pointers, block.data_ptr(), handle)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return f"does not launch: {first_line(str(error))}"
+    return None
+
+
 def build_first(
     spec: GraphSpec, policy: Policy, device_index: int
 ) -> tuple[Plan, tuple[Outcome, ...]]:
@@ -268,13 +292,16 @@ def build_first(
     lowered = lower(spec, frontend, handle=env.handle(device_index))
     candidates = propose(lowered, frontend)
     restrict(lowered, spec, policy, frontend)
-    outcomes = []
+    outcomes: list[Outcome] = []
     for outcome in try_build(lowered, candidates, spec, frontend, policy.workspace_limit):
-        outcomes.append(outcome)
         if outcome.accepted:
             chosen = outcome.candidate
             plan = Plan(lowered, chosen.index, chosen.choice, device_index)
-            return plan, tuple(outcomes)
+            failure = _why_no_launch(plan, spec)
+            if failure is None:
+                return plan, (*outcomes, outcome)
+            outcome = replace(outcome, accepted=False, reason=failure)
+        outcomes.append(outcome)
     reasons = dict.fromkeys(outcome.reason for outcome in outcomes)
     raise NotSupported(
         f"graph '{spec.name}'",

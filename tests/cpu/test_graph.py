@@ -142,7 +142,7 @@ def test_the_compositions_are_made_of_the_ops() -> None:
     y = g.conv_bn_act(y, w, mean, var, bias=b, residual=z, activation="elu", alpha=0.3)
     g.output("y", g.conv_transpose_bias_act(y, w, b, activation=None))
     assert [op for op in ops(g) if op != "constant"] == [
-        *("conv", "mul", "mul", "add", "bias", "gelu"),
+        *("conv", "mul", "bias", "mul", "add", "gelu"),
         *("conv", "bias", "batch_norm", "add", "elu"),
         *("conv_transpose", "bias"),
     ]

@@ -194,3 +194,39 @@ def test_a_forked_child_drops_plans_without_touching_them() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "0 4096.0", done.stderr
+
+
+def test_two_scaled_terms_and_a_bias_do_not_crash_in_the_precompiled_engines() -> None:
+    g = cg.Graph("two_scaled")
+    last = {"layout": "channels_last"}
+    x = g.input("x", (2, 16, 8, 8), torch.float16, **last)
+    w = g.input("w", (32, 16, 3, 3), torch.float16, **last)
+    z = g.input("z", (2, 32, 8, 8), torch.float16, **last)
+    a, b, c = (g.input(name, (32,), torch.float16) for name in "abc")
+    y = g.scale(g.conv(x, w, padding=1), a) + g.scale(z, b)
+    g.output("y", g.relu(g.bias(y, c)))
+    exe = g.compile("cuda")
+    given = tensors(exe)
+    wide = {name: tensor.double().cpu() for name, tensor in given.items()}
+
+    def channel(name: str) -> torch.Tensor:
+        return wide[name].view(1, -1, 1, 1)
+
+    want = torch.nn.functional.conv2d(wide["x"], wide["w"], padding=1) * channel("a")
+    want = (want + wide["z"] * channel("b") + channel("c")).relu()
+    numerics.check(exe(**given), want, torch.float16)
+    assert any("known to be wrong" in d.reason for step in exe.steps for d in step.decisions)
+
+
+def test_a_plan_that_builds_and_does_not_launch_is_passed_over() -> None:
+    """cuDNN 9.19's first choice here, of engine 62, has a cluster that cannot be launched."""
+    g = cg.Graph("nchw")
+    x = g.input("x", (16, 64, 56, 56), torch.float16)
+    w = g.input("w", (64, 64, 3, 3), torch.float16)
+    g.output("y", g.conv(x, w, padding=1))
+    exe = g.compile("cuda")
+    given = tensors(exe)
+    wide = {name: tensor[:1].double().cpu() for name, tensor in given.items()}
+    wide["w"] = given["w"].double().cpu()
+    want = torch.nn.functional.conv2d(wide["x"], wide["w"], padding=1)
+    numerics.check(exe(**given)[:1], want, torch.float16)

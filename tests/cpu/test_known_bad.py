@@ -1,0 +1,81 @@
+"""The table of plans that are wrong: what it picks out, and for which versions."""
+
+from __future__ import annotations
+
+import torch
+
+import cudnngraph as cg
+from cudnngraph.backend.known_bad import TABLE, why_bad
+from cudnngraph.backend.plan import Choice
+
+V919 = 91900
+
+
+def conv(y_layout: str = "channels_last", act: str | None = "silu") -> cg.GraphSpec:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 16, 8, 8), torch.float16, layout="channels_last")
+    w = g.input("w", (32, 16, 3, 3), torch.float16, layout="channels_last")
+    g.output("y", g.conv_bias_act(x, w, activation=act), layout=y_layout)
+    return g.spec()
+
+
+def attention(lengths: bool) -> cg.GraphSpec:
+    g = cg.Graph("g")
+    q = g.input("q", (2, 4, 64, 64), torch.float16)
+    n = g.input("n", (2,), torch.int32) if lengths else None
+    g.output("o", g.sdpa(q, q, q, seq_len_kv=n))
+    return g.spec()
+
+
+def two_scaled(bias_first: bool) -> cg.GraphSpec:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 16, 8, 8), torch.float16)
+    w = g.input("w", (32, 16, 3, 3), torch.float16)
+    z = g.input("z", (2, 32, 6, 6), torch.float16)
+    b = g.input("b", (32,), torch.float16)
+    y = g.conv(x, w) * 0.5
+    y = g.bias(y, b) + z * 2.0 if bias_first else g.bias(y + z * 2.0, b)
+    g.output("y", g.relu(y))
+    return g.spec()
+
+
+def bad(spec: cg.GraphSpec, engine: int, version: int = V919) -> str | None:
+    return why_bad(spec, Choice(engine, ()), version)
+
+
+def test_engine_8_is_barred_where_the_output_is_not_channels_last() -> None:
+    reason = bad(conv("contiguous"), 8)
+    assert reason is not None and "writes channels_last whatever the strides" in reason
+    assert bad(conv("channels_last"), 8) is None
+    assert bad(conv("contiguous"), 4) is None
+
+
+def test_engines_2_and_9_are_barred_from_attention_with_lengths_of_keys() -> None:
+    for engine in (2, 9):
+        reason = bad(attention(True), engine)
+        assert reason is not None and "past a sequence's end" in reason
+        assert bad(attention(False), engine) is None
+    assert bad(attention(True), 8) is None
+
+
+def test_the_engines_that_crash_on_two_factors_are_barred() -> None:
+    for engine in (0, 11, 52):
+        reason = bad(two_scaled(bias_first=False), engine)
+        assert reason is not None and "crash" in reason
+        assert bad(two_scaled(bias_first=True), engine) is None
+    assert bad(two_scaled(bias_first=False), 7) is None
+
+
+def test_entries_hold_from_their_version_on() -> None:
+    assert bad(conv("contiguous"), 8, version=91800) is None
+    assert all(entry.since <= V919 and entry.source and entry.reason for entry in TABLE)
+
+
+def test_the_composition_with_both_factors_avoids_the_crashing_pattern() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 16, 8, 8), torch.float16)
+    w = g.input("w", (32, 16, 3, 3), torch.float16)
+    z = g.input("z", (2, 32, 6, 6), torch.float16)
+    b = g.input("b", (32,), torch.float16)
+    g.output("y", g.conv_bias_act(x, w, b, residual=z, alpha1=0.5, alpha2=2.0))
+    assert bad(g.spec(), 11) is None
