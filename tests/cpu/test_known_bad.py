@@ -66,6 +66,21 @@ def test_the_engines_that_crash_on_two_factors_are_barred() -> None:
     assert bad(two_scaled(bias_first=False), 7) is None
 
 
+def test_engine_8_is_barred_where_a_residual_is_changed_before_it_is_added() -> None:
+    def residual(factor: float) -> cg.GraphSpec:
+        g = cg.Graph("g")
+        x = g.input("x", (2, 16, 8, 8), torch.float16, layout="channels_last")
+        w = g.input("w", (32, 16, 3, 3), torch.float16, layout="channels_last")
+        z = g.input("z", (2, 32, 6, 6), torch.float16, layout="channels_last")
+        g.output("y", g.conv_bias_act(x, w, residual=z, alpha1=0.5, alpha2=factor))
+        return g.spec()
+
+    reason = bad(residual(-1.5), 8)
+    assert reason is not None and "residual" in reason
+    assert bad(residual(1.0), 8) is None
+    assert bad(residual(-1.5), 7) is None
+
+
 def test_entries_hold_from_their_version_on() -> None:
     assert bad(conv("contiguous"), 8, version=91800) is None
     assert all(entry.since <= V919 and entry.source and entry.reason for entry in TABLE)

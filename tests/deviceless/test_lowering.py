@@ -141,7 +141,25 @@ def _channels_last(spec: GraphSpec) -> bool:
     return all(same_layout(t.shape, t.stride, channels_last_strides(t.shape)) for t in tensors)
 
 
+def _changes_a_residual(spec: GraphSpec) -> bool:
+    """Whether a product of inputs and numbers alone is as large as the convolution's result."""
+    made = {name for node in spec.nodes if node.op != "constant" for name in node.results}
+    return any(
+        spec.tensors[node.results[0]].shape == spec.tensors[result].shape
+        for result in (conv.results[0] for conv in _nodes(spec, "conv"))
+        for node in spec.nodes
+        if OPS[node.op].pointwise and not made & set(node.operands)
+    )
+
+
 CUT = (
+    Known(
+        "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
+        lambda spec: (
+            _changes_a_residual(spec)
+            and any(_dtype(spec, node) == torch.float32 for node in _nodes(spec, "conv"))
+        ),
+    ),
     Known("cuDNN fuses around one convolution", lambda spec: len(_anchors(spec)) > 1),
     Known(
         "attention takes additive masks, boolean ones are converted first",
