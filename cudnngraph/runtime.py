@@ -22,7 +22,7 @@ from plans_cache.workspace import WorkspacePool
 from . import reference, settings
 from .backend import env
 from .backend.plan import Plan, build_first, replay
-from .errors import BindError, CaptureError, PolicyError, Problem
+from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
 from .ops import OPS, dtype_name, is_default
@@ -72,16 +72,30 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
     """torch's own TF32 switches for a torch step, put back afterwards."""
-    convolution, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (convolution.allow_tf32, matmul.allow_tf32)
-    if before == (allowed, allowed):
-        yield
-        return
-    convolution.allow_tf32, matmul.allow_tf32 = allowed, allowed
+    newer: Any = torch.backends
+    switches: list[tuple[Any, str]] = [
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
+    wanted: bool | str = allowed
     try:
+        before = [getattr(owner, name) for owner, name in switches]
+    except RuntimeError:  # the newer per-op switches are in use
+        switches = [
+            (newer.cudnn.conv, "fp32_precision"),
+            (newer.cuda.matmul, "fp32_precision"),
+        ]
+        wanted = "tf32" if allowed else "ieee"
+        before = [getattr(owner, name) for owner, name in switches]
+    try:
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, wanted)
         yield
     finally:
-        convolution.allow_tf32, matmul.allow_tf32 = before
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, value)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -628,6 +642,11 @@ def compile(
     place = default_device() if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"device='{place}' and torch sees no CUDA device; compile(device='cpu') runs on the "
+            "reference executor, `cudnngraph doctor` says what is missing"
+        )
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)

@@ -137,7 +137,8 @@ def test_a_cpu_machine_without_cudnn_warns_and_does_not_fail(
     machine.gpus = 0
     checks = examine(machine, monkeypatch)
     assert statuses(checks, "fail") == []
-    assert statuses(checks, "warn") == ["cudnn-frontend", "cudnn", "cuda-python", "driver", "gpu"]
+    assert statuses(checks, "warn") == ["cudnn-frontend", "cudnn", "driver", "gpu"]
+    assert checks["cuda-python"].detail == "not installed, and not needed"
     assert "pip install 'nvidia-cudnn-frontend>=1.28,<1.33'" in checks["cudnn-frontend"].mend
     assert checks["cudnn"].mend == "pip install nvidia-cudnn-cu13==9.19.0.56"
     assert checks["gpu"].detail == "torch sees none: the reference executor runs graphs"

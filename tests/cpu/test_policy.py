@@ -91,3 +91,24 @@ def test_options_of_compile_override_the_fields_of_the_policy() -> None:
 )
 def test_every_field_is_documented(field: str) -> None:
     assert f"- ``{field}``:" in (cg.Policy.__doc__ or "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_compiling_for_a_gpu_that_is_not_there_says_what_to_do() -> None:
+    with pytest.raises(cg.BackendUnavailable, match=r"no CUDA device; compile\(device='cpu'\)"):
+        graph().compile("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs switches that nothing else reads")
+def test_a_torch_step_puts_torchs_switches_back(tf32_switch: object) -> None:
+    from cudnngraph.runtime import _tf32
+
+    for outside in (True, False):
+        torch.backends.cudnn.allow_tf32 = outside
+        before = torch.backends.cuda.matmul.allow_tf32
+        for inside in (True, False):
+            with _tf32(inside):
+                assert torch.backends.cudnn.allow_tf32 is inside
+                assert torch.backends.cuda.matmul.allow_tf32 is inside
+            assert torch.backends.cudnn.allow_tf32 is outside
+            assert torch.backends.cuda.matmul.allow_tf32 is before

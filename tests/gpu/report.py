@@ -1,0 +1,204 @@
+"""Run the GPU tier and the demo for one or more frontends and write the results page.
+
+    python tests/gpu/report.py --out docs/results/h200-tests.md PATH [PATH ...]
+
+Each PATH is a folder that holds one version of the frontend (``pip install --target PATH``); "."
+takes the installed one. The tiers of several frontends run side by side. Prints a short table last;
+exits 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+VERSIONS = """
+import platform, torch
+from cudnngraph.backend import env
+print("|".join([env.frontend_version(), str(env.cudnn_version()), torch.__version__,
+    str(torch.version.cuda), torch.cuda.get_device_name(), platform.python_version()]))
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one frontend's tests came to."""
+
+    frontend: str
+    cudnn: str
+    torch: str
+    cuda: str
+    gpu: str
+    python: str
+    passed: int
+    failed: int
+    skipped: tuple[str, ...]
+    seconds: float
+    summary: str
+    failures: tuple[str, ...]
+
+
+def environment(path: str) -> dict[str, str]:
+    """The environment with one frontend in front."""
+    here = [str(REPO)] if path == "." else [path, str(REPO)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(here)}
+
+
+def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start pytest for one frontend; its output and its results go to files in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-ra", "-p", "no:cacheprovider"]
+    with open(folder / "log.txt", "wb") as log:
+        return subprocess.Popen(
+            [*command, f"--junitxml={folder / 'junit.xml'}"],
+            cwd=REPO,
+            env=environment(path),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def read(path: str, folder: Path) -> Run:
+    """What the finished run left behind."""
+    asked = subprocess.run(
+        [sys.executable, "-c", VERSIONS],
+        cwd=REPO,
+        env=environment(path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    versions = asked.stdout.strip().splitlines()[-1].split("|")
+    suite = next(ElementTree.parse(folder / "junit.xml").getroot().iter("testsuite"))
+    count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    skipped = [
+        f"{case.get('name')}: {skip.get('message')}"
+        for case in suite.iter("testcase")
+        for skip in case.iter("skipped")
+    ]
+    failures = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    failed = count["failures"] + count["errors"]
+    log = (folder / "log.txt").read_text(errors="replace")
+    tables = re.findall(r"^=+ recorded by (\S+) =+\n(.*?)(?=^=)", log, re.MULTILINE | re.DOTALL)
+    return Run(
+        *versions,
+        passed=count["tests"] - failed - count["skipped"],
+        failed=failed,
+        skipped=tuple(skipped),
+        seconds=float(suite.get("time", "0")),
+        summary="\n\n".join(text.strip() for _, text in tables),
+        failures=tuple(failures),
+    )
+
+
+def demo(path: str) -> str:
+    """The table that the demo prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "examples/demo.py", "--out", str(Path(folder) / "sharpened.png")],
+            cwd=REPO,
+            env={**environment(path), "COLUMNS": "120", "TERM": "dumb"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    lines = [line for line in done.stdout.splitlines() if "sharpened picture" not in line]
+    return "\n".join(lines) if done.returncode == 0 else f"failed:\n{done.stdout}{done.stderr}"
+
+
+def driver() -> str:
+    """The driver's version as nvidia-smi tells it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else "unknown"
+
+
+def page(runs: list[Run], demo_table: str, command: str) -> str:
+    """The results page."""
+    first = runs[0]
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    lines = [
+        "# The test tier of the GPU, and the demo",
+        "",
+        f"{first.gpu}, driver {driver()}, CUDA {first.cuda}, torch {first.torch}, "
+        f"Python {first.python}; {today}.",
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        "| frontend | cuDNN | passed | failed | skipped | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {run.frontend} | {run.cudnn} | {run.passed} | {run.failed} | {len(run.skipped)} "
+        f"| {run.seconds:.0f} |"
+        for run in runs
+    ]
+    for run in runs:
+        if run.failures:
+            lines += ["", f"Failed with frontend {run.frontend}:", ""]
+            lines += [f"- `{name}`" for name in run.failures]
+    if first.skipped:
+        lines += ["", "Skipped:", "", *(f"- {text}" for text in first.skipped)]
+    lines += [
+        "",
+        "Sample graphs run with TF32 off, each within the policy of `tests/numerics.py` of float64 "
+        "and of torch's own result. What follows is from the first frontend.",
+        "",
+        "```",
+        first.summary,
+        "```",
+        "",
+        "## The demo",
+        "",
+        "Times are medians of one run on a shared machine: read them as ratios.",
+        "",
+        "```",
+        demo_table,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run everything; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("frontends", nargs="+", metavar="PATH")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=None, help="folder for full logs")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = args.logs or Path(scratch)
+        started = [
+            (path, logs / str(number), start(path, logs / str(number)))
+            for number, path in enumerate(args.frontends)
+        ]
+        for _, _, process in started:
+            process.wait()
+        runs = [read(path, folder) for path, folder, _ in started]
+    names = " ".join(f"frontend-{run.frontend}" for run in runs)
+    command = f"python tests/gpu/report.py --out docs/results/h200-tests.md {names}"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(page(runs, demo(args.frontends[0]), command))
+    for run in runs:
+        print(f"frontend {run.frontend}: {run.passed} passed, {run.failed} failed", *run.failures)
+    return 1 if any(run.failed for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
