@@ -1,0 +1,470 @@
+"""PlanRecord ⇄ JSON: what was chosen for one graph in one environment, and why.
+
+A record names its plans as (engine, knobs), never by index, and is data alone: nothing in it is
+executed. :func:`from_json` takes a file apart field by field and trusts none of them; what it does
+not know it keeps. A checksum over the content tells a damaged file from a whole one. It is no
+signature: who may write the file may write any record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NoReturn, TypeVar
+
+SCHEMA_VERSION = 1
+MAX_RECORD_BYTES = 4 << 20  # a graph of 50 steps with 40 candidates each takes 1 MiB
+MAX_DEPTH = 24  # records nest 6 deep; unknown fields may nest deeper
+MAX_INT = 2**63 - 1
+
+Components = tuple[tuple[str, str], ...]
+T = TypeVar("T")
+
+
+class RecordError(ValueError):
+    """A text that is no record, or a record that cannot be written; says what and where."""
+
+
+# -- the record ------------------------------------------------------------------------------------
+
+
+def digest(components: Sequence[tuple[str, str]]) -> str:
+    """SHA-256 over the named components of a key, in hexadecimal; as ``cudnngraph.key`` has it."""
+    return hashlib.sha256(json.dumps(components).encode()).hexdigest()
+
+
+def entry_id(key_digest: str, env_digest: str) -> str:
+    """What an entry is stored under: SHA-256 over the digests of graph and environment."""
+    return hashlib.sha256(json.dumps([key_digest, env_digest]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a step that was considered: its time, or the reason why it was not taken.
+
+    ``subject`` is text for people. ``engine`` and ``knobs`` name a cuDNN plan; ``engine`` is None
+    for anything else (a torch step, the graph as one plan). ``time_us`` is None where nothing was
+    measured, ``workspace_bytes`` where it is not known.
+    """
+
+    subject: str
+    accepted: bool
+    reason: str
+    engine: int | None = None
+    knobs: tuple[tuple[str, int], ...] = ()
+    time_us: float | None = None
+    workspace_bytes: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the partition and what runs it.
+
+    ``nodes`` are the names of its nodes in the canonical graph, ``ops`` their ops in the same
+    order; ``inputs`` and ``outputs`` pair a tensor's canonical name with its type as short text
+    (``f16[32, 64, 56, 56]``). ``engine`` is None for, and only for, a torch step.
+    """
+
+    nodes: tuple[str, ...]
+    ops: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    kind: Literal["cudnn", "torch"]
+    engine: int | None
+    knobs: tuple[tuple[str, int], ...] = ()
+    workspace_bytes: int = 0
+    time_us: float | None = None
+    candidates: tuple[Candidate, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlobRef:
+    """What must hold of the serialized plans beside a record."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The choice for one graph (``key``) in one environment (``env``).
+
+    ``key`` and ``env`` are named components, each value in JSON. ``summary`` is the graph in one
+    line, ``graph`` as code; both are for people. ``created`` is in seconds since 1970. ``blob``
+    is set by the store. ``extra`` keeps fields that this version does not know.
+    """
+
+    key: Components
+    env: Components
+    summary: str
+    graph: str
+    steps: tuple[StepRecord, ...]
+    policy: Mapping[str, Any]
+    versions: Mapping[str, str]
+    created: float
+    blob: BlobRef | None = None
+    schema: int = SCHEMA_VERSION
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def key_digest(self) -> str:
+        return digest(self.key)
+
+    @cached_property
+    def env_digest(self) -> str:
+        return digest(self.env)
+
+    @cached_property
+    def id(self) -> str:
+        return entry_id(self.key_digest, self.env_digest)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that one step needs."""
+        return max((step.workspace_bytes for step in self.steps), default=0)
+
+    @property
+    def time_us(self) -> float | None:
+        """The steps' times together, or None where one was not measured."""
+        times = [step.time_us for step in self.steps if step.time_us is not None]
+        return sum(times) if times and len(times) == len(self.steps) else None
+
+    def to_json(self) -> str:
+        """The record as text that :func:`from_json` takes; the same record, the same text.
+
+        Raises :class:`RecordError` when a field holds what a record cannot.
+        """
+        try:
+            body = _record_body(self)
+            body["checksum"] = _checksum(body)
+            text = json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RecordError(f"record cannot be written: {error}") from None
+        from_json(text)
+        return text
+
+    def with_blob(self, blob: bytes | None) -> PlanRecord:
+        """The record as it stands beside ``blob``."""
+        if blob is None:
+            return self if self.blob is None else replace(self, blob=None)
+        return replace(self, blob=BlobRef(len(blob), hashlib.sha256(blob).hexdigest()))
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in sorted(values)}
+
+
+def _choice_body(of: Candidate | StepRecord) -> dict[str, Any]:
+    return {
+        "engine": of.engine,
+        "knobs": dict(of.knobs),
+        "time_us": of.time_us,
+        "workspace_bytes": of.workspace_bytes,
+    }
+
+
+def _candidate_body(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "subject": candidate.subject,
+        "accepted": candidate.accepted,
+        "reason": candidate.reason,
+        **_choice_body(candidate),
+        **_sorted(candidate.extra),
+    }
+
+
+def _step_body(step: StepRecord) -> dict[str, Any]:
+    return {
+        "kind": step.kind,
+        "nodes": step.nodes,
+        "ops": step.ops,
+        "inputs": dict(step.inputs),
+        "outputs": dict(step.outputs),
+        **_choice_body(step),
+        "candidates": [_candidate_body(candidate) for candidate in step.candidates],
+        **_sorted(step.extra),
+    }
+
+
+def _record_body(record: PlanRecord) -> dict[str, Any]:
+    blob = record.blob
+    return {
+        "schema": record.schema,
+        "id": record.id,
+        "summary": record.summary,
+        "created": record.created,
+        "graph": record.graph.split("\n"),
+        "steps": [_step_body(step) for step in record.steps],
+        "policy": _sorted(record.policy),
+        "versions": _sorted(record.versions),
+        "key_digest": record.key_digest,
+        "key": record.key,
+        "env_digest": record.env_digest,
+        "env": record.env,
+        "blob": None if blob is None else {"size_bytes": blob.size_bytes, "sha256": blob.sha256},
+        **_sorted(record.extra),
+    }
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    """Over the content without the checksum itself; white space and escapes do not matter."""
+    rest = {name: value for name, value in body.items() if name != "checksum"}
+    text = json.dumps(rest, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\(?:.|\Z)[^"\\]*)*(?:"|\Z)|[\[{]|[\]}]', re.DOTALL)
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        first = text[match.start()]
+        if first in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise RecordError(f"record: nested more than {MAX_DEPTH} deep")
+        elif first != '"':
+            depth -= 1
+
+
+def _int(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > MAX_INT:
+        raise RecordError(f"record: the number {text[:24]} does not fit 64 bits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RecordError(f"record: the number {text[:24]} is too large")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise RecordError(f"record: {text} is not a number of JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RecordError(f"record: the field {twice[:40]!r} is there twice")
+    return found
+
+
+def _load(text: str | bytes) -> Any:
+    """``json.loads`` within bounds: size, depth, numbers, and every name once."""
+    if len(text) > MAX_RECORD_BYTES:
+        raise RecordError(f"record: over {MAX_RECORD_BYTES} bytes long")
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        _check_depth(text)
+        return json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+    except UnicodeDecodeError:
+        raise RecordError("record: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"record: not JSON: {error}") from None
+
+
+Read = Callable[[Any, str], T]
+
+
+def _wrong(value: Any, where: str, expected: str) -> RecordError:
+    shown = f"{value!r:.40}" if isinstance(value, (str, int, float)) else type(value).__name__
+    return RecordError(f"{where}: {shown}, expected {expected}")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(value, where, "text")
+    return value
+
+
+def _digest(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+        raise _wrong(value, where, "a SHA-256 in hexadecimal")
+    return value
+
+
+def _bool(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(value, where, "true or false")
+    return value
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(value, where, "an integer")
+    return value
+
+
+def _natural(value: Any, where: str) -> int:
+    if _integer(value, where) < 0:
+        raise _wrong(value, where, "an integer >= 0")
+    return int(value)
+
+
+def _positive_float(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise _wrong(value, where, "a number >= 0")
+    return float(value)
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(value, where, "an object")
+    return value
+
+
+def _optional(read: Read[T]) -> Read[T | None]:
+    return lambda value, where: None if value is None else read(value, where)
+
+
+def _list(read: Read[T]) -> Read[tuple[T, ...]]:
+    def of(value: Any, where: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _wrong(value, where, "a list")
+        return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+    return of
+
+
+def _named(read: Read[T]) -> Read[tuple[tuple[str, T], ...]]:
+    return lambda value, where: tuple(
+        (name, read(item, f"{where}.{name:.40}")) for name, item in _mapping(value, where).items()
+    )
+
+
+def _component(value: Any, where: str) -> tuple[str, str]:
+    pair = _list(_text)(value, where)
+    if len(pair) != 2:
+        raise RecordError(f"{where}: {len(pair)} texts, expected a name and a value")
+    return pair[0], pair[1]
+
+
+class _Fields:
+    """The fields of an object: each is taken once, :attr:`rest` is what nobody asked for."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.rest = dict(_mapping(value, where))
+        self.where = where
+
+    def take(self, name: str, read: Read[T]) -> T:
+        if name not in self.rest:
+            raise RecordError(f"{self.where}: the field '{name}' is missing")
+        return read(self.rest.pop(name), f"{self.where}.{name}")
+
+
+_KNOBS = _named(_integer)
+
+
+def _candidate(value: Any, where: str) -> Candidate:
+    fields = _Fields(value, where)
+    return Candidate(
+        subject=fields.take("subject", _text),
+        accepted=fields.take("accepted", _bool),
+        reason=fields.take("reason", _text),
+        engine=fields.take("engine", _optional(_natural)),
+        knobs=fields.take("knobs", _KNOBS),
+        time_us=fields.take("time_us", _optional(_positive_float)),
+        workspace_bytes=fields.take("workspace_bytes", _optional(_natural)),
+        extra=fields.rest,
+    )
+
+
+def _kind(value: Any, where: str) -> Literal["cudnn", "torch"]:
+    if value == "cudnn":
+        return "cudnn"
+    if value == "torch":
+        return "torch"
+    raise _wrong(value, where, "'cudnn' or 'torch'")
+
+
+def _step(value: Any, where: str) -> StepRecord:
+    fields = _Fields(value, where)
+    step = StepRecord(
+        nodes=fields.take("nodes", _list(_text)),
+        ops=fields.take("ops", _list(_text)),
+        inputs=fields.take("inputs", _named(_text)),
+        outputs=fields.take("outputs", _named(_text)),
+        kind=fields.take("kind", _kind),
+        engine=fields.take("engine", _optional(_natural)),
+        knobs=fields.take("knobs", _KNOBS),
+        workspace_bytes=fields.take("workspace_bytes", _natural),
+        time_us=fields.take("time_us", _optional(_positive_float)),
+        candidates=fields.take("candidates", _list(_candidate)),
+        extra=fields.rest,
+    )
+    if (step.engine is None) != (step.kind == "torch"):
+        raise RecordError(f"{where}: kind '{step.kind}' with engine {step.engine}")
+    if len(step.nodes) != len(step.ops):
+        raise RecordError(f"{where}: {len(step.nodes)} nodes, {len(step.ops)} ops")
+    return step
+
+
+def _blob(value: Any, where: str) -> BlobRef:
+    fields = _Fields(value, where)
+    ref = BlobRef(fields.take("size_bytes", _natural), fields.take("sha256", _digest))
+    if fields.rest:
+        raise RecordError(f"{where}: unknown field {next(iter(fields.rest))!r:.40}")
+    return ref
+
+
+def from_json(text: str | bytes) -> PlanRecord:
+    """The record that ``text`` holds.
+
+    Raises :class:`RecordError`, which says what is wrong and where, for anything else: a text that
+    is too long or nested too deep, a number beyond 64 bits or not finite, a field that is missing,
+    there twice or of a wrong type, another schema, a digest that is not that of its components, a
+    checksum that does not match.
+    """
+    whole = _load(text)
+    fields = _Fields(whole, "record")
+    schema = fields.take("schema", _natural)
+    if schema != SCHEMA_VERSION:
+        raise RecordError(f"record.schema: {schema}, expected {SCHEMA_VERSION}")
+    checksum = fields.take("checksum", _digest)
+    try:
+        found = _checksum(whole)
+    except UnicodeEncodeError:
+        raise RecordError("record: half of a surrogate pair in a text") from None
+    if found != checksum:
+        raise RecordError("record.checksum: does not match the content")
+    stated = {name: fields.take(name, _digest) for name in ("id", "key_digest", "env_digest")}
+    record = PlanRecord(
+        key=fields.take("key", _list(_component)),
+        env=fields.take("env", _list(_component)),
+        summary=fields.take("summary", _text),
+        graph="\n".join(fields.take("graph", _list(_text))),
+        steps=fields.take("steps", _list(_step)),
+        policy=fields.take("policy", _mapping),
+        versions=dict(fields.take("versions", _named(_text))),
+        created=fields.take("created", _positive_float),
+        blob=fields.take("blob", _optional(_blob)),
+        schema=schema,
+        extra=fields.rest,
+    )
+    for name, value in stated.items():
+        if getattr(record, name) != value:
+            raise RecordError(f"record.{name}: is not that of the components")
+    return record
