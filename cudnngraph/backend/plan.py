@@ -6,11 +6,9 @@ belongs to the thread that built it.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import re
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,16 +61,6 @@ class Outcome:
     workspace_bytes: int | None = None
 
 
-_live: weakref.WeakSet[Plan] = weakref.WeakSet()
-
-
-@atexit.register
-def _keep_at_exit() -> None:
-    """cuDNN's descriptors are known to crash when they are destroyed after CUDA: leave them be."""
-    for plan in list(_live):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(plan._graph))
-
-
 class Plan:
     """A built plan: ready to execute in the thread that built it."""
 
@@ -89,7 +77,6 @@ class Plan:
             for constant in lowered.constants
         ]
         self._fast = _fast_call(lowered.graph, self._uids)
-        _live.add(self)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """A C array of device pointers: inputs, outputs, then the plan's own constants."""

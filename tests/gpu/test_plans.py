@@ -172,7 +172,7 @@ def test_a_process_that_used_plans_exits_cleanly() -> None:
         "print(float(y.float().mean()))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.strip() == "288.0"
 
 
