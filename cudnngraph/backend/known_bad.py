@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..ir import GraphSpec, Node, is_channels_last, numel
 from ..ops import OPS
-
-if TYPE_CHECKING:
-    from .plan import Choice
 
 
 @dataclass(frozen=True)
@@ -120,13 +116,13 @@ TABLE: tuple[KnownBad, ...] = (
 )
 
 
-def why_bad(spec: GraphSpec, choice: Choice, cudnn_version: int) -> str | None:
-    """The reason why a plan must not be used for ``spec``, or None."""
+def why_bad(spec: GraphSpec, engine: int, cudnn_version: int) -> str | None:
+    """The reason why plans of ``engine`` must not be used for ``spec``, or None."""
     for entry in TABLE:
         if (
             entry.since <= cudnn_version
             and (entry.until is None or cudnn_version < entry.until)
-            and choice.engine in entry.engines
+            and engine in entry.engines
             and any(not OPS[node.op].pointwise for node in spec.nodes)
             and entry.applies(spec)
         ):

@@ -218,7 +218,7 @@ def try_build(
     """Build candidates in turn; the caller stops when it has what it wants."""
     unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError)
     for candidate in candidates:
-        bad = why_bad(spec, candidate.choice, env.cudnn_version())
+        bad = why_bad(spec, candidate.choice.engine, env.cudnn_version())
         if bad is not None:
             yield Outcome(candidate, False, bad)
             continue

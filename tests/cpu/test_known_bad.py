@@ -6,7 +6,6 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.known_bad import TABLE, why_bad
-from cudnngraph.backend.plan import Choice
 
 V919 = 91900
 
@@ -40,7 +39,7 @@ def two_scaled(bias_first: bool) -> cg.GraphSpec:
 
 
 def bad(spec: cg.GraphSpec, engine: int, version: int = V919) -> str | None:
-    return why_bad(spec, Choice(engine, ()), version)
+    return why_bad(spec, engine, version)
 
 
 def test_engine_8_is_barred_where_the_output_is_not_channels_last() -> None:
