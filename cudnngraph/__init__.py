@@ -5,6 +5,7 @@ Importing this package imports neither ``cudnn`` nor ``cuda`` and makes no CUDA 
 
 from __future__ import annotations
 
+from .cache import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
@@ -12,6 +13,7 @@ from .errors import (
     CudnnGraphError,
     GraphError,
     NotSupported,
+    PlanNotCached,
     PolicyError,
     Problem,
     SettingsError,
@@ -21,12 +23,13 @@ from .explain import Explanation, explain
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
-from .runtime import BoundCall, Executable
+from .runtime import BoundCall, Executable, cache_clear, cache_stats, warm_up
 
 __all__ = [
     "BackendUnavailable",
     "BindError",
     "BoundCall",
+    "CacheStats",
     "CaptureError",
     "CudnnGraphError",
     "Executable",
@@ -34,7 +37,9 @@ __all__ = [
     "Graph",
     "GraphError",
     "GraphSpec",
+    "MissInfo",
     "NotSupported",
+    "PlanNotCached",
     "Policy",
     "PolicyError",
     "Problem",
@@ -42,5 +47,9 @@ __all__ = [
     "TensorSpec",
     "UnkeyableError",
     "Value",
+    "cache_clear",
+    "cache_stats",
     "explain",
+    "on_miss",
+    "warm_up",
 ]

@@ -82,6 +82,33 @@ class CaptureError(CudnnGraphError, RuntimeError):
     """Work that may not happen during CUDA stream capture was about to (a build, a growth)."""
 
 
+class PlanNotCached(CudnnGraphError, LookupError):
+    """``tune="cached"`` and no plan in the cache.
+
+    ``differences`` names each component of the key in which the nearest entry differs, as
+    (component, wanted, stored); it is empty when there is no entry at all.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        reason: str,
+        nearest: str = "",
+        differences: Sequence[tuple[str, str | None, str | None]] = (),
+    ) -> None:
+        self.subject = subject
+        self.nearest = nearest
+        self.differences = tuple(differences)
+        lines = [f"no plan for {subject} in the cache: {reason}"]
+        if nearest:
+            lines.append(f"the nearest entry is {nearest[:16]}; it differs in:")
+            lines += [
+                f"  - {name}: wanted {wanted}, stored {stored}"
+                for name, wanted, stored in self.differences
+            ]
+        super().__init__("\n".join(lines))
+
+
 class NotSupported(CudnnGraphError, RuntimeError):
     """cuDNN refuses the graph.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -104,8 +104,18 @@ def graph_key(
         ("compute_dtype", spec.compute_dtype),
         ("alignment_bytes", {key: alignment.get(name, 16) for key, name in by_id.items()}),
     ]
-    parts += [(f"policy.{f.name}", getattr(policy, f.name)) for f in fields(policy)]
+    parts += [
+        (f"policy.{f.name}", getattr(policy, f.name))
+        for f in fields(policy)
+        if f.name != "tune"  # how a plan is found changes no result
+    ]
     return Key(tuple((name, json.dumps(encode(value))) for name, value in parts))
+
+
+def nearest(key: Key, others: Iterable[Key]) -> tuple[Key, tuple[Difference, ...]] | None:
+    """The key that differs from ``key`` in the fewest components, and those; None without any."""
+    compared = ((other, diff(key, other)) for other in others)
+    return min(compared, key=lambda pair: len(pair[1]), default=None)
 
 
 def diff(a: Key, b: Key) -> tuple[Difference, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .errors import PolicyError
 
-Tune = Literal["heuristic"]
+Tune = Literal["heuristic", "cached"]
 Fallback = Literal["partition", "error"]
 
 
@@ -15,7 +15,9 @@ Fallback = Literal["partition", "error"]
 class Policy:
     """How plans are chosen, and what a chosen plan may do.
 
-    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds.
+    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "cached" takes
+      what an earlier run left in the cache and raises ``PlanNotCached`` where that is nothing: the
+      mode for serving.
     - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switches as they
       stand at ``compile``: ``torch.backends.cudnn.allow_tf32`` for convolutions (torch's default:
       on), ``torch.backends.cuda.matmul.allow_tf32`` for attention (off).
@@ -32,8 +34,8 @@ class Policy:
     fallback: Fallback = "partition"
 
     def __post_init__(self) -> None:
-        if self.tune != "heuristic":
-            raise PolicyError(f"tune={self.tune!r} is unknown; expected 'heuristic'")
+        if self.tune not in ("heuristic", "cached"):
+            raise PolicyError(f"tune={self.tune!r} is unknown; expected 'heuristic' or 'cached'")
         if not (self.allow_tf32 is None or isinstance(self.allow_tf32, bool)):
             raise PolicyError(f"allow_tf32={self.allow_tf32!r}; expected True, False or None")
         if not isinstance(self.deterministic, bool):

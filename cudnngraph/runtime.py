@@ -8,26 +8,28 @@ replays its choices for every further thread that runs it.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from plans_cache.workspace import WorkspacePool
 
-from . import reference, settings
+from . import cache, reference, settings
 from .backend import env
-from .backend.plan import Plan, build_first, replay
+from .backend.plan import Plan, build_first, refuse_during_capture, replay
+from .cache import CacheStats
 from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
 from .ops import OPS, dtype_name, is_default
 from .policy import Policy
-from .select import Selection, StepPlan, heuristic, reference_only
+from .select import Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -123,8 +125,14 @@ class Program:
     """The steps of one key on one device, in canonical names, and their plans by thread."""
 
     def __init__(
-        self, spec: GraphSpec, device: torch.device, selection: Selection, policy: Policy
+        self,
+        spec: GraphSpec,
+        device: torch.device,
+        selection: Selection,
+        policy: Policy,
+        tier: str,
     ) -> None:
+        self.tier = tier
         self.spec = spec
         self.device = device
         self.steps = selection.steps
@@ -239,16 +247,28 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         program = _programs.get(place)
         if program is not None:
             _programs.move_to_end(place)
+            cache.COUNTERS.served("memory")
             return program
+    tier = "reference"
     if device.type == "cpu":
         selection = reference_only(spec, "the tensors are on the CPU")
     elif by_reference:
         selection = reference_only(spec, "CUDNNGRAPH_BACKEND=reference")
     else:
         index = device.index
+        refuse_during_capture()
+
+        def build() -> Selection:
+            return heuristic(spec, policy, lambda part: build_first(part, policy, index))
+
         with torch.cuda.device(device):
-            selection = heuristic(spec, policy, lambda part: build_first(part, policy, index))
-    program = Program(spec, device, selection, policy)
+            if torch_only(spec) is None:
+                selection, tier = cache.selection_for(spec, policy, key, index, build)
+            else:
+                selection, tier = build(), "torch"
+    if tier in ("reference", "torch"):
+        cache.COUNTERS.served(tier)
+    program = Program(spec, device, selection, policy, tier)
     with _programs_lock:
         _programs[place] = program
         while len(_programs) > _PROGRAMS_KEPT:
@@ -519,6 +539,11 @@ class Executable:
         return self._program.scratch_bytes
 
     @property
+    def tier(self) -> str:
+        """What served the plans: "built", "disk, serialized", "memory, replayed", "reference" …"""
+        return self._program.tier
+
+    @property
     def steps(self) -> tuple[StepPlan, ...]:
         """The steps in order, under this graph's own names."""
         back = {canonical: name for name, canonical in self._names.items()}
@@ -527,6 +552,8 @@ class Executable:
     def explain(self) -> str:
         """The graph, its steps with the plan of each, and why other candidates lost."""
         lines = [print_spec(self.spec, is_default), "", f"device {self.device}, key {self.key}"]
+        if self.device.type == "cuda":
+            lines[-1] += f", plans from: {self.tier}"
         for number, step in enumerate(self.steps, 1):
             plan = "torch" if step.choice is None else f"cuDNN {step.choice}"
             if self.device.type == "cpu":
@@ -652,3 +679,66 @@ def compile(
     resolved = resolve_policy(policy, options, spec)
     key = graph_key(spec, resolved)
     return Executable(spec, place, resolved, key, _program(canonical(spec), place, resolved, key))
+
+
+# -- the cache as a whole --------------------------------------------------------------------------
+
+
+def cache_stats() -> CacheStats:
+    """How the cache has done in this process: see :class:`~cudnngraph.cache.CacheStats`."""
+    counters = cache.COUNTERS
+    return CacheStats(
+        dict(counters.lookups),
+        dict(counters.misses),
+        counters.build_ms,
+        counters.load_ms,
+        len(_programs),
+        WORKSPACE.held_bytes,
+        WORKSPACE.high_water_bytes,
+        cache.store().stats(),
+    )
+
+
+def cache_clear() -> None:
+    """Forget the programs, records and workspaces in memory; the disk keeps its entries.
+
+    Executables at hand go on working; a workspace that a CUDA graph has captured stays.
+    """
+    with _programs_lock:
+        _programs.clear()
+    cache.store().clear_memory()
+    WORKSPACE.clear()
+
+
+class Declared(Protocol):
+    """A graph under construction: :class:`cudnngraph.Graph`."""
+
+    def spec(self) -> GraphSpec:
+        """The frozen graph."""
+
+
+def warm_up(
+    graphs: Iterable[Declared | GraphSpec],
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> CacheStats:
+    """Compile every graph ahead of its first use, so that no request has to wait for it.
+
+    ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards.
+    """
+    from rich.progress import track
+
+    specs = [graph if isinstance(graph, GraphSpec) else graph.spec() for graph in graphs]
+    show = sys.stderr.isatty() if progress is None else progress
+    for spec in track(specs, "compiling", console=_console(), disable=not show):
+        compile(spec, device, policy=policy, **options)
+    return cache_stats()
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -23,11 +23,13 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Decision:
-    """A candidate for a step, and what became of it."""
+    """A candidate for a step, and what became of it. ``choice`` is None for what is no plan."""
 
     subject: str
     accepted: bool
     reason: str
+    choice: Choice | None = None
+    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
                 str(outcome.candidate.choice),
                 outcome.accepted,
                 outcome.reason or "first of cuDNN's ranking that builds",
+                outcome.candidate.choice,
+                outcome.workspace_bytes,
             )
             for outcome in outcomes
         )

@@ -23,7 +23,7 @@ from ..ops import OPS
 from ..policy import Policy
 from . import env
 from .known_bad import why_bad
-from .lower import Lowered, first_line, lower
+from .lower import Constant, Lowered, first_line, lower
 
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
@@ -62,21 +62,38 @@ class Outcome:
 
 
 class Plan:
-    """A built plan: ready to execute in the thread that built it."""
+    """A built plan: ready to execute in the thread that built it.
 
-    def __init__(self, lowered: Lowered, index: int, choice: Choice, device_index: int) -> None:
+    ``index`` is its place in the graph's list of plans; None for a plan that was loaded, of which
+    its graph has no other.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        index: int | None,
+        choice: Choice,
+        device_index: int,
+        uids: Sequence[int],
+        constants: Sequence[Constant],
+    ) -> None:
         self.choice = choice
         self.device_index = device_index
-        self.workspace_bytes = int(lowered.graph.get_workspace_size_plan_at_index(index))
-        self._graph = lowered.graph
+        self.workspace_bytes = int(
+            graph.get_workspace_size()
+            if index is None
+            else graph.get_workspace_size_plan_at_index(index)
+        )
+        self._graph = graph
         self._index = index
-        self._uids = (*lowered.uids, *(constant.uid for constant in lowered.constants))
+        self._described = tuple(constants)
+        self._uids = (*uids, *(constant.uid for constant in constants))
         device = torch.device("cuda", device_index)
         self._constants = [
             torch.full((constant.numel,), constant.value, dtype=constant.dtype, device=device)
-            for constant in lowered.constants
+            for constant in constants
         ]
-        self._fast = _fast_call(lowered.graph, self._uids)
+        self._fast = _fast_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """A C array of device pointers: inputs, outputs, then the plan's own constants."""
@@ -86,35 +103,70 @@ class Plan:
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on the handle's stream. ``pointers`` comes from :meth:`pointers`."""
         if self._fast is not None:
-            self._fast(
-                ctypes.addressof(pointers),
-                len(pointers),
-                workspace,
-                handle.backend_handle,
-                self._index,
-            )
+            address = ctypes.addressof(pointers)
+            self._fast(address, len(pointers), workspace, handle.backend_handle)
             return
         pack = dict(zip(self._uids, (pointer or 0 for pointer in pointers), strict=True))
-        self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
+        if self._index is None:
+            self._graph.execute(pack, workspace, handle)
+        else:
+            self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
+
+    def serialize(self) -> bytes:
+        """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""
+        head = {
+            "uids": len(self._uids) - len(self._described),
+            "constants": [
+                [c.uid, c.numel, float(c.value).hex(), str(c.dtype).removeprefix("torch.")]
+                for c in self._described
+            ],
+        }
+        return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
 
 
-def _fast_call(graph: Any, uids: Sequence[int]) -> Any | None:
+def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
+    """A plan from what :meth:`Plan.serialize` gave. The blob holds device code: trust its source.
+
+    Raises :class:`NotSupported` when it cannot be loaded here, or is another engine's.
+    """
+    refuse_during_capture()
+    frontend = env.frontend()
+    handle = env.handle(device_index)
+    try:
+        head, body = blob.split(b"\n", 1)
+        described = json.loads(head)
+        constants = [
+            Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype))
+            for uid, count, value, dtype in described["constants"]
+        ]
+        uids = tuple(range(1, int(described["uids"]) + 1))
+        graph = frontend.pygraph(handle=handle)
+        graph.deserialize(list(body))
+        tag = str(graph.get_plan_name_at_index(0))
+        if re.match(r"eng(\d+)(_|$)", tag) is None or tag.split("_")[0] != f"eng{choice.engine}":
+            raise ValueError(f"it holds {tag}")
+        return Plan(graph, None, choice, device_index, uids, constants)
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError, ValueError, KeyError) as error:
+        raise NotSupported("a serialized plan", [first_line(str(error))], str(error)) from None
+    except (TypeError, AttributeError) as error:
+        raise NotSupported("a serialized plan", [f"malformed: {error}"], str(error)) from None
+
+
+def _fast_call(graph: Any, index: int | None, uids: Sequence[int]) -> Any | None:
     """The binding's raw-pointer call, when it is there and orders tensors as we do; else None."""
     native = getattr(graph, "_lowered_graph", None)
     call = getattr(native, "_execute_with_raw_ptrs", None)
-    plans = getattr(graph, "_plans", None)
-    if native is None or call is None or plans is None:
+    if native is None or call is None:
         return None
     try:
+        # Positions in the frontend's own list and in the native one are told apart by the entry.
+        place = -1 if index is None else int(graph._plans[index].cpp_index)
         native._prepare_variant_pack_template()
         if list(native._get_variant_pack_uids_sorted()) != list(uids):
             return None
     except Exception:
         return None
-    # Positions in the frontend's own list and in the native one are told apart by the plan's entry.
-    return lambda address, count, workspace, handle, index: call(
-        address, count, workspace, handle, plans[index].cpp_index
-    )
+    return lambda address, count, workspace, handle: call(address, count, workspace, handle, place)
 
 
 def propose(lowered: Lowered, frontend: Any) -> list[Candidate]:
@@ -234,7 +286,8 @@ def try_build(
             yield Outcome(candidate, True, "", need)
 
 
-def _refuse_during_capture() -> None:
+def refuse_during_capture() -> None:
+    """Raise :class:`CaptureError` while the current stream is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             "a plan would have to be built while a CUDA graph is being captured; call the "
@@ -274,7 +327,7 @@ def build_first(
 
     Raises :class:`NotSupported` with every candidate's reason when none does.
     """
-    _refuse_during_capture()
+    refuse_during_capture()
     frontend = env.frontend()
     lowered = lower(spec, frontend, handle=env.handle(device_index))
     candidates = propose(lowered, frontend)
@@ -283,7 +336,7 @@ def build_first(
     for outcome in try_build(lowered, candidates, spec, frontend, policy.workspace_limit):
         if outcome.accepted:
             chosen = outcome.candidate
-            plan = Plan(lowered, chosen.index, chosen.choice, device_index)
+            plan = _plan_of(lowered, chosen.index, chosen.choice, device_index)
             failure = _why_no_launch(plan, spec)
             if failure is None:
                 return plan, (*outcomes, outcome)
@@ -298,7 +351,7 @@ def build_first(
 
 def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
     """Build exactly ``choice`` for ``spec``; :class:`NotSupported` when it does not build."""
-    _refuse_during_capture()
+    refuse_during_capture()
     frontend = env.frontend()
     lowered = lower(spec, frontend, handle=env.handle(device_index))
     try:
@@ -310,7 +363,12 @@ def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
         raise NotSupported(
             f"{choice} for graph '{spec.name}'", [first_line(str(error))], str(error)
         ) from None
-    return Plan(lowered, index, choice, device_index)
+    return _plan_of(lowered, index, choice, device_index)
+
+
+def _plan_of(lowered: Lowered, index: int, choice: Choice, device_index: int) -> Plan:
+    graph, uids, constants = lowered.graph, lowered.uids, lowered.constants
+    return Plan(graph, index, choice, device_index, uids, constants)
 
 
 # -- without a device ------------------------------------------------------------------------------

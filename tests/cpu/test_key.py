@@ -237,7 +237,6 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
         "intermediates": "{}",
         "compute_dtype": '"torch.float32"',
         "alignment_bytes": '{"%0": 16, "%1": 16}',
-        "policy.tune": '"heuristic"',
         "policy.allow_tf32": "false",
         "policy.deterministic": "false",
         "policy.workspace_limit": "null",

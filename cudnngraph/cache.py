@@ -1,0 +1,229 @@
+"""Between selection and the store: look a selection up, bring it back, or have it made and keep it.
+
+The tiers, in order: the programs in memory (``runtime.py``), the store (memory, the user's
+directory, the seeds), a build. A record is brought back from its serialized plans, else by
+replaying (engine, knobs); where neither works the record is stale and the graph is built anew. A
+fault of the cache is a miss, never an exception, unless the policy says ``tune="cached"``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plans_cache.lock import LockTimeout
+from plans_cache.record import RecordError, digest, entry_id
+from plans_cache.store import Hit, PlanStore, Stats
+
+from . import settings
+from .backend import env
+from .backend.known_bad import why_bad
+from .backend.plan import Plan, load, replay
+from .errors import NotSupported, PlanNotCached
+from .ir import GraphSpec
+from .key import Key, nearest
+from .policy import Policy
+from .recorded import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
+from .select import Selection
+
+_log = logging.getLogger(__name__)
+
+_stores: dict[Path, PlanStore] = {}
+_lock = threading.Lock()
+
+
+def store() -> PlanStore:
+    """The store of the directory that the settings name."""
+    directory = settings.current().cache_dir
+    with _lock:
+        if directory not in _stores:
+            _stores[directory] = PlanStore(directory)
+        return _stores[directory]
+
+
+# -- counters and hooks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MissInfo:
+    """What a miss hook is told: the graph in one line, its key, and why nothing was found."""
+
+    graph: str
+    key: Key
+    reason: str
+
+
+class Counters:
+    """Lookups by the tier that served them, misses by reason, and time spent; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookups: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.build_ms = 0.0
+        self.load_ms = 0.0
+
+    def served(self, tier: str, *, build_ms: float = 0.0, load_ms: float = 0.0) -> None:
+        """Count one lookup."""
+        with self._lock:
+            self.lookups[tier] += 1
+            self.build_ms += build_ms
+            self.load_ms += load_ms
+
+    def missed(self, reason: str) -> None:
+        """Count one miss."""
+        with self._lock:
+            self.misses[reason] += 1
+
+
+COUNTERS = Counters()
+_hooks: list[Callable[[MissInfo], None]] = []
+
+
+def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
+    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again."""
+    _hooks.append(hook)
+
+    def remove() -> None:
+        if hook in _hooks:
+            _hooks.remove(hook)
+
+    return remove
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How the cache has done in this process.
+
+    ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
+    store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times
+    are in milliseconds. ``workspace_bytes`` is what the pool holds now. ``store`` has the store's
+    own counters.
+    """
+
+    lookups: dict[str, int]
+    misses: dict[str, int]
+    build_ms: float
+    load_ms: float
+    programs: int
+    workspace_bytes: int
+    workspace_high_water_bytes: int
+    store: Stats
+
+
+# -- lookup ----------------------------------------------------------------------------------------
+
+
+def selection_for(
+    spec: GraphSpec,
+    policy: Policy,
+    key: Key,
+    device_index: int,
+    build: Callable[[], Selection],
+) -> tuple[Selection, str]:
+    """The selection for a canonical graph, and the tier that served it.
+
+    Raises :class:`PlanNotCached` where nothing does and ``policy.tune`` is "cached"; what ``build``
+    raises goes through.
+    """
+    environment = env.env_key(device_index)
+    id = entry_id(key.digest, digest(env_components(environment)))
+    plans = store()
+    found = plans.get(id)
+    if isinstance(found, Hit):
+        try:
+            return _restored(found, spec, device_index)
+        except StaleRecord as stale:
+            reason = f"stale: {stale}"
+            plans.remove(id)
+    else:
+        reason = found.reason
+    COUNTERS.missed(reason.split(":")[0])
+    _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
+    for hook in tuple(_hooks):
+        hook(MissInfo(summary(spec), key, reason))
+    if policy.tune == "cached":
+        raise _not_cached(plans, spec, key, reason)
+
+    made: list[Selection] = []
+
+    def make() -> Selection:
+        start = time.perf_counter()
+        made.append(build())
+        COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        return made[-1]
+
+    def record() -> tuple[object, bytes | None]:
+        selection = make()
+        try:
+            blob = pack(selection.built)
+        except RuntimeError as error:
+            _log.info("plans of %s are not serialized: %s", id[:16], error)
+            blob = None
+        return to_record(spec, key, environment, policy, selection), blob
+
+    try:
+        hit = plans.get_or_build(id, record)  # type: ignore[arg-type]
+        if not made:  # another thread or process built it meanwhile
+            return _restored(hit, spec, device_index)
+    except (LockTimeout, RecordError, OSError, StaleRecord) as error:
+        _log.warning("the plan cache is left out for %s: %s", id[:16], error)
+    return (made[-1] if made else make()), "built"
+
+
+def _restored(hit: Hit, spec: GraphSpec, device_index: int) -> tuple[Selection, str]:
+    """A selection from a record. Raises :class:`StaleRecord` when it cannot be had from it."""
+    start = time.perf_counter()
+    steps = steps_of(hit.record, spec)
+    try:
+        parts = None if hit.blob is None else unpack(hit.blob, len(steps))
+    except ValueError as error:
+        _log.info("serialized plans of %s are left out: %s", hit.record.id[:16], error)
+        parts = None
+    how: set[str] = set()
+    plans: list[Plan | None] = []
+    for number, step in enumerate(steps):
+        if step.choice is None:
+            plans.append(None)
+            continue
+        bad = why_bad(step.spec, step.choice.engine, env.cudnn_version())
+        if bad is not None:
+            raise StaleRecord(bad)
+        try:
+            if parts is not None:
+                plans.append(load(parts[number], step.choice, device_index))
+                how.add("serialized")
+                continue
+        except NotSupported as error:
+            _log.info("step %d of %s is replayed: %s", number, hit.record.id[:16], error)
+        try:
+            plans.append(replay(step.spec, step.choice, device_index))
+            how.add("replayed")
+        except NotSupported as error:
+            raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
+    COUNTERS.served(hit.tier, load_ms=(time.perf_counter() - start) * 1e3)
+    word = "cache_hit" if hit.tier == "memory" else "persistent_cache_hit"
+    detail = " and ".join(sorted(how)) or "torch"
+    _log.info("%s %s (%s, %s)", word, hit.record.id[:16], hit.tier, detail)
+    return Selection(steps, tuple(plans)), f"{hit.tier}, {detail}"
+
+
+def _not_cached(plans: PlanStore, spec: GraphSpec, key: Key, reason: str) -> PlanNotCached:
+    ids = {Key(entry.record.key): entry.id for entry in plans.scan() if entry.record is not None}
+    close = nearest(key, ids)
+    if close is None:
+        return PlanNotCached(f"'{summary(spec)}'", f"{reason}, and the cache is empty")
+    other, differences = close
+    if not differences:
+        reason = f"{reason} in this environment; the same graph is there for another"
+    return PlanNotCached(
+        f"'{summary(spec)}'",
+        reason,
+        ids[other],
+        [(d.component, d.a, d.b) for d in differences],
+    )

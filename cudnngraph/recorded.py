@@ -1,0 +1,150 @@
+"""A selection as a plan record, and a record as a selection again.
+
+A record names each step by its nodes in the canonical graph, and its plan by (engine, knobs).
+Coming back, the same cuts are made again and have to lead to the same steps; what does not fit is
+stale.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from plans_cache.record import Candidate, PlanRecord, StepRecord
+
+from .backend.env import EnvKey
+from .backend.plan import Choice, Plan
+from .ir import GraphSpec, print_spec
+from .key import Key, encode
+from .ops import is_default
+from .partition import split
+from .policy import Policy
+from .select import Decision, Selection, StepPlan
+
+
+class StaleRecord(ValueError):
+    """A record whose steps are not those of the graph as it is cut now."""
+
+
+def env_components(env: EnvKey) -> tuple[tuple[str, str], ...]:
+    """The environment's part of a key, as named components in JSON."""
+    return tuple((name, json.dumps(encode(value))) for name, value in asdict(env).items())
+
+
+def summary(spec: GraphSpec) -> str:
+    """The graph in one line: its ops, then the types of what goes in and comes out."""
+    ops = " → ".join(node.op for node in spec.nodes if node.op != "constant")
+    ins = ", ".join(str(spec.tensors[name]) for name in spec.inputs)
+    outs = ", ".join(str(spec.tensors[name]) for name in spec.outputs)
+    return f"{ops}: {ins} → {outs}"
+
+
+def _candidate(decision: Decision) -> Candidate:
+    choice = decision.choice
+    return Candidate(
+        decision.subject,
+        decision.accepted,
+        decision.reason,
+        None if choice is None else choice.engine,
+        () if choice is None else choice.knobs,
+        workspace_bytes=decision.workspace_bytes,
+    )
+
+
+def _decision(candidate: Candidate) -> Decision:
+    choice = None if candidate.engine is None else Choice(candidate.engine, candidate.knobs)
+    return Decision(
+        candidate.subject,
+        candidate.accepted,
+        candidate.reason,
+        choice,
+        candidate.workspace_bytes,
+    )
+
+
+def _step(step: StepPlan) -> StepRecord:
+    spec = step.spec
+    return StepRecord(
+        nodes=tuple(node.name for node in spec.nodes),
+        ops=tuple(node.op for node in spec.nodes),
+        inputs=tuple((name, str(spec.tensors[name])) for name in spec.inputs),
+        outputs=tuple((name, str(spec.tensors[name])) for name in spec.outputs),
+        kind="torch" if step.choice is None else "cudnn",
+        engine=None if step.choice is None else step.choice.engine,
+        knobs=() if step.choice is None else step.choice.knobs,
+        workspace_bytes=step.workspace_bytes,
+        candidates=tuple(map(_candidate, step.decisions)),
+    )
+
+
+def to_record(
+    spec: GraphSpec, key: Key, env: EnvKey, policy: Policy, selection: Selection
+) -> PlanRecord:
+    """The record of a selection for the canonical graph ``spec``."""
+    return PlanRecord(
+        key=key.components,
+        env=env_components(env),
+        summary=summary(spec),
+        graph=print_spec(spec, is_default),
+        steps=tuple(map(_step, selection.steps)),
+        policy=asdict(policy),
+        versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
+        created=time.time(),
+    )
+
+
+def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+    """The steps of a record for the canonical graph ``spec``.
+
+    Raises :class:`StaleRecord` when cutting the graph does not lead to them.
+    """
+    wanted = list(record.steps)
+    found: list[StepPlan] = []
+
+    def walk(part: GraphSpec) -> None:
+        if len(found) == len(wanted):
+            raise StaleRecord(f"the record has {len(wanted)} steps, the graph has more")
+        step = wanted[len(found)]
+        if tuple(node.name for node in part.nodes) == step.nodes:
+            types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
+            if tuple(types) != (*step.inputs, *step.outputs):
+                raise StaleRecord(f"step '{part.name}' has other tensors than in the record")
+            choice = None if step.engine is None else Choice(step.engine, step.knobs)
+            decisions = tuple(map(_decision, step.candidates))
+            found.append(StepPlan(part, choice, step.workspace_bytes, decisions))
+            return
+        pieces = split(part)
+        if pieces is None:
+            raise StaleRecord(f"op '{part.name}' is in no step of the record")
+        for piece in pieces:
+            walk(piece)
+
+    walk(spec)
+    if len(found) != len(wanted):
+        raise StaleRecord(f"the record has {len(wanted)} steps, the graph has {len(found)}")
+    return tuple(found)
+
+
+def pack(plans: Sequence[Plan | None]) -> bytes:
+    """The serialized plans of a selection, one after the other, each behind its length."""
+    parts = [b"" if plan is None else plan.serialize() for plan in plans]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def unpack(blob: bytes, count: int) -> list[bytes]:
+    """The parts of what :func:`pack` made of ``count`` plans. Raises ValueError when it is not."""
+    parts, place = [], 0
+    for _ in range(count):
+        size = int.from_bytes(blob[place : place + 8], "little")
+        part = blob[place + 8 : place + 8 + size]
+        if len(blob) < place + 8 or len(part) != size:
+            raise ValueError("the serialized plans are cut short")
+        parts.append(part)
+        place += 8 + size
+    if place != len(blob):
+        raise ValueError("the serialized plans hold more than the record's steps")
+    return parts
