@@ -1,5 +1,6 @@
 """plans_cache: stored plan choices and pooled workspaces, on the standard library alone."""
 
+from .lock import LockTimeout
 from .record import (
     SCHEMA_VERSION,
     BlobRef,
@@ -10,6 +11,7 @@ from .record import (
     entry_id,
     from_json,
 )
+from .store import Entry, Hit, Miss, PlanStore, Stats
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -20,4 +22,10 @@ __all__ = [
     "StepRecord",
     "entry_id",
     "from_json",
+    "Entry",
+    "Hit",
+    "Miss",
+    "PlanStore",
+    "Stats",
+    "LockTimeout",
 ]

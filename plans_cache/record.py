@@ -147,7 +147,7 @@ class PlanRecord:
             text = json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(f"record cannot be written: {error}") from None
-        from_json(text)
+        from_json(text.encode())
         return text
 
     def with_blob(self, blob: bytes | None) -> PlanRecord:

@@ -1,0 +1,133 @@
+"""Files in folders of the user's own: whole or not there, and never through somebody's link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+TEMPORARY = ".tmp"  # how the names of files that are being written end
+
+_NEVER_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+)
+Identity = tuple[int, int, int]
+
+
+class Refused(OSError):
+    """A path that is there and is not safe to use."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} {why}")
+
+
+def _user() -> int | None:
+    return os.geteuid() if hasattr(os, "geteuid") else None
+
+
+def check_private(directory: Path) -> None:
+    """Raise :class:`Refused` unless this user owns ``directory`` and nobody else may write to it.
+
+    It may be a link that the user, or root, has set. FileNotFoundError where nothing is.
+    """
+    link, found = os.lstat(directory), os.stat(directory)
+    if not stat.S_ISDIR(found.st_mode):
+        raise Refused(directory, "is not a directory")
+    user = _user()
+    if user is None:
+        return
+    if found.st_uid != user or link.st_uid not in (user, 0):
+        owner = found.st_uid if found.st_uid != user else link.st_uid
+        raise Refused(directory, f"belongs to user {owner}, this is user {user}")
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        raise Refused(directory, f"has mode {mode:04o}: others may write to it; chmod go-w it")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise :class:`Refused` unless ``folder`` is a directory itself, not a link, and the user's.
+
+    FileNotFoundError where nothing is.
+    """
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise Refused(folder, "is not a directory")
+    if found.st_uid not in (_user(), 0) and _user() is not None:
+        raise Refused(folder, f"belongs to user {found.st_uid}")
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, made with mode 0700 where it is not there, and checked."""
+    with suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    check_folder(folder)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """``os.open`` with mode 0600 that raises :class:`Refused` for a link."""
+    try:
+        return os.open(path, flags | _NEVER_FOLLOW, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise Refused(path, "is a symbolic link") from None
+        raise
+
+
+def read(path: Path, limit_bytes: int) -> bytes:
+    """All of a regular file; :class:`Refused` for anything else, or over the limit."""
+    # Without O_NONBLOCK a planted FIFO would hold the reader for good.
+    with open(open_own(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(path, "is not a regular file")
+        if _user() is not None and found.st_uid not in (_user(), 0):
+            raise Refused(path, f"belongs to user {found.st_uid}")
+        data = file.read(limit_bytes + 1) if found.st_size <= limit_bytes else b""
+        if max(found.st_size, len(data)) > limit_bytes:
+            raise Refused(path, f"is over {limit_bytes} bytes long")
+        return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``: after a crash at any moment it is the old file or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(6)}{TEMPORARY}")
+    file = open_own(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with open(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    with suppress(OSError):  # some file systems cannot sync a directory, Windows cannot open one
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def identity(path: Path) -> Identity:
+    """What tells one file at a path from the next; of a link itself, not of where it leads."""
+    found = os.lstat(path)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def move_aside(path: Path, seen: Identity, target: Path) -> bool:
+    """Move the file that was ``seen`` at ``path`` to ``target``; whether that was done.
+
+    A file that a writer has put in its place meanwhile stays where it is.
+    """
+    os.replace(path, target)
+    if identity(target) == seen:
+        return True
+    with suppress(FileExistsError):
+        os.link(target, path, follow_symlinks=False)
+    os.unlink(target)
+    return False

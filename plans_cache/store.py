@@ -1,0 +1,598 @@
+"""The store of plan records: memory, then the user's directory, then the seeds that ship.
+
+An entry is one JSON file, ``v1/<first two of id>/<id>.json``, and optionally a blob beside it. The
+record says what the blob must be, so a blob of another time is noticed and left out. A fault of the
+disk, or of what lies on it, is a miss or an entry that stays in memory, never an exception, unless
+the store is strict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from . import files
+from .lock import FileLock, LockTimeout, ThreadLocks
+from .record import MAX_RECORD_BYTES, SCHEMA_VERSION, PlanRecord, RecordError, from_json
+
+MAX_BLOB_BYTES = 256 << 20
+QUARANTINE_KEPT = 64
+STALE_S = 3600.0  # no write takes so long: older temporary files are left over
+PACKAGED_SEEDS = Path(__file__).with_name("seeds")
+_OVERHEAD_BYTES = 512  # of an entry in memory, besides its text and blob
+
+Tier = Literal["memory", "disk", "seed", "built"]
+Reason = Literal["absent", "corrupt", "unreadable", "refused"]
+
+_logger = logging.getLogger("plans_cache")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A record and the tier that served it; ``blob_problem`` says why its blob is left out."""
+
+    record: PlanRecord
+    blob: bytes | None
+    tier: Tier
+    blob_problem: str = ""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """No record, and why.
+
+    "absent": none is there. "corrupt": it was damaged, or another key's, and is in quarantine.
+    "unreadable": the file could not be read. "refused": the directory cannot be used.
+    """
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why."""
+
+    id: str
+    tier: Tier
+    path: str | None
+    record: PlanRecord | None
+    record_bytes: int
+    blob_bytes: int
+    age_s: float
+    problem: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.record_bytes + self.blob_bytes
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store has done in this process, and what its memory holds now."""
+
+    hits: dict[str, int]
+    misses: dict[str, int]
+    entries: int
+    bytes: int
+    evictions: int
+    writes: int
+    write_failures: int
+    quarantined: int
+    blobs_rejected: int
+    built: int
+    build_ms: float
+    load_ms: float
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """An entry in memory: as text, so that its size is known. A record of it is larger."""
+
+    text: bytes
+    blob: bytes | None
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.text) + len(self.blob or b"") + _OVERHEAD_BYTES
+
+
+class _Memory:
+    """The entries used last, as many as both bounds allow. The caller holds a lock."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self.entries: OrderedDict[str, _Kept] = OrderedDict()
+        self.bytes = 0
+        self.evictions = 0
+
+    def get(self, id: str) -> _Kept | None:
+        kept = self.entries.get(id)
+        if kept is not None:
+            self.entries.move_to_end(id)
+        return kept
+
+    def put(self, id: str, kept: _Kept) -> None:
+        self.pop(id)
+        self.entries[id] = kept
+        self.bytes += kept.size_bytes
+        while len(self.entries) > self._max_entries or self.bytes > self._max_bytes:
+            self.pop(next(iter(self.entries)))
+            self.evictions += 1
+
+    def pop(self, id: str) -> bool:
+        kept = self.entries.pop(id, None)
+        if kept is not None:
+            self.bytes -= kept.size_bytes
+        return kept is not None
+
+
+def _is_id(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{16,128}", text) is not None
+
+
+def _checked(id: str) -> str:
+    if not _is_id(id):
+        raise ValueError(f"{id!r:.140} is no id: expected 16 to 128 hexadecimal digits")
+    return id
+
+
+def _record_of(id: str, text: bytes) -> PlanRecord:
+    record = from_json(text)
+    if record.id != id:
+        raise RecordError(f"record: is that of entry {record.id}, not {id}")
+    return record
+
+
+class PlanStore:
+    """Records by id (:attr:`PlanRecord.id`), for all threads of a process and all processes.
+
+    ``directory`` None keeps everything in memory. ``seeds`` is a folder of ``<id>.json``, in it or
+    one level down; None for none. ``max_entries`` and ``max_bytes`` bound the memory. ``clock``
+    gives seconds since 1970. A ``strict`` store raises where another goes on without the disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        seeds: Path | None = PACKAGED_SEEDS,
+        max_entries: int = 4096,
+        max_bytes: int = 64 << 20,
+        clock: Callable[[], float] = time.time,
+        strict: bool = False,
+        lock_timeout_s: float = 600.0,
+    ) -> None:
+        self.directory = directory
+        self.strict = strict
+        self._seeds = seeds
+        self._seed_paths: dict[str, Path] | None = None
+        self._clock = clock
+        self._lock_timeout_s = lock_timeout_s
+        self._memory = _Memory(max_entries, max_bytes)
+        self._counts: Counter[str] = Counter()
+        self._load_s = self._build_s = 0.0
+        self._warned = False
+        self._reset_locks()
+        _stores.add(self)
+
+    def _reset_locks(self) -> None:
+        """New locks, as a forked child needs them: the old may be held by threads it lacks."""
+        self._mutex = threading.Lock()
+        self._building = ThreadLocks()
+        self._memory.bytes = sum(kept.size_bytes for kept in self._memory.entries.values())
+
+    # -- the interface -------------------------------------------------------------------------
+
+    def get(self, id: str) -> Hit | Miss:
+        """The entry ``id`` from the first tier that has it. ValueError where ``id`` is none."""
+        return self._count(id, self._look_up(id))
+
+    def put(self, record: PlanRecord, blob: bytes | None = None) -> bool:
+        """Keep ``record`` under its id, with ``blob`` beside it; whether it is on disk now."""
+        try:
+            if len(blob or b"") > MAX_BLOB_BYTES:
+                blob = None  # it can be built again from the record
+            text = record.with_blob(blob).to_json().encode()
+        except RecordError as error:
+            self._add("write_failures")
+            self._fault(error)
+            return False
+        self._keep(record.id, text, blob)
+        if self.directory is None:
+            return False
+        try:
+            path = self._path(record.id, make=True)
+            if blob is not None:
+                files.write(path.with_suffix(".blob"), blob)
+            files.write(path, text)  # this makes it an entry
+            if blob is None:
+                path.with_suffix(".blob").unlink(missing_ok=True)
+        except OSError as error:
+            self._add("write_failures")
+            self._fault(error)
+            return False
+        self._add("writes")
+        return True
+
+    @contextmanager
+    def building(self, id: str) -> Iterator[None]:
+        """Hold the right to build entry ``id``, alone among all threads and processes.
+
+        Look again once it is held: who held it before may have built the entry. Not reentrant.
+        :class:`LockTimeout` when it is not had in time. Where the directory cannot be used it
+        holds among the threads of this process alone.
+        """
+        deadline = time.monotonic() + self._lock_timeout_s
+        with self._building.hold(_checked(id), self._lock_timeout_s):
+            lock = None
+            if self.directory is not None:
+                try:
+                    path = self._path(id, make=True).with_suffix(".lock")
+                    lock = FileLock(path, max(0.0, deadline - time.monotonic()))
+                except LockTimeout:
+                    raise
+                except OSError as error:
+                    self._fault(error)
+            try:
+                yield
+            finally:
+                if lock is not None:
+                    lock.release()
+
+    def get_or_build(self, id: str, build: Callable[[], tuple[PlanRecord, bytes | None]]) -> Hit:
+        """The entry ``id``, built and kept by ``build()`` where no tier has it.
+
+        One caller builds at a time; the others wait and take what it made. What ``build`` raises
+        goes to its caller, and the next one in line builds. Counts as one lookup.
+        """
+        found = self._look_up(id)
+        if isinstance(found, Hit):
+            self._count(id, found)
+            return found
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.building(id))
+            except LockTimeout as error:  # its holder may be stopped: better built twice than never
+                self._fault(error, "a plan is built beside another builder")
+            else:
+                found = self._look_up(id)
+            self._count(id, found)
+            if isinstance(found, Hit):
+                return found
+            start = time.perf_counter()
+            record, blob = build()
+            self._build_s += time.perf_counter() - start
+            self._add("built")
+            if record.id != id:
+                raise ValueError(f"asked to build entry {id}, built {record.id}")
+            self.put(record, blob)
+            return Hit(record.with_blob(blob), blob, "built")
+
+    def scan(self) -> Iterator[Entry]:
+        """Every entry of every tier, the one that :meth:`get` would serve where several have it.
+
+        What is damaged goes into quarantine and comes as an entry with a ``problem``. Blobs are not
+        read.
+        """
+        seen = set()
+        for path in self._files(".json"):
+            found = self._from_disk(path.stem, blob=False)
+            if isinstance(found, Miss):
+                if found.reason != "absent":  # removed while this was going on
+                    yield Entry(path.stem, "disk", str(path), None, 0, 0, 0.0, found.detail)
+                continue
+            hit, text = found
+            seen.add(path.stem)
+            blob_bytes = 0
+            with suppress(OSError):
+                blob_bytes = os.lstat(path.with_suffix(".blob")).st_size
+            age_s = self._age_s(hit.record)
+            yield Entry(path.stem, "disk", str(path), hit.record, len(text), blob_bytes, age_s)
+        with self._mutex:
+            in_memory = [item for item in self._memory.entries.items() if item[0] not in seen]
+        for id, kept in in_memory:
+            seen.add(id)
+            record = from_json(kept.text)
+            age_s = self._age_s(record)
+            blob_bytes = len(kept.blob or b"")
+            yield Entry(id, "memory", None, record, len(kept.text), blob_bytes, age_s)
+        for id, path in self._seeds_by_id().items():
+            if id in seen:
+                continue
+            found = self._from_seed(id)
+            if isinstance(found, Miss):
+                yield Entry(id, "seed", str(path), None, 0, 0, 0.0, found.detail)
+            else:
+                hit, text = found
+                age_s = self._age_s(hit.record)
+                yield Entry(id, "seed", str(path), hit.record, len(text), 0, age_s)
+
+    def prune(
+        self,
+        predicate: Callable[[Entry], bool] | None = None,
+        *,
+        older_than_s: float | None = None,
+        max_total_bytes: int | None = None,
+    ) -> list[Entry]:
+        """Remove entries that ``predicate`` holds for, or that are older, then the oldest ones
+        until the rest is small enough; also what killed writers left. Returns what was removed.
+
+        Seeds are not touched.
+        """
+        kept: list[Entry] = []
+        removed: list[Entry] = []
+        for entry in self.scan():
+            if entry.tier == "seed" or entry.record is None:
+                continue
+            old = older_than_s is not None and entry.age_s > older_than_s
+            (removed if old or (predicate and predicate(entry)) else kept).append(entry)
+        if max_total_bytes is not None:
+            kept.sort(key=lambda entry: (entry.age_s, entry.id))
+            total = sum(entry.size_bytes for entry in kept)
+            while kept and total > max_total_bytes:
+                total -= kept[-1].size_bytes
+                removed.append(kept.pop())
+        self._remove_left_over()
+        return [entry for entry in removed if self.remove(entry.id)]
+
+    def remove(self, id: str) -> bool:
+        """Forget entry ``id`` in memory and on disk; whether there was one."""
+        with self._mutex:
+            found = self._memory.pop(_checked(id))
+        if self.directory is None:
+            return found
+        try:
+            path = self._path(id)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                found = True
+            path.with_suffix(".blob").unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._fault(error, "an entry is not removed")
+        return found
+
+    def clear_memory(self) -> None:
+        """Forget what is in memory; the disk keeps its entries."""
+        with self._mutex:
+            self._memory.entries.clear()
+            self._memory.bytes = 0
+
+    def stats(self) -> Stats:
+        """The counters as they stand."""
+        with self._mutex:
+            counts = dict(self._counts)
+            memory = self._memory
+            entries, size_bytes, evictions = len(memory.entries), memory.bytes, memory.evictions
+        by = {
+            kind: {
+                name.removeprefix(f"{kind}."): count
+                for name, count in sorted(counts.items())
+                if name.startswith(f"{kind}.")
+            }
+            for kind in ("hit", "miss")
+        }
+        return Stats(
+            hits=by["hit"],
+            misses=by["miss"],
+            entries=entries,
+            bytes=size_bytes,
+            evictions=evictions,
+            writes=counts.get("writes", 0),
+            write_failures=counts.get("write_failures", 0),
+            quarantined=counts.get("quarantined", 0),
+            blobs_rejected=counts.get("blobs_rejected", 0),
+            built=counts.get("built", 0),
+            build_ms=self._build_s * 1e3,
+            load_ms=self._load_s * 1e3,
+        )
+
+    @property
+    def quarantine(self) -> Path | None:
+        """The folder that damaged files are moved into."""
+        return None if self.directory is None else self.directory / "quarantine"
+
+    # -- lookup --------------------------------------------------------------------------------
+
+    def _look_up(self, id: str) -> Hit | Miss:
+        with self._mutex:
+            kept = self._memory.get(_checked(id))
+        if kept is not None:
+            return Hit(from_json(kept.text), kept.blob, "memory")
+        start = time.perf_counter()
+        found = self._from_disk(id)
+        if isinstance(found, Miss) and id in self._seeds_by_id():
+            seed = self._from_seed(id)
+            found = seed if isinstance(seed, tuple) or found.reason == "absent" else found
+        self._load_s += time.perf_counter() - start
+        if isinstance(found, Miss):
+            return found
+        hit, text = found
+        self._keep(id, text, hit.blob)
+        return hit
+
+    def _from_disk(self, id: str, *, blob: bool = True) -> tuple[Hit, bytes] | Miss:
+        absent = Miss("absent", f"no entry {id}")
+        if self.directory is None:
+            return absent
+        try:
+            path = self._path(id)
+        except FileNotFoundError:
+            return absent
+        except OSError as error:
+            self._fault(error)
+            return Miss("refused", str(error))
+        try:
+            seen = files.identity(path)
+            text = files.read(path, MAX_RECORD_BYTES)
+            record = _record_of(id, text)
+        except FileNotFoundError:
+            return absent
+        except (files.Refused, RecordError) as error:
+            self._set_aside(path, seen, error)
+            if self.strict:
+                raise
+            return Miss("corrupt", str(error))
+        except OSError as error:
+            self._fault(error)
+            return Miss("unreadable", str(error))
+        data, problem = self._read_blob(path, record) if blob else (None, "")
+        return Hit(record, data, "disk", problem), text
+
+    def _read_blob(self, path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
+        if record.blob is None:
+            return None, ""
+        problem = ""
+        try:
+            data = files.read(path.with_suffix(".blob"), MAX_BLOB_BYTES)
+            if len(data) != record.blob.size_bytes:
+                problem = f"blob has {len(data)} bytes, the record says {record.blob.size_bytes}"
+            elif hashlib.sha256(data).hexdigest() != record.blob.sha256:
+                problem = "blob does not match the record's sha256"
+        except FileNotFoundError:
+            problem = "blob is missing"
+        except OSError as error:
+            problem = f"blob cannot be read: {error}"
+        if not problem:
+            return data, ""
+        self._add("blobs_rejected")
+        _logger.debug("blob_rejected %s: %s", path.stem, problem)
+        return None, problem
+
+    def _seeds_by_id(self) -> dict[str, Path]:
+        if self._seed_paths is None:
+            paths = [] if self._seeds is None else sorted(self._seeds.glob("*.json"))
+            paths += [] if self._seeds is None else sorted(self._seeds.glob("*/*.json"))
+            self._seed_paths = {path.stem: path for path in paths if _is_id(path.stem)}
+        return self._seed_paths
+
+    def _from_seed(self, id: str) -> tuple[Hit, bytes] | Miss:
+        path = self._seeds_by_id()[id]
+        try:
+            text = path.read_bytes()
+            return Hit(_record_of(id, text), None, "seed"), text
+        except (OSError, RecordError) as error:
+            self._fault(error, "a seed is left out")
+            return Miss("corrupt", f"seed {path.name}: {error}")
+
+    def _keep(self, id: str, text: bytes, blob: bytes | None) -> None:
+        with self._mutex:
+            self._memory.put(id, _Kept(text, blob))
+
+    # -- the directory -------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> Path:
+        """Of this schema alone: a program of another one neither reads it nor clears it."""
+        assert self.directory is not None
+        return self.directory / f"v{SCHEMA_VERSION}"
+
+    def _path(self, id: str, *, make: bool = False) -> Path:
+        """Where entry ``id`` is kept, in folders that have been checked. OSError where none is."""
+        assert self.directory is not None
+        folder = self._root / id[:2]
+        if make:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        files.check_private(self.directory)
+        for part in (self._root, folder):
+            if make:
+                files.make_folder(part)
+            else:
+                files.check_folder(part)
+        return folder / f"{id}.json"
+
+    def _files(self, *suffixes: str) -> Iterator[Path]:
+        """The files of entries, in order of their ids."""
+        if self.directory is None:
+            return
+        try:
+            files.check_private(self.directory)
+            for folder in sorted(self._root.iterdir()):
+                if not re.fullmatch("[0-9a-f]{2}", folder.name):
+                    continue
+                files.check_folder(folder)
+                for path in sorted(folder.iterdir()):
+                    id = path.name.lstrip(".").split(".")[0]
+                    ours = path.name == id + path.suffix or path.suffix == files.TEMPORARY
+                    if path.suffix in suffixes and ours and _is_id(id) and id[:2] == folder.name:
+                        yield path
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._fault(error, "entries are left out")
+
+    def _remove_left_over(self) -> None:
+        """Remove what a killed writer leaves: a temporary file, or a blob without its record."""
+        for path in self._files(files.TEMPORARY, ".blob"):
+            with suppress(OSError):
+                whole = path.suffix == ".blob" and path.with_suffix(".json").exists()
+                if not whole and self._clock() - os.lstat(path).st_mtime > STALE_S:
+                    os.unlink(path)
+
+    def _set_aside(self, path: Path, seen: files.Identity, problem: Exception) -> None:
+        """Move a damaged file into quarantine, which keeps the last :data:`QUARANTINE_KEPT`."""
+        folder = self.quarantine
+        assert folder is not None
+        try:
+            files.make_folder(folder)
+            if not files.move_aside(path, seen, folder / f"{time.time_ns():020d}-{path.name}"):
+                return
+            self._add("quarantined")
+            _logger.info("quarantined %s: %s", path.name, problem)
+            for old in sorted(folder.iterdir())[:-QUARANTINE_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # the damaged file stays where it is: a miss each time
+            _logger.debug("quarantine of %s: %s", path, error)
+
+    # -- counters, log, faults -----------------------------------------------------------------
+
+    def _age_s(self, record: PlanRecord) -> float:
+        return max(0.0, self._clock() - record.created)  # a clock may have been set back
+
+    def _add(self, name: str) -> None:
+        with self._mutex:
+            self._counts[name] += 1
+
+    def _count(self, id: str, found: Hit | Miss) -> Hit | Miss:
+        if isinstance(found, Hit):
+            self._add(f"hit.{found.tier}")
+            word = "cache_hit" if found.tier == "memory" else "persistent_cache_hit"
+            _logger.debug("%s %s %s", word, id, found.tier)
+        else:
+            self._add(f"miss.{found.reason}")
+            _logger.debug("cache_miss %s %s: %s", id, found.reason, found.detail)
+        return found
+
+    def _fault(self, error: Exception, result: str = "plans are kept in memory only") -> None:
+        """Go on after a fault of the cache: one warning, then the log's debug level."""
+        if self.strict:
+            raise error
+        with self._mutex:
+            first, self._warned = not self._warned, True
+        _logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", result, error)
+
+
+_stores: weakref.WeakSet[PlanStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._reset_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
