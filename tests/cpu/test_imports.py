@@ -22,6 +22,8 @@ LAYERS = (
     ("validate", "reference", "partition"),
     ("graph", "backend"),
     ("grad", "importer", "timing", "select"),
+    ("recorded",),
+    ("cache",),
     ("runtime",),
     ("explain", "functional", "torch_ops"),
     ("nn", "fuse"),
@@ -31,7 +33,16 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Inside a function, so that the cycle is closed only when it is called: (importing, imported).
 LATE = {("graph", "runtime")}
-MAY_USE_STORE = {"runtime", "cli"}
+# Which modules of plans_cache a part may import; a part that is not here may import none.
+MAY_USE_STORE = {
+    "recorded": {"record"},
+    "cache": {"record", "store", "lock"},
+    "runtime": {"workspace"},
+    "cli": {"", "record", "store"},
+}
+# Within plans_cache: a module may import those of lower layers. "" is the package itself.
+STORE_LAYERS = (("record", "files", "workspace"), ("lock",), ("store",), ("",))
+STORE_LAYER = {part: number for number, parts in enumerate(STORE_LAYERS) for part in parts}
 
 
 def _files(package: str) -> list[Path]:
@@ -110,14 +121,33 @@ def test_the_backend_imports_cudnn_late() -> None:
     assert all(found)
 
 
-def test_only_runtime_and_cli_touch_the_cache() -> None:
-    users = {
-        _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for path in _files("cudnngraph")
-        if any(module.split(".")[0] == "plans_cache" for module, _ in _imports(path))
-    }
-    assert "runtime" in users
-    assert users <= MAY_USE_STORE
+def _of_store(module: str) -> str | None:
+    """``plans_cache.store`` → ``store``, the package itself → "", any other module → None."""
+    package, _, rest = module.partition(".")
+    return rest if package == "plans_cache" else None
+
+
+@pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_upper_parts_touch_the_store(path: Path) -> None:
+    mine = _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    used = {_of_store(module) for module, _ in _imports(path)} - {None}
+    assert used <= MAY_USE_STORE.get(mine, set())
+
+
+def test_the_rule_above_is_not_empty() -> None:
+    for part in ("recorded", "cache", "runtime"):
+        used = {_of_store(module) for module, _ in _imports(ROOT / f"cudnngraph/{part}.py")}
+        assert used - {None} == MAY_USE_STORE[part]
+
+
+@pytest.mark.parametrize("path", _files("plans_cache"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_modules_of_the_store_import_one_way(path: Path) -> None:
+    mine = "" if path.stem == "__init__" else path.stem
+    assert mine in STORE_LAYER, f"{mine} has no layer: give it one in this test"
+    for module, _ in _imports(path):
+        theirs = _of_store(module)
+        if theirs is not None:
+            assert STORE_LAYER[theirs] < STORE_LAYER[mine], f"{mine} imports {module}"
 
 
 @pytest.mark.parametrize("path", _files("plans_cache"), ids=lambda p: str(p.relative_to(ROOT)))
