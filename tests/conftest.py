@@ -1,8 +1,16 @@
-"""What all tiers share: tables that tests hand to the end of pytest's output."""
+"""What all tiers share: a cache directory of the tests' own, tables at the end of the output."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
+
+# Before any settings are read, and for the processes that tests start: no test touches the cache
+# of whoever runs it. Removed when the process ends.
+_CACHE = tempfile.TemporaryDirectory(prefix="cudnngraph-tests-")
+os.environ["CUDNNGRAPH_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
