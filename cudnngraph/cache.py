@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plans_cache.lock import LockTimeout
-from plans_cache.record import RecordError, digest, entry_id
+from plans_cache.record import PlanRecord, RecordError, digest, entry_id
 from plans_cache.store import Hit, PlanStore, Stats
 
 from . import settings
 from .backend import env
+from .backend.env import EnvKey
 from .backend.known_bad import why_bad
 from .backend.plan import Plan, load, replay
 from .errors import NotSupported, PlanNotCached
@@ -86,7 +87,10 @@ _hooks: list[Callable[[MissInfo], None]] = []
 
 
 def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
-    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again."""
+    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
+
+    What a hook raises is logged and goes no further.
+    """
     _hooks.append(hook)
 
     def remove() -> None:
@@ -140,15 +144,19 @@ def selection_for(
             return _restored(found, spec, device_index)
         except StaleRecord as stale:
             reason = f"stale: {stale}"
-            plans.remove(id)
     else:
         reason = found.reason
     COUNTERS.missed(reason.split(":")[0])
     _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
     for hook in tuple(_hooks):
-        hook(MissInfo(summary(spec), key, reason))
+        try:
+            hook(MissInfo(summary(spec), key, reason))
+        except Exception:
+            _log.exception("a miss hook failed")
     if policy.tune == "cached":
-        raise _not_cached(plans, spec, key, reason)
+        raise _not_cached(plans, spec, key, environment, reason)
+    if isinstance(found, Hit):
+        plans.remove(id)
 
     made: list[Selection] = []
 
@@ -158,20 +166,23 @@ def selection_for(
         COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
         return made[-1]
 
-    def record() -> tuple[object, bytes | None]:
+    def record() -> tuple[PlanRecord, bytes | None]:
         selection = make()
         try:
             blob = pack(selection.built)
-        except RuntimeError as error:
+        except Exception as error:  # the frontend's own errors have no common base
             _log.info("plans of %s are not serialized: %s", id[:16], error)
             blob = None
         return to_record(spec, key, environment, policy, selection), blob
 
     try:
-        hit = plans.get_or_build(id, record)  # type: ignore[arg-type]
+        hit = plans.get_or_build(id, record)
         if not made:  # another thread or process built it meanwhile
             return _restored(hit, spec, device_index)
-    except (LockTimeout, RecordError, OSError, StaleRecord) as error:
+    except StaleRecord as stale:  # a seed, or a file that cannot be removed
+        _log.info("%s is stale and stays: %s", id[:16], stale)
+        plans.put(*record())
+    except (LockTimeout, RecordError, OSError) as error:
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
     return (made[-1] if made else make()), "built"
 
@@ -213,17 +224,24 @@ def _restored(hit: Hit, spec: GraphSpec, device_index: int) -> tuple[Selection, 
     return Selection(steps, tuple(plans)), f"{hit.tier}, {detail}"
 
 
-def _not_cached(plans: PlanStore, spec: GraphSpec, key: Key, reason: str) -> PlanNotCached:
-    ids = {Key(entry.record.key): entry.id for entry in plans.scan() if entry.record is not None}
-    close = nearest(key, ids)
+def _not_cached(
+    plans: PlanStore, spec: GraphSpec, key: Key, environment: EnvKey, reason: str
+) -> PlanNotCached:
+    """The error that names the entry of the most similar graph, in the most similar environment."""
+    stored = [(Key(r.key), Key(r.env)) for r in (entry.record for entry in plans.scan()) if r]
+    close = nearest(key, (graph for graph, _ in stored))
     if close is None:
         return PlanNotCached(f"'{summary(spec)}'", f"{reason}, and the cache is empty")
     other, differences = close
-    if not differences:
+    here = Key(env_components(environment))
+    there = nearest(here, (place for graph, place in stored if graph == other))
+    assert there is not None
+    where, elsewhere = there
+    if elsewhere and not differences:
         reason = f"{reason} in this environment; the same graph is there for another"
     return PlanNotCached(
         f"'{summary(spec)}'",
         reason,
-        ids[other],
-        [(d.component, d.a, d.b) for d in differences],
+        entry_id(other.digest, where.digest),
+        [(d.component, d.a, d.b) for d in (*differences, *elsewhere)],
     )

@@ -85,8 +85,9 @@ class CaptureError(CudnnGraphError, RuntimeError):
 class PlanNotCached(CudnnGraphError, LookupError):
     """``tune="cached"`` and no plan in the cache.
 
-    ``differences`` names each component of the key in which the nearest entry differs, as
-    (component, wanted, stored); it is empty when there is no entry at all.
+    ``differences`` names each component of the graph's key and of the environment in which the
+    nearest entry differs, as (component, wanted, stored); it is empty when there is no entry at
+    all, or when the entry itself is stale.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PlanNotCached(CudnnGraphError, LookupError):
         self.nearest = nearest
         self.differences = tuple(differences)
         lines = [f"no plan for {subject} in the cache: {reason}"]
-        if nearest:
+        if self.differences:
             lines.append(f"the nearest entry is {nearest[:16]}; it differs in:")
             lines += [
                 f"  - {name}: wanted {wanted}, stored {stored}"
