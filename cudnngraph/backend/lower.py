@@ -51,17 +51,32 @@ class Constant:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Alias:
+    """A second tensor over the memory of the graph's input at ``position``.
+
+    Attention of a tensor with itself needs it: cuDNN crashes where one tensor stands at several of
+    q, k and v (seen on 9.19).
+    """
+
+    uid: int
+    position: int
+
+
+Extra = Constant | Alias
+
+
 @dataclass
 class Lowered:
     """A frontend graph ready for planning.
 
-    ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``constants``
+    ``uids`` are those of the spec's inputs and outputs, in that order, ascending; ``extras``
     follow.
     """
 
     graph: Any
     uids: tuple[int, ...]
-    constants: tuple[Constant, ...]
+    extras: tuple[Extra, ...]
 
 
 class _Refused(Exception):
@@ -244,7 +259,7 @@ class Context:
     spec: GraphSpec
     view: _View
     values: dict[str, Any] = field(default_factory=dict)
-    constants: list[Constant] = field(default_factory=list)
+    extras: list[Extra] = field(default_factory=list)
     scalars: dict[float, Any] = field(default_factory=dict)
 
     def dtype(self, dtype: torch.dtype) -> Any:
@@ -280,10 +295,23 @@ class Context:
             self.scalars[value] = self.constant([1] * self.view.seen_rank, value, torch.float32)
         return self.scalars[value]
 
+    def _next_uid(self) -> int:
+        return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
+
+    def alias(self, name: str) -> Any:
+        """Another tensor over the memory of input ``name``."""
+        uid, tensor = self._next_uid(), self.spec.tensors[name]
+        self.extras.append(Alias(uid, self.spec.inputs.index(name)))
+        dims, strides = self.view.dims(*_placed(self.spec, name))
+        kind = self.dtype(tensor.dtype)
+        return self.graph.tensor(
+            dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"
+        )
+
     def constant(self, shape: list[int], value: float, dtype: torch.dtype) -> Any:
         """A tensor of one value that the plan provides."""
-        uid = len(self.spec.inputs) + len(self.spec.outputs) + len(self.constants) + 1
-        self.constants.append(Constant(uid, numel(shape), value, dtype))
+        uid = self._next_uid()
+        self.extras.append(Constant(uid, numel(shape), value, dtype))
         return self.graph.tensor(
             dim=shape,
             stride=list(channels_last_strides(shape)),
@@ -340,6 +368,11 @@ def _convolution(transposed: bool) -> Rule:
 
 def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
     q, k, v, mask, seq_q, seq_kv = ctx.operands(node)
+    names = [str(name) for name in node.inputs[:3]]
+    if any(name not in ctx.spec.inputs for name in names):
+        raise _Refused("attention of what the same graph computes")
+    k = ctx.alias(names[1]) if names[1] == names[0] else k
+    v = ctx.alias(names[2]) if names[2] in names[:2] else v
     q_spec = ctx.spec.tensors[str(node.inputs[0])]
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
@@ -611,7 +644,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
     total = len(spec.inputs) + len(spec.outputs)
-    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.constants))
+    return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
 
 
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:

@@ -23,7 +23,7 @@ from ..ops import OPS
 from ..policy import Policy
 from . import env
 from .known_bad import why_bad
-from .lower import Constant, Lowered, first_line, lower
+from .lower import Alias, Constant, Extra, Lowered, first_line, lower
 
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
@@ -75,7 +75,7 @@ class Plan:
         choice: Choice,
         device_index: int,
         uids: Sequence[int],
-        constants: Sequence[Constant],
+        extras: Sequence[Extra],
     ) -> None:
         self.choice = choice
         self.device_index = device_index
@@ -86,19 +86,25 @@ class Plan:
         )
         self._graph = graph
         self._index = index
-        self._described = tuple(constants)
-        self._uids = (*uids, *(constant.uid for constant in constants))
+        self._extras = tuple(extras)
+        self._uids = (*uids, *(extra.uid for extra in extras))
         device = torch.device("cuda", device_index)
-        self._constants = [
-            torch.full((constant.numel,), constant.value, dtype=constant.dtype, device=device)
-            for constant in constants
-        ]
+        self._constants = {
+            extra.uid: torch.full((extra.numel,), extra.value, dtype=extra.dtype, device=device)
+            for extra in extras
+            if isinstance(extra, Constant)
+        }
         self._fast = _fast_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
-        """A C array of device pointers: inputs, outputs, then the plan's own constants."""
-        own = [constant.data_ptr() for constant in self._constants]
-        return (ctypes.c_void_p * len(self._uids))(*tensors, *own)
+        """A C array of device pointers: inputs, outputs, then what the plan adds to them."""
+        added = [
+            tensors[extra.position]
+            if isinstance(extra, Alias)
+            else self._constants[extra.uid].data_ptr()
+            for extra in self._extras
+        ]
+        return (ctypes.c_void_p * len(self._uids))(*tensors, *added)
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on the handle's stream. ``pointers`` comes from :meth:`pointers`."""
@@ -115,10 +121,13 @@ class Plan:
     def serialize(self) -> bytes:
         """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""
         head = {
-            "uids": len(self._uids) - len(self._described),
+            "choice": str(self.choice),
+            "uids": len(self._uids) - len(self._extras),
+            "aliases": [[e.uid, e.position] for e in self._extras if isinstance(e, Alias)],
             "constants": [
-                [c.uid, c.numel, float(c.value).hex(), str(c.dtype).removeprefix("torch.")]
-                for c in self._described
+                [e.uid, e.numel, float(e.value).hex(), str(e.dtype).removeprefix("torch.")]
+                for e in self._extras
+                if isinstance(e, Constant)
             ],
         }
         return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
@@ -135,17 +144,18 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
     try:
         head, body = blob.split(b"\n", 1)
         described = json.loads(head)
-        constants = [
+        if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
+            raise ValueError(f"it holds {described['choice']}")
+        extras: list[Extra] = [
             Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype))
             for uid, count, value, dtype in described["constants"]
         ]
+        extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
+        extras.sort(key=lambda extra: extra.uid)
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)
         graph.deserialize(list(body))
-        tag = str(graph.get_plan_name_at_index(0))
-        if re.match(r"eng(\d+)(_|$)", tag) is None or tag.split("_")[0] != f"eng{choice.engine}":
-            raise ValueError(f"it holds {tag}")
-        return Plan(graph, None, choice, device_index, uids, constants)
+        return Plan(graph, None, choice, device_index, uids, extras)
     except (frontend.cudnnGraphNotSupportedError, RuntimeError, ValueError, KeyError) as error:
         raise NotSupported("a serialized plan", [first_line(str(error))], str(error)) from None
     except (TypeError, AttributeError) as error:
@@ -367,8 +377,7 @@ def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
 
 
 def _plan_of(lowered: Lowered, index: int, choice: Choice, device_index: int) -> Plan:
-    graph, uids, constants = lowered.graph, lowered.uids, lowered.constants
-    return Plan(graph, index, choice, device_index, uids, constants)
+    return Plan(lowered.graph, index, choice, device_index, lowered.uids, lowered.extras)
 
 
 # -- without a device ------------------------------------------------------------------------------

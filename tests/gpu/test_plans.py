@@ -230,3 +230,15 @@ def test_a_plan_that_builds_and_does_not_launch_is_passed_over() -> None:
     wide["w"] = given["w"].double().cpu()
     want = torch.nn.functional.conv2d(wide["x"], wide["w"], padding=1)
     numerics.check(exe(**given)[:1], want, torch.float16)
+
+
+def test_attention_of_a_tensor_with_itself() -> None:
+    g = cg.Graph("itself")
+    q = g.input("q", (2, 4, 64, 64), torch.float16)
+    g.output("o", g.sdpa(q, q, q))
+    exe = g.compile("cuda")
+    assert [step.choice is not None for step in exe.steps] == [True]
+    given = tensors(exe)
+    wide = given["q"].double().cpu()
+    want = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
+    numerics.check(exe(**given), want, torch.float16)
