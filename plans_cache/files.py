@@ -79,16 +79,19 @@ def open_own(path: Path, flags: int) -> int:
 def read(path: Path, limit_bytes: int) -> bytes:
     """All of a regular file; :class:`Refused` for anything else, or over the limit."""
     # Without O_NONBLOCK a planted FIFO would hold the reader for good.
-    with open(open_own(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        found = os.fstat(file.fileno())
+    file = open_own(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise Refused(path, "is not a regular file")
         if _user() is not None and found.st_uid not in (_user(), 0):
             raise Refused(path, f"belongs to user {found.st_uid}")
-        data = file.read(limit_bytes + 1) if found.st_size <= limit_bytes else b""
-        if max(found.st_size, len(data)) > limit_bytes:
+        if found.st_size > limit_bytes:
             raise Refused(path, f"is over {limit_bytes} bytes long")
-        return data
+        with open(file, "rb", closefd=False) as stream:
+            return stream.read(limit_bytes)
+    finally:
+        os.close(file)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -44,7 +44,7 @@ class ThreadLocks:
             slot.users += 1
         try:
             if not slot.lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
-                raise LockTimeout(f"{name}: held by another thread for over {timeout_s:.3g} s")
+                raise LockTimeout(f"{name}: held by another thread for over {timeout_s:g} s")
             try:
                 yield
             finally:
@@ -111,7 +111,7 @@ class FileLock:
                 raise
             os.close(self._file)  # held by another process, or the file of a holder that let go
             if time.monotonic() >= deadline:
-                raise LockTimeout(f"{path}: held by another process for over {timeout_s:.3g} s")
+                raise LockTimeout(f"{path}: held by another process for over {timeout_s:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

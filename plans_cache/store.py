@@ -126,6 +126,8 @@ class _Memory:
 
     def put(self, id: str, kept: _Kept) -> None:
         self.pop(id)
+        if kept.size_bytes > self._max_bytes:
+            return
         self.entries[id] = kept
         self.bytes += kept.size_bytes
         while len(self.entries) > self._max_entries or self.bytes > self._max_bytes:
@@ -235,13 +237,12 @@ class PlanStore:
         :class:`LockTimeout` when it is not had in time. Where the directory cannot be used it
         holds among the threads of this process alone.
         """
-        deadline = time.monotonic() + self._lock_timeout_s
         with self._building.hold(_checked(id), self._lock_timeout_s):
             lock = None
             if self.directory is not None:
                 try:
                     path = self._path(id, make=True).with_suffix(".lock")
-                    lock = FileLock(path, max(0.0, deadline - time.monotonic()))
+                    lock = FileLock(path, self._lock_timeout_s)
                 except LockTimeout:
                     raise
                 except OSError as error:
