@@ -1,0 +1,238 @@
+"""``cudnngraph plan-dump``: the plans that are kept, as a table, in full, or as a picture.
+
+Reads records alone: it needs neither a GPU nor the cuDNN library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cudnngraph.cli import draw, entries
+from cudnngraph.cli.entries import (
+    COLUMNS,
+    FIELDS,
+    CacheError,
+    Stored,
+    UsageError,
+    age_text,
+    bytes_text,
+    clean,
+    ops_of,
+    parse_filter,
+    plan_text,
+    time_text,
+)
+from cudnngraph.cli.table import plain_table, print_table
+from plans_cache import Candidate, StepRecord
+
+JSON_SCHEMA = 1
+"""Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
+
+_STYLES = {"memory": "green", "disk": "green", "seed": "cyan", "torch": "yellow"}
+# What a terminal that is too narrow does without, first come first gone.
+_EXPENDABLE = ("layout", "age", "cudnn", "shapes", "dtype", "workspace", "gpu", "tier")
+_BAR_WIDTH = 30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``plan-dump`` and its arguments."""
+    parser = subparsers.add_parser(
+        "plan-dump",
+        help="show the plans that are kept in the cache",
+        description="Show the plans that are kept in the cache. Needs no GPU and no cuDNN.",
+        epilog=entries.EXIT_CODES + " An empty cache is no failure.",
+    )
+    parser.add_argument("id", nargs="?", metavar="ID", help="the entries whose id begins so")
+    parser.add_argument(
+        "--full",
+        metavar="ID",
+        help="one entry with its graph as code, every candidate, and its key",
+    )
+    parser.add_argument(
+        "--graph",
+        type=Path,
+        metavar="FILE",
+        help="draw the entry ID, its steps as boxes, into FILE.svg or FILE.dot",
+    )
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="TEXT|FIELD=VALUE",
+        help=f"entries that hold the text, or whose field does; repeatable; {', '.join(FIELDS)}, "
+        "or a knob (TILE_SIZE=2)",
+    )
+    parser.add_argument(
+        "--sort", choices=tuple(FIELDS), default="id", metavar="FIELD", help="default: id"
+    )
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--seeds",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with the records that ship with the package (default)",
+    )
+    entries.add_directory(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for; see the parser's epilog for the exit code."""
+    try:
+        return _run(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    conditions = [parse_filter(text) for text in args.filter]
+    if args.graph is not None and (args.id is None or args.graph.suffix not in draw.FORMATS):
+        raise UsageError("--graph needs an ID, and a file that ends in .svg or .dot")
+    if args.full is not None and (args.id is not None or args.graph is not None):
+        raise UsageError("--full takes the ID itself, and no other")
+    place = entries.directory(args)
+    found, damaged = entries.scan(entries.open_store(place, seeds=args.seeds))
+    for entry in damaged:
+        print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
+    code = 1 if damaged else 0
+    if args.full is not None:
+        _print_full(entries.find(found, args.full.lower()), args.json)
+        return code
+    if args.graph is not None:
+        _draw(entries.find(found, args.id.lower()), args.graph)
+        return code
+    if args.id is not None:
+        conditions.append(lambda entry: entry.id.startswith(args.id.lower()))
+    shown = [entry for entry in found if all(holds(entry) for holds in conditions)]
+    shown.sort(key=lambda entry: entry.id)
+    shown.sort(key=FIELDS[args.sort].order, reverse=args.reverse)
+    if args.json:
+        body = {
+            "schema": JSON_SCHEMA,
+            "directory": str(place),
+            "entries": [entry.to_dict() for entry in shown],
+            "damaged": [{"id": e.id, "path": e.path, "problem": e.problem} for e in damaged],
+        }
+        print(json.dumps(body, indent=2))
+    elif shown:
+        _print_table(shown)
+        print(_count(shown, len(found), place))
+    else:
+        what = "matches" if conditions and found else "is"
+        print(f"no plan {what} in {place}")
+    return 1 if conditions and not shown else code
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def _print_table(shown: Sequence[Stored]) -> None:
+    columns = list(COLUMNS)
+    rows = [[FIELDS[name].text(entry) for name in columns] for entry in shown]
+    left_out = []
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        for name in _EXPENDABLE:
+            if _drawn_width(columns, rows) <= width:
+                break
+            index = columns.index(name)
+            left_out.append(columns.pop(index))
+            for row in rows:
+                del row[index]
+    print_table(columns, rows, styles=_STYLES)
+    if left_out:
+        print(f"too narrow for {', '.join(left_out)}: pipe it, or --json")
+
+
+def _drawn_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters that the table takes when it is drawn; the last column may be folded to 24."""
+    lines = [columns, *rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    return sum(widths[:-1]) + min(widths[-1], 24) + 3 * len(columns) + 1
+
+
+def _count(shown: Sequence[Stored], total: int, place: Path) -> str:
+    size = sum(entry.entry.size_bytes for entry in shown)
+    of = f" of {total}" if len(shown) < total else ""
+    return f"{len(shown)}{of} plan{'s' * (total != 1)}, {bytes_text(size)}, in {place}"
+
+
+# -- one entry -------------------------------------------------------------------------------------
+
+
+def _print_full(entry: Stored, as_json: bool) -> None:
+    record = entry.record
+    if as_json:
+        body: dict[str, Any] = {
+            "schema": JSON_SCHEMA,
+            "entry": entry.to_dict(),
+            "record": json.loads(record.to_json()),
+        }
+        print(json.dumps(body, indent=2))
+        return
+    stored = entry.entry
+    blob = f", blob {bytes_text(stored.blob_bytes)}" if stored.blob_bytes else ", no blob"
+    print(f"{entry.id}")
+    print(clean(record.summary))
+    print(f"{entry.gpu}, cuDNN {entry.cudnn}, frontend {entry.env.get('frontend_version', '?')}")
+    print(f"{stored.tier}, {age_text(stored.age_s)} old, {bytes_text(stored.record_bytes)}{blob}")
+    print(f"workspace {bytes_text(record.workspace_bytes)}, time {time_text(record.time_us)}")
+    print()
+    print("\n".join(clean(line) for line in record.graph.split("\n")))
+    for number, step in enumerate(record.steps, 1):
+        print(f"\nstep {number} of {len(record.steps)}: {' → '.join(ops_of(step))}")
+        print(f"  {plan_text(step)}", end=", ")
+        print(f"workspace {bytes_text(step.workspace_bytes)}, time {time_text(step.time_us)}")
+        if step.candidates:
+            text = plain_table(["", "time", "", "workspace", "candidate", "reason"], _rows(step))
+            print("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
+    for title, pairs in (("key", record.key), ("environment", record.env)):
+        print(f"\n{title} {(record.key_digest if title == 'key' else record.env_digest)[:16]}")
+        for name, value in pairs:
+            print(f"  {clean(name)}: {clean(value)}")
+    print("\nversions " + ", ".join(f"{clean(n)} {clean(v)}" for n, v in record.versions.items()))
+
+
+def _rows(step: StepRecord) -> list[list[str]]:
+    """Candidates that were measured, fastest first, then the others in their own order."""
+    ordered = sorted(step.candidates, key=lambda c: (c.time_us is None, c.time_us or 0.0))
+    slowest = max((c.time_us for c in step.candidates if c.time_us is not None), default=0.0)
+    return [_row(candidate, slowest) for candidate in ordered]
+
+
+def _row(candidate: Candidate, slowest_us: float) -> list[str]:
+    subject = clean(candidate.subject)
+    if candidate.engine is not None and str(candidate.engine) not in subject:
+        subject += f" (engine {candidate.engine})"
+    need = candidate.workspace_bytes
+    return [
+        "taken" if candidate.accepted else "",
+        time_text(candidate.time_us),
+        bar(candidate.time_us, slowest_us),
+        "-" if need is None else bytes_text(need),
+        subject,
+        clean(candidate.reason),
+    ]
+
+
+def bar(time_us: float | None, slowest_us: float) -> str:
+    """A bar as long as ``time_us`` is of ``slowest_us``: at least one character, empty for None."""
+    if time_us is None or slowest_us <= 0:
+        return ""
+    return "█" * max(1, round(_BAR_WIDTH * time_us / slowest_us))
+
+
+def _draw(entry: Stored, file: Path) -> None:
+    text = draw.FORMATS[file.suffix](entry.record)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CacheError(f"{file} cannot be written: {error.strerror}") from None
+    print(f"{entry.short_id} drawn into {file}")
