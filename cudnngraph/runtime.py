@@ -22,7 +22,13 @@ from plans_cache.workspace import WorkspacePool
 
 from . import cache, reference, settings
 from .backend import env
-from .backend.plan import Plan, build_first, refuse_during_capture, replay
+from .backend.plan import (
+    Plan,
+    build_first,
+    multiplies_float32,
+    refuse_during_capture,
+    replay,
+)
 from .cache import CacheStats
 from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
@@ -41,9 +47,10 @@ _PROGRAMS_KEPT = 1024
 def _torch_allows_tf32(spec: GraphSpec) -> bool:
     """torch's own switches: cuDNN's for convolutions (on by default), matmul's for attention (off).
 
-    A graph with both may use TF32 where both allow it.
+    A graph with both may use TF32 where both allow it; one that multiplies no float32 has no use
+    for it, and keys alike whatever the switches say.
     """
-    ops = {node.op for node in spec.nodes}
+    ops = {node.op for node in spec.nodes} if multiplies_float32(spec) else set()
     newer: Any = torch.backends
     allowed = []
     if ops & {"conv", "conv_transpose"}:

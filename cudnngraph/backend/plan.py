@@ -243,7 +243,7 @@ def readable_reasons(message: str) -> list[str]:
     ]
 
 
-def _multiplies_float32(spec: GraphSpec) -> bool:
+def multiplies_float32(spec: GraphSpec) -> bool:
     """Whether an anchor reads float32. 16-bit data loses nothing in tensor cores, and pointwise
     engines carry the same notes without rounding anything."""
     return any(
@@ -258,7 +258,7 @@ def restrict(lowered: Lowered, spec: GraphSpec, policy: Policy, frontend: Any) -
     """Bar the plans that the policy rules out. Call after :func:`propose`."""
     notes = frontend.numerical_note
     barred = []
-    if not policy.allow_tf32 and _multiplies_float32(spec):
+    if not policy.allow_tf32 and multiplies_float32(spec):
         # On float32 data a plan with tensor cores rounds to TF32 (10 bits of mantissa).
         barred += [notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS, notes.REDUCED_PRECISION_REDUCTION]
         barred += [notes.FFT, notes.WINOGRAD]

@@ -64,6 +64,15 @@ def test_attention_follows_torchs_switch_for_matmuls(switch: bool, tf32_switch: 
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@pytest.mark.parametrize("switch", [True, False])
+def test_the_switch_says_nothing_of_16_bit_data(switch: bool, tf32_switch: object) -> None:
+    g = cg.Graph("g")
+    x, w = g.input("x", (1, 2, 4), torch.float16), g.input("w", (2, 2, 3), torch.float16)
+    g.output("y", g.conv(x, w))
+    torch.backends.cudnn.allow_tf32 = switch
+    assert g.compile("cpu").policy.allow_tf32 is False
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_policy_that_says_so_overrides_the_switch(asked: bool, tf32_switch: object) -> None:
     torch.backends.cudnn.allow_tf32 = not asked
