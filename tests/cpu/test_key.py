@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.key import Key, diff, encode, graph_key
-from tests.samples import enumerate_cases
+from cudnngraph.ir import GraphSpec
+from cudnngraph.key import Difference, Key, diff, encode, graph_key, nearest
+from tests.samples import Case, enumerate_cases
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLICY = cg.Policy(allow_tf32=False)
@@ -158,6 +159,10 @@ def test_each_field_of_the_policy_is_a_component_of_its_own(field: str, value: A
     assert a.digest != b.digest
 
 
+def test_how_a_plan_is_found_is_not_in_the_key() -> None:
+    assert key_of(block(), replace(POLICY, tune="cached")) == key_of(block())
+
+
 def test_the_promised_alignment_is_in_the_key() -> None:
     a, b = key_of(block()), key_of(block(), alignment_bytes={"x": 4})
     (difference,) = diff(a, b)
@@ -249,6 +254,18 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
 def test_a_component_that_only_one_key_has_is_named() -> None:
     a, b = Key((("ops", "1"), ("x", "2"))), Key((("ops", "1"), ("y", "3")))
     assert [(d.component, d.a, d.b) for d in diff(a, b)] == [("x", "2", None), ("y", None, "3")]
+
+
+def test_the_nearest_key_differs_in_the_fewest_components() -> None:
+    def of(**parts: str) -> Key:
+        return Key(tuple(parts.items()))
+
+    key = of(ops="1", inputs="2", outputs="3")
+    far, near = of(ops="1", inputs="8", outputs="9"), of(ops="7", inputs="2", outputs="3")
+    same_distance = of(ops="6", inputs="2", outputs="3")
+    assert nearest(key, []) is None
+    assert nearest(key, iter([far, near, same_distance])) == (near, (Difference("ops", "1", "7"),))
+    assert nearest(key, [near, key]) == (key, ())
 
 
 class Colour(enum.Enum):
@@ -372,3 +389,139 @@ def test_random_graphs_keep_their_key_through_renaming_the_spec(
     spec = random_graph(steps).spec()
     renamed = spec.rename({name: f"other_{name}" for name in spec.tensors})
     assert graph_key(spec, POLICY) == graph_key(renamed, POLICY)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, data=st.data())
+def test_random_graphs_keep_their_key_when_independent_ops_change_places(
+    steps: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    wants = []  # for each step, the places of the values it reads
+    for place, (op, first, second) in enumerate(steps):
+        read = (first,) if op in UNARY else (first, second)
+        wants.append([number % (3 + place) for number in read])
+    g = cg.Graph("reordered")
+    made = {i: g.input(f"t{i}", (2, 4), F32) for i in data.draw(st.permutations(range(3)))}
+    rest = set(range(len(steps)))
+    while rest:
+        ready = sorted(place for place in rest if made.keys() >= set(wants[place]))
+        place = data.draw(st.sampled_from(ready))
+        made[3 + place] = getattr(g, steps[place][0])(*(made[i] for i in wants[place]))
+        rest.remove(place)
+    total = made[0]
+    for place in range(1, 3 + len(steps)):
+        total = g.add(total, made[place])
+    g.output("out", total)
+    assert key_of(g) == key_of(random_graph(steps))
+
+
+# -- every single change to every sample -----------------------------------------------------------
+
+CASES = enumerate_cases()
+
+
+def other(value: Any) -> Iterator[Any]:
+    """Values that are almost ``value``; of a tuple, each with one item changed."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+    elif isinstance(value, float):
+        yield math.nextafter(value, math.inf)
+    elif isinstance(value, str):
+        yield value + "_"
+    elif isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from ((*value[:place], new, *value[place + 1 :]) for new in other(item))
+        yield (*value, 1)
+    else:
+        assert value is None, f"no change is known for {value!r}"
+        yield 0
+
+
+def changes(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
+    """The graph with one attribute, dim, stride or dtype changed, and the component that tells."""
+    for place, node in enumerate(spec.nodes):
+        for number, (name, value) in enumerate(node.attrs):
+            for new in other(value):
+                attrs = (*node.attrs[:number], (name, new), *node.attrs[number + 1 :])
+                changed = replace(node, attrs=attrs)
+                nodes = (*spec.nodes[:place], changed, *spec.nodes[place + 1 :])
+                yield "ops", replace(spec, nodes=nodes)
+    for name, tensor in spec.tensors.items():
+        component = (
+            "inputs"
+            if name in spec.inputs
+            else "outputs"
+            if name in spec.outputs
+            else "intermediates"
+        )
+        dtype = torch.int8 if tensor.dtype != torch.int8 else torch.uint8
+        variants = [replace(tensor, dtype=dtype)]
+        variants += [replace(tensor, shape=shape) for shape in other(tensor.shape)]
+        variants += [replace(tensor, stride=stride) for stride in other(tensor.stride)]
+        for variant in variants:
+            yield component, replace(spec, tensors={**spec.tensors, name: variant})
+    dtype = F16 if spec.compute_dtype != F16 else F32
+    yield "compute_dtype", replace(spec, compute_dtype=dtype)
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=st.sampled_from(CASES))
+def test_every_change_to_a_sample_changes_one_component(case: Case) -> None:
+    spec = case.build().spec()
+    key = graph_key(spec, POLICY)
+    seen = {key.digest}
+    for component, changed in changes(spec):
+        now = graph_key(changed, POLICY)
+        assert [difference.component for difference in diff(key, now)] == [component]
+        assert now.digest not in seen, "two changes gave one key"
+        seen.add(now.digest)
+    assert len(seen) > 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=st.sampled_from(CASES), alignment=st.sampled_from([1, 2, 4, 8, 32, 256]))
+def test_every_alignment_of_a_sample_is_in_its_key(case: Case, alignment: int) -> None:
+    spec = case.build().spec()
+    names = (*spec.inputs, *spec.outputs)
+    keys = {graph_key(spec, POLICY, alignment_bytes={name: alignment}).digest for name in names}
+    assert len(keys | {graph_key(spec, POLICY).digest}) == len(names) + 1
+
+
+POLICIES = st.builds(
+    cg.Policy,
+    tune=st.sampled_from(["heuristic", "cached"]),
+    allow_tf32=st.booleans(),
+    deterministic=st.booleans(),
+    workspace_limit=st.none() | st.integers(0, 3),
+    fallback=st.sampled_from(["partition", "error"]),
+)
+
+
+@given(a=POLICIES, b=POLICIES)
+def test_policies_share_a_key_if_they_differ_in_how_a_plan_is_found_alone(
+    a: cg.Policy, b: cg.Policy
+) -> None:
+    spec = block().spec()
+    differ = [f"policy.{f.name}" for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+    found = [difference.component for difference in diff(graph_key(spec, a), graph_key(spec, b))]
+    assert found == [name for name in differ if name != "policy.tune"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=st.sampled_from(CASES), data=st.data())
+def test_no_name_and_no_order_of_a_sample_is_in_its_key(case: Case, data: st.DataObject) -> None:
+    spec = case.build().spec()
+    tensors = sorted(spec.tensors)
+    mixed = data.draw(st.permutations(tensors))
+    renamed = spec.rename(dict(zip(tensors, mixed, strict=True)))
+    nodes = data.draw(st.permutations(renamed.nodes))
+    same = replace(
+        renamed,
+        name="other",
+        tensors={name: renamed.tensors[name] for name in data.draw(st.permutations(tensors))},
+        nodes=tuple(replace(node, name=f"n{number}") for number, node in enumerate(nodes)),
+        inputs=tuple(data.draw(st.permutations(renamed.inputs))),
+    )
+    assert graph_key(same, POLICY) == graph_key(spec, POLICY)
