@@ -41,6 +41,19 @@ def test_a_policy_cannot_be_changed() -> None:
         cg.Policy().deterministic = True  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("tune", ["heuristic", "cached"])
+def test_how_a_plan_is_found_does_not_change_what_it_is_cached_by(tune: str) -> None:
+    exe = graph().compile("cpu", tune=tune)
+    assert exe.policy.tune == tune
+    assert exe.key == graph().compile("cpu").key
+
+
+@pytest.mark.parametrize("tune", ["fastest", "", "Cached", None, True])
+def test_another_tune_is_refused(tune: object) -> None:
+    with pytest.raises(cg.PolicyError, match="is unknown; expected 'heuristic' or 'cached'"):
+        cg.Policy(tune=tune)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("switch", [True, False])
 def test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent(
     switch: bool, tf32_switch: object
