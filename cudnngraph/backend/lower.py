@@ -260,7 +260,7 @@ class Context:
     view: _View
     values: dict[str, Any] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
-    scalars: dict[float, Any] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """The frontend's name of a dtype."""
@@ -291,9 +291,10 @@ class Context:
 
     def scalar(self, value: float) -> Any:
         """A number baked into the graph."""
-        if value not in self.scalars:
-            self.scalars[value] = self.constant([1] * self.view.seen_rank, value, torch.float32)
-        return self.scalars[value]
+        name = float(value).hex()  # 0.0 and -0.0 are two numbers
+        if name not in self.scalars:
+            self.scalars[name] = self.constant([1] * self.view.seen_rank, value, torch.float32)
+        return self.scalars[name]
 
     def _next_uid(self) -> int:
         return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
