@@ -114,7 +114,8 @@ VARIABLES: tuple[Variable, ...] = (
         field="cache_dir",
         type_text="absolute path",
         default_text="`$XDG_CACHE_HOME/cudnngraph`, else `~/.cache/cudnngraph`",
-        meaning="Directory that plans are kept in between processes.",
+        meaning="Directory that plans are kept in between processes; it must be this user's own, "
+        "and nobody else may write to it.",
         parse=_absolute_path,
         default=_default_cache_dir,
     ),

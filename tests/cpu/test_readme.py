@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import cudnngraph as cg
 from cudnngraph import cli, settings
@@ -125,6 +127,16 @@ def test_the_wrong_graph_gives_the_message_that_the_readme_shows() -> None:
     with pytest.raises(cg.GraphError) as caught:
         exec(compile(code, "README.md", "exec"), {})
     assert str(caught.value) + "\n" == shown
+
+
+def test_the_lines_on_the_plan_cache_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(section("The plan cache"), "python")
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (2, 3), torch.float64).relu())
+    names: dict[str, Any] = {"cg": cg, "graphs": [g]}
+    exec(compile(code, "README.md", "exec"), names)
+    names["remove"]()
+    assert capsys.readouterr().out.startswith("{'")
 
 
 # -- links and commands ----------------------------------------------------------------------------
