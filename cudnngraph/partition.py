@@ -125,10 +125,10 @@ def _additive_mask(spec: GraphSpec, node: Node) -> tuple[GraphSpec, ...] | None:
     mask, data = spec.tensors[node.inputs[3]], spec.tensors[str(node.inputs[0])].dtype
     if mask.dtype != torch.bool or data not in LOW_PRECISION:
         return None
-    added = TensorSpec(f"{mask.name}_added", mask.shape, contiguous_strides(mask.shape), data)
+    label = f"{mask.name}_of_{node.results[0]}"  # another attention may share the mask
+    added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
     scalars = {
-        name: TensorSpec(name, (), (), torch.float32)
-        for name in (f"{mask.name}_keep", f"{mask.name}_drop")
+        name: TensorSpec(name, (), (), torch.float32) for name in (f"{label}_keep", f"{label}_drop")
     }
     keep, drop = scalars
     convert = GraphSpec(

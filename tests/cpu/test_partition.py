@@ -174,6 +174,19 @@ def test_branches_that_do_not_touch_are_pieces_of_their_own() -> None:
     assert sorted(ops(piece) for piece in once(g.spec())) == [["conv"], ["exp"], ["relu"], ["tanh"]]
 
 
+def test_attentions_that_share_a_mask_share_no_converted_one() -> None:
+    """Steps hand tensors on by name: the same name in two dtypes would be read as the wrong one."""
+    g = cg.Graph("g")
+    mask = g.input("mask", (1, 1, 8, 8), torch.bool)
+    for number, dtype in enumerate((torch.float16, torch.bfloat16)):
+        q = g.input(f"q{number}", (2, 4, 8, 8), dtype)
+        g.output(f"o{number}", g.sdpa(q, q, q, mask))
+    pieces = [step for piece in split(g.spec()) or () for step in split(piece) or ()]
+    assert len(pieces) == 4
+    made = [name for piece in pieces for name in piece.outputs]
+    assert len(made) == len(set(made))
+
+
 def test_a_boolean_mask_of_attention_becomes_an_additive_one() -> None:
     g = cg.Graph("g")
     q, k, v = (g.input(name, (1, 2, 8, 16), F16) for name in "qkv")
