@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-
-os.environ.setdefault("CUDNNGRAPH_CACHE_DIR", tempfile.mkdtemp(prefix="cudnngraph-"))
 
 HERE = Path(__file__).parent
 
