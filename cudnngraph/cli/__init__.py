@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from cudnngraph.backend.env import distribution_version
-from cudnngraph.cli import doctor, explain, plan_dump
+from cudnngraph.cli import doctor, explain, plan_dump, plans
 from cudnngraph.errors import CudnnGraphError
 
 
@@ -26,7 +26,7 @@ class Command(Protocol):
         """Do the command's job and answer with the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (doctor, explain, plan_dump)
+COMMANDS: tuple[Command, ...] = (doctor, explain, plan_dump, plans)
 
 
 class _Parser(argparse.ArgumentParser):

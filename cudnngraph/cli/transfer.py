@@ -1,0 +1,187 @@
+"""Records in a file, for a fleet: one JSON object on each line, nothing of which is executed.
+
+The first line is :data:`HEAD`. Then comes each record, as ``plans_cache.record`` writes and checks
+it; behind a record may stand its serialized plans, in base64. Those hold device code, so they are
+left out, and dropped again on the way in, unless the user says that the source is trusted. The id
+of an entry is computed from the record; no name in the file is used for anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from cudnngraph.cli.entries import CacheError, Stored, clean
+from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
+from plans_cache.record import MAX_RECORD_BYTES
+from plans_cache.store import MAX_BLOB_BYTES
+
+HEAD = b'{"cudnngraph_plans":1}'
+MAX_FILE_BYTES = 4 << 30
+_BLOB = b'{"blob":"'
+_BLOB_END = b'"}'
+_MAX_BLOB_LINE_BYTES = len(_BLOB) + -(-MAX_BLOB_BYTES // 3) * 4 + len(_BLOB_END)
+
+
+# -- out -------------------------------------------------------------------------------------------
+
+
+def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: bool) -> int:
+    """Write ``entries`` into ``file``, which is whole or not there; how many went with a blob."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
+    blobs = 0
+    try:
+        with open(temporary, "xb") as stream:
+            stream.write(HEAD + b"\n")
+            for entry in entries:
+                blob = _blob_of(store, entry) if with_blobs else None
+                body = json.loads(entry.record.with_blob(blob).to_json())
+                line = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+                stream.write(line.encode() + b"\n")
+                if blob is not None:
+                    stream.write(_BLOB + base64.b64encode(blob) + _BLOB_END + b"\n")
+                    blobs += 1
+        os.replace(temporary, file)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
+    return blobs
+
+
+def _blob_of(store: PlanStore, entry: Stored) -> bytes | None:
+    found = store.get(entry.id)
+    return found.blob if isinstance(found, Hit) else None
+
+
+# -- in --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What became of the records of a file, each list by id; ``problems`` says what was refused."""
+
+    new: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # what is here is newer, or as old
+    blobs: int = 0
+    blobs_dropped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def import_(
+    store: PlanStore, file: Path, *, trust_blobs: bool = False, replace: bool = False
+) -> Report:
+    """Put the records of ``file`` into ``store``. A record that is none is reported and left out.
+
+    What is in the store stays where it is as new or newer, unless ``replace``.
+    """
+    report = Report()
+    try:
+        with open(file, "rb") as stream:
+            _import(store, stream, report, trust_blobs, replace)
+    except OSError as error:
+        raise CacheError(f"{file} cannot be read: {error.strerror or error}") from None
+    return report
+
+
+def _import(
+    store: PlanStore, stream: BinaryIO, report: Report, trust_blobs: bool, replace: bool
+) -> None:
+    if stream.readline(len(HEAD) + 2).rstrip() != HEAD:
+        raise CacheError("not a file of plans: its first line is not " + HEAD.decode())
+    waiting: PlanRecord | None = None  # for the blob that may follow it
+    for number, line, whole in _lines(stream, trust_blobs):
+        if line.startswith(_BLOB):
+            if waiting is None:
+                report.problems.append(f"line {number}: a blob without a record before it")
+                continue
+            blob = None
+            if not trust_blobs:
+                report.blobs_dropped += 1
+            else:
+                blob, problem = _checked_blob(line if whole else b"", waiting)
+                if problem:
+                    report.problems.append(f"line {number}: {problem}; the record is kept")
+            _put(store, waiting, blob, report, replace)
+            waiting = None
+            continue
+        if waiting is not None:
+            _put(store, waiting, None, report, replace)
+            waiting = None
+        if not whole:
+            report.problems.append(f"line {number}: over {MAX_RECORD_BYTES} bytes long")
+            continue
+        try:
+            waiting = from_json(line)
+        except RecordError as error:
+            report.problems.append(f"line {number}: {clean(str(error))}")
+    if waiting is not None:
+        _put(store, waiting, None, report, replace)
+
+
+def _lines(stream: BinaryIO, blobs: bool) -> Iterator[tuple[int, bytes, bool]]:
+    """Number, beginning, and whether that is all of it, of each line that is not empty.
+
+    A line is held in memory up to the length of a record, or of a blob where those are wanted.
+    """
+    number, read = 1, len(HEAD)
+    while line := stream.readline(MAX_RECORD_BYTES + 2):
+        number += 1
+        if blobs and line.startswith(_BLOB) and not line.endswith(b"\n"):
+            line += stream.readline(_MAX_BLOB_LINE_BYTES + 1 - len(line))
+        read += len(line)
+        limit = _MAX_BLOB_LINE_BYTES if line.startswith(_BLOB) else MAX_RECORD_BYTES
+        tail = line
+        while tail and not tail.endswith(b"\n"):
+            tail = stream.readline(1 << 20)
+            read += len(tail)
+            if read > MAX_FILE_BYTES:
+                break
+        if read > MAX_FILE_BYTES:
+            raise CacheError(f"the file is over {MAX_FILE_BYTES >> 30} GiB long")
+        line, ended = line.rstrip(b"\r\n"), line.endswith(b"\n") or not tail
+        if line:
+            yield number, line, ended and len(line) <= limit
+
+
+def _checked_blob(line: bytes, record: PlanRecord) -> tuple[bytes | None, str]:
+    """The blob of a line if it is the one that ``record`` describes, and what is wrong with it."""
+    if not line.endswith(_BLOB_END):
+        return None, "a blob that is cut short or too long"
+    try:
+        blob = base64.b64decode(line[len(_BLOB) : -len(_BLOB_END)], validate=True)
+    except binascii.Error:
+        return None, "a blob that is not in base64"
+    if record.blob is None or record.with_blob(blob).blob != record.blob:
+        return None, "a blob that is not the one its record describes"
+    return blob, ""
+
+
+def _put(
+    store: PlanStore, record: PlanRecord, blob: bytes | None, report: Report, replace: bool
+) -> None:
+    record = record.with_blob(None)
+    found = store.get(record.id)
+    here = found.record.with_blob(None) if isinstance(found, Hit) else None
+    has_blob = isinstance(found, Hit) and found.blob is not None
+    if here is not None and here == record and (blob is None or has_blob):
+        report.same.append(record.id)
+        return
+    if here is not None and here != record and here.created >= record.created and not replace:
+        report.kept.append(record.id)
+        return
+    if not store.put(record, blob):
+        report.problems.append(f"{record.id}: could not be written")
+        return
+    (report.new if here is None else report.replaced).append(record.id)
+    report.blobs += blob is not None

@@ -1,0 +1,753 @@
+"""`cudnngraph plans …`: path, diff, explain-miss, verify, prune, export, import."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import cli, reference
+from cudnngraph.cli import compare, entries, plans, transfer, verify
+from cudnngraph.errors import NotSupported
+from cudnngraph.key import Difference, graph_key
+from cudnngraph.runtime import canonical
+from cudnngraph.select import StepPlan
+from plans_cache import Hit, PlanRecord, PlanStore
+from tests.cpu import cache_example
+from tests.samples import enumerate_cases
+
+ROOT = Path(__file__).parents[2]
+Cli = Callable[..., tuple[int, str, str]]
+SOURCE = """
+from tests.cpu.cache_example import conv_bias_relu
+
+same = conv_bias_relu(name="under_another_name")
+other = conv_bias_relu(padding=2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests are those of a machine without a GPU, wherever they run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def ids(folder: Path) -> dict[str, str]:
+    """The ids of the example that is made in ``folder``, by name."""
+    return cache_example.make(folder)
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``plans ACTION``: exit code, output, errors."""
+
+    def call(action: str, *argv: object, at: Path | None = None) -> tuple[int, str, str]:
+        code = cli.main(["plans", action, "--dir", str(at or folder), *map(str, argv)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "graphs.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of a plain table, cells divided by two spaces or more."""
+    return [re.split(r" {2,}", line) for line in text.splitlines()]
+
+
+# -- path ------------------------------------------------------------------------------------------
+
+
+def test_path_prints_the_directory_and_makes_nothing(
+    run: Cli, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("path") == (0, f"{folder}\n", "")
+    assert not folder.exists()
+    with entries.settings.override(cache_dir=tmp_path / "of the settings"):
+        assert cli.main(["plans", "path"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'of the settings'}\n"
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+def test_diff_lists_what_differs_in_words(run: Cli, ids: dict[str, str]) -> None:
+    code, out, _ = run("diff", ids["tuned"][:10], ids["padded"][:10])
+    assert code == 0
+    head, *lines = rows(out)
+    assert head == ["component", ids["tuned"][:12], ids["padded"][:12]]
+    f16, f32 = (f"{kind}[8, 64, {{0}}, {{0}}] channels_last" for kind in ("f16", "f32"))
+    assert lines == [
+        ["op 0 conv padding", "[[1, 1], [1, 1]]", "[[0, 0], [0, 0]]"],
+        ["outputs %5", f16.format(56), f16.format(54)],
+        ["intermediates %2", f32.format(56), f32.format(54)],
+        ["intermediates %4", f32.format(56), f32.format(54)],
+        ["step 1 plan", "engine 44 (IDX_MODE=0 TILE_SIZE=2)", "engine 44 (TILE_SIZE=1)"],
+        ["step 1 time", "10.0 µs", "-"],
+    ]
+
+
+def test_diff_of_environments_names_the_gpu(run: Cli, ids: dict[str, str]) -> None:
+    _, out, _ = run("diff", ids["tuned"], ids["a100"])
+    assert ["env.gpu_name", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"] in rows(out)
+    assert ["env.sm_count", "132", "108"] in rows(out)
+    _, out, _ = run("diff", ids["tuned"], ids["old"])
+    assert rows(out)[1] == ["env.cudnn_version", "91900", "91002"]
+
+
+def test_diff_of_an_entry_with_itself_is_nothing(run: Cli, ids: dict[str, str]) -> None:
+    short = ids["cut"][:12]
+    assert run("diff", short, short) == (0, f"{short} and {short} do not differ\n", "")
+
+
+def test_diff_with_an_id_that_is_not_there_is_one_line(run: Cli, ids: dict[str, str]) -> None:
+    code, out, err = run("diff", ids["cut"], "0" * 20)
+    assert (code, out, err) == (1, "", f"error: no entry's id begins with '{'0' * 20}'\n")
+
+
+@pytest.mark.parametrize(
+    ("difference", "wanted"),
+    [
+        (
+            Difference("ops", '[["relu",["%0"],["%1"],{}]]', '[["elu",["%0"],["%1"],{}]]'),
+            [("op 0", "relu(%0)", "elu(%0)")],
+        ),
+        (
+            Difference(
+                "ops",
+                '[["elu",["%0"],["%1"],{"alpha":"0x1.8000000000000p+0"}]]',
+                '[["elu",["%0"],["%1"],{"alpha":"0x1.0000000000000p+1"}],'
+                '["relu",["%1"],["%2"],{}]]',
+            ),
+            [("op 0 elu alpha", "1.5", "2.0"), ("op 1", "-", "relu(%1)")],
+        ),
+        (
+            Difference("ops", '[["add",["%0","%1"],["%2"],{}]]', '[["add",["%1","%0"],["%2"],{}]]'),
+            [("op 0 add reads", '["%0", "%1"]', '["%1", "%0"]')],
+        ),
+        (Difference("policy.allow_tf32", "true", None), [("policy.allow_tf32", "true", "-")]),
+        (
+            Difference("alignment_bytes", '{"%0":16,"%1":16}', '{"%0":16,"%1":4}'),
+            [("alignment_bytes %1", "16", "4")],
+        ),
+        (
+            Difference("compute_dtype", '"torch.float32"', '"torch.float16"'),
+            [("compute_dtype", "float32", "float16")],
+        ),
+        (Difference("ops", "[[", '[["relu"]]'), [("ops", "[[", '[["relu"]]')]),
+        (Difference("x\x1b", '"\\u001b[2J"', "1"), [(r"x\x1b", r"\x1b[2J", "1")]),
+    ],
+)
+def test_differences_are_told_in_words(difference: Difference, wanted: list[compare.Row]) -> None:
+    assert compare.rows([difference]) == wanted
+
+
+# -- explain-miss ----------------------------------------------------------------------------------
+
+
+def test_a_graph_that_is_kept_is_a_hit_under_any_name(
+    run: Cli, ids: dict[str, str], source: Path
+) -> None:
+    code, out, _ = run("explain-miss", f"{source}:same", "--no-tf32")
+    assert code == 0
+    assert re.match(r"graph 'under_another_name', key [0-9a-f]{16}: hit\n", out)
+    for name in ("tuned", "a100", "old"):
+        assert f"  {ids[name][:12]}: conv → bias → relu, " in out
+    assert "there is no GPU here: environments were not compared" in out
+
+
+def test_a_miss_shows_the_nearest_entry_and_what_differs(
+    run: Cli, ids: dict[str, str], source: Path
+) -> None:
+    code, out, _ = run("explain-miss", f"{source}:other", "--no-tf32")
+    assert code == 1
+    assert ": miss\n" in out
+    assert f"the nearest entry is {ids['tuned'][:12]} (conv → bias → relu, NVIDIA H200" in out
+    assert "it differs in 3 components" in out
+    assert ["op 0 conv padding", "[[2, 2], [2, 2]]", "[[1, 1], [1, 1]]"] in rows(out)
+
+
+def test_a_policy_that_differs_is_a_miss_by_one_component(
+    run: Cli, ids: dict[str, str], source: Path
+) -> None:
+    place = f"{source}:same"
+    code, out, _ = run("explain-miss", place, "--no-tf32", "--deterministic")
+    assert (code, "it differs in 1 component\n" in out) == (1, True)
+    assert ["policy.deterministic", "true", "false"] in rows(out)
+    code, out, _ = run("explain-miss", place, "--no-tf32", "--workspace-limit", "1024")
+    assert (code, ["policy.workspace_limit", "1024", "null"] in rows(out)) == (1, True)
+
+
+def test_on_a_gpu_the_environment_has_to_be_the_same(
+    run: Cli, ids: dict[str, str], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cache_example.records(time.time())
+    monkeypatch.setattr(plans, "here", lambda: made["a100"].env)
+    code, out, _ = run("explain-miss", f"{source}:same", "--no-tf32")
+    assert (code, ids["a100"][:12] in out, ids["tuned"][:12] in out) == (0, True, False)
+    newer = {**dict(made["tuned"].env), "cudnn_version": "92000"}
+    monkeypatch.setattr(plans, "here", lambda: tuple(newer.items()))
+    code, out, _ = run("explain-miss", f"{source}:same", "--no-tf32")
+    assert (code, rows(out)[-1]) == (1, ["env.cudnn_version", "92000", "91900"])
+
+
+def test_every_graph_of_a_file_is_explained(run: Cli, ids: dict[str, str], source: Path) -> None:
+    code, out, _ = run("explain-miss", source, "--no-tf32")
+    assert (code, out.count(": hit\n"), out.count(": miss\n")) == (1, 1, 1)
+
+
+def test_an_id_or_a_key_shows_the_nearest_other_entry(run: Cli, ids: dict[str, str]) -> None:
+    code, out, _ = run("explain-miss", ids["tuned"][:8])
+    assert code == 0
+    assert out.startswith(f"{ids['tuned'][:12]} is in the cache: ")
+    assert f"the nearest entry is {ids['old'][:12]}" in out
+    assert "it differs in 1 component\n" in out
+    key = cache_example.records(0.0 + 1e9)["cut"].key_digest
+    assert run("explain-miss", key[:16])[1].startswith(f"{ids['cut'][:12]} is in the cache")
+
+
+def test_a_key_that_is_not_there_asks_for_the_graph(run: Cli, ids: dict[str, str]) -> None:
+    code, out, err = run("explain-miss", "0" * 16)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: no entry's id or key begins with '0000") and "FILE.py" in err
+
+
+def test_a_miss_in_an_empty_cache_says_so(run: Cli, source: Path) -> None:
+    code, out, _ = run("explain-miss", f"{source}:same")
+    assert (code, out.splitlines()[-1]) == (1, "there is no other entry")
+
+
+@pytest.mark.parametrize("place", ["{}:nothing", "{}.missing"])
+def test_a_file_without_that_graph_exits_with_2(place: str, run: Cli, source: Path) -> None:
+    code, out, err = run("explain-miss", place.format(source))
+    assert (code, out, err.startswith("error: ")) == (2, "", True)
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def test_verify_without_a_gpu_checks_the_rest_and_says_what_it_left_out(
+    run: Cli, ids: dict[str, str]
+) -> None:
+    code, out, _ = run("verify")
+    assert code == 0
+    table = {row[0]: row[1:5] for row in rows(out)}
+    assert table["id"] == ["record", "blob", "graph", "replay"]
+    assert table[ids["tuned"][:12]] == ["ok", "ok", "ok", "skipped"]
+    assert table[ids["cut"][:12]] == ["ok", "none", "ok", "skipped"]
+    assert out.splitlines()[-2:] == [
+        "7 entries checked, 0 replayed, 0 problems",
+        "nothing was replayed: torch sees no CUDA device",
+    ]
+
+
+def test_verify_finds_a_damaged_record_and_a_damaged_blob(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    (blob,) = folder.rglob(f"{ids['sdpa']}.blob")
+    blob.write_bytes(b"X" + cache_example.BLOB[1:])
+    (short,) = folder.rglob(f"{ids['tuned']}.blob")
+    short.write_bytes(cache_example.BLOB[:-1])
+    (text,) = folder.rglob(f"{ids['a100']}.json")
+    text.write_bytes(text.read_bytes().replace(b'"engine": 1', b'"engine": 2'))
+    code, out, _ = run("verify")
+    assert code == 1
+    failed = [line for line in out.splitlines() if line.startswith("failed")]
+    assert failed == [
+        f"failed {ids['a100']}: record: record.checksum: does not match the content",
+        *sorted(
+            [
+                f"failed {ids['tuned'][:12]}: blob: blob has 339 bytes, the record says 340",
+                f"failed {ids['sdpa'][:12]}: blob: blob does not match the record's sha256",
+            ]
+        ),
+    ]
+    assert "7 entries checked, 0 replayed, 3 problems" in out
+
+
+def test_verify_finds_a_graph_that_is_not_the_keys(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    record = cache_example.records(time.time())["cut"]
+    (first, second) = record.steps
+    wrong = dataclasses.replace(record, steps=(second, first), policy={"note": "steps swapped"})
+    PlanStore(folder, seeds=None).put(wrong)
+    code, out, _ = run("verify", record.id[:12])
+    assert (code, "graph: stale: " in out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ops", "7", "ops are not a list"),
+        ("ops", '[["conjure",[],[],{}]]', "op 0 is 'conjure', which is none"),
+        ("ops", '[["relu",["%5"],["%5"],{}]]', "a tensor that is not there: '%5'"),
+        ("ops", "[" * 15 + "]" * 15, "op 0 is not"),
+        ("outputs", '[["%9",[1],[1],"torch.float16"]]', "another"),
+        ("outputs", '[["../../x",[1],[1],"torch.float16"]]', "no number of its own"),
+        ("inputs", "{}", "a tensor that is not there"),
+        ("inputs", '{"%0":[[-1],[1],"torch.float16"]}', "no shape, strides and dtype"),
+        ("compute_dtype", '"os.system"', "compute_dtype is 'os.system'"),
+        ("schema", "2", "has another 'schema'"),
+    ],
+)
+def test_a_key_that_is_no_graph_is_said_to_be_none(name: str, value: str, said: str) -> None:
+    record = cache_example.records(time.time())["tuned"]
+    key = tuple((n, value if n == name else v) for n, v in record.key)
+    verdict, steps = verify.check_graph(dataclasses.replace(record, key=key))
+    assert (verdict.status, steps) == ("failed", ())
+    assert said in verdict.detail or name == "outputs"
+
+
+def test_the_graph_of_every_sample_comes_back_from_its_key() -> None:
+    """One case of each sequence of ops: the key alone describes the graph, and it can be run."""
+    policy = cg.Policy(allow_tf32=False)
+    seen = set()
+    for case in enumerate_cases():
+        spec = case.build().spec()
+        ops = tuple(node.op for node in spec.nodes)
+        if ops in seen:
+            continue
+        seen.add(ops)
+        key = graph_key(spec, policy)
+        record = dataclasses.replace(cache_example.records(1e9)["cut"], key=key.components)
+        found = verify.graph_of(record)
+        assert found == canonical(found)
+        assert dataclasses.replace(found, name="") == dataclasses.replace(canonical(spec), name="")
+        assert graph_key(found, policy) == key
+        if sum(each.numel for each in found.tensors.values()) < 1 << 18:
+            for out in reference.run(found, verify.random_inputs(found), torch.float64):
+                assert bool(out.isfinite().all()), case
+    assert len(seen) > 20
+
+
+def _steps(name: str) -> tuple[PlanRecord, tuple[StepPlan, ...]]:
+    record = cache_example.records(time.time())[name]
+    verdict, steps = verify.check_graph(record)
+    assert verdict == verify.OK
+    return record, steps
+
+
+def by_reference(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Stands for a GPU that is right."""
+    return reference.run(step.spec, inputs)
+
+
+@pytest.mark.parametrize(("name", "ran"), [("tuned", 1), ("cut", 2), ("sdpa", 1), ("torch", 0)])
+def test_replay_runs_every_cudnn_step_and_accepts_what_is_right(name: str, ran: int) -> None:
+    seen: list[StepPlan] = []
+
+    def run_step(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        seen.append(step)
+        return by_reference(step, inputs)
+
+    verdict = verify.check_plans(*_steps(name), run_step)
+    assert (verdict.status, len(seen)) == ("ok" if ran else "none", ran)
+    assert all(step.choice is not None for step in seen)
+
+
+def test_replay_finds_a_plan_that_computes_something_else() -> None:
+    def off_by_a_percent(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [out * 1.01 for out in by_reference(step, inputs)]
+
+    verdict = verify.check_plans(*_steps("cut"), off_by_a_percent)
+    assert (verdict.status, verdict.detail) == (
+        "failed",
+        "step 1: 't2' is off by 0.01, at most 1e-05 is right",
+    )
+
+
+def test_replay_finds_nan_where_there_is_none() -> None:
+    def lost(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.full_like(out, float("nan")) for out in by_reference(step, inputs)]
+
+    verdict = verify.check_plans(*_steps("sdpa"), lost)
+    assert (verdict.status, "off by inf" in verdict.detail) == ("failed", True)
+
+
+def test_replay_says_why_a_plan_does_not_run() -> None:
+    def refuse(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotSupported(str(step.choice), ["the knob is gone"])
+
+    verdict = verify.check_plans(*_steps("tuned"), refuse)
+    assert verdict.status == "failed"
+    assert verdict.detail.startswith("step 1 does not run: cuDNN has no plan for engine 44")
+
+
+def test_on_a_gpu_only_entries_of_its_environment_are_replayed(
+    run: Cli, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = cache_example.records(time.time())["tuned"].env
+    monkeypatch.setattr(verify, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == here)
+    monkeypatch.setattr(verify, "on_gpu", lambda device: by_reference)
+    code, out, _ = run("verify")
+    assert code == 0
+    table = {row[0]: row[4:] for row in rows(out)}
+    assert table[ids["a100"][:12]] == ["skipped", "replay: it is of another environment"]
+    assert table[ids["tuned"][:12]][0] == "ok"
+    assert table[ids["torch"][:12]] == ["none"]
+    assert "7 entries checked, 4 replayed, 0 problems" in out
+
+
+def test_random_inputs_have_the_declared_strides_and_repeat() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (4, 3), torch.float32, stride=(1, 4))
+    b = g.input("b", (4, 3), torch.float32, stride=(0, 1))
+    g.output("y", g.add(x, b))
+    first, second = verify.random_inputs(g.spec()), verify.random_inputs(g.spec())
+    assert [each.stride() for each in first] == [(1, 4), (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert bool((first[0].abs() <= 1).all()) and first[0].unique().numel() == 12
+
+
+# -- prune -----------------------------------------------------------------------------------------
+
+
+def left(folder: Path, ids: dict[str, str]) -> set[str]:
+    """The names of the entries that are still on disk."""
+    on_disk = {path.stem for path in folder.rglob("*.json")}
+    return {name for name, id in ids.items() if id in on_disk}
+
+
+@pytest.mark.parametrize(
+    ("argv", "gone"),
+    [
+        (["--dead-environments", "--gpu", "nvidia h200"], {"a100"}),
+        (["--dead-environments", "--cudnn", "9.19.0"], {"old"}),
+        (["--dead-environments", "--cudnn", "91900", "--gpu", "NVIDIA H200"], {"a100", "old"}),
+        (["--dead-environments", "--frontend", "1.28.0"], set()),
+        (["--older-than", "30"], {"a100", "old"}),
+        (["--older-than", "0.05"], {"padded", "cut", "a100", "old"}),
+        (["--older-than", "0"], {"tuned", "padded", "cut", "torch", "sdpa", "a100", "old"}),
+        (["--max-size", "0"], {"tuned", "padded", "cut", "torch", "sdpa", "a100", "old"}),
+        (["--max-size", "1G"], set()),
+    ],
+)
+def test_prune_removes_what_it_was_told_to(
+    argv: list[str], gone: set[str], run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    code, out, _ = run("prune", *argv, "--dry-run")
+    assert (code, left(folder, ids)) == (0, set(ids))
+    assert f"would remove {len(gone)} of 7 plans" in out
+    assert {name for name in ids if ids[name][:12] in out} == gone
+    code, out, _ = run("prune", *argv)
+    assert (code, left(folder, ids)) == (0, set(ids) - gone)
+    assert f"removed {len(gone)} of 7 plans" in out
+
+
+def test_prune_by_size_takes_the_oldest_until_the_rest_fits(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    by_age = ["sdpa", "torch", "tuned", "padded", "cut", "a100", "old"]
+    files = {
+        name: [*folder.rglob(f"{id}.json"), *folder.rglob(f"{id}.blob")] for name, id in ids.items()
+    }
+    size = {name: sum(file.stat().st_size for file in each) for name, each in files.items()}
+    keep = sum(size[name] for name in by_age[:3])
+    assert run("prune", "--max-size", keep + 10)[0] == 0
+    assert left(folder, ids) == set(by_age[:3])
+    assert not list(folder.rglob(f"{ids['padded']}.*"))
+
+
+def test_prune_says_the_reason_for_each(run: Cli, ids: dict[str, str]) -> None:
+    _, out, _ = run(
+        "prune", "--dead-environments", "--cudnn", "9.19.0", "--older-than", "30", "--dry-run"
+    )
+    assert out.splitlines()[:2] == sorted(
+        [
+            f"{ids['old'][:12]}  dead environment: conv → bias → relu, NVIDIA H200, "
+            "cuDNN 9.10.2, disk, 90 d old",
+            f"{ids['a100'][:12]}  too old: conv → bias → relu, NVIDIA A100-SXM4-80GB, "
+            "cuDNN 9.19.0, disk, 40 d old",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "say what may go: --dead-environments, --older-than, --max-size"),
+        (["--dead-environments"], "there is no GPU here to compare environments with"),
+        (["--gpu", "x"], "--gpu says what --dead-environments compares with"),
+        (["--older-than", "-1"], "invalid"),
+        (["--older-than", "nan"], "invalid"),
+        (["--max-size", "lots"], "invalid"),
+        (["--max-size", "1.2.3"], "invalid"),
+    ],
+)
+def test_a_prune_that_makes_no_sense_removes_nothing(
+    argv: list[str], said: str, run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    code, out, err = run("prune", *argv)
+    assert (code, out, left(folder, ids)) == (2, "", set(ids))
+    assert said in err
+
+
+# -- export, import --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(run: Cli, ids: dict[str, str], tmp_path: Path) -> Path:
+    """A file of the example with blobs."""
+    file = tmp_path / "fleet.plans"
+    code, out, _ = run("export", file, "--with-blobs")
+    assert (code, out) == (0, f"7 records and 2 blobs written to {file}\n")
+    return file
+
+
+def test_records_travel_without_blobs(
+    run: Cli, ids: dict[str, str], folder: Path, tmp_path: Path
+) -> None:
+    file, there = tmp_path / "fleet.plans", tmp_path / "there"
+    code, out, _ = run("export", file)
+    assert (code, out) == (0, f"7 records and 0 blobs written to {file}, 2 blobs left out\n")
+    assert base64.b64encode(cache_example.BLOB)[:40] not in file.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()].count(".tmp") == 0
+    code, out, _ = run("import", file, at=there)
+    assert (code, out) == (0, "7 new, 0 replaced, 0 the same, 0 kept, 0 refused\n")
+    here, gone = PlanStore(folder, seeds=None), PlanStore(there, seeds=None)
+    for id in ids.values():
+        mine, theirs = here.get(id), gone.get(id)
+        assert isinstance(mine, Hit) and isinstance(theirs, Hit)
+        assert (theirs.record, theirs.blob) == (mine.record.with_blob(None), None)
+    assert run("import", file, at=there)[1].startswith("0 new, 0 replaced, 7 the same")
+
+
+def test_blobs_come_in_only_when_they_are_trusted(
+    run: Cli, ids: dict[str, str], exported: Path, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    code, out, _ = run("import", exported, at=there)
+    assert (code, list(there.rglob("*.blob"))) == (0, [])
+    assert "2 blobs dropped: they hold device code; --trust-blobs takes them" in out
+    code, out, _ = run("import", exported, "--trust-blobs", at=there)
+    assert (code, out) == (
+        0,
+        "0 new, 2 replaced, 5 the same, 0 kept, 0 refused\n2 blobs taken\n",
+    )
+    found = PlanStore(there, seeds=None).get(ids["tuned"])
+    assert isinstance(found, Hit) and found.blob == cache_example.BLOB
+
+
+def test_an_import_keeps_what_is_newer_here_and_says_so(
+    run: Cli, ids: dict[str, str], exported: Path, folder: Path
+) -> None:
+    store = PlanStore(folder, seeds=None)
+    made = cache_example.records(time.time())
+    newer = dataclasses.replace(made["cut"], versions={"torch": "3.0"})
+    older = dataclasses.replace(made["old"], created=5.0)
+    store.put(newer)
+    store.put(older)
+    code, out, _ = run("import", exported)
+    assert code == 0
+    assert out.splitlines()[:2] == [
+        f"kept, as new or newer here (--replace takes the file's): {ids['cut'][:12]}",
+        "0 new, 1 replaced, 5 the same, 1 kept, 0 refused",
+    ]
+    found = PlanStore(folder, seeds=None).get(ids["cut"])
+    assert isinstance(found, Hit) and found.record == newer
+    assert "1 replaced, 6 the same, 0 kept" in run("import", exported, "--replace")[1]
+    found = PlanStore(folder, seeds=None).get(ids["cut"])
+    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+
+
+def _with(exported: Path, *lines: bytes) -> Path:
+    """A file with a good head, then ``lines``, then a record that is right."""
+    good = exported.read_bytes().splitlines()[-1]
+    if good.startswith(b'{"blob"'):
+        good = exported.read_bytes().splitlines()[-2]
+    exported.write_bytes(b"\n".join([transfer.HEAD, *lines, good, b""]))
+    return exported
+
+
+def _record_line(exported: Path, **changes: object) -> bytes:
+    """A record's line with some fields changed and the checksum left as it was."""
+    body = json.loads(exported.read_bytes().splitlines()[1])
+    return json.dumps({**body, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        (lambda file: _record_line(file, id="../../../etc/passwd"), "record.checksum: does not"),
+        (lambda file: _record_line(file, summary="changed"), "record.checksum: does not match"),
+        (lambda file: b'{"__class__": "os.system"}', "the field 'schema' is missing"),
+        (lambda file: b"[" * 100_000, "nested more than"),
+        (lambda file: b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested more than"),
+        (lambda file: b'"' + b"x" * (5 << 20) + b'"', "bytes long"),
+        (lambda file: b"\x80\x04\x95cos\nsystem\n", "not UTF-8"),
+        (lambda file: b'{"schema": 1e999}', "too large"),
+        (lambda file: b'{"schema": 1, "schema": 1}', "there twice"),
+        (lambda file: b"null", "expected an object"),
+        (lambda file: b'{"blob":"AAAA"}', "a blob without a record"),
+    ],
+)
+def test_a_hostile_line_is_refused_and_the_rest_is_taken(
+    hostile: Callable[[Path], bytes], said: str, run: Cli, exported: Path, tmp_path: Path
+) -> None:
+    there = tmp_path / "deep" / "there"
+    before = {path for path in tmp_path.rglob("*") if "deep" not in path.parts}
+    code, out, err = run("import", _with(exported, hostile(exported)), "--trust-blobs", at=there)
+    assert code == 1
+    assert err.startswith("refused line 2: ") and said in err
+    assert len(err) < 2000
+    assert out.startswith("1 new, ") and " kept, " in out
+    assert len([*there.rglob("*.json")]) == 1
+    assert {path for path in tmp_path.rglob("*") if "deep" not in path.parts} == before
+
+
+@pytest.mark.parametrize(
+    ("blob", "said"),
+    [
+        (base64.b64encode(b"other code"), "a blob that is not the one its record describes"),
+        (b"!!!!", "a blob that is not in base64"),
+        (base64.b64encode(b"x" * 5_000_000), "a blob that is not the one its record describes"),
+    ],
+)
+def test_a_blob_that_is_not_the_records_is_refused_and_the_record_taken(
+    blob: bytes, said: str, run: Cli, exported: Path, ids: dict[str, str], tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    lines = exported.read_bytes().splitlines()
+    at = next(place for place, line in enumerate(lines) if line.startswith(b'{"blob"'))
+    lines[at] = b'{"blob":"' + blob + b'"}'
+    exported.write_bytes(b"\n".join(lines))
+    code, out, err = run("import", exported, "--trust-blobs", at=there)
+    assert (code, said in err) == (1, True)
+    assert out.startswith("7 new, ")
+    assert len([*there.rglob("*.blob")]) == 1
+
+
+def test_a_blob_cut_short_by_the_end_of_the_file_is_refused(
+    run: Cli, exported: Path, tmp_path: Path
+) -> None:
+    lines = exported.read_bytes().splitlines()
+    at = next(place for place, line in enumerate(lines) if line.startswith(b'{"blob"'))
+    exported.write_bytes(b"\n".join([*lines[:at], lines[at][:100]]))
+    code, _, err = run("import", exported, "--trust-blobs", at=tmp_path / "there")
+    assert (code, "cut short" in err) == (1, True)
+
+
+def test_a_huge_line_is_skipped_without_being_held(
+    run: Cli, exported: Path, tmp_path: Path
+) -> None:
+    import tracemalloc
+
+    good = exported.read_bytes().splitlines()[1]
+    with open(exported, "wb") as stream:
+        stream.write(transfer.HEAD + b'\n{"blob":"')
+        for _ in range(64):
+            stream.write(b"A" * (1 << 20))
+        stream.write(b'"}\n' + good + b"\n")
+    tracemalloc.start()
+    code, out, _ = run("import", exported, at=tmp_path / "there")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (code, out.startswith("1 new")) == (1, True)
+    assert peak < 24 << 20
+
+
+def test_a_file_that_is_too_long_ends_the_import(
+    run: Cli, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_FILE_BYTES", 5000)
+    code, _, err = run("import", exported, at=tmp_path / "there")
+    assert (code, err.count("\n"), "GiB long" in err) == (1, 1, True)
+
+
+@pytest.mark.parametrize("text", [b"", b"PK\x03\x04", b"[]\n", b'{"cudnngraph_plans":2}\n'])
+def test_a_file_of_something_else_is_one_line(text: bytes, run: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(text)
+    code, out, err = run("import", file)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: not a file of plans") and err.count("\n") == 1
+
+
+def test_files_that_cannot_be_read_or_written_are_one_line(
+    run: Cli, ids: dict[str, str], tmp_path: Path
+) -> None:
+    for argv in (("import", tmp_path / "missing"), ("export", tmp_path / "no" / "file")):
+        code, out, err = run(*argv)  # type: ignore[arg-type]
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert "No such file" in err
+    code, _, err = run("export", tmp_path / "file", at=tmp_path / "empty")
+    assert (code, err) == (1, f"error: no plan is in {tmp_path / 'empty'}\n")
+    assert not (tmp_path / "file").exists()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", plans.ACTIONS)
+def test_every_action_documents_its_exit_codes(
+    action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plans", action, "--help"]) == 0
+    assert "Exit code: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["conjure"], ["diff", "a"], ["import"]])
+def test_a_wrong_call_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plans", *argv]) == 2
+    assert "usage: cudnngraph plans" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_used_is_one_line(run: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for argv in (["diff", "a", "b"], ["verify"], ["prune", "--older-than", "1"]):
+        code, out, err = run(*argv, at=file)
+        assert (code, out) == (1, "")
+        assert err == f"error: the cache directory cannot be used: {file} is not a directory\n"
+
+
+def test_no_action_imports_cudnn_on_a_machine_without_a_gpu(
+    folder: Path, ids: dict[str, str], source: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import sys
+from cudnngraph.cli import main
+for argv in (["path"], ["diff", {ids["cut"]!r}, {ids["old"]!r}], ["verify"],
+             ["explain-miss", {f"{source}:same"!r}, "--no-tf32"],
+             ["export", {str(tmp_path / "x")!r}], ["import", {str(tmp_path / "x")!r}],
+             ["prune", "--older-than", "30"]):
+    assert main(["plans", *argv, "--dir", {str(folder)!r}]) == 0, argv
+    print("==")
+assert not {{"cudnn", "cuda"}} & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("==\n") == 7
