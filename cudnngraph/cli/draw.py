@@ -6,6 +6,7 @@ the left, what it gives leaves on the right, and what skips a step runs around i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from xml.sax.saxutils import escape, quoteattr
 
@@ -16,6 +17,7 @@ _CHAR = 7.3  # width of a character of the font at 12 px
 _LINE = 18
 _PAD = 12
 _GAP = 48  # between two steps, and between a column and the next
+_LANE = 10  # between two arrows that run around steps
 _COLORS = {"cudnn": ("#e8f3e2", "#5b8c3a"), "torch": ("#fdebd9", "#c56a1a")}
 
 
@@ -71,7 +73,14 @@ def svg(record: PlanRecord) -> str:
     def label(pair: tuple[str, str]) -> str:
         return clean(f"{pair[0]}: {pair[1]}")
 
-    left = _width([label(pair) for pairs in given for pair in pairs])
+    between = [
+        (pair, index - producers[pair[0]])
+        for index, pairs in enumerate(made_before)
+        for pair in pairs
+    ]
+    skips = [label(pair) for pair, steps in between if steps > 1]
+    straight = [label(pair) for pair, steps in between if steps == 1]
+    left = max(_width([label(pair) for pairs in given for pair in pairs]), _width(straight) - _GAP)
     right = _width([label(pair) for pairs in gives for pair in pairs])
     box = _width(
         [
@@ -81,6 +90,7 @@ def svg(record: PlanRecord) -> str:
         ]
     )
     x0 = left + _GAP
+    out = x0 + box + _GAP + _LANE * len(skips)  # where what stands right of the boxes begins
     heading = clean(record.summary)
     body: list[str] = []
     tops: list[float] = []
@@ -88,7 +98,8 @@ def svg(record: PlanRecord) -> str:
     y = 3.0 * _LINE
     for number, step in enumerate(record.steps, 1):
         ops, facts = ops_of(step), _facts(step)
-        rows = max(1 + len(ops) * 1.5 + len(facts), len(given[number - 1]) * 1.2)
+        passing = len(made_before[number - 1]) + 1.2 * len(gives[number - 1])
+        rows = max(1 + len(ops) * 1.5 + len(facts), len(given[number - 1]) * 1.2, passing)
         height = rows * _LINE + 2 * _PAD
         fill, stroke = _COLORS[step.kind]
         tops.append(y)
@@ -120,28 +131,34 @@ def svg(record: PlanRecord) -> str:
             body.append(_arrow(f"M{left + 4:.1f} {at:.1f} H{x0 - 2:.1f}"))
         for place, pair in enumerate(gives[number - 1]):
             at = y + height - _PAD - _LINE * (0.6 + 1.2 * place)
-            body.append(_text(x0 + box + _GAP, at + 4, label(pair), "start"))
-            body.append(_arrow(f"M{x0 + box:.1f} {at:.1f} H{x0 + box + _GAP - 4:.1f}"))
+            body.append(_text(out, at + 4, label(pair), "start"))
+            body.append(_arrow(f"M{x0 + box:.1f} {at:.1f} H{out - 4:.1f}"))
         y += height + _GAP
-    bend = 0
+    lane = 0
+    arrived: Counter[int] = Counter()
     for index, pairs in enumerate(made_before):
         for place, pair in enumerate(pairs):
             source = producers[pair[0]]
             if source == index - 1:
                 x = x0 + box * (place + 1) / (len(pairs) + 1)
                 body.append(_arrow(f"M{x:.1f} {bottoms[source]:.1f} V{tops[index] - 2:.1f}"))
-                middle = (bottoms[source] + tops[index]) / 2
-                body.append(_text(x + 6, middle + 4 + _LINE * (place % 2), label(pair), "start"))
-            else:
-                bend += 1
-                x = x0 + box + _PAD + 10 * (bend % 3)
-                start, stop = bottoms[source] - 6, tops[index] + 6 + 4 * (bend % 4)
-                edge = x0 + box
-                body.append(_arrow(f"M{edge:.1f} {start:.1f} H{x:.1f} V{stop:.1f} H{edge + 2:.1f}"))
-                body.append(_text(x + 4, (start + stop) / 2, label(pair), "start"))
-    between = [label(pair) for pairs in made_before for pair in pairs]
+                middle = (bottoms[source] + tops[index]) / 2 + 4
+                body.append(_text(x - 6, middle + _LINE * (place % 2 - 0.5), label(pair), "end"))
+                continue
+            x = x0 + box + _PAD + _LANE * lane
+            start = bottoms[source] - 4 - 3 * (lane % 4)
+            stop = tops[index] + 8 + _LINE * arrived[index]
+            body.append(
+                _arrow(f"M{x0 + box:.1f} {start:.1f} H{x:.1f} V{stop:.1f} H{x0 + box + 2:.1f}")
+            )
+            beside = x0 + box + _PAD + _LANE * len(skips)
+            body.append(_text(beside, stop + 4, label(pair), "start"))
+            lane += 1
+            arrived[index] += 1
     width = max(
-        x0 + box + _GAP + max(right, _width(between)), len(heading) * _CHAR + 2 * _PAD, 200.0
+        out + max(right, _width(skips)),
+        len(heading) * _CHAR + 2 * _PAD,
+        len(record.id) * _CHAR + 2 * _PAD,
     )
     return "\n".join(
         [

@@ -19,7 +19,7 @@ import pytest
 from cudnngraph import cli
 from cudnngraph.cli import draw, entries
 from cudnngraph.cli.plan_dump import bar
-from plans_cache import PlanRecord, PlanStore
+from plans_cache import PlanRecord, PlanStore, StepRecord
 from tests.cpu import cache_example
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -392,6 +392,31 @@ def test_boxes_of_steps_stand_below_each_other_within_the_picture() -> None:
     assert float(boxes[0].attrib["x"]) + float(boxes[0].attrib["width"]) < float(
         root.attrib["width"]
     )
+
+
+def test_what_skips_a_step_runs_around_it_and_no_text_is_cut_off() -> None:
+    kind = "f16[8, 64, 56, 56] channels_last"
+    record = cache_example.records(time.time())["cut"]
+    first, second = record.steps
+
+    def step(ins: Sequence[str], outs: Sequence[str]) -> StepRecord:
+        types = [tuple((name, kind) for name in names) for names in (ins, outs)]
+        return dataclasses.replace(second, inputs=types[0], outputs=types[1])
+
+    steps = (
+        dataclasses.replace(first, inputs=(("t0", "f16"),), outputs=(("t2", kind), ("t3", kind))),
+        step(["t2"], ["t4"]),
+        step(["t4", "t2", "t3"], ["t5"]),
+    )
+    root = ET.fromstring(draw.svg(dataclasses.replace(record, steps=steps)))
+    paths = [each.attrib["d"] for each in root.iter(f"{SVG}path") if each.get("marker-end")]
+    assert len(paths) == 6  # t0, t5, two from step to step, two around step 2
+    around = [path for path in paths if path.count("H") == 2]
+    assert len(around) == len({path.split(" H")[1] for path in around}) == 2
+    for each in root.iter(f"{SVG}text"):
+        x, wide = float(each.attrib["x"]), 7.25 * len(str(each.text))
+        share = {"start": 0.0, "middle": 0.5, "end": 1.0}[each.attrib["text-anchor"]]
+        assert x - share * wide >= 0 and x + (1 - share) * wide <= float(root.attrib["width"])
 
 
 def test_the_dot_has_one_cluster_for_each_step(
