@@ -7,6 +7,7 @@ A command is a module with ``add_parser(subparsers)``, which declares its argume
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
@@ -65,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except CudnnGraphError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE, as of a program that the signal ends
     return code

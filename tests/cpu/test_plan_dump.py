@@ -497,3 +497,15 @@ def test_it_runs_piped_in_a_process_and_imports_neither_cudnn_nor_cuda(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].split() == list(entries.COLUMNS)
+
+
+def test_a_reader_that_has_read_enough_causes_no_traceback(
+    example: tuple[Path, dict[str, str]],
+) -> None:
+    command = [sys.executable, "-m", "cudnngraph", "plan-dump", "--dir", str(example[0])]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
