@@ -361,9 +361,7 @@ def _prune(args: argparse.Namespace) -> int:
         raise UsageError(f"--{next(iter(given))} says what --dead-environments compares with")
     if not args.dead_environments and args.older_than is None and args.max_size is None:
         raise UsageError("say what may go: --dead-environments, --older-than, --max-size")
-    dead: Callable[[Stored], bool] = lambda entry: False  # noqa: E731
-    if args.dead_environments:
-        dead = _dead(given)
+    dead = _dead(given) if args.dead_environments else None
     store = entries.open_store(entries.directory(args))
     found, _ = entries.scan(store)
     going = to_prune(found, dead, args.older_than, args.max_size)
@@ -410,14 +408,14 @@ def _dead(given: Mapping[str, str]) -> Callable[[Stored], bool]:
 
 def to_prune(
     found: Sequence[Stored],
-    dead: Callable[[Stored], bool],
+    dead: Callable[[Stored], bool] | None,
     older_than_s: float | None,
     max_bytes: int | None,
 ) -> list[tuple[Stored, str]]:
     """The entries that have to go, and why, in the order of the reasons."""
     going, kept = [], []
     for entry in found:
-        if dead(entry):
+        if dead is not None and dead(entry):
             going.append((entry, "dead environment"))
         elif older_than_s is not None and entry.entry.age_s > older_than_s:
             going.append((entry, "too old"))

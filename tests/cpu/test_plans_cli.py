@@ -6,10 +6,12 @@ import base64
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,14 +19,17 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cli, reference
-from cudnngraph.cli import compare, entries, plans, transfer, verify
+from cudnngraph import cli, reference, select
+from cudnngraph.backend.env import EnvKey
+from cudnngraph.cli import compare, draw, entries, plans, transfer, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.key import Difference, graph_key
+from cudnngraph.recorded import to_record
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
 from plans_cache import Hit, PlanRecord, PlanStore
 from tests.cpu import cache_example
+from tests.fakes import builder
 from tests.samples import enumerate_cases
 
 ROOT = Path(__file__).parents[2]
@@ -368,6 +373,32 @@ def test_replay_runs_every_cudnn_step_and_accepts_what_is_right(name: str, ran: 
     verdict = verify.check_plans(*_steps(name), run_step)
     assert (verdict.status, len(seen)) == ("ok" if ran else "none", ran)
     assert all(step.choice is not None for step in seen)
+
+
+@pytest.mark.parametrize("likely", [0.0, 0.4, 1.0])
+def test_what_selection_records_is_verified_and_drawn(likely: float) -> None:
+    """Records as compile makes them, of graphs that cuDNN takes whole, in steps, and not at all."""
+    policy, env = (
+        cg.Policy(allow_tf32=False),
+        EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1),
+    )
+    dice, seen = random.Random(1), set()
+    for case in enumerate_cases():
+        spec = canonical(case.build().spec())
+        ops = tuple(node.op for node in spec.nodes)
+        size = sum(each.numel for each in spec.tensors.values())
+        if ops in seen or size > 1 << 17 or not case.on_gpu:
+            continue
+        seen.add(ops)
+        made = select.heuristic(spec, policy, builder(lambda part: dice.random() < likely))
+        record = to_record(spec, graph_key(spec, policy), env, policy, made)
+        verdict, steps = verify.check_graph(record)
+        assert (verdict, steps) == (verify.OK, made.steps), case
+        plans = verify.check_plans(record, steps, by_reference)
+        assert plans.status in ("ok", "none"), (case, plans)
+        boxes = ET.fromstring(draw.svg(record)).iter("{http://www.w3.org/2000/svg}rect")
+        assert sum(box.get("class") == "box" for box in boxes) == len(steps)
+    assert len(seen) > 20
 
 
 def test_replay_finds_a_plan_that_computes_something_else() -> None:
