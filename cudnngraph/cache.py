@@ -9,6 +9,7 @@ fault of the cache is a miss, never an exception, unless the policy says ``tune=
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -120,6 +121,16 @@ class CacheStats:
     store: Stats
 
 
+def _after_fork() -> None:
+    """A thread of the parent may have held these; the stores see to theirs."""
+    global _lock, COUNTERS
+    _lock, COUNTERS = threading.Lock(), Counters()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 # -- lookup ----------------------------------------------------------------------------------------
 
 
@@ -159,10 +170,15 @@ def selection_for(
         plans.remove(id)
 
     made: list[Selection] = []
+    failures: list[Exception] = []
 
     def make() -> Selection:
         start = time.perf_counter()
-        made.append(build())
+        try:
+            made.append(build())
+        except Exception as error:
+            failures.append(error)
+            raise
         COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
         return made[-1]
 
@@ -183,6 +199,8 @@ def selection_for(
         _log.info("%s is stale and stays: %s", id[:16], stale)
         plans.put(*record())
     except (LockTimeout, RecordError, OSError) as error:
+        if error in failures:
+            raise  # the build's own, not the cache's
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
     return (made[-1] if made else make()), "built"
 

@@ -33,7 +33,7 @@ _STYLES = {"taken": "green", "barred": "dim"}
 _MODULE = "__cudnngraph_explain__"
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """FILE or NAME names nothing that can be explained; the message says why."""
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plans of every graph; see the module's description for the exit code."""
     try:
         found = load(args.file)
-    except _Unusable as error:
+    except Unusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     explained = [explain(graph, args.target, allow_tf32=args.tf32) for graph in found]
@@ -91,18 +91,18 @@ def load(place: str) -> list[Graph | GraphSpec]:
         with contextlib.redirect_stdout(sys.stderr):  # what FILE prints is no part of the answer
             names = runpy.run_path(str(file), run_name=_MODULE)
             if name and name not in names:
-                raise _Unusable(f"{file} defines no '{name}'")
+                raise Unusable(f"{file} defines no '{name}'")
             wanted = [(name, names[name])] if name else list(_candidates(names))
             graphs = [_graph(file, key, value) for key, value in wanted]
-    except (_Unusable, CudnnGraphError):
+    except (Unusable, CudnnGraphError):
         raise
     except (Exception, SystemExit) as error:
         said = " ".join(str(error).split())
-        raise _Unusable(f"{file} cannot be run: {type(error).__name__}: {said}") from error
+        raise Unusable(f"{file} cannot be run: {type(error).__name__}: {said}") from error
     finally:
         sys.path.pop(0)
     if not graphs:
-        raise _Unusable(
+        raise Unusable(
             f"{file} has no graph at module level and no function annotated '-> Graph'; "
             f"give one as {file}:NAME"
         )
@@ -116,7 +116,7 @@ def _divide(place: str) -> tuple[Path, str]:
     else:
         path, name = Path(place), ""
     if not path.is_file():
-        raise _Unusable(f"there is no file {path}")
+        raise Unusable(f"there is no file {path}")
     return path, name
 
 
@@ -148,7 +148,7 @@ def _graph(file: Path, name: str, value: Any) -> Graph | GraphSpec:
         value = value()
     if isinstance(value, (Graph, GraphSpec)):
         return value
-    raise _Unusable(f"'{name}' of {file} is a {type(value).__name__}, not a graph")
+    raise Unusable(f"'{name}' of {file} is a {type(value).__name__}, not a graph")
 
 
 # -- printing ----------------------------------------------------------------------------------

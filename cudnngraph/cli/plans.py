@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     """Do one action; see its parser's epilog for the exit code."""
     try:
         return ACTIONS[args.plans_action](args)
-    except (UsageError, explain._Unusable) as error:
+    except (UsageError, explain.Unusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -575,6 +575,21 @@ def together(count: int, work: Callable[[], cg.Executable]) -> list[cg.Executabl
     return done
 
 
+def test_a_build_that_fails_as_a_disk_would_is_not_tried_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def fail(spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
+        tried.append(spec.name)
+        raise OSError("no such library")
+
+    monkeypatch.setattr(runtime, "build_first", fail)
+    with pytest.raises(OSError, match="no such library"):
+        compiled()
+    assert len(tried) == 1
+
+
 def test_threads_that_want_the_same_plan_build_it_once(world: World) -> None:
     world.build_s = 0.1
     done = together(8, compiled)

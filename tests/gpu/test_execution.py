@@ -345,3 +345,65 @@ def test_a_second_gpu_uses_its_own_handle_and_stream() -> None:
     out.zero_()
     call()
     numerics.check(out, expected(given, F.silu), torch.float16)
+
+
+def test_another_thread_may_grow_its_workspace_while_a_capture_is_in_progress() -> None:
+    small, given = conv_graph().compile("cuda"), inputs()
+    out = small(**given)
+    want = out.clone()
+    call = small.bind(**given, y=out)
+    g = cg.Graph("large")
+    x = g.input("x", (8, 64, 56, 56), torch.float16)
+    w = g.input("w", (64, 64, 3, 3), torch.float16)
+    b = g.input("b", (64,), torch.float16)
+    g.output("y", g.conv_bias_act(x, w, b, padding=1))
+    large = g.compile("cuda")
+    assert large.workspace_bytes > 0
+    tensors = {
+        "x": torch.randn(8, 64, 56, 56, device="cuda").half(),
+        "w": torch.randn(64, 64, 3, 3, device="cuda").half() / 24,
+        "b": torch.randn(64, device="cuda").half(),
+    }
+    expect = large(**tensors)
+    torch.cuda.synchronize()
+    ready, captured = threading.Event(), threading.Event()
+    results: list[object] = []
+
+    def other() -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                mine = torch.empty_like(expect)
+                large.run(**tensors, y=mine)  # this thread's plan, before the capture
+                stream.synchronize()
+                second = torch.cuda.Stream()
+            ready.set()
+            captured.wait(60)
+            with torch.cuda.stream(second):  # a stream without a workspace yet: the pool grows
+                large.run(**tensors, y=mine)
+            results.append(mine)
+        except Exception as error:
+            results.append(error)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert ready.wait(60)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    # By default a capture forbids every thread of the process what it forbids its own.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        call()
+        captured.set()
+        thread.join(60)
+    torch.cuda.synchronize()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    (mine,) = results
+    assert isinstance(mine, torch.Tensor), mine
+    assert torch.equal(mine, expect)
