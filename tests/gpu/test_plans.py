@@ -219,7 +219,7 @@ def test_two_scaled_terms_and_a_bias_do_not_crash_in_the_precompiled_engines() -
 
 
 def test_a_plan_that_builds_and_does_not_launch_is_passed_over() -> None:
-    """cuDNN 9.19's first choice here, of engine 62, has a cluster that cannot be launched."""
+    """cuDNN 9.19's first choice here, of engine 62, builds; cuLaunchKernelEx then refuses it."""
     g = cg.Graph("nchw")
     x = g.input("x", (16, 64, 56, 56), torch.float16)
     w = g.input("w", (64, 64, 3, 3), torch.float16)
