@@ -123,6 +123,10 @@ WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate)
 
 Launch = Callable[[Any], None]
 
+# What CUDA graphs hold pointers into: plans with their constants, and workspaces. Never let go, for
+# nothing tells when a graph is.
+_captured: list[Any] = []
+
 
 def _round_up(size: int) -> int:
     return -(-size // 256) * 256
@@ -217,7 +221,10 @@ class Program:
             return
         with _on_device(self.device.index):
             handle = env.handle_on_current_stream(self.device.index)
-            for launch in self.launches(tensors, env.raw_stream(self.device.index)):
+            launches = self.launches(tensors, env.raw_stream(self.device.index))
+            if torch.cuda.is_current_stream_capturing():
+                _captured.append(launches)
+            for launch in launches:
                 launch(handle)
 
 
@@ -256,6 +263,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
             _programs.move_to_end(place)
             cache.COUNTERS.served("memory")
             return program
+    spec = canonical(spec)
     tier = "reference"
     if device.type == "cpu":
         selection = reference_only(spec, "the tensors are on the CPU")
@@ -610,12 +618,14 @@ class BoundCall:
         self._program = program
         self._tensors = dict(tensors)
         self._index = program.device.index
-        self._cpu = program.device.type == "cpu"
+        cpu = program.device.type == "cpu"  # no streams, no handles: ready once and for all
+        self._on_cpu = program.launches(self._tensors, 0) if cpu else None
         self._ready = _ByStream()
 
     def __call__(self) -> None:
-        if self._cpu:
-            self._program.run(self._tensors)
+        if self._on_cpu is not None:
+            for launch in self._on_cpu:
+                launch(None)
             return
         index = self._index
         if torch._C._cuda_getDevice() != index:
@@ -632,6 +642,8 @@ class BoundCall:
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
             ready = self._ready.by_stream[stream] = (launches, block)
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(ready)
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)
@@ -685,7 +697,7 @@ def compile(
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
     key = graph_key(spec, resolved)
-    return Executable(spec, place, resolved, key, _program(canonical(spec), place, resolved, key))
+    return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 
 
 # -- the cache as a whole --------------------------------------------------------------------------
@@ -709,7 +721,7 @@ def cache_stats() -> CacheStats:
 def cache_clear() -> None:
     """Forget the programs, records and workspaces in memory; the disk keeps its entries.
 
-    Executables at hand go on working; a workspace that a CUDA graph has captured stays.
+    Executables at hand go on working; plans and workspaces that a CUDA graph has captured stay.
     """
     with _programs_lock:
         _programs.clear()

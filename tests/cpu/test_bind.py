@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
+from cudnngraph import runtime
 from cudnngraph.runtime import _overlap
 
 Slices = tuple[tuple[int, int], tuple[int, int], int]
@@ -332,6 +335,51 @@ def test_a_bound_call_reads_the_inputs_as_they_are_when_it_is_called() -> None:
         given["x"].mul_(scale)
         call()
         assert torch.equal(given["pre"], block()(**{n: given[n] for n in "xwb"}).pre)
+
+
+def test_a_bound_call_prepares_nothing_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors()
+    call = block().bind(**given)
+
+    def prepare(*args: object) -> None:
+        raise AssertionError("a bound call went through its tensors by name")
+
+    monkeypatch.setattr(runtime.Program, "launches", prepare)
+    monkeypatch.setattr(runtime.Program, "run", prepare)
+    given["y"].fill_(-7)
+    call()
+    assert torch.equal(given["y"], given["pre"].relu())
+    assert given["y"].max() > 0
+
+
+class _Workspace:
+    """Stands for a block of device memory."""
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_what_a_capture_saw_outlives_the_bound_call(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    class Program:
+        device = torch.device("cuda", 0)
+        scratch_bytes = 64
+        uses_cudnn = False
+
+        def launches(self, tensors: object, stream: int) -> list[Callable[[Any], None]]:
+            return [lambda handle: None]
+
+    made = [_Workspace()]
+    seen = weakref.ref(made[0])
+    monkeypatch.setattr(runtime, "_captured", [])
+    monkeypatch.setattr(runtime.env, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(runtime.WORKSPACE, "get", lambda *args, **options: made.pop())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    call = cg.BoundCall(Program(), {})  # type: ignore[arg-type]
+    call._launch(0)
+    call._launch(0)
+    del call
+    gc.collect()
+    assert (seen() is not None) == capturing
 
 
 def test_a_bound_call_keeps_its_tensors_alive() -> None:
