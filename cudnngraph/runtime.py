@@ -47,7 +47,7 @@ _PROGRAMS_KEPT = 1024
 
 
 def _torch_allows_tf32(spec: GraphSpec) -> bool:
-    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for attention (off).
+    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for the rest (off).
 
     A graph with both may use TF32 where both allow it; one that multiplies no float32 has no use
     for it, and keys alike whatever the switches say.
@@ -60,7 +60,7 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
             allowed.append(bool(torch.backends.cudnn.allow_tf32))
         except RuntimeError:  # the newer per-op switches are in use
             allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
-    if "sdpa" in ops:
+    if ops & {"matmul", "sdpa"}:
         try:
             allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
         except RuntimeError:

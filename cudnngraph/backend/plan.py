@@ -90,14 +90,19 @@ class Plan:
         self._uids = (*uids, *(extra.uid for extra in extras))
         device = torch.device("cuda", device_index)
         self._constants = {
-            extra.uid: torch.full((extra.numel,), extra.value, dtype=extra.dtype, device=device)
+            extra.uid: torch.full(
+                (extra.numel,),
+                extra.value,
+                dtype=extra.dtype,
+                device="cpu" if extra.on_host else device,
+            )
             for extra in extras
             if isinstance(extra, Constant)
         }
         self._fast = _fast_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
-        """A C array of device pointers: inputs, outputs, then what the plan adds to them."""
+        """A C array of pointers: inputs, outputs, then what the plan adds to them."""
         added = [
             tensors[extra.position]
             if isinstance(extra, Alias)
@@ -125,7 +130,13 @@ class Plan:
             "uids": len(self._uids) - len(self._extras),
             "aliases": [[e.uid, e.position] for e in self._extras if isinstance(e, Alias)],
             "constants": [
-                [e.uid, e.numel, float(e.value).hex(), str(e.dtype).removeprefix("torch.")]
+                [
+                    e.uid,
+                    e.numel,
+                    float(e.value).hex(),
+                    str(e.dtype).removeprefix("torch."),
+                    e.on_host,
+                ]
                 for e in self._extras
                 if isinstance(e, Constant)
             ],
@@ -147,8 +158,8 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")
         extras: list[Extra] = [
-            Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype))
-            for uid, count, value, dtype in described["constants"]
+            Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype), bool(host))
+            for uid, count, value, dtype, host in described["constants"]
         ]
         extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
         extras.sort(key=lambda extra: extra.uid)
