@@ -33,6 +33,8 @@ from .trial import Trial
 
 TIE = 1.02  # within this factor the smaller workspace wins, then cuDNN's own order
 HOPE = 2.0  # how much faster than its first plan a part's best plan may be
+PATIENCE = 6  # plans in a row that are no gain, after which the rest of a list is left alone
+GAIN = 0.98
 FINALISTS = 1.08  # ways within this factor of a part's best are measured again, longer
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
@@ -126,6 +128,7 @@ class _Step:
     ways: list[_Way] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     built: int = 0
+    in_vain: int = 0
 
     def best(self) -> _Way | None:
         """The fastest way; of those as fast, the smallest in memory, then the first."""
@@ -230,6 +233,9 @@ class _Search:
                 reason = f"not tried: max_candidates={self._policy.max_candidates} were built"
                 self.give_up(step, reason)
                 return False
+            if step.in_vain >= PATIENCE:
+                self.give_up(step, f"not tried: the {PATIENCE} before it were no faster")
+                return False
             candidate = step.queue.pop(0)
             outcome, plan = step.proposals.build(candidate)
             choice, need = candidate.choice, outcome.workspace_bytes
@@ -241,6 +247,10 @@ class _Search:
             if isinstance(time_us, str):
                 step.lost.append(Decision(str(choice), False, time_us, choice, need))
                 continue
+            least = min(
+                (way.time_us for way in step.ways if way.plan is not None), default=math.inf
+            )
+            step.in_vain = 0 if time_us < GAIN * least else step.in_vain + 1
             step.ways.append(_Way(step.built, plan, choice, plan.workspace_bytes, time_us))
             return True
         return False

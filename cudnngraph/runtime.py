@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -37,7 +37,7 @@ from .memory import Need, place
 from .ops import OPS, dtype_name, is_default
 from .policy import Policy
 from .progress import progress_bar
-from .select import Selection, StepPlan, heuristic, reference_only, torch_only
+from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -557,13 +557,24 @@ class Executable:
                 plan = "reference"
             lines.append(f"step {number}: {' → '.join(node.op for node in step.spec.nodes)}")
             lines.append(f"  plan: {plan}, workspace {step.workspace_bytes} bytes")
-            for decision in step.decisions:
-                mark = "taken" if decision.accepted else "rejected"
-                lines.append(f"  {mark}: {decision.subject}: {decision.reason}")
+            lines += [f"  {line}" for line in _decided(step.decisions)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+
+def _decided(decisions: Sequence[Decision]) -> Iterator[str]:
+    """A line for each thing decided; what was left alone for one reason shares a line."""
+    alone = Counter(d.reason for d in decisions if d.choice and d.reason.startswith("not tried"))
+    for decision in decisions:
+        if decision.choice is not None and decision.reason in alone:
+            continue
+        mark = "taken" if decision.accepted else "rejected"
+        took = "" if decision.time_us is None else f" {decision.time_us:.1f} µs,"
+        yield f"{mark}: {decision.subject}:{took} {decision.reason}"
+    for reason, count in alone.items():
+        yield f"{count} more plans {reason}"
 
 
 def _aligned_copy(tensor: torch.Tensor) -> torch.Tensor:

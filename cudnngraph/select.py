@@ -16,7 +16,7 @@ import torch
 from .backend.plan import Choice, Outcome, Plan
 from .errors import NotSupported
 from .ir import GraphSpec, Node
-from .partition import Graph, Group, additive_masks, channels_last, cuts, is_anchor, piece, work
+from .partition import Graph, Group, additive_masks, cuts, is_anchor, piece, work
 from .policy import Policy
 
 INT32_MAX = 2**31 - 1
@@ -148,15 +148,7 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
     spec = additive_masks(spec)
-    graph, nodes = Graph(spec), work(spec.nodes)
-    found, refused = attempt(spec)
-    if found is not None:
-        plan, outcomes = found
-        return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
-    if len(nodes) > 1:
-        # Convolutions with an epilogue want channels last; so do pointwise ops with a bias.
-        graph = Graph(channels_last(spec))
-    resolve(graph, work(graph.spec.nodes), tuple(refused))
+    resolve(Graph(spec), work(spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
 
 

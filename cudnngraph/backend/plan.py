@@ -28,6 +28,7 @@ from .lower import Alias, Constant, Extra, Lowered, first_line, lower
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
 )
+UNNAMED_KNOB = "NOT_SET"  # how the frontend reads a knob that it has no name for
 
 
 @dataclass(frozen=True)
@@ -394,16 +395,28 @@ def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
     refuse_during_capture()
     frontend = env.frontend()
     lowered = lower(spec, frontend, handle=env.handle(device_index))
+    unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError)
     try:
-        knobs = {getattr(frontend.knob_type, name): value for name, value in choice.knobs}
-        lowered.graph.create_execution_plan(choice.engine, knobs)
-        index = lowered.graph.get_execution_plan_count() - 1
+        if any(name == UNNAMED_KNOB for name, _ in choice.knobs):
+            index = _find(lowered, frontend, choice)
+        else:
+            knobs = {getattr(frontend.knob_type, name): value for name, value in choice.knobs}
+            lowered.graph.create_execution_plan(choice.engine, knobs)
+            index = lowered.graph.get_execution_plan_count() - 1
         lowered.graph.build_plan_at_index(index)
-    except (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError) as error:
+    except unsupported as error:
         raise NotSupported(
             f"{choice} for graph '{spec.name}'", [first_line(str(error))], str(error)
         ) from None
     return _plan_of(lowered, index, choice, device_index)
+
+
+def _find(lowered: Lowered, frontend: Any, choice: Choice) -> int:
+    """The place in cuDNN's ranking of a choice that cannot be asked for by its knobs."""
+    for candidate in propose(lowered, frontend, more=True):
+        if candidate.choice == choice:
+            return candidate.index
+    raise NotSupported(str(choice), ["the heuristics do not propose it (any more)"])
 
 
 def _plan_of(lowered: Lowered, index: int, choice: Choice, device_index: int) -> Plan:
