@@ -27,6 +27,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import timing
 from cudnngraph.bench.cases import Case, selection_suite
+from cudnngraph.settings import override
 
 REPO = Path(__file__).resolve().parents[2]
 REPEATED = (
@@ -72,7 +73,7 @@ def measured(case: Case, exhaustive: bool) -> dict[str, object]:
     contenders |= {"heuristic": heuristic.bind(**tensors), "autotuned": tuned.bind(**tensors)}
     if exhaustive:
         cg.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, cg.settings.override(cache_dir=Path(folder)):
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
             every, _ = compiled(case, tune="autotune", max_candidates=200, budget_s=100.0, **tf32)
         contenders["every plan"] = every.bind(**tensors)
     errors = {}
@@ -104,7 +105,7 @@ def repeated(case: Case) -> dict[str, object]:
     calls, searches = [], []
     for _ in range(5):
         cg.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, cg.settings.override(cache_dir=Path(folder)):
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
             exe, seconds = compiled(case, tune="autotune")
         calls.append(exe.bind(**tensors))
         searches.append(seconds)
@@ -179,7 +180,8 @@ def row_text(row: dict) -> str:
     every = f" {times['every plan']:.1f} |" if "every plan" in times else ""
     return (
         f"| {row['name']} | {eager:.1f} | {rest} | {first:.1f} | {tuned:.1f} |{every} "
-        f"{first / eager:.2f} | {tuned / eager:.2f} | {tuned / best_other(row):.2f} | {row['steps']} |"
+        f"{first / eager:.2f} | {tuned / eager:.2f} | {tuned / best_other(row):.2f} "
+        f"| {row['steps']} |"
     )
 
 
@@ -215,8 +217,8 @@ def page(cold: dict, warm: dict, second: dict, command: str) -> str:
     for name, values in ratios.items():
         geomean = math.exp(statistics.fmean(map(math.log, values)))
         lines.append(
-            f"- {name}: {1 / geomean:.2f} × faster than eager (geometric mean of {len(values)}); "
-            f"worst case {max(values):.2f} × eager's time."
+            f"- {name}: {1 / geomean:.2f} times faster than eager (geometric mean of {len(values)}); "
+            f"worst case {max(values):.2f} times eager's time."
         )
     searches = {
         name: {row["name"]: row["search_s"] for row in each["rows"] if "search_s" in row}
