@@ -128,7 +128,7 @@ def read(path: Path, limit_bytes: int) -> bytes:
         if found.st_size > limit_bytes:
             raise Refused(path, f"is over {limit_bytes} bytes long")
         with open(file, "rb", closefd=False) as stream:
-            return stream.read(limit_bytes)
+            return stream.read(found.st_size)  # no more: the limit would be set aside in memory
     finally:
         os.close(file)
 

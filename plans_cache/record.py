@@ -338,15 +338,15 @@ def _bool(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:  # True is an instance of int
         raise _wrong(value, "an integer")
     return value
 
 
 def _natural(value: Any) -> int:
-    if _integer(value) < 0:
-        raise _wrong(value, "an integer >= 0")
-    return int(value)
+    if type(value) is not int or value < 0:
+        raise _wrong(value, "an integer >= 0" if type(value) is int else "an integer")
+    return value
 
 
 def _positive_float(value: Any) -> float:

@@ -329,6 +329,33 @@ def test_hostile_files_take_bounded_memory_and_time(tmp_path: Path, text: bytes)
     assert store.stats().quarantined == 1
 
 
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_record_is_read_up_to_its_limit_and_never_in_part(tmp_path: Path, over: int) -> None:
+    store = open_store(tmp_path, strict=False)
+    store.put(record(1))
+    store.clear_memory()
+    text = entry_path(tmp_path).read_bytes()
+    entry_path(tmp_path).write_bytes(text.ljust(MAX_RECORD_BYTES + over))
+    found = store.get(record(1).id)
+    if not over:
+        assert hit(found).record == record(1)
+    else:
+        assert miss(found).detail.endswith(f"is over {MAX_RECORD_BYTES} bytes long")
+    assert store.stats().quarantined == over
+
+
+def test_reading_a_file_takes_no_more_memory_than_it_is_long(tmp_path: Path) -> None:
+    open_store(tmp_path).put(record(1), b"plan" * 1000)
+    store = open_store(tmp_path)
+    tracemalloc.start()
+    try:
+        assert hit(store.get(record(1).id)).blob == b"plan" * 1000
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20  # the limits are 4 and 256 MiB
+
+
 def test_a_writer_that_is_faster_than_the_quarantine_keeps_its_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
