@@ -627,8 +627,9 @@ class PlanStore:
         """Set the file's time stamp, on which the order of :meth:`prune` rests; or let it be."""
         now = self._clock()
         if now - seen[1] / 1e9 > USED_S:
-            with suppress(OSError, NotImplementedError):
-                os.utime(path, (now, now), follow_symlinks=False)
+            follow = os.utime not in os.supports_follow_symlinks  # on Windows it cannot do without
+            with suppress(OSError):
+                os.utime(path, (now, now), follow_symlinks=follow)
 
     def _blob_named_by(self, path: Path) -> Path | None:
         """Where the blob is of the entry that is at ``path`` now."""
