@@ -104,6 +104,9 @@ class Value:
     def __pow__(self, other: Operand) -> Value:
         return self.graph.pow(self, other)
 
+    def __matmul__(self, other: Value) -> Value:
+        return self.graph.matmul(self, other)
+
     def __neg__(self) -> Value:
         return self.graph.neg(self)
 
@@ -457,6 +460,60 @@ class Graph:
         return self._one(
             "batch_norm", x, running_mean, running_var, weight, bias, eps=eps, name=name
         )
+
+    # -- normalisation over trailing dims ------------------------------------------------------
+
+    def layer_norm(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Layer normalisation over the dims of the weight (F.layer_norm), the last ones of x.
+
+        ``(x - mean) / sqrt(var + eps) * weight + bias``; weight and bias have the shape of those
+        dims, and x's dtype or float32. → y like x; with ``return_stats=True`` the three
+        (y, mean, inv_std), the latter two float32, x's shape with 1 for every normalised dim.
+        """
+        outputs = self._apply(
+            "layer_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    def rms_norm(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Root-mean-square normalisation over the dims of the weight (F.rms_norm), x's last ones.
+
+        ``x / sqrt(mean(x * x) + eps) * weight + bias``; weight and bias have the shape of those
+        dims, and x's dtype or float32. → y like x; with ``return_stats=True`` the pair
+        (y, inv_std), inv_std float32, x's shape with 1 for every normalised dim.
+        """
+        outputs = self._apply(
+            "rms_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    # -- matrix product ------------------------------------------------------------------------
+
+    def matmul(self, x: Value, y: Value, *, name: str | None = None) -> Value:
+        """Matrix product, also ``x @ y`` (torch.matmul of 2 to 4 dims).
+
+        x (..., M, K), y (..., K, N) of one dtype → (..., M, N), contiguous; the dims before the
+        last two broadcast. A transposed operand is one of other strides.
+        """
+        return self._one("matmul", x, y, name=name)
 
     # -- activations ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ result cannot be known. Adding an op means one row here, one in ``reference.RULE
 ``backend.lower.RULES`` and its samples; a test asserts that the tables agree.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
-S sequence, D head dim.
+S sequence, D head dim; M N rows and columns of a product, K what it sums over.
 """
 
 from __future__ import annotations
@@ -176,6 +176,15 @@ def _number(call: Call, attr: str) -> float | None:
     return float(value)
 
 
+def _eps(call: Call) -> float | None:
+    """Canonical form: a float >= 0."""
+    eps = _number(call, "eps")
+    if eps is not None and eps < 0:
+        call.problem(f"eps={eps!r} is negative", "eps >= 0")
+        return None
+    return eps
+
+
 def _flag(call: Call, attr: str) -> bool:
     value = call.attrs[attr]
     if not isinstance(value, bool):
@@ -219,7 +228,7 @@ def _same_dtype(call: Call, first: str, *others: str) -> bool:
 
 
 def _param_dtype(call: Call, port: str, data: str = "x") -> bool:
-    """Per-channel parameters share the dtype of the data or are float32 beside 16-bit data."""
+    """Parameters share the dtype of the data or are float32 beside 16-bit data."""
     param, x = call[port], call[data]
     if param.dtype == x.dtype and x.dtype in FLOATS:
         return True
@@ -414,14 +423,83 @@ def _batch_norm(call: Call) -> list[Result] | None:
         return None
     used = [port for port in ("running_mean", "running_var", "weight", "bias") if call.get(port)]
     ok = all([_channels(call, port) for port in used])
-    eps = _number(call, "eps")
-    if eps is None or not ok:
-        return None
-    if eps < 0:
-        call.problem(f"eps={eps!r} is negative", "eps >= 0")
+    if _eps(call) is None or not ok:
         return None
     x = call["x"]
     return [Result(x.shape, x.dtype, _like_order(x))]
+
+
+# -- normalisation over trailing dims --------------------------------------------------------------
+
+
+def _trailing_norm(*stats: str) -> InferRule:
+    """``stats`` are the outputs behind y: float32, the shape of x with 1 for what is summed up."""
+
+    def infer(call: Call) -> list[Result | None] | None:
+        x, weight = call["x"], call["weight"]
+        if not _float_operand(call, "x"):
+            return None
+        ok, count = True, len(weight.shape)
+        if count == 0 or x.shape[-count:] != weight.shape:
+            call.problem(
+                f"weight '{weight.name}' has shape {weight.shape}",
+                f"the last dims of x '{x.name}' {x.shape}",
+            )
+            ok = False
+        for port in ("weight", "bias"):
+            if call.get(port) is not None:
+                ok &= _param_dtype(call, port)
+        bias = call.get("bias")
+        if bias is not None and bias.shape != weight.shape:
+            call.problem(
+                f"bias '{bias.name}' has shape {bias.shape}", f"{weight.shape}, that of the weight"
+            )
+            ok = False
+        ok &= _eps(call) is not None
+        before = len(call.problems)
+        wanted = _flag(call, "return_stats")
+        if not ok or len(call.problems) > before:
+            return None
+        order = _like_order(x)
+        lead = len(x.shape) - count
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        stat = Result((*x.shape[:lead], *(1,) * count), dtype, order)
+        return [Result(x.shape, x.dtype, order), *(stat if wanted else None for _ in stats)]
+
+    return infer
+
+
+# -- matrix product --------------------------------------------------------------------------------
+
+
+def _matmul(call: Call) -> list[Result] | None:
+    x, y = call["x"], call["y"]
+    for port in ("x", "y"):
+        if not 2 <= len(call[port].shape) <= 4:
+            call.problem(
+                f"{port} '{call[port].name}' has {len(call[port].shape)} dims {call[port].shape}",
+                "2, 3 or 4: " + ("(..., M, K)" if port == "x" else "(..., K, N)"),
+            )
+            return None
+    ok = _same_dtype(call, "x", "y")
+    if x.shape[-1] != y.shape[-2]:
+        call.problem(
+            f"y '{y.name}' {y.shape} has {y.shape[-2]} rows, x '{x.name}' {x.shape} has "
+            f"{x.shape[-1]} columns",
+            f"y (..., {x.shape[-1]}, N)",
+            "transpose y" if x.shape[-1] == y.shape[-1] else "",
+        )
+        ok = False
+    try:
+        batch = _broadcast_shapes([x.shape[:-2], y.shape[:-2]])
+    except ValueError:
+        call.problem(
+            f"batch dims do not broadcast: x '{x.name}' {x.shape}, y '{y.name}' {y.shape}",
+            "equal sizes, or 1, before the last two dims",
+        )
+        return None
+    shape = (*batch, x.shape[-2], y.shape[-1])
+    return [Result(shape, x.dtype, tuple(range(len(shape))))] if ok else None
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -695,6 +773,23 @@ def _rows() -> list[Op]:
     return [
         op("conv", "x weight", _conv, **_CONV),
         op("conv_transpose", "x weight", _conv_transpose, output_padding=0, **_CONV),
+        op("matmul", "x y", _matmul),
+        op(
+            "layer_norm",
+            "x weight bias?",
+            _trailing_norm("mean", "inv_std"),
+            outputs="y mean inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
+        op(
+            "rms_norm",
+            "x weight bias?",
+            _trailing_norm("inv_std"),
+            outputs="y inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
         op(
             "sdpa",
             "q k v attn_mask? seq_len_q? seq_len_kv?",

@@ -85,6 +85,29 @@ def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return y
 
 
+def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    return tuple(range(x.dim() - weight.dim(), x.dim()))
+
+
+def _layer_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = _need(inputs[0]), _need(inputs[1])
+    dims = _trailing(x, weight)
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _rms_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = _need(inputs[0]), _need(inputs[1])
+    inverse = torch.rsqrt(x.square().mean(_trailing(x, weight), keepdim=True) + attrs["eps"])
+    y = x * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, inverse) if attrs["return_stats"] else (y, None)
+
+
 def band_offset(
     rows: torch.Tensor | int, keys: torch.Tensor | int, alignment: str
 ) -> torch.Tensor | int:
@@ -151,6 +174,9 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 RULES: Mapping[str, Rule] = {
     "conv": _conv,
     "conv_transpose": _conv_transpose,
+    "matmul": _binary(torch.matmul),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
     "sdpa": _sdpa,
     "batch_norm": _batch_norm,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),

@@ -332,14 +332,20 @@ class PlanStore:
                 if lock is not None:
                     lock.release()
 
-    def get_or_build(self, id: str, build: Callable[[], tuple[PlanRecord, bytes | None]]) -> Hit:
-        """The entry ``id``, built and kept by ``build()`` where no tier has it.
+    def get_or_build(
+        self,
+        id: str,
+        build: Callable[[], tuple[PlanRecord, bytes | None]],
+        *,
+        accepts: Callable[[PlanRecord], bool] = lambda record: True,
+    ) -> Hit:
+        """The entry ``id``, built and kept by ``build()`` where no tier has one that ``accepts``.
 
         One caller builds at a time; the others wait and take what it made. What ``build`` raises
         goes to its caller, and the next one in line builds. Counts as one lookup.
         """
         found = self._look_up(id)
-        if isinstance(found, Hit):
+        if isinstance(found, Hit) and accepts(found.record):
             self._count(id, found)
             return found
         with ExitStack() as stack:
@@ -350,7 +356,7 @@ class PlanStore:
             else:
                 found = self._look_up(id)
             self._count(id, found)
-            if isinstance(found, Hit):
+            if isinstance(found, Hit) and accepts(found.record):
                 return found
             start = time.perf_counter()
             record, blob = build()

@@ -2,10 +2,10 @@
 
 Nothing is left to the frontend's inference: every tensor, virtual ones included, gets its dims,
 strides and dtype here, and every graph input and output an explicit uid, in the order in which the
-runtime passes pointers. The dims that cuDNN sees differ from the declared ones in three ways, none
+runtime passes pointers. The dims that cuDNN sees differ from the declared ones in four ways, none
 of which moves data: convolutions in one spatial dim get a second one of extent 1; operands of lower
-rank get leading ones; and in a graph of pointwise ops alone the dims are put in the order of memory
-and merged to three.
+rank get leading ones; in a graph of pointwise ops alone the dims are put in the order of memory and
+merged to three; and around a matrix product or a norm they are merged to batch, rows and columns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from ..ir import (
     TensorSpec,
     channels_last_strides,
     contiguous_strides,
+    dense_strides,
     is_channels_last,
     is_contiguous,
     memory_order,
@@ -43,12 +45,14 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch.
     """
 
     uid: int
     numel: int
     value: float
     dtype: torch.dtype
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,15 +183,149 @@ class _PointwiseView:
         return merged, list(contiguous_strides(merged))
 
 
+@dataclass(frozen=True)
+class _MergedView:
+    """Graphs around a matrix product or a norm: groups of neighbouring dims become one dim each.
+
+    ``groups`` holds the dims that make up each dim that cuDNN sees, slowest first.
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    spread: bool = False
+
+    @property
+    def seen_rank(self) -> int:
+        return len(self.groups)
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = _merge(_padded(shape, stride, self.rank), self.groups)
+        return merged, _with_unit_stride(merged, strides)
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = self.dims(shape, stride)
+        return merged, list(dense_strides(merged, memory_order(merged, strides)))
+
+
+def _padded(shape: Shape, stride: Shape, rank: int) -> _Place:
+    """The same tensor at ``rank``, by leading dims of extent 1."""
+    lead = rank - len(shape)
+    return (1,) * lead + tuple(shape), (0,) * lead + tuple(stride)
+
+
+def _merge(place: _Place, groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Shape and strides with each group of dims as one dim; the stride is that of its fastest."""
+    shape, stride = place
+    real = [[dim for dim in group if shape[dim] > 1] for group in groups]
+    return (
+        [numel(shape[dim] for dim in group) for group in groups],
+        [stride[group[-1]] if group else 0 for group in real],
+    )
+
+
+def _merges(place: _Place, group: Sequence[int], space: Shape) -> bool:
+    """Whether a group of dims is one dim of this tensor: all broadcast, or dense among them."""
+    shape, stride = place
+    real = [dim for dim in group if space[dim] > 1]
+    if len(real) < 2 or all(shape[dim] == 1 for dim in real):
+        return True
+    return all(shape[dim] == space[dim] for dim in real) and all(
+        stride[slow] == stride[fast] * shape[fast] for slow, fast in pairwise(real)
+    )
+
+
+def _with_unit_stride(shape: Shape, stride: Shape) -> list[int]:
+    """Strides for extents of 1 that leave a unit stride in one of the last two dims."""
+    dense = contiguous_strides(shape)
+    steps = [d if n == 1 else s for n, s, d in zip(shape, stride, dense, strict=True)]
+    if len(shape) >= 2 and shape[-2] == 1 and steps[-1] != 1:
+        steps[-2] = 1  # a row whose elements lie apart is a column-major matrix
+    return steps
+
+
 def _view_of(spec: GraphSpec) -> _View:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
     real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
     if not anchors:
         return _pointwise_view(spec, rank, real)
+    for node in anchors:
+        if node.op in ("matmul", "layer_norm", "rms_norm"):
+            if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
+                raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
+            return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
     spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     return _AnchorView(rank, spread, strict)
+
+
+def _places(spec: GraphSpec, rank: int) -> dict[str, _Place]:
+    """Every tensor at ``rank``: inputs and outputs as they lie, what is between them dense."""
+    places = {name: _placed(spec, name) for name in (*spec.inputs, *spec.outputs)}
+    for name, shape in _computed(spec):
+        places.setdefault(name, (shape, contiguous_strides(shape)))
+    return {name: _padded(*place, rank) for name, place in places.items()}
+
+
+def _space(spec: GraphSpec, node: Node, rank: int) -> Shape:
+    """The shape of an anchor's result at ``rank``; refused where what follows is larger."""
+    name = node.results[0]
+    shape = spec.tensors[name].shape
+    after = {name}
+    for each in spec.nodes:
+        if after & set(each.operands):
+            after |= set(each.results)
+    if any(numel(spec.tensors[later].shape) > numel(shape) for later in after):
+        raise _Refused(f"the result of {node.op} is broadcast")
+    return (1,) * (rank - len(shape)) + shape
+
+
+def _product_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+    """[batch, M, N] of a matrix product; the batch dims become rows where y has none.
+
+    Every tensor around it has to merge in the same way; y, with K where the others have M, has no
+    say on the rows.
+    """
+    x, y = node.operands
+    space = _space(spec, node, rank)
+    lead = tuple(range(rank - 2))
+    as_rows = ((), (*lead, rank - 2), (rank - 1,))
+    as_batch = (lead, (rank - 2,), (rank - 1,))
+    uses = [name for each in spec.nodes for name in each.operands].count(y)
+    for groups in (as_rows, as_batch) if numel(spec.tensors[y].shape[:-2]) == 1 else (as_batch,):
+        if all(
+            _merges(place, group, space)
+            for name, place in _places(spec, rank).items()
+            for group in groups
+            if not (name == y and uses == 1 and group is groups[1])
+        ):
+            return _MergedView(rank, groups)
+    raise _Refused(f"the batch dims around '{x}' @ '{y}' do not merge into one")
+
+
+def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+    """[rows, columns, 1, 1] of a norm: the dims before those of the weight, and those.
+
+    cuDNN wants rows without gaps between them, in x and in all that is as large.
+    """
+    space, places = _space(spec, node, rank), _places(spec, rank)
+    first = rank - len(spec.tensors[node.operands[1]].shape)
+    order = memory_order(*places[node.operands[0]])
+    rows = tuple(dim for dim in order if dim < first)
+    columns = tuple(dim for dim in order if dim >= first)
+    view = _MergedView(rank, (rows, columns, (), ()))
+    for name, place in places.items():
+        if name in (*spec.inputs, *spec.outputs):
+            if not all(_merges(place, group, space) for group in view.groups):
+                raise _Refused(f"the dims of '{name}' do not merge into rows and columns")
+            if not is_contiguous(*view.dims(*place)):
+                raise _Refused(f"the rows of '{name}' lie in memory with gaps, or as columns")
+        elif any(
+            {place[0][dim] == 1 for dim in group if space[dim] > 1} == {True, False}
+            for group in view.groups
+        ):
+            raise _Refused(f"'{name}' broadcasts within the rows or the columns")
+    return view
 
 
 def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
@@ -233,21 +371,21 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _Poin
         if len(groups) == 3 and sum(n > 1 for n in merged) == 1:
             raise _Refused("a vector broadcasts over two dims of three, which cuDNN gets wrong")
     last = view.dims(space, (0,) * rank)[0][-1]
-    for computed in _computed_shapes(spec):
+    for _, computed in _computed(spec):
         merged = view.dims(computed, (0,) * len(computed))[0]
         if merged[-1] == 1 < last and numel(merged) > 1:
             raise _Refused("a computed column broadcasts over the rows, which cuDNN gets wrong")
     return view
 
 
-def _computed_shapes(spec: GraphSpec) -> Iterator[Shape]:
-    """Shapes of what is computed inside the graph, in the temporaries of an op's lowering too."""
+def _computed(spec: GraphSpec) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of what is computed in the graph, also of an op's temporaries."""
     for node in spec.nodes:
         for name in node.results:
-            yield spec.tensors[name].shape
+            yield name, spec.tensors[name].shape
         if node.op == "batch_norm":
             x = spec.tensors[str(node.inputs[0])]
-            yield (1, x.shape[1], *(1,) * (len(x.shape) - 2))
+            yield f"{node.name} deviation", (1, x.shape[1], *(1,) * (len(x.shape) - 2))
 
 
 @dataclass
@@ -295,6 +433,20 @@ class Context:
         if name not in self.scalars:
             self.scalars[name] = self.constant([1] * self.view.seen_rank, value, torch.float32)
         return self.scalars[name]
+
+    def host_scalar(self, value: float) -> Any:
+        """A number that cuDNN takes by value: it reads the host's memory."""
+        uid = self._next_uid()
+        self.extras.append(Constant(uid, 1, value, torch.float32, on_host=True))
+        ones = [1] * self.view.seen_rank
+        return self.graph.tensor(
+            dim=ones,
+            stride=ones,
+            data_type=self.dtype(torch.float32),
+            uid=uid,
+            is_pass_by_value=True,
+            name=f"number_{uid}",
+        )
 
     def _next_uid(self) -> int:
         return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
@@ -427,6 +579,36 @@ def _batch_norm(ctx: Context, node: Node) -> Any:
     return y
 
 
+def _matmul(ctx: Context, node: Node) -> Any:
+    x, y = ctx.operands(node)
+    return ctx.graph.matmul(A=x, B=y, name=node.name)
+
+
+def _norm(method: str) -> Rule:
+    """A norm over trailing dims; its statistics are made where somebody takes one of them."""
+
+    def rule(ctx: Context, node: Node) -> Sequence[Any]:
+        x, weight, bias = ctx.operands(node)
+        if bias is None and method == "layernorm":  # the frontend wants one
+            spec = ctx.spec.tensors[str(node.inputs[1])]
+            shape = ctx.view.dims(spec.shape, spec.stride)[0]
+            bias = ctx.constant(shape, 0.0, spec.dtype)
+        used = {name for each in ctx.spec.nodes for name in each.operands} | set(ctx.spec.outputs)
+        phases = ctx.frontend.norm_forward_phase
+        training = any(name in used for name in node.outputs[1:])
+        results = getattr(ctx.graph, method)(
+            norm_forward_phase=phases.TRAINING if training else phases.INFERENCE,
+            input=x,
+            scale=weight,
+            bias=bias,
+            epsilon=ctx.host_scalar(node.attr("eps")),
+            name=node.name,
+        )
+        return list(results) if training else list(results[:1])
+
+    return rule
+
+
 def _call(method: str) -> Rule:
     """An op that is one frontend op with the same operands."""
 
@@ -508,6 +690,9 @@ def _leaky_relu(ctx: Context, node: Node) -> Any:
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
+    "matmul": _matmul,
+    "layer_norm": _norm("layernorm"),
+    "rms_norm": _norm("rmsnorm"),
     "sdpa": _sdpa,
     "batch_norm": _batch_norm,
     "bias": _call("bias"),

@@ -63,8 +63,15 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
     assert len(row.outputs) >= 1
 
 
-def test_only_convolutions_and_attention_are_anchors() -> None:
-    assert {name for name in OPS if not OPS[name].pointwise} == {"conv", "conv_transpose", "sdpa"}
+def test_only_ops_that_sum_over_elements_are_anchors() -> None:
+    assert {name for name in OPS if not OPS[name].pointwise} == {
+        "conv",
+        "conv_transpose",
+        "matmul",
+        "layer_norm",
+        "rms_norm",
+        "sdpa",
+    }
 
 
 def test_the_samples_use_every_activation_of_the_compositions() -> None:

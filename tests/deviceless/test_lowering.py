@@ -19,7 +19,14 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend.lower import Lowered
 from cudnngraph.backend.plan import propose_for
-from cudnngraph.ir import GraphSpec, Node, channels_last_strides, same_layout
+from cudnngraph.ir import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    channels_last_strides,
+    is_dense,
+    same_layout,
+)
 from cudnngraph.ops import OPS
 from tests.samples import Case, enumerate_cases
 
@@ -101,11 +108,61 @@ def _memory_orders(spec: GraphSpec) -> set[tuple[int, ...]]:
     }
 
 
+def _product(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
+    return lambda spec: any(test(spec, node) for node in _nodes(spec, "matmul"))
+
+
+def _batches_apart(spec: GraphSpec, node: Node) -> bool:
+    """Whether a tensor of a product has two batch dims of which one broadcasts, or with a gap."""
+    rank = len(spec.tensors[node.results[0]].shape)
+    for tensor in (spec.tensors[name] for name in node.operands):
+        shape = (1,) * (rank - len(tensor.shape)) + tensor.shape
+        stride = (0,) * (rank - len(tensor.shape)) + tensor.stride
+        apart = min(shape[:2]) == 1 or stride[0] != shape[1] * stride[1]
+        if rank == 4 and max(shape[:2]) > 1 and apart:
+            return True
+    return False
+
+
+def _norm(test: Callable[[TensorSpec, TensorSpec], bool]) -> Callable[[GraphSpec], bool]:
+    def meets(spec: GraphSpec) -> bool:
+        nodes = _nodes(spec, "layer_norm", "rms_norm")
+        return any(test(*(spec.tensors[name] for name in node.operands[:2])) for node in nodes)
+
+    return meets
+
+
+def _order(tensor: TensorSpec) -> list[int]:
+    """The dims that say something, from the slowest, counted from the last one back."""
+    real = [dim for dim, n in enumerate(tensor.shape) if n > 1]
+    return [dim - len(tensor.shape) for dim in sorted(real, key=lambda dim: -tensor.stride[dim])]
+
+
+def _rows_apart(x: TensorSpec, weight: TensorSpec) -> bool:
+    """Whether the dims of a norm's weight are not the fastest of x in one order, without gaps."""
+    order = _order(weight)
+    return not is_dense(x.shape, x.stride) or _order(x)[len(_order(x)) - len(order) :] != order
+
+
 TORCH = (
     Known(
         "cuDNN graphs have no float64",
         lambda spec: any(tensor.dtype == torch.float64 for tensor in spec.tensors.values()),
     ),
+    Known(
+        "cuDNN takes no empty tensors",
+        lambda spec: any(tensor.numel == 0 for tensor in spec.tensors.values()),
+    ),
+    Known(
+        "matrix products of float32 round to TF32",
+        _product(lambda spec, node: _dtype(spec, node) == torch.float32),
+    ),
+    Known(
+        "matrix products take operands of one dtype, what is computed before them is float32",
+        _product(lambda spec, node: len({spec.tensors[n].dtype for n in node.operands}) > 1),
+    ),
+    Known("matrix products take one batch dim", _product(_batches_apart)),
+    Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
         "attention takes 16-bit data only",
         _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
@@ -152,7 +209,20 @@ def _changes_a_residual(spec: GraphSpec) -> bool:
     )
 
 
+def _broadcasts_within_rows(spec: GraphSpec) -> bool:
+    """Whether beside a norm something is 1 in some of the dims before the weight's, not in all."""
+    for node in _nodes(spec, "layer_norm", "rms_norm"):
+        x, weight = (spec.tensors[name] for name in node.operands[:2])
+        full = x.shape[: len(x.shape) - len(weight.shape)]
+        given = [spec.tensors[name].shape for name in spec.inputs]
+        rows = {shape[: len(full)] for shape in given if len(shape) == len(x.shape)}
+        if rows - {full, (1,) * len(full)}:
+            return True
+    return False
+
+
 CUT = (
+    Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
         "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
         lambda spec: (
@@ -160,7 +230,7 @@ CUT = (
             and any(_dtype(spec, node) == torch.float32 for node in _nodes(spec, "conv"))
         ),
     ),
-    Known("cuDNN fuses around one convolution", lambda spec: len(_anchors(spec)) > 1),
+    Known("cuDNN fuses around one convolution or product", lambda spec: len(_anchors(spec)) > 1),
     Known(
         "attention takes additive masks, boolean ones are converted first",
         _sdpa(
@@ -215,7 +285,7 @@ def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
     for uid, name in zip(lowered.uids, names, strict=True):
         want, told = spec.tensors[name], lowered.graph.find_tensor(uid)
         assert _in_memory(told.dim, told.stride) == _in_memory(want.shape, want.stride), name
-        if not _pointwise(spec):  # the dims of pointwise graphs are merged and permuted
+        if _nodes(spec, "conv", "conv_transpose", "sdpa"):  # others merge and permute dims
             assert _real(told.dim, told.stride) == _real(want.shape, want.stride), name
 
 
