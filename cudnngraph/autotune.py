@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
-from .errors import NotSupported
+from .errors import NotSupported, UnkeyableError
 from .ir import GraphSpec
 from .key import graph_key
 from .partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
@@ -173,7 +173,10 @@ class _Search:
         found = self._parts.get(place)
         if found is None:
             spec = piece(graph, nodes)
-            digest = graph_key(spec, self._policy).digest
+            try:
+                digest = graph_key(spec, self._policy).digest
+            except UnkeyableError:  # the -inf of a converted mask: nothing is like it
+                digest = str(id(spec))
             step = self._steps.setdefault(digest, _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
             self.order.append(found)
