@@ -215,7 +215,8 @@ class _Search:
         if step.proposals is not None or step.ways or step.lost:
             return
         subject = f"'{step.spec.name}' as one plan"
-        why = why_apart(step.spec)
+        # Who wants one plan or none gets it, slow as it may be.
+        why = None if self._policy.fallback == "error" else why_apart(step.spec)
         if why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
