@@ -16,7 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -439,7 +439,8 @@ def autotune(
     for number, (part, way) in enumerate(winner.steps):
         decisions = search.decisions(part, way)
         if number == 0:
-            decisions = (*_of_cuts(search, roots, root, winner), *decisions)
+            compared = _of_cuts(search, roots, root, winner)
+            decisions = (*compared, *_of_others(search, winner), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         time_us = way.time_us if math.isfinite(way.time_us) else None
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
@@ -461,6 +462,20 @@ def _whole(search: _Search, spec: GraphSpec) -> _Part:
         reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
         raise NotSupported(f"graph '{spec.name}'", list(reasons))
     return part
+
+
+def _of_others(search: _Search, winner: _Assembly) -> tuple[Decision, ...]:
+    """What was refused, failed or was wrong in parts that are no step in the end."""
+    mine = {id(part.step) for part, _ in winner.steps}
+    others = {id(part.step): part.step for part in search.order if id(part.step) not in mine}
+    return tuple(
+        lost
+        if lost.choice is None
+        else replace(lost, subject=f"{lost.subject} for '{step.spec.name}'", choice=None)
+        for step in others.values()
+        for lost in step.lost
+        if not lost.reason.startswith("not tried")
+    )
 
 
 def _of_cuts(
