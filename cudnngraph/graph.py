@@ -152,6 +152,7 @@ class Graph:
         self._inputs: dict[str, Value] = {}
         self._outputs: list[tuple[str, Value, TensorSpec | None]] = []
         self._nodes: list[Node] = []
+        self._frozen: tuple[tuple[int, ...], GraphSpec] | None = None
         self._values: dict[str, Value] = {}
         self._scalars: dict[str, Value] = {}
 
@@ -863,7 +864,16 @@ class Graph:
     # -- freezing ------------------------------------------------------------------------------
 
     def spec(self) -> GraphSpec:
-        """The frozen graph. Raises :class:`GraphError` with every problem found."""
+        """The frozen graph, the same object until something is added to this one.
+
+        Raises :class:`GraphError` with every problem found.
+        """
+        size = tuple(map(len, (self._inputs, self._nodes, self._outputs, self.problems)))
+        if self._frozen is None or self._frozen[0] != size:
+            self._frozen = (size, self._checked_spec())
+        return self._frozen[1]
+
+    def _checked_spec(self) -> GraphSpec:
         declared = [
             (name, value.name) for name, value, _ in self._outputs if isinstance(value, Value)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -238,17 +239,26 @@ class GraphSpec:
             name for node in self.nodes for name in node.results if name not in self.outputs
         )
 
-    def canonical_names(self) -> dict[str, str]:
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """A place for what others have worked out of this graph, so that it is worked out once."""
+        return {}
+
+    @cached_property
+    def _numbering(self) -> Mapping[str, str]:
+        numbering: dict[str, str] = {}
+        for node in self.nodes:
+            for name in (*node.operands, *node.results):
+                numbering.setdefault(name, f"%{len(numbering)}")
+        return MappingProxyType(numbering)
+
+    def canonical_names(self) -> Mapping[str, str]:
         """Every tensor's name → ``%0``, ``%1`` …: by first use along the canonical order.
 
         Two graphs that differ in names alone, or in the order of independent declarations, get the
         same numbering.
         """
-        numbering: dict[str, str] = {}
-        for node in self.nodes:
-            for name in (*node.operands, *node.results):
-                numbering.setdefault(name, f"%{len(numbering)}")
-        return numbering
+        return self._numbering
 
     def rename(self, tensors: Mapping[str, str]) -> GraphSpec:
         """The same graph with other names of tensors; names that are not in the map stay."""
