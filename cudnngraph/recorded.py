@@ -94,7 +94,7 @@ def to_record(
         summary=summary(spec),
         graph=print_spec(spec, is_default),
         steps=tuple(map(_step, selection.steps)),
-        policy=asdict(policy),
+        policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
         versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
         created=time.time(),
     )
