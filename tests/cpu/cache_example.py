@@ -8,6 +8,7 @@ writes one to look at: ``cudnngraph plan-dump --dir FOLDER``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -174,6 +175,8 @@ def make(directory: Path, now: float | None = None, *, damaged: bool = False) ->
     store = PlanStore(directory, seeds=None)
     for name, each in made.items():
         assert store.put(each, BLOB if name in WITH_BLOB else None)
+        (file,) = directory.rglob(f"{each.id}.json")
+        os.utime(file, (each.created, each.created))  # last used when it was made
     if damaged:
         (file,) = directory.rglob(f"{made['old'].id}.json")
         file.write_bytes(file.read_bytes()[:1000])

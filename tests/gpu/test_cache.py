@@ -125,7 +125,8 @@ def rewrite(folder: Path, change: dict[str, object]) -> None:
     record = from_json(path.read_text())
     step = dataclasses.replace(record.steps[0], **change)  # type: ignore[arg-type]
     changed = dataclasses.replace(record, steps=(step, *record.steps[1:]), blob=None)
-    path.with_suffix(".blob").unlink(missing_ok=True)
+    for blob in folder.rglob("*.blob"):
+        blob.unlink()
     path.write_text(changed.to_json())
 
 
@@ -158,7 +159,7 @@ def test_a_record_of_another_gpu_is_not_used(folder: Path) -> None:
     env = tuple((n, OTHER_GPU if n == "gpu_name" else v) for n, v in record.env)
     foreign = dataclasses.replace(record, env=env, blob=None)
     path.unlink()
-    path.with_suffix(".blob").unlink()
+    only(folder, "blob").unlink()
     store().put(foreign)
     with pytest.raises(cg.PlanNotCached, match="same graph is there for another"):
         again(tune="cached")
