@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.ir import dense_strides, numel, same_layout, view_strides
+from cudnngraph.ir import TensorSpec, dense_strides, numel, same_layout, view_strides
+from cudnngraph.validate import check_node
 
 F16 = torch.float16
 SIZES = st.sampled_from([1, 1, 2, 2, 3, 4, 6])
@@ -110,3 +111,11 @@ def test_a_concatenation_prints_as_a_call_with_its_operands() -> None:
     x, y = g.input("x", (2, 3), F16), g.input("y", (2, 5), F16)
     g.output("z", g.concat([x, y, x], dim=1))
     assert "z = concat(x, y, x, dim=1)  # f16[2, 11]" in str(g)
+
+
+def test_an_attribute_without_a_default_has_to_be_there() -> None:
+    x = TensorSpec("x", (2, 3), (3, 1), F16)
+    problems = check_node("transpose", "t1", {"x": x}, {"dim0": 1}).problems
+    assert [str(problem) for problem in problems] == [
+        "transpose 't1': dim1 is missing; expected a value for dim1"
+    ]

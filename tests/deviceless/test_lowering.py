@@ -157,10 +157,6 @@ TORCH = (
         "matrix products of float32 round to TF32",
         _product(lambda spec, node: _dtype(spec, node) == torch.float32),
     ),
-    Known(
-        "matrix products take operands of one dtype, what is computed before them is float32",
-        _product(lambda spec, node: len({spec.tensors[n].dtype for n in node.operands}) > 1),
-    ),
     Known("matrix products take one batch dim", _product(_batches_apart)),
     Known(
         "what moves elements and computes nothing is left to torch",
@@ -226,6 +222,10 @@ def _broadcasts_within_rows(spec: GraphSpec) -> bool:
 
 
 CUT = (
+    Known(
+        "16-bit products fuse with nothing before them",
+        _product(lambda spec, node: not set(node.operands) <= set(spec.inputs)),
+    ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
         "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
