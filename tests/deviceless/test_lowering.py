@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph.backend import env
 from cudnngraph.backend.lower import Constant, Lowered
-from cudnngraph.backend.plan import propose_for
+from cudnngraph.backend.plan import propose, propose_for
 from cudnngraph.ir import (
     GraphSpec,
     Node,
@@ -456,3 +457,13 @@ def test_a_norm_sees_rows_and_columns_in_the_order_of_memory() -> None:
     g.output("inv_std", inv_std)
     rows, columns = ([48, 128, 1, 1], [128, 1, 1, 1]), ([1, 128, 1, 1], [128, 1, 1, 1])
     assert _seen(g) == [rows, columns, rows, ([48, 1, 1, 1], [1, 1, 1, 1])]
+
+
+def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:
+    class Graph:
+        def create_execution_plans(self, modes: object) -> None:
+            raise ModuleNotFoundError("No module named 'cuda'")
+
+    with pytest.raises(cg.NotSupported) as caught:
+        propose(Lowered(Graph(), (), ()), env.frontend())
+    assert caught.value.reasons == ("the frontend cannot rank it: No module named 'cuda'",)
