@@ -107,6 +107,35 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def view_strides(
+    shape: Sequence[int], stride: Sequence[int], to: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides that show the same memory in shape ``to`` (as many elements), None where none do.
+
+    Sizes of ``to`` may split a run of dims that are dense among each other, not reach over its end.
+    """
+    if numel(shape) == 0:
+        return contiguous_strides(to)
+    runs: list[tuple[int, int]] = []  # (elements, stride of the fastest dim), fastest run last
+    for n, s in zip(shape, stride, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * s:
+            runs[-1] = (runs[-1][0] * n, s)
+        else:
+            runs.append((n, s))
+    steps: list[int] = []
+    left, step = 1, 1  # of the run at hand
+    for n in reversed(to):
+        if n > 1 and left == 1:
+            left, step = runs.pop()
+        if left % n:
+            return None
+        steps.append(step)
+        left, step = left // n, step * n
+    return tuple(reversed(steps))
+
+
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether two elements of one tensor may share memory (stride 0 or interleaved dims)."""
     if numel(shape) == 0:
