@@ -24,6 +24,7 @@ from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
 from .runtime import BoundCall, Executable, cache_clear, cache_stats, warm_up
+from .specialize import Specialized, specialize
 
 __all__ = [
     "BackendUnavailable",
@@ -44,6 +45,7 @@ __all__ = [
     "PolicyError",
     "Problem",
     "SettingsError",
+    "Specialized",
     "TensorSpec",
     "UnkeyableError",
     "Value",
@@ -51,5 +53,6 @@ __all__ = [
     "cache_stats",
     "explain",
     "on_miss",
+    "specialize",
     "warm_up",
 ]

@@ -29,12 +29,13 @@ from .partition import Graph, Group, additive_masks, channels_last, cuts, piece,
 from .policy import Policy
 from .select import Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import measure
-from .trial import Trial
+from .trial import Chain, Trial
 
 TIE = 1.02  # within this factor the smaller workspace wins, then cuDNN's own order
 HOPE = 2.0  # how much faster than its first plan a part's best plan may be
-PATIENCE = 6  # plans in a row that are no gain, after which the rest of a list is left alone
+PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
 GAIN = 0.98
+CLOSE = 1.12  # ways to cut the graph within this factor are measured whole
 FINALISTS = 1.08  # ways within this factor of a part's best are measured again, longer
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
@@ -50,6 +51,11 @@ class Bench(Protocol):
         self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
     ) -> list[float | str]:
         """Time of each plan of a step (None: torch) side by side, or why it did not run."""
+
+    def chain_times_us(
+        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+    ) -> list[float] | None:
+        """Time of each chain of steps that runs ``spec``, side by side; None without memory."""
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """What is wrong with what a plan does, or None."""
@@ -91,6 +97,17 @@ class GpuBench:
             return list(measure(launches, self._stream, rounds=rounds))
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
+
+    def chain_times_us(
+        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+    ) -> list[float] | None:
+        """See :class:`Bench`."""
+        try:
+            chain = Chain(spec, self._policy, self._device)
+            launches = [chain.launch(steps) for steps in chains]
+            return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+        except torch.OutOfMemoryError:
+            return None
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`Bench`."""
@@ -157,7 +174,32 @@ class _Assembly:
     steps: tuple[tuple[_Part, _Way], ...]
 
 
+@dataclass
+class _Rival:
+    """A way to cut the whole graph, with the fastest ways to run its parts."""
+
+    label: str
+    runs: _Assembly
+    time_us: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.time_us = self.runs.time_us
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(way.workspace_bytes for _, way in self.runs.steps)
+
+
+def _joined(parts: Sequence[_Assembly]) -> _Assembly:
+    """The parts one after the other."""
+    return _Assembly(
+        sum(each.time_us for each in parts), tuple(step for each in parts for step in each.steps)
+    )
+
+
 class _Search:
+    """The tree of parts and what is known of them."""
+
     def __init__(self, policy: Policy, bench: Bench) -> None:
         self._policy = policy
         self._bench = bench
@@ -195,14 +237,9 @@ class _Search:
             options.append(_Assembly(way.time_us, ((part, way),)))
         for groups in part.cuts:
             below = [self.best(group, known) for group in groups]
-            if all(each is not None for each in below):
-                whole = [each for each in below if each is not None]
-                options.append(
-                    _Assembly(
-                        sum(each.time_us for each in whole),
-                        tuple(step for each in whole for step in each.steps),
-                    )
-                )
+            whole = [each for each in below if each is not None]
+            if len(whole) == len(below):
+                options.append(_joined(whole))
         # The first of equals: one plan before a cut, a coarse cut before a fine one.
         known[id(part)] = min(options, key=lambda each: each.time_us) if options else None
         return known[id(part)]
@@ -328,29 +365,60 @@ class _Search:
 
     # -- the choice --------------------------------------------------------------------------------
 
-    def settle(self, roots: Sequence[_Part]) -> tuple[_Part, _Assembly]:
-        """The winner: close ways measured again side by side, its plans checked.
+    def rivals(self, roots: Sequence[_Part]) -> list[_Rival]:
+        """The best of every way to cut the graph at its root, that has one; coarse to fine."""
+        known: dict[int, _Assembly | None] = {}
+        found: list[_Rival] = []
+        for root in roots:
+            copies = "" if root is roots[0] else ", channels last"
+            way = root.step.best()
+            if way is not None:
+                label = "torch" if way.plan is None else "one plan"
+                found.append(_Rival(f"{label}{copies}", _Assembly(way.time_us, ((root, way),))))
+            for groups in root.cuts:
+                below = [self.best(group, known) for group in groups]
+                whole = [each for each in below if each is not None]
+                if len(whole) == len(below):
+                    label = " | ".join(
+                        " ".join(node.op for node in work(group.spec.nodes)) for group in groups
+                    )
+                    found.append(_Rival(f"steps {label}"[:300] + copies, _joined(whole)))
+        return found
 
-        Raises :class:`NotSupported` when every way to run the graph turned out wrong.
+    def settle(self, spec: GraphSpec, roots: Sequence[_Part]) -> tuple[_Rival, list[_Rival]]:
+        """The winner and all its rivals.
+
+        Close ways to run a step are measured again, side by side; so are close ways to cut the
+        graph, whole. The winner's plans are checked. Raises :class:`NotSupported` when every way to
+        run the graph turned out wrong.
         """
         compared: set[int] = set()
         checked: set[int] = set()
         while True:
-            known: dict[int, _Assembly | None] = {}
-            found = [(root, self.best(root, known)) for root in roots]
-            able = [(root, each) for root, each in found if each is not None]
-            if not able:
+            rivals = self.rivals(roots)
+            if not rivals:
                 reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
                 raise NotSupported(f"graph '{roots[0].spec.name}'", list(reasons))
-            root, winner = min(able, key=lambda pair: pair[1].time_us)
-            steps = {id(part.step): part.step for part, _ in winner.steps}
+            least = min(rival.time_us for rival in rivals)
+            close = [rival for rival in rivals if rival.time_us <= CLOSE * least]
+            steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
             if steps.keys() - compared:
                 for place in steps.keys() - compared:
                     self._compare(steps[place])
                 compared |= steps.keys()
                 continue
-            if all([self._check(part.step, way, checked) for part, way in winner.steps]):
-                return root, winner
+            if len(close) > 1:
+                chains = [
+                    [(part.spec, way.plan) for part, way in rival.runs.steps] for rival in close
+                ]
+                times = self._bench.chain_times_us(spec, chains)
+                for rival, time_us in zip(close, times or [], strict=False):
+                    rival.time_us = time_us
+                least = min(rival.time_us for rival in close)
+            near = [rival for rival in close if rival.time_us <= TIE * least]
+            winner = min(near, key=lambda rival: (rival.workspace_bytes, len(rival.runs.steps)))
+            if all([self._check(part.step, way, checked) for part, way in winner.runs.steps]):
+                return winner, rivals
 
     def _check(self, step: _Step, way: _Way, checked: set[int]) -> bool:
         """Whether a way does what it should; one that does not is thrown out."""
@@ -434,18 +502,35 @@ def autotune(
     for done, known in search.explore(roots, deadline):
         if progress is not None:
             progress(done, known)
-    root, winner = search.settle(roots)
+    winner, rivals = search.settle(roots[0].spec, roots)
     steps, built = [], []
-    for number, (part, way) in enumerate(winner.steps):
+    for number, (part, way) in enumerate(winner.runs.steps):
         decisions = search.decisions(part, way)
         if number == 0:
-            compared = _of_cuts(search, roots, root, winner)
-            decisions = (*compared, *_of_others(search, winner), *decisions)
+            compared = _of_cuts(winner, rivals)
+            decisions = (*compared, *_of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         time_us = way.time_us if math.isfinite(way.time_us) else None
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
         built.append(plan)
     return Selection(tuple(steps), tuple(built))
+
+
+def _of_cuts(winner: _Rival, rivals: Sequence[_Rival]) -> list[Decision]:
+    """The ways to cut the graph that were compared, and what each took."""
+    if len(rivals) < 2:
+        return []
+    made = []
+    for rival in rivals:
+        taken = rival is winner
+        ratio = rival.time_us / winner.time_us if winner.time_us else math.inf
+        reason = "as fast, with more workspace or in more steps"
+        if taken or ratio > TIE:
+            reason = "the fastest way to cut it" if taken else f"{ratio:.2f} times the time"
+        time_us = rival.time_us if math.isfinite(rival.time_us) else None
+        need = rival.workspace_bytes
+        made.append(Decision(rival.label, taken, reason, None, need, time_us))
+    return made
 
 
 def _whole(search: _Search, spec: GraphSpec) -> _Part:
@@ -476,39 +561,3 @@ def _of_others(search: _Search, winner: _Assembly) -> tuple[Decision, ...]:
         for lost in step.lost
         if not lost.reason.startswith("not tried")
     )
-
-
-def _of_cuts(
-    search: _Search, roots: Sequence[_Part], taken: _Part, winner: _Assembly
-) -> tuple[Decision, ...]:
-    """The ways to cut the graph that were compared, and what each would have taken."""
-    made: list[Decision] = []
-    for root in roots:
-        options: list[tuple[str, float]] = []
-        known: dict[int, _Assembly | None] = {}
-        copies = "" if root is roots[0] else ", channels last"
-        way = root.step.best()
-        if way is not None and root.cuts:
-            options.append((f"one plan{copies}", way.time_us))
-        for groups in root.cuts:
-            below = [search.best(group, known) for group in groups]
-            if all(each is not None for each in below):
-                total = sum(each.time_us for each in below if each is not None)
-                label = " | ".join(
-                    " ".join(node.op for node in work(group.spec.nodes)) for group in groups
-                )
-                options.append((f"steps {label}{copies}"[:300], total))
-        for label, total in options:
-            if not math.isfinite(total):
-                continue
-            is_taken = (
-                root is taken
-                and total == winner.time_us
-                and not any(decision.accepted for decision in made)
-            )
-            ratio = total / winner.time_us if winner.time_us else math.inf
-            reason = (
-                "the fastest way to cut the graph" if is_taken else f"{ratio:.2f} times as long"
-            )
-            made.append(Decision(label, is_taken, reason, None, None, total))
-    return tuple(made)

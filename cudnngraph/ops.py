@@ -12,6 +12,7 @@ S sequence, D head dim; M N rows and columns of a product, K what it sums over.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,19 @@ from typing import Any
 import torch
 
 from .errors import Problem
-from .ir import TensorSpec, is_channels_last, is_contiguous, memory_order
+from .ir import (
+    TensorSpec,
+    is_channels_last,
+    is_contiguous,
+    memory_order,
+    numel,
+    view_strides,
+)
+
+MAX_RANK = 8
+
+#: Stands in the table for an attribute that has no default.
+REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -68,7 +81,11 @@ class Op:
     """One row of the table.
 
     ``inputs`` names the ports in order, optional ones end in "?". ``attrs`` maps each attribute to
-    its default. ``pointwise`` marks an op that works element by element (it may join an epilogue).
+    its default, to :data:`REQUIRED` where it has none. ``pointwise`` marks an op that works element
+    by element (it may join an epilogue), ``view`` one whose result is its operand seen in another
+    way: where strides allow, the same memory.
+
+    A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
     """
 
     name: str
@@ -77,11 +94,18 @@ class Op:
     attrs: Mapping[str, Any]
     infer: InferRule
     pointwise: bool = False
+    view: bool = False
 
     @property
     def ports(self) -> tuple[str, ...]:
         """Port names without their marks."""
-        return tuple(port.rstrip("?") for port in self.inputs)
+        return tuple(port.rstrip("?*") for port in self.inputs)
+
+    def ports_of(self, count: int) -> tuple[str, ...]:
+        """The names of the ports of a node with ``count`` operands, open ones counted."""
+        if self.inputs and self.inputs[0].endswith("*"):
+            return tuple(f"{self.ports[0]}{place}" for place in range(count))
+        return self.ports
 
     def required(self, port: str) -> bool:
         """Whether ``port`` must be connected."""
@@ -748,6 +772,152 @@ def _sdpa(call: Call) -> list[Result | None] | None:
     return [Result(shape, q.dtype, order), lse]
 
 
+# -- views and concatenation -----------------------------------------------------------------------
+
+
+def _dim(call: Call, attr: str, rank: int) -> int | None:
+    """Canonical form: a dim counted from the first one."""
+    value = call.attrs[attr]
+    if not _whole(value):
+        call.problem(f"{attr}={value!r} is not a whole number", f"a dim of x, {rank} in all")
+        return None
+    if not -rank <= value < rank:
+        call.problem(f"{attr}={value!r} is no dim of x", f"{-rank} to {rank - 1}" if rank else "")
+        return None
+    call.attrs[attr] = int(value) % rank
+    return int(value) % rank
+
+
+def _whole_tuple(call: Call, attr: str) -> tuple[int, ...] | None:
+    value = call.attrs[attr]
+    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else None
+    if many is None or not all(_whole(item) for item in many):
+        call.problem(f"{attr}={value!r} is not made of whole numbers", "a tuple of ints")
+        return None
+    return tuple(int(item) for item in many)
+
+
+def _reshape(call: Call) -> list[Result] | None:
+    x, shape = call["x"], _whole_tuple(call, "shape")
+    if shape is None:
+        return None
+    if len(shape) > MAX_RANK:
+        call.problem(f"shape={shape} has {len(shape)} dims", f"at most {MAX_RANK}")
+        return None
+    if min(shape, default=0) < -1 or shape.count(-1) > 1:
+        call.problem(f"shape={shape} has sizes below 0", "sizes >= 0, and -1 for one of them")
+        return None
+    rest = numel(n for n in shape if n != -1)
+    fits = x.numel == rest if -1 not in shape else rest != 0 and x.numel % rest == 0
+    if not fits:
+        call.problem(
+            f"shape={shape} does not hold the {x.numel} elements of x '{x.name}' {x.shape}",
+            "as many elements",
+        )
+        return None
+    shape = tuple(x.numel // rest if n == -1 else n for n in shape)
+    call.attrs["shape"] = shape
+    strides = view_strides(x.shape, x.stride, shape)
+    if strides is None:  # a copy
+        return [Result(shape, x.dtype, tuple(range(len(shape))))]
+    return [Result(shape, x.dtype, _like_order(TensorSpec("", shape, strides, x.dtype)))]
+
+
+def _permuted(x: TensorSpec, dims: Sequence[int]) -> list[Result]:
+    """``dims`` are those of x in their new order."""
+    order = tuple(dims.index(dim) for dim in _like_order(x))
+    return [Result(tuple(x.shape[dim] for dim in dims), x.dtype, order)]
+
+
+def _transpose(call: Call) -> list[Result] | None:
+    x = call["x"]
+    a, b = (_dim(call, attr, len(x.shape)) for attr in ("dim0", "dim1"))
+    if a is None or b is None:
+        return None
+    call.attrs.update(dim0=min(a, b), dim1=max(a, b))
+    dims = list(range(len(x.shape)))
+    dims[a], dims[b] = b, a
+    return _permuted(x, dims)
+
+
+def _permute(call: Call) -> list[Result] | None:
+    x, dims = call["x"], _whole_tuple(call, "dims")
+    if dims is None:
+        return None
+    rank = len(x.shape)
+    counted = tuple(dim % rank if -rank <= dim < rank else dim for dim in dims)
+    if sorted(counted) != list(range(rank)):
+        call.problem(f"dims={dims} is no order of the dims of x '{x.name}' {x.shape}", "each once")
+        return None
+    call.attrs["dims"] = counted
+    return _permuted(x, counted)
+
+
+def _slice(call: Call) -> list[Result] | None:
+    x = call["x"]
+    dim = _dim(call, "dim", len(x.shape))
+    bounds = [call.attrs[attr] for attr in ("start", "stop", "step")]
+    for attr, value in zip(("start", "stop", "step"), bounds, strict=True):
+        if not _whole(value) and not (attr == "stop" and value is None):
+            call.problem(f"{attr}={value!r} is not a whole number", "an int")
+            return None
+    if bounds[2] < 1:
+        call.problem(f"step={bounds[2]} is not positive", "step >= 1")
+        return None
+    if dim is None:
+        return None
+    taken = range(*slice(*bounds).indices(x.shape[dim]))
+    start, stop = (taken[0], taken[-1] + 1) if taken else (0, 0)
+    call.attrs.update(start=start, stop=stop, step=int(bounds[2]) if len(taken) > 1 else 1)
+    shape = (*x.shape[:dim], len(taken), *x.shape[dim + 1 :])
+    return [Result(shape, x.dtype, _like_order(x))]
+
+
+def _concat(call: Call) -> list[Result] | None:
+    ports = list(call.inputs)
+    first = call[ports[0]]
+    dim = _dim(call, "dim", len(first.shape))
+    if dim is None:
+        return None
+    ok = True
+    for port in ports[1:]:
+        spec = call[port]
+        if spec.dtype != first.dtype:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, "
+                f"x0 '{first.name}' is {dtype_name(first.dtype)}",
+                "one dtype",
+                f"convert {port}",
+            )
+            ok = False
+        if len(spec.shape) != len(first.shape) or any(
+            n != m
+            for place, (n, m) in enumerate(zip(spec.shape, first.shape, strict=True))
+            if place != dim
+        ):
+            call.problem(
+                f"{port} '{spec.name}' has shape {spec.shape}, x0 '{first.name}' {first.shape}",
+                f"equal sizes but for dim {dim}",
+            )
+            ok = False
+    if not ok:
+        return None
+    specs = [call[port] for port in ports]
+    total = sum(spec.shape[dim] for spec in specs)
+    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    return [Result(shape, first.dtype, _common_order(specs))]
+
+
+def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The memory order of the largest operand where all lie so, else the logical one."""
+    order = _like_order(max(specs, key=lambda spec: spec.numel))
+    for spec in specs:
+        own = [dim for dim in _like_order(spec) if spec.shape[dim] > 1]
+        if own != [dim for dim in order if spec.shape[dim] > 1]:
+            return tuple(range(len(order)))
+    return order
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -760,9 +930,11 @@ def _rows() -> list[Op]:
         infer: InferRule,
         outputs: str = "y",
         pointwise: bool = False,
+        view: bool = False,
         **attrs: Any,
     ) -> Op:
-        return Op(name, tuple(inputs.split()), tuple(outputs.split()), attrs, infer, pointwise)
+        ports = tuple(inputs.split())
+        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view)
 
     def unary(name: str, **attrs: Any) -> Op:
         return op(name, "x", _unary(*attrs), pointwise=True, **attrs)
@@ -838,6 +1010,11 @@ def _rows() -> list[Op]:
         op("logical_or", "x y", _logical("x", "y"), pointwise=True),
         op("logical_not", "x", _logical("x"), pointwise=True),
         op("where", "condition x y", _where, pointwise=True),
+        op("reshape", "x", _reshape, view=True, shape=REQUIRED),
+        op("transpose", "x", _transpose, view=True, dim0=REQUIRED, dim1=REQUIRED),
+        op("permute", "x", _permute, view=True, dims=REQUIRED),
+        op("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1),
+        op("concat", "x*", _concat, dim=0),
         op("constant", "", _constant, pointwise=True, value=0.0),
     ]
 

@@ -162,7 +162,7 @@ def piece(graph: Graph, nodes: Sequence[Node]) -> GraphSpec:
     if len(nodes) == len(work(spec.nodes)):
         return spec
     mine = {node.name for node in nodes}
-    nodes = [node for node in spec.nodes if node.name in mine]
+    nodes = [node for node in spec.nodes if node.name in mine]  # one order, whoever asks
     constants = {node.results[0]: node for node in spec.nodes if node.op == "constant"}
     used = dict.fromkeys(name for node in nodes for name in node.operands if name in constants)
     elsewhere = {

@@ -163,6 +163,11 @@ def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     return out, torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
 
 
+def _slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    taken = slice(attrs["start"], attrs["stop"], attrs["step"])
+    return _need(inputs[0])[(slice(None),) * attrs["dim"] + (taken,)]
+
+
 def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     return lambda inputs, attrs: function(_need(inputs[0]))
 
@@ -219,6 +224,11 @@ RULES: Mapping[str, Rule] = {
     "where": lambda inputs, attrs: torch.where(
         _need(inputs[0]), _need(inputs[1]), _need(inputs[2])
     ),
+    "reshape": lambda inputs, attrs: _need(inputs[0]).reshape(attrs["shape"]),
+    "transpose": lambda inputs, attrs: _need(inputs[0]).transpose(attrs["dim0"], attrs["dim1"]),
+    "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
+    "slice": _slice,
+    "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Protocol
@@ -380,7 +380,9 @@ class Executable:
         self.key = key
         self._program = program
         self._names = canonical_tensor_names(spec)
-        self._result = namedtuple(f"{spec.name}_result", spec.outputs)  # type: ignore[misc]
+        self._result = _once(
+            spec, "result", lambda: namedtuple(f"{spec.name}_result", spec.outputs)
+        )
         # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
         # unless another output has a shape of its own, for which the input may be broadcast.
         self._in_place = (
@@ -665,6 +667,13 @@ def canonical(spec: GraphSpec) -> GraphSpec:
     )
 
 
+def _once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for the graph."""
+    if name not in spec.derived:
+        spec.derived[name] = make()
+    return spec.derived[name]
+
+
 def default_device() -> torch.device:
     """The current CUDA device where there is one, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -689,7 +698,7 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
-    key = graph_key(spec, resolved)
+    key = _once(spec, ("key", resolved), lambda: graph_key(spec, resolved))
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 
 

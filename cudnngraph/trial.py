@@ -149,11 +149,7 @@ class Trial:
             )
         if self._workspace.numel() < plan.workspace_bytes:
             self._workspace = self._workspace.new_empty(plan.workspace_bytes)
-        pointers = plan.pointers([t.data_ptr() for t in (*self._inputs, *self._outputs)])
-        workspace, index = self._workspace, self._device.index
-        return lambda: plan.execute(
-            pointers, workspace.data_ptr(), env.handle_on_current_stream(index)
-        )
+        return launcher(plan, (*self._inputs, *self._outputs), self._workspace, self._device)
 
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
@@ -254,3 +250,61 @@ def _corner(
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.view(kind), b.view(kind))
+
+
+class Chain:
+    """The steps of a whole graph on random data, each writing what the later ones read."""
+
+    def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:
+        self._spec = spec
+        self._policy = policy
+        self._device = device
+        values = random_inputs(spec, device)
+        self._inputs = dict(zip(spec.inputs, values, strict=True))
+
+    def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
+        """What runs ``steps`` once, in order, on the current stream."""
+        values = dict(self._inputs)
+        need = max((plan.workspace_bytes for _, plan in steps if plan is not None), default=0)
+        workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
+        launches: list[Callable[[], None]] = []
+        for spec, plan in steps:
+            for declared in (spec.tensors[name] for name in spec.outputs):
+                values[declared.name] = torch.empty_strided(
+                    declared.shape, declared.stride, dtype=declared.dtype, device=self._device
+                )
+            inputs = [values[name] for name in spec.inputs]
+            outputs = [values[name] for name in spec.outputs]
+            launches.append(self._step(spec, plan, inputs, outputs, workspace))
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run
+
+    def _step(
+        self,
+        spec: GraphSpec,
+        plan: Runnable | None,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        workspace: torch.Tensor,
+    ) -> Callable[[], None]:
+        if plan is None:
+            tf32 = bool(self._policy.allow_tf32)
+            return eager.launcher(spec, inputs, outputs, allow_tf32=tf32)
+        return launcher(plan, (*inputs, *outputs), workspace, self._device)
+
+
+def launcher(
+    plan: Runnable, tensors: Sequence[torch.Tensor], workspace: torch.Tensor, device: torch.device
+) -> Callable[[], None]:
+    """What runs ``plan`` once on the current stream; keeps the tensors alive."""
+    kept = tuple(tensors)
+    pointers = plan.pointers([tensor.data_ptr() for tensor in kept])
+
+    def run(tensors: Sequence[torch.Tensor] = kept) -> None:
+        plan.execute(pointers, workspace.data_ptr(), env.handle_on_current_stream(device.index))
+
+    return run

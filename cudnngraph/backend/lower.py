@@ -599,7 +599,7 @@ def _matmul(ctx: Context, node: Node) -> Any:
 
 
 def _norm(method: str) -> Rule:
-    """A norm over trailing dims; its statistics are made where somebody takes one of them."""
+    """A norm over trailing dims; its statistics are made where somebody takes them."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         x, weight, bias = ctx.operands(node)
@@ -609,7 +609,10 @@ def _norm(method: str) -> Rule:
             bias = ctx.constant(shape, 0.0, spec.dtype)
         used = {name for each in ctx.spec.nodes for name in each.operands} | set(ctx.spec.outputs)
         phases = ctx.frontend.norm_forward_phase
-        training = any(name in used for name in node.outputs[1:])
+        taken = [name in used for name in node.outputs[1:]]
+        training = any(taken)
+        if training and not all(taken):
+            raise _Refused(f"{node.op} hands out all of its statistics or none")
         results = getattr(ctx.graph, method)(
             norm_forward_phase=phases.TRAINING if training else phases.INFERENCE,
             input=x,
@@ -701,6 +704,11 @@ def _leaky_relu(ctx: Context, node: Node) -> Any:
     return ctx.graph.leaky_relu(x, node.attr("negative_slope"), name=node.name)
 
 
+def _torch_only(ctx: Context | None, node: Node) -> Any:
+    """An op that moves elements and computes nothing."""
+    raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
+
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
@@ -748,6 +756,11 @@ RULES: Mapping[str, Rule] = {
     "logical_not": _logical("logical_not"),
     "where": _where,
     "constant": lambda ctx, node: ctx.scalar(node.attr("value")),
+    "reshape": _torch_only,
+    "transpose": _torch_only,
+    "permute": _torch_only,
+    "slice": _torch_only,
+    "concat": _torch_only,
 }
 
 _CHANNEL_PORTS = {
@@ -763,7 +776,7 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     tensor = spec.tensors[name]
     views: set[tuple[Shape, Shape]] = set()
     for node in spec.nodes:
-        for port, operand in zip(OPS[node.op].ports, node.inputs, strict=True):
+        for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if operand != name:
                 continue
             if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
@@ -806,6 +819,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         **graph_options,
     )
     try:
+        for node in spec.nodes:
+            if RULES[node.op] is _torch_only:
+                _torch_only(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))

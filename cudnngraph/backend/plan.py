@@ -204,6 +204,9 @@ def propose(lowered: Lowered, frontend: Any, *, more: bool = False) -> list[Cand
         graph.create_execution_plans(modes)
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise NotSupported("this graph", readable_reasons(str(error)), str(error)) from None
+    except ImportError as error:  # from 1.29 on engines of its own are asked, and need cuda-python
+        reason = f"the frontend cannot rank it: {error}"
+        raise NotSupported("this graph", [reason], str(error)) from None
     found: dict[Choice, Candidate] = {}
     for index in range(graph.get_execution_plan_count()):
         engine, knobs = graph.get_engine_and_knobs_at_index(index)

@@ -92,7 +92,7 @@ def conv(
         bias = None if scale else t["b"]
         y = F.conv2d(t["x"], t["w"], bias, stride, padding, dilation, groups)
         if scale:  # as a batch norm in one kernel: mean 0, variance 1
-            y = F.batch_norm(y, *_statistics(t["x"].device, k), t["s"], t["b"], eps=0.0)
+            y = F.batch_norm(y, *_statistics(t["x"].device, k), t["s"], t["b"], eps=1e-30)
         return act(y + t["z"] if residual else y)
 
     def fused(t: Tensors) -> torch.Tensor:

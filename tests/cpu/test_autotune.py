@@ -76,6 +76,8 @@ class Bench:
         self.rounds: list[tuple[int, int]] = []
         self.checked: list[tuple[str, int]] = []
         self.replayed: list[tuple[GraphSpec, Choice]] = []
+        self.chains: list[list[str]] = []
+        self.whole_us: Callable[..., list[float] | None] = self.sums_us
         self.on_build: Callable[[], None] = lambda: None
 
     def offer(self, spec: GraphSpec, engine: int) -> Offer:
@@ -116,6 +118,28 @@ class Bench:
             mine[None if plan is None else plan.choice.engine] = took
             times.append(took)
         return times
+
+    def chain_times_us(
+        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, FakePlan | None]]]
+    ) -> list[float] | None:
+        self.chains.append([" | ".join(ops(step) for step, _ in chain) for chain in chains])
+        for chain in chains:
+            there = set(spec.inputs)
+            for step, _ in chain:
+                assert there.issuperset(step.inputs), "the chain is out of order"
+                there |= set(step.outputs)
+            assert there.issuperset(spec.outputs)
+        return self.whole_us(chains)
+
+    def sums_us(
+        self, chains: Sequence[Sequence[tuple[GraphSpec, FakePlan | None]]]
+    ) -> list[float] | None:
+        """As if a step took in the chain what it takes alone."""
+        return [sum(self._took_us(*step) for step in chain) for chain in chains]
+
+    def _took_us(self, spec: GraphSpec, plan: FakePlan | None) -> float:
+        took = self.timed[digest(spec)][None if plan is None else plan.choice.engine]
+        return math.inf if isinstance(took, str) else took
 
     def why_wrong(self, spec: GraphSpec, plan: FakePlan) -> str | None:
         self.checked.append((ops(spec), plan.choice.engine))
@@ -205,7 +229,7 @@ def test_a_split_is_taken_where_it_is_faster_than_one_plan() -> None:
     totals = {d.subject: (d.accepted, d.time_us) for d in selection.steps[0].decisions}
     assert totals["one plan"] == (False, 178.0)
     assert totals["steps conv | bias relu"] == (True, 12.0)
-    assert "14.83 times as long" in reasons(selection)
+    assert "14.83 times the time" in reasons(selection)
 
 
 def test_the_graphs_parts_may_be_run_in_different_ways() -> None:
@@ -279,6 +303,43 @@ def test_of_ways_as_fast_the_coarser_is_taken() -> None:
     assert taken(run(block(), bench)) == [(WHOLE, 0)]
 
 
+def test_of_ways_as_fast_the_one_that_needs_less_memory_is_taken() -> None:
+    bench = table({WHOLE: [Offer(12.0, 64)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
+    selection = run(block(), bench)
+    assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)]
+    lost = [d for d in selection.steps[0].decisions if d.subject == "one plan"]
+    assert [d.reason for d in lost] == ["as fast, with more workspace or in more steps"]
+
+
+def close_ways() -> Bench:
+    return table({WHOLE: [Offer(12.6)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
+
+
+def test_close_ways_to_cut_a_graph_are_measured_whole_and_that_counts() -> None:
+    """What steps take alone does not tell of the gaps between them."""
+    bench = close_ways()
+    bench.whole_us = lambda chains: [12.6, 14.0]
+    selection = run(block(), bench)
+    assert bench.chains == [[WHOLE, f"{CONV} | {EPILOGUE}"]]
+    assert taken(selection) == [(WHOLE, 0)]
+    totals = {d.subject: (d.accepted, d.time_us) for d in selection.steps[0].decisions}
+    assert totals["one plan"] == (True, 12.6)
+    assert totals["steps conv | bias relu"] == (False, 14.0)
+
+
+def test_without_memory_to_measure_them_whole_the_sums_count() -> None:
+    bench = close_ways()
+    bench.whole_us = lambda chains: None
+    assert taken(run(block(), bench)) == [(CONV, 0), (EPILOGUE, 0)]
+    assert len(bench.chains) == 1
+
+
+def test_ways_that_are_not_close_are_not_measured_whole() -> None:
+    bench = table({WHOLE: [Offer(14.0)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
+    assert taken(run(block(), bench)) == [(CONV, 0), (EPILOGUE, 0)]
+    assert bench.chains == []
+
+
 def test_close_plans_are_measured_again_for_longer_and_that_counts() -> None:
     offers = [Offer(10.0, final_us=10.8), Offer(10.6, final_us=10.1), Offer(12.0, final_us=1.0)]
     bench = table({WHOLE: offers})
@@ -318,9 +379,10 @@ def test_a_list_without_any_gain_is_left_alone() -> None:
 
 
 def test_a_gain_starts_patience_anew() -> None:
-    offers = [Offer(10.0), *[Offer(11.0)] * 4, Offer(9.0), *[Offer(11.0)] * 5, Offer(5.0)]
+    slow = [Offer(11.0)] * (autotune.PATIENCE - 1)
+    offers = [Offer(10.0), *slow, Offer(9.0), *slow, Offer(5.0)]
     selection = run(block(), table({WHOLE: offers}), replace(POLICY, max_candidates=99))
-    assert taken(selection) == [(WHOLE, 11)]
+    assert taken(selection) == [(WHOLE, len(offers) - 1)]
 
 
 class Clock:
@@ -600,7 +662,9 @@ def test_no_way_to_run_a_random_graph_is_faster_than_the_one_taken(
     """Against every way there is, listed without the search's own bookkeeping."""
     spec = random_graph(steps, extra).spec()
     bench = random_bench(seed, 4)
-    selection = run(spec, bench)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "TIE", 1.0)  # with it a way may be taken that is 2 % slower
+        selection = run(spec, bench)
     total = sum(step.time_us or math.inf for step in selection.steps)
     assert total == min(totals(bench, spec))
 
@@ -623,9 +687,9 @@ def test_no_candidate_of_a_random_graph_is_lost(
         mine = {engine for engine in listed if engine < len(offered)}
         assert mine == set(range(len(offered)))
         by_torch = [d for d in step.decisions if d.subject == "torch"]
-        assert len(by_torch) == single
-        accepted = [d for d in step.decisions if d.accepted and (d.choice or d in by_torch)]
-        assert [d.choice for d in accepted] == [step.choice]
+        assert bool(by_torch) == single
+        accepted = {d.choice for d in step.decisions if d.accepted and (d.choice or d in by_torch)}
+        assert accepted == {step.choice}
     for step in selection.steps:
         engines = [d.choice.engine for d in step.decisions if d.choice is not None]
         assert len(engines) == len(set(engines)), "one decision for each"
@@ -643,7 +707,6 @@ def test_every_plan_that_is_taken_was_checked_and_is_right(
         if step.choice is not None:
             assert (ops(step.spec), step.choice.engine) in bench.checked
             assert bench.offer(step.spec, step.choice.engine).wrong is None
-    assert all(count == 1 for count in Counter(bench.asked).values()) or len(bench.timed) > 1
 
 
 def test_two_branches_are_compared_in_every_way() -> None:

@@ -360,6 +360,77 @@ TABLE = [
             ),
         )
     ),
+    # -- views and concatenation, of x (2, 16, 8, 8)
+    (
+        "reshape_elements",
+        pointwise(
+            lambda g, x: x.reshape((2, 16, 60), name="v"),
+            "reshape 'v'",
+            "shape=(2, 16, 60) does not hold the 2048 elements of x 'x' (2, 16, 8, 8)",
+        ),
+    ),
+    ("reshape_rest", pointwise(lambda g, x: x.reshape((3, -1)), "shape=(3, -1) does not hold")),
+    ("reshape_rest_of_0", pointwise(lambda g, x: x.reshape((0, -1)), "shape=(0, -1) does not")),
+    ("reshape_two_rests", pointwise(lambda g, x: x.reshape((-1, -1)), "-1 for one of them")),
+    ("reshape_negative", pointwise(lambda g, x: x.reshape((2, -16)), "has sizes below 0")),
+    ("reshape_number", pointwise(lambda g, x: x.reshape(2048), "shape=2048", "a tuple of ints")),
+    ("reshape_float", pointwise(lambda g, x: x.reshape((2, 1024.0)), "made of whole numbers")),
+    (
+        "reshape_rank_9",
+        pointwise(lambda g, x: x.reshape((2048, *(1,) * 8)), "has 9 dims", "at most 8"),
+    ),
+    ("transpose_dim", pointwise(lambda g, x: x.transpose(1, 4), "dim1=4 is no dim", "-4 to 3")),
+    (
+        "transpose_float",
+        pointwise(lambda g, x: x.transpose(0.5, 1), "dim0=0.5 is not a whole number", "4 in all"),
+    ),
+    (
+        "permute_twice",
+        pointwise(lambda g, x: x.permute((0, 1, 1, 2)), "dims=(0, 1, 1, 2) is no order", "each"),
+    ),
+    ("permute_few", pointwise(lambda g, x: x.permute((1, 0)), "dims=(1, 0) is no order of the")),
+    ("permute_far", pointwise(lambda g, x: x.permute((0, 1, 2, 7)), "dims=(0, 1, 2, 7) is no")),
+    ("permute_text", pointwise(lambda g, x: x.permute("0123"), "dims='0123'", "whole numbers")),
+    ("slice_dim", pointwise(lambda g, x: x.slice(-5, 0, 1), "slice 's", "dim=-5 is no dim of x")),
+    ("slice_start", pointwise(lambda g, x: x.slice(1, None), "start=None is not a whole number")),
+    ("slice_stop", pointwise(lambda g, x: x.slice(1, 0, 2.0), "stop=2.0 is not a whole number")),
+    ("slice_step_0", pointwise(lambda g, x: x.slice(1, 0, 8, 0), "step=0 is not positive", ">= 1")),
+    ("slice_back", pointwise(lambda g, x: x.slice(1, 7, 0, -1), "step=-1 is not positive")),
+    (
+        "concat_shapes",
+        pointwise(
+            lambda g, x: g.concat([x, g.input("r", (2, 4, 8, 7), F16)], 1, name="c"),
+            "concat 'c'",
+            "x1 'r' has shape (2, 4, 8, 7), x0 'x' (2, 16, 8, 8)",
+            "equal sizes but for dim 1",
+        ),
+    ),
+    (
+        "concat_ranks",
+        pointwise(lambda g, x: g.concat([x, g.input("r", (2, 16), F16)]), "x1 'r' has shape"),
+    ),
+    (
+        "concat_dtypes",
+        pointwise(
+            lambda g, x: g.concat([x, g.input("r", (2, 16, 8, 8), F32)]),
+            "x1 'r' is float32, x0 'x' is float16",
+            "convert x1",
+        ),
+    ),
+    ("concat_dim", pointwise(lambda g, x: g.concat([x, x], 4), "dim=4 is no dim of x")),
+    (
+        "concat_none",
+        pointwise(lambda g, x: g.concat([x, None]), "concat 'concat'", "x1 is missing"),
+    ),
+    (
+        "concat_nothing",
+        whole(
+            lambda g: (_output_of(g), g.output("z", g.concat([]))),
+            "concat 'concat': x is []",
+            "a list of one value or more",
+        ),
+    ),
+    ("concat_tensor", pointwise(lambda g, x: g.concat([x, torch.zeros(2)]), "x1 is a Tensor")),
     # -- matrix product
     ("matmul_rank_1", product("x 'x' has 1 dims (64,)", "2, 3 or 4: (..., M, K)", x=(64,))),
     ("matmul_rank_5", product("y 'y' has 5 dims", "(..., K, N)", y=(1, 1, 1, 64, 40))),

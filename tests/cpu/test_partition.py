@@ -421,9 +421,12 @@ def test_a_graph_with_another_anchor_is_not_run_channels_last() -> None:
 
 UNARY = ("relu", "tanh", "neg", "sigmoid")
 BINARY = ("add", "mul", "sub", "maximum")
+MATRIX = ("matmul", "layer_norm", "rms_norm", "transpose")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("conv", "conv_transpose", *UNARY, *BINARY, "bias", "shift")),
+        st.sampled_from(
+            ("conv", "conv_transpose", *UNARY, *BINARY, "bias", "shift", *MATRIX, "concat")
+        ),
         st.integers(0, 99),
         st.integers(0, 99),
     ),
@@ -436,6 +439,7 @@ def random_graph(steps: Sequence[tuple[str, int, int]], extra: Sequence[int]) ->
     """One op per step on earlier values; the last value is an output, and so are ``extra`` ones."""
     g = cg.Graph("random")
     x, w, b = g.input("x", (1, 4, 3, 3), F32), g.input("w", (4, 4, 3, 3), F32), None
+    gamma = g.input("gamma", (3, 3), F32)
     values = [x]
     for op, first, second in steps:
         a, c = values[first % len(values)], values[second % len(values)]
@@ -446,6 +450,14 @@ def random_graph(steps: Sequence[tuple[str, int, int]], extra: Sequence[int]) ->
             made = g.bias(a, b)
         elif op == "shift":
             made = a + 0.5
+        elif op.endswith("_norm"):
+            made = getattr(g, op)(a, gamma, eps=0.1)
+        elif op == "transpose":
+            made = a.transpose(2, 3)
+        elif op == "matmul":
+            made = a @ c
+        elif op == "concat":
+            made = g.concat([a.slice(1, 0, 1 + first % 3), c.slice(1, 1 + first % 3)], 1)
         else:
             made = getattr(g, op)(a) if op in UNARY else getattr(g, op)(a, c)
         values.append(made)

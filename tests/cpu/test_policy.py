@@ -105,10 +105,13 @@ def test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent(
 
 
 @pytest.mark.parametrize("switch", [True, False])
-def test_attention_follows_torchs_switch_for_matmuls(switch: bool, tf32_switch: object) -> None:
-    g = cg.Graph("attention")
+@pytest.mark.parametrize("op", ["sdpa", "matmul"])
+def test_attention_and_products_follow_torchs_switch_for_matmuls(
+    op: str, switch: bool, tf32_switch: object
+) -> None:
+    g = cg.Graph(op)
     q = g.input("q", (1, 1, 8, 8), torch.float32)
-    g.output("o", g.sdpa(q, q, q))
+    g.output("o", g.sdpa(q, q, q) if op == "sdpa" else q @ q)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = not switch
     torch.backends.cuda.matmul.allow_tf32 = switch

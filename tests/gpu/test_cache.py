@@ -57,6 +57,23 @@ def test_a_second_start_takes_the_serialized_plan_from_disk(folder: Path, act: s
     assert third._program is second._program
 
 
+def test_a_norm_comes_back_with_its_numbers(folder: Path) -> None:
+    def build() -> cg.Executable:
+        g = cg.Graph("norm")
+        x, w = g.input("x", (64, 256), torch.float16), g.input("w", (256,), torch.float16)
+        g.output("y", g.layer_norm(x, w, eps=0.5))
+        return g.compile("cuda")
+
+    first = build()
+    assert [step.choice is not None for step in first.steps] == [True]
+    given = tensors(first)
+    want = first(**given)
+    cg.cache_clear()
+    second = build()
+    assert second.tier == "disk, serialized"
+    assert torch.equal(second(**given), want)
+
+
 def test_a_cut_graph_comes_back_step_by_step(folder: Path) -> None:
     def build() -> cg.Executable:
         g = cg.Graph("cut")
