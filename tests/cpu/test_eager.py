@@ -1,0 +1,265 @@
+"""Torch steps, run on the CPU: what the reference says, in the dtype of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import eager, reference
+from cudnngraph.ir import GraphSpec, TensorSpec, overlaps_itself
+from cudnngraph.ops import OPS
+from tests import numerics
+from tests.cuttings import every_cutting
+from tests.samples import Case, enumerate_cases, make_inputs
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CASES = [case for case in enumerate_cases() if case.on_gpu]
+
+
+def outputs_of(spec: GraphSpec) -> list[torch.Tensor]:
+    """Memory for the outputs as they are declared, full of what must be overwritten."""
+    made = []
+    for declared in (spec.tensors[name] for name in spec.outputs):
+        out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype)
+        made.append(out.fill_(1 if declared.dtype == torch.bool else 77))
+    return made
+
+
+def inputs_of(spec: GraphSpec, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [laid_out(spec.tensors[name], values[name]) for name in spec.inputs]
+
+
+def laid_out(declared: TensorSpec, value: torch.Tensor) -> torch.Tensor:
+    if value.stride() == declared.stride:
+        return value
+    out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype)
+    assert not overlaps_itself(declared.shape, declared.stride)
+    return out.copy_(value)
+
+
+def check(spec: GraphSpec, inputs: list[torch.Tensor], out: torch.Tensor, terms: int) -> None:
+    """Against the reference in float64: one rounding of the dtype, or its bound for long sums."""
+    (declared,) = (spec.tensors[name] for name in spec.outputs[:1])
+    want = reference.run(spec, inputs, torch.float64)[0]
+    if not out.dtype.is_floating_point:
+        exact = reference.run(spec, inputs)[0]
+        assert torch.equal(out, exact)
+        return
+    error = numerics.relative_error(out, want.to(torch.float64))
+    data = spec.tensors[spec.inputs[0]].dtype if spec.inputs else declared.dtype
+    anchor = any(not OPS[node.op].pointwise for node in spec.nodes)
+    allowed = numerics.ROUNDOFF[declared.dtype] * (1.01 if declared.dtype != F32 else 2.0)
+    if anchor:
+        allowed = max(allowed, numerics.bound(data, declared.dtype, terms=terms))
+    assert error <= allowed, f"{[node.op for node in spec.nodes]}: {error:.3g}, {allowed:.3g}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_op_of_a_sample_computes_what_the_reference_says(case: Case) -> None:
+    """Op by op, each step on what those before it made, into memory as it is declared."""
+    spec = case.build().spec()
+    values = dict(make_inputs(case))
+    for step in every_cutting(spec)[-1] if len(spec.nodes) > 1 else (spec,):
+        given = inputs_of(step, values)
+        before = [tensor.clone() for tensor in given]
+        out = outputs_of(step)
+        places = [tensor.data_ptr() for tensor in out]
+        assert eager.launcher(step, given, out, allow_tf32=False)() is None
+        check(step, given, out[0], case.terms)
+        for name, tensor, place in zip(step.outputs, out, places, strict=True):
+            assert tensor.data_ptr() == place, "the step took memory of its own"
+            assert tensor.stride() == step.tensors[name].stride
+            values[name] = tensor
+        for a, b in zip(before, given, strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), "an input was written over"
+
+
+def test_the_samples_run_by_torchs_own_calls_and_by_the_reference() -> None:
+    """The test above covers both roads."""
+    roads = set()
+    for case in CASES:
+        spec = case.build().spec()
+        for step in every_cutting(spec)[-1]:
+            given = [torch.empty(0)] * len(step.inputs)
+            single = eager._single(step, given, [torch.empty(0)] * len(step.outputs))
+            roads |= {(node.op, single is not None) for node in step.nodes}
+    ours = {op for op, own in roads if own}
+    assert {"conv", "conv_transpose", "matmul", "bias", "relu", "silu", "add"} <= ours
+    assert {"sdpa", "layer_norm", "batch_norm"} <= {op for op, own in roads if not own}
+
+
+def single(op: str, *given: Any, dtype: torch.dtype | None = None, **options: Any) -> GraphSpec:
+    """A graph of one op on inputs of the given (shape, dtype), or on plain numbers."""
+    g = cg.Graph("g")
+    operands = [
+        g.input(f"in{place}", *each) if isinstance(each, tuple) else each
+        for place, each in enumerate(given)
+    ]
+    made = getattr(g, op)(*operands)
+    g.output("out", made, **({"dtype": dtype} if dtype else {}), **options)
+    return g.spec()
+
+
+def run(spec: GraphSpec, *inputs: torch.Tensor) -> torch.Tensor:
+    (out,) = outputs_of(spec)
+    eager.launcher(spec, inputs, [out], allow_tf32=False)()
+    return out
+
+
+def test_numbers_are_operands_of_torchs_own_call() -> None:
+    spec = single("mul", ((64,), F16), 0.1)
+    assert eager._single(spec, [torch.ones(64).half()], [torch.ones(64).half()]) is not None
+    x = torch.linspace(-3, 3, 64).half()
+    want = (x.double() * 0.1).half()
+    assert (run(spec, x) - want).abs().max() <= 2.0**-11 * 0.5
+    check(spec, [x], run(spec, x), 1)
+
+
+@pytest.mark.parametrize("other", [F32, F16])
+@pytest.mark.parametrize("result", [F32, F16, BF16])
+@pytest.mark.parametrize("op", ["add", "mul", "sub", "maximum", "div"])
+def test_mixed_dtypes_are_rounded_once(op: str, other: torch.dtype, result: torch.dtype) -> None:
+    gen = torch.Generator().manual_seed(1)
+    a = torch.rand(512, generator=gen).add(0.5).half()
+    b = torch.rand(512, generator=gen).add(0.5).to(other)
+    spec = single(op, ((512,), F16), ((512,), other), dtype=result)
+    check(spec, [a, b], run(spec, a, b), 1)
+
+
+def test_a_vector_in_float32_on_data_in_16_bits_is_not_rounded_first() -> None:
+    """1 + 2^-11 is 1 in float16: rounded before the product, the vector would say nothing."""
+    spec = single("scale", ((1, 4, 2, 2), F16), ((4,), F32))
+    x = torch.full((1, 4, 2, 2), 1.0).half() * 3
+    vector = torch.full((4,), 1.0 + 1.5 * 2.0**-11)
+    want = (x.double() * vector.double().view(1, 4, 1, 1)).half()
+    assert torch.equal(run(spec, x, vector), want)
+    assert not torch.equal(want, x)
+
+
+@pytest.mark.parametrize("op", ["eq", "ne", "lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32), (F32, F32)], ids=str)
+def test_comparisons_give_bools(op: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    a = torch.tensor([1.0, 2.0, 3.0, 1.0]).to(dtypes[0])
+    b = torch.tensor([1.0, 3.0, 2.0, 1.0 + 2.0**-12]).to(dtypes[1])
+    spec = single(op, ((4,), dtypes[0]), ((4,), dtypes[1]))
+    out = run(spec, a, b)
+    assert out.dtype == torch.bool
+    assert torch.equal(out, getattr(torch, op)(a.double(), b.double()))
+
+
+@pytest.mark.parametrize("op", ["relu", "silu", "gelu", "sigmoid", "neg", "identity"])
+def test_results_are_written_in_the_declared_layout(op: str) -> None:
+    spec = single(op, ((2, 4, 3, 3), F16), layout="channels_last")
+    x = torch.randn(2, 4, 3, 3).half()
+    out = run(spec, x)
+    assert out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous()
+    check(spec, [x], out, 1)
+
+
+def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
+    spec = single("relu", ((2, 3, 4), F16), stride=(24, 8, 1))
+    buffer = torch.full((48,), 5.0).half()
+    out = buffer.as_strided((2, 3, 4), (24, 8, 1))
+    x = torch.randn(2, 3, 4).half()
+    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    assert torch.equal(out, x.relu())
+    rest = torch.ones(48, dtype=torch.bool)
+    rest.as_strided((2, 3, 4), (24, 8, 1)).fill_(False)
+    assert bool((buffer[rest] == 5.0).all()) and int(rest.sum()) == 24
+
+
+@pytest.mark.parametrize("op", ["conv", "conv_transpose"])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_convolution_in_16_bits_runs_in_16_bits(op: str, dtype: torch.dtype) -> None:
+    spec = single(op, ((1, 4, 5, 5), dtype), ((4, 4, 3, 3), dtype), dtype=dtype)
+    x, w = torch.randn(1, 4, 5, 5).to(dtype), torch.randn(4, 4, 3, 3).to(dtype)
+    assert eager._single(spec, [x, w], outputs_of(spec)) is not None
+    check(spec, [x, w], run(spec, x, w), 36)
+
+
+def test_a_convolution_with_another_result_is_left_to_the_reference() -> None:
+    spec = single("conv", ((1, 4, 5, 5), F16), ((4, 4, 3, 3), F16), dtype=F32)
+    x, w = torch.randn(1, 4, 5, 5).half(), torch.randn(4, 4, 3, 3).half()
+    assert eager._single(spec, [x, w], outputs_of(spec)) is None
+    check(spec, [x, w], run(spec, x, w), 36)
+
+
+def test_a_launcher_runs_again_on_what_is_there_then() -> None:
+    spec = single("relu", ((4,), F32))
+    x, out = torch.tensor([-1.0, 1.0, -2.0, 2.0]), torch.empty(4)
+    launch = eager.launcher(spec, [x], [out], allow_tf32=False)
+    launch()
+    x.neg_()
+    launch()
+    assert out.tolist() == [1.0, 0.0, 2.0, 0.0]
+
+
+def test_no_step_makes_a_graph_for_gradients() -> None:
+    for op, shapes in (("relu", (((4,), F32),)), ("log", (((4,), F32),))):
+        spec = single(op, *shapes)
+        x, out = torch.ones(4, requires_grad=True), torch.empty(4)
+        eager.launcher(spec, [x], [out], allow_tf32=False)()
+        assert not out.requires_grad and out.grad_fn is None
+
+
+# -- TF32 ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switches() -> Any:
+    """torch's own TF32 switches, put back after the test."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def stands() -> tuple[bool, bool]:
+    return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.parametrize("outside", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_before(
+    outside: tuple[bool, bool], allowed: bool, switches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = outside
+    seen = []
+    real = reference.RULES["conv"]
+
+    def conv(inputs: Any, attrs: Any) -> Any:
+        seen.append(stands())
+        return real(inputs, attrs)
+
+    monkeypatch.setattr(reference, "RULES", {**reference.RULES, "conv": conv})
+    spec = single("conv", ((1, 2, 5, 5), F32), ((2, 2, 3, 3), F32))
+    x, w = torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
+    launch = eager.launcher(spec, [x, w], outputs_of(spec), allow_tf32=allowed)
+    assert stands() == outside
+    launch()
+    assert seen == [(allowed, allowed)]
+    assert stands() == outside
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_the_switches_are_put_back_when_a_step_fails(outside: bool, switches: None) -> None:
+    torch.backends.cudnn.allow_tf32 = outside
+    before = stands()
+    with pytest.raises(ZeroDivisionError), eager.tf32(not outside):
+        assert torch.backends.cudnn.allow_tf32 is not outside
+        raise ZeroDivisionError
+    assert stands() == before
+
+
+def test_a_step_that_multiplies_nothing_touches_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(allowed: bool) -> Any:
+        raise AssertionError("the switches were touched")
+
+    monkeypatch.setattr(eager, "tf32", refuse)
+    x = torch.ones(4)
+    assert run(single("relu", ((4,), F32)), x).tolist() == [1.0] * 4
+    half = torch.ones(1, 2, 5, 5).half(), torch.ones(2, 2, 3, 3).half()
+    spec = single("conv", ((1, 2, 5, 5), F16), ((2, 2, 3, 3), F16), dtype=F16)
+    assert float(run(spec, *half)[0, 0, 0, 0]) == 18.0
