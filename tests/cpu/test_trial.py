@@ -1,0 +1,491 @@
+"""Trials without a GPU: plans that write through raw pointers, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import reference, trial
+from cudnngraph.backend import env
+from cudnngraph.ir import GraphSpec, TensorSpec
+from cudnngraph.trial import GUARD_BYTES, Trial, random_inputs, relative_error, strided, tolerance
+from tests import numerics
+from tests.samples import Case, enumerate_cases
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+CASES = [case for case in enumerate_cases() if case.on_gpu]
+
+# -- random data -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_random_inputs_of_a_sample_are_as_declared_and_give_numbers(case: Case) -> None:
+    """No case is so far out that the reference gives NaN, which any plan would be right about."""
+    spec = case.build().spec()
+    inputs = random_inputs(spec, CPU)
+    for name, tensor in zip(spec.inputs, inputs, strict=True):
+        declared = spec.tensors[name]
+        assert (tensor.shape, tensor.stride()) == (declared.shape, declared.stride)
+        assert tensor.dtype == declared.dtype
+    for result in reference.run(spec, inputs, torch.float64):
+        assert not bool(result.isnan().any())
+        assert bool(result.isfinite().any()), "an lse of -inf is right where no key is in reach"
+
+
+def graph(build: Callable[[cg.Graph], Any]) -> GraphSpec:
+    g = cg.Graph("g")
+    g.output("y", build(g))
+    return g.spec()
+
+
+def test_floats_are_on_both_sides_of_zero() -> None:
+    (x,) = random_inputs(graph(lambda g: g.input("x", (4096,), F32).relu()), CPU)
+    assert -1.0 <= float(x.min()) < -0.99 and 0.99 < float(x.max()) <= 1.0
+    assert abs(float(x.mean())) < 0.05
+
+
+@pytest.mark.parametrize("op", ["log", "sqrt", "rsqrt", "reciprocal"])
+def test_floats_are_positive_where_an_op_wants_that(op: str) -> None:
+    (x,) = random_inputs(graph(lambda g: getattr(g, op)(g.input("x", (4096,), F32))), CPU)
+    assert 0.5 <= float(x.min()) < 0.51 and 1.49 < float(x.max()) <= 1.5
+
+
+def test_bools_are_drawn_but_a_mask_hides_nothing() -> None:
+    spec = graph(
+        lambda g: g.where(g.input("c", (4096,), torch.bool), g.input("x", (4096,), F32), 0.0)
+    )
+    drawn = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))["c"]
+    assert 0.4 < float(drawn.float().mean()) < 0.6
+    spec = attention(mask=(8, 8), mask_dtype=torch.bool)
+    mask = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))["mask"]
+    assert bool(mask.all())
+
+
+def test_lengths_are_valid() -> None:
+    spec = attention(lengths=True)
+    given = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))
+    assert given["seq_len_q"].tolist() == given["seq_len_kv"].tolist() == [1, 1, 1]
+
+
+def test_the_seed_makes_the_data() -> None:
+    spec = graph(lambda g: g.input("x", (64,), F32).relu())
+    a, b, c = (random_inputs(spec, CPU, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_what_is_repeated_is_stored_once() -> None:
+    declared = TensorSpec("x", (3, 4, 5), (5, 0, 1), F16)
+    values = torch.arange(60).view(3, 4, 5).float()
+    made = strided(declared, values, CPU)
+    assert made.stride() == (5, 0, 1)
+    assert torch.equal(made, values[:, :1].half().expand(3, 4, 5))
+
+
+# -- how far off -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "ref", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 4.5], [3.0, 4.0], 0.1),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.0, 1e-9], [0.0, 0.0], math.inf),
+        ([math.inf, 1.0], [math.inf, 1.0], 0.0),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([-math.inf, 1.0], [math.inf, 1.0], math.inf),
+        ([1.0, 1.0], [math.nan, 1.0], math.inf),
+        ([math.nan, 1.0], [2.0, 1.0], math.inf),
+        ([math.inf, 1.0], [2.0, 1.0], math.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_relative_error(out: list[float], ref: list[float], error: float) -> None:
+    given = torch.tensor(out), torch.tensor(ref, dtype=torch.float64)
+    assert relative_error(*given) == pytest.approx(error)
+    assert numerics.relative_error(*given) == pytest.approx(error), "the tests' own yardstick"
+
+
+def test_bools_are_off_by_a_single_one() -> None:
+    ref = torch.tensor([True, False, True, True])
+    assert relative_error(ref, ref) == 0.0
+    assert relative_error(torch.tensor([True, True, True, True]), ref) > tolerance(
+        torch.bool, tf32=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_the_tolerance_lets_nothing_through_that_is_far_beyond_the_tests_own(
+    dtype: torch.dtype,
+) -> None:
+    """Looser than the policy of the tests, for any op and any data, but by 25 times at most."""
+    assert numerics.bound(dtype) <= tolerance(dtype, tf32=False) <= 25 * numerics.bound(dtype)
+
+
+def test_tf32_loosens_float32_alone() -> None:
+    assert tolerance(F32, tf32=True) == trial.TF32_TOLERANCE > tolerance(F32, tf32=False)
+    assert tolerance(F16, tf32=True) == tolerance(F16, tf32=False)
+    assert tolerance(torch.bool, tf32=True) == tolerance(torch.int32, tf32=False) == 0.0
+
+
+# -- guard bytes -----------------------------------------------------------------------------------
+
+DENSE = TensorSpec("y", (3, 5), (5, 1), F16)
+GAPS = TensorSpec("y", (3, 5), (8, 1), F16)
+EVERY_OTHER = TensorSpec("y", (4, 3), (6, 2), F32)
+BOOLS = TensorSpec("y", (7,), (1,), torch.bool)
+
+
+def guarded(spec: TensorSpec) -> Any:
+    return trial._Guarded(spec.extent * spec.dtype.itemsize, CPU)
+
+
+@pytest.mark.parametrize("spec", [DENSE, GAPS, EVERY_OTHER, BOOLS], ids=str)
+def test_a_whole_result_touches_nothing_outside(spec: TensorSpec) -> None:
+    memory = guarded(spec)
+    memory.view(spec).fill_(1)
+    assert not memory.touched_outside(spec)
+    assert bool((memory.view(spec) == 1).all())
+
+
+@pytest.mark.parametrize("spec", [DENSE, GAPS, EVERY_OTHER, BOOLS], ids=str)
+@pytest.mark.parametrize("place", ["before", "behind", "far_before", "far_behind"])
+def test_one_byte_outside_is_seen(spec: TensorSpec, place: str) -> None:
+    memory = guarded(spec)
+    memory.view(spec).fill_(1)
+    size = spec.extent * spec.dtype.itemsize
+    at = {
+        "before": GUARD_BYTES - 1,
+        "behind": GUARD_BYTES + size,
+        "far_before": 0,
+        "far_behind": memory.block.numel() - 1,
+    }[place]
+    memory.block[at] ^= 1
+    assert memory.touched_outside(spec)
+
+
+@pytest.mark.parametrize("spec", [GAPS, EVERY_OTHER], ids=str)
+def test_every_byte_of_every_gap_is_seen(spec: TensorSpec) -> None:
+    mine = torch.zeros(spec.extent, dtype=torch.bool)
+    mine.as_strided(spec.shape, spec.stride).fill_(True)
+    gaps = [at for at in range(spec.extent) if not mine[at]]
+    assert gaps
+    for element in gaps:
+        for byte in range(spec.dtype.itemsize):
+            memory = guarded(spec)
+            memory.view(spec).fill_(1)
+            memory.inner[element * spec.dtype.itemsize + byte] ^= 1
+            assert memory.touched_outside(spec)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_what_is_not_written_is_not_a_number(dtype: torch.dtype) -> None:
+    spec = TensorSpec("y", (4,), (1,), dtype)
+    assert bool(guarded(spec).view(spec).isnan().all())
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257])
+def test_a_workspace_may_be_written_all_over_and_no_further(size: int) -> None:
+    memory = trial._Guarded(size, CPU)
+    memory.inner.fill_(3)
+    assert memory.inner.numel() == size and not memory.touched_outside(None)
+    for at in (GUARD_BYTES - 1, GUARD_BYTES + size):
+        memory.block[at] ^= 1
+        assert memory.touched_outside(None)
+        memory.block[at] ^= 1
+
+
+# -- plans on trial --------------------------------------------------------------------------------
+
+
+def at(address: int, spec: TensorSpec, elements: int | None = None) -> torch.Tensor:
+    """The memory at an address as a tensor."""
+    count = spec.extent if elements is None else elements
+    raw = (ctypes.c_byte * (count * spec.dtype.itemsize)).from_address(address)
+    flat = torch.frombuffer(raw, dtype=spec.dtype)
+    return flat.as_strided(spec.shape, spec.stride) if elements is None else flat
+
+
+class Plan:
+    """Does what the reference does, through pointers; ``then`` does something more."""
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        then: Callable[[Plan, Sequence[int], int], None] | None = None,
+        workspace_bytes: int = 300,
+    ) -> None:
+        self.spec = spec
+        self.then = then
+        self.workspace_bytes = workspace_bytes
+        self.runs = 0
+
+    def pointers(self, tensors: Sequence[int]) -> list[int]:
+        return list(tensors)
+
+    def result(self, pointers: Any, place: int = 0) -> torch.Tensor:
+        return at(
+            pointers[len(self.spec.inputs) + place], self.spec.tensors[self.spec.outputs[place]]
+        )
+
+    def execute(self, pointers: Any, workspace: int, handle: object) -> None:
+        self.runs += 1
+        spec = self.spec
+        inputs = [
+            at(pointer, spec.tensors[name])
+            for name, pointer in zip(spec.inputs, pointers, strict=False)
+        ]
+        for place, made in enumerate(reference.run(spec, inputs)):
+            self.result(pointers, place).copy_(made)
+        ctypes.memset(workspace, 7, self.workspace_bytes)
+        if self.then is not None:
+            self.then(self, pointers, workspace)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "handle_on_current_stream", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+def product(**options: Any) -> GraphSpec:
+    g = cg.Graph("product")
+    x, w = g.input("x", (2, 4, 5, 5), F16), g.input("w", (4, 4, 3, 3), F16)
+    g.output("y", g.conv(x, w), **options)
+    return g.spec()
+
+
+POLICY = cg.Policy(allow_tf32=False)
+
+
+def why(plan: Plan, policy: cg.Policy = POLICY) -> str | None:
+    return Trial(plan.spec, policy, CPU).why_wrong(plan)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_passes_its_own_check(case: Case) -> None:
+    spec = case.build().spec()
+    if all(spec.tensors[name].numel for name in (*spec.inputs, *spec.outputs)):
+        assert why(Plan(spec)) is None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_runs_again_only_where_it_must_be_deterministic(deterministic: bool) -> None:
+    plan = Plan(product())
+    policy = cg.Policy(allow_tf32=False, deterministic=deterministic)
+    assert why(plan, policy) is None
+    assert plan.runs == 1 + deterministic
+
+
+def scales(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    plan.result(pointers).mul_(1.01)
+
+
+def leaves_one(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    plan.result(pointers)[-1, -1, -1, -1] = math.nan
+
+
+def past_its_output(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    declared = plan.spec.tensors["y"]
+    at(pointers[-1], declared, declared.extent + 1)[-1] = 1.0
+
+
+def before_its_output(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    ctypes.memset(pointers[-1] - 1, 7, 1)
+
+
+def past_its_workspace(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    ctypes.memset(workspace + plan.workspace_bytes, 7, 1)
+
+
+def before_its_workspace(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    ctypes.memset(workspace - 1, 7, 1)
+
+
+def over_its_input(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    at(pointers[0], plan.spec.tensors[plan.spec.inputs[0]])[0, 0, 0, 0] += 1.0
+
+
+def fails(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+    raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED\nand a page of details")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (scales, "wrong: 'y' is off by 0.01, at most 0.002 is right"),
+        (leaves_one, "wrong: 'y' is off by inf, at most 0.002 is right"),
+        (past_its_output, "writes outside of its output 'y'"),
+        (before_its_output, "writes outside of its output 'y'"),
+        (past_its_workspace, "writes outside of its workspace of 300 bytes"),
+        (before_its_workspace, "writes outside of its workspace of 300 bytes"),
+        (over_its_input, "writes over its inputs"),
+        (fails, "does not run: CUDNN_STATUS_EXECUTION_FAILED"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_wrong_with_a_plan_is_said(then: Any, said: str) -> None:
+    assert why(Plan(product(), then)) == said
+
+
+def test_a_plan_that_needs_no_workspace_is_given_none() -> None:
+    given: list[int] = []
+    plan = Plan(product(), lambda plan, pointers, workspace: given.append(workspace), 0)
+    assert why(plan) is None
+    assert given == [0]
+
+
+def test_a_plan_that_writes_into_the_gaps_of_its_output_is_wrong() -> None:
+    def into_a_gap(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        declared = plan.spec.tensors["y"]
+        at(pointers[-1], declared, declared.extent)[3] = 1.0
+
+    spec = product(stride=(48, 12, 4, 1))
+    assert why(Plan(spec)) is None
+    assert why(Plan(spec, into_a_gap)) == "writes outside of its output 'y'"
+
+
+def test_a_plan_that_gives_other_bits_the_second_time_is_not_deterministic() -> None:
+    def flips(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        plan.result(pointers)[0, 0, 0, 0] *= 1.0 + plan.runs * 2.0**-10
+
+    strict = cg.Policy(allow_tf32=False, deterministic=True)
+    assert why(Plan(product(), flips)) is None
+    assert why(Plan(product(), flips), strict) == "gives other bits when it runs again"
+
+
+def test_a_mistake_of_ours_goes_through() -> None:
+    def broken(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        why(Plan(product(), broken))
+
+
+def test_tf32_is_let_through_where_the_policy_allows_it() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.conv(g.input("x", (2, 4, 5, 5), F32), g.input("w", (4, 4, 3, 3), F32)))
+    spec = g.spec()
+
+    def rounds(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+        plan.result(pointers).mul_(1.0 + 2.0**-11)
+
+    assert why(Plan(spec, rounds), cg.Policy(allow_tf32=True)) is None
+    said = why(Plan(spec, rounds), cg.Policy(allow_tf32=False))
+    assert said == "wrong: 'y' is off by 0.00049, at most 1e-05 is right"
+
+
+# -- large attention: its corners ------------------------------------------------------------------
+
+
+def attention(
+    heads: tuple[int, int] = (4, 2),
+    mask: tuple[int, ...] | None = None,
+    mask_dtype: torch.dtype = F16,
+    lengths: bool = False,
+    lse: bool = False,
+) -> GraphSpec:
+    """3 sequences of 8, heads of q and of k and v as given."""
+    g = cg.Graph("attention")
+    q = g.input("q", (3, heads[0], 8, 16), F16)
+    k, v = (g.input(name, (3, heads[1], 8, 16), F16) for name in "kv")
+    options: dict[str, Any] = {}
+    if mask is not None:
+        options["attn_mask"] = g.input("mask", mask, mask_dtype)
+    if lengths:
+        for name in ("seq_len_q", "seq_len_kv"):
+            options[name] = g.input(name, (3,), torch.int32)
+    made = g.sdpa(q, k, v, **options, **({"return_lse": True} if lse else {}))
+    for name, value in zip(("o", "lse"), made if lse else (made,), strict=False):
+        g.output(name, value)
+    return g.spec()
+
+
+ATTENTIONS = {
+    "gqa": attention(),
+    "mqa": attention((4, 1)),
+    "as_many": attention((4, 4)),
+    "one_head": attention((1, 1)),
+    "mask_2d": attention(mask=(8, 8)),
+    "mask_heads": attention(mask=(1, 4, 8, 8)),
+    "mask_batch": attention(mask=(3, 1, 8, 8)),
+    "mask_all": attention(mask=(3, 4, 8, 8)),
+    "mask_row": attention(mask=(3, 1, 1, 8)),
+    "mask_all_mqa": attention((4, 1), mask=(3, 4, 8, 8)),
+    "mask_bool": attention(mask=(3, 4, 8, 8), mask_dtype=torch.bool),
+    "lengths": attention(lengths=True),
+    "lse": attention(lse=True),
+    "all": attention((6, 2), mask=(1, 6, 8, 8), lengths=True, lse=True),
+}
+
+
+def varied(spec: GraphSpec) -> list[torch.Tensor]:
+    """Random inputs, lengths and masks that differ from batch to batch and head to head."""
+    gen = torch.Generator().manual_seed(7)
+    made = []
+    for name, tensor in zip(spec.inputs, random_inputs(spec, CPU), strict=True):
+        if name.startswith("seq"):
+            tensor = torch.tensor([8, 3, 5], dtype=torch.int32).view(tensor.shape)
+        elif tensor.dtype == torch.bool:
+            tensor = torch.rand(tensor.shape, generator=gen) < 0.7
+        made.append(tensor)
+    return made
+
+
+@pytest.mark.parametrize("spec", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_a_corner_of_attention_is_the_corner_of_the_whole(spec: GraphSpec) -> None:
+    inputs = varied(spec)
+    whole = reference.run(spec, inputs, torch.float64)
+    k = spec.tensors["k"]
+    for batch in range(3):
+        for head in range(k.shape[1]):
+            part = [
+                trial._corner(spec, name, tensor, batch, head)
+                for name, tensor in zip(spec.inputs, inputs, strict=True)
+            ]
+            made = reference.run(spec, part, torch.float64)
+            for name, result, full in zip(spec.outputs, made, whole, strict=True):
+                want = trial._corner(spec, name, full, batch, head)
+                assert result.shape == want.shape
+                assert want.numel() * 3 * k.shape[1] == full.numel(), "one part of that many"
+                assert torch.allclose(result, want, rtol=1e-12, atol=0)
+
+
+def test_small_attention_is_compared_whole() -> None:
+    assert trial._corners(ATTENTIONS["gqa"]) is None
+
+
+def test_only_attention_alone_is_compared_by_corners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    assert trial._corners(ATTENTIONS["gqa"]) == [(0, 0), (2, 1)]
+    assert trial._corners(product()) is None
+    g = cg.Graph("g")
+    q = g.input("q", (1, 1, 8, 16), F16)
+    g.output("o", g.relu(g.sdpa(q, q, q)))
+    assert trial._corners(g.spec()) is None
+    g = cg.Graph("g")
+    q = g.input("q", (1, 1, 8, 16), F16)
+    g.output("o", g.sdpa(q, q, q))
+    assert trial._corners(g.spec()) == [(0, 0)], "both ends are the same"
+
+
+@pytest.mark.parametrize("spec", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_large_attention_is_checked_at_both_ends(
+    spec: GraphSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    assert why(Plan(spec)) is None
+    for place in (0, -1):
+
+        def spoils(plan: Plan, pointers: Sequence[int], workspace: int, place: int = place) -> None:
+            plan.result(pointers)[place, place].add_(1.0)
+
+        said = why(Plan(spec, spoils))
+        assert said is not None and said.startswith("wrong: 'o' is off by")
