@@ -25,9 +25,9 @@ from .backend.plan import Candidate, Choice, Plan, Proposals, replay
 from .errors import NotSupported
 from .ir import GraphSpec
 from .key import graph_key
-from .partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+from .partition import Graph, Group, channels_last, cuts, piece, prepared, work
 from .policy import Policy
-from .select import Decision, Selection, StepPlan, torch_only, why_apart
+from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import measure
 from .trial import Chain, Trial
 
@@ -218,6 +218,9 @@ class _Search:
             digest = graph_key(spec, self._policy).digest
             step = self._steps.setdefault(digest, _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
+            if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
+                step.ways.append(_Way(0, None, None, 0, 0.0))
+                step.lost.append(FREE)
             self.order.append(found)
             found.cuts = tuple(
                 tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
@@ -487,13 +490,13 @@ def autotune(
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        masked = additive_masks(spec)
-        graphs = [Graph(masked)]
-        other = channels_last(masked)
-        if other is not masked:
+        spec = prepared(spec)
+        graphs = [Graph(spec)]
+        other = channels_last(spec)
+        if other is not spec:
             graphs.append(Graph(other))
         roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
-        anchors = max(1, sum(map(graphs[0].is_anchor, work(masked.nodes))))
+        anchors = max(1, sum(map(graphs[0].is_anchor, work(spec.nodes))))
     deadline = time.perf_counter() + policy.budget_s * anchors
     for done, known in search.explore(roots, deadline):
         if progress is not None:
