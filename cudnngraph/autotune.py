@@ -16,6 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,11 +66,21 @@ class Bench(Protocol):
 
 
 class GpuBench:
-    """Trials on one GPU. Use it with that device current."""
+    """Trials on one GPU. Use it with that device current.
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    Measurements hold ``alone()``, so that processes which tune on the same GPU at the same time
+    take turns at it and only build in parallel.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._policy = policy
         self._device = device
+        self._alone = alone
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream(device)
         self._trials: OrderedDict[int, Trial] = OrderedDict()
@@ -94,7 +105,8 @@ class GpuBench:
         try:
             trial = self._trial(spec)
             launches = [trial.launch(plan) for plan in plans]
-            return list(measure(launches, self._stream, rounds=rounds))
+            with self._alone():
+                return list(measure(launches, self._stream, rounds=rounds))
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
 
@@ -105,7 +117,8 @@ class GpuBench:
         try:
             chain = Chain(spec, self._policy, self._device)
             launches = [chain.launch(steps) for steps in chains]
-            return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+            with self._alone():
+                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
         except torch.OutOfMemoryError:
             return None
 

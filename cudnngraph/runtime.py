@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,12 +71,15 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
 
 
 def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
-    """The policy with keyword options applied and torch's TF32 switches read for ``spec``."""
+    """The policy with keyword options applied; what it leaves open is read from the settings, and
+    from torch's TF32 switches for ``spec``."""
     known = [field.name for field in fields(Policy)]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
     policy = replace(policy or Policy(), **options)
+    if policy.tune is None:
+        policy = replace(policy, tune=settings.current().tune)
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
@@ -269,7 +273,8 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         def build() -> Selection:
             if policy.tune == "autotune" and torch_only(spec) is None:
                 with progress_bar("tuning", after_s=2.0) as tell:
-                    return autotune(spec, policy, GpuBench(policy, device), tell)
+                    bench = GpuBench(policy, device, partial(cache.alone_on, index))
+                    return autotune(spec, policy, bench, tell)
             return heuristic(spec, policy, lambda part: build_first(part, policy, index))
 
         with torch.cuda.device(device):
