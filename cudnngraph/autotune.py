@@ -17,13 +17,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
-from .errors import NotSupported
+from .errors import NotSupported, UnkeyableError
 from .ir import GraphSpec
 from .key import graph_key
 from .partition import Graph, Group, channels_last, cuts, piece, prepared, work
@@ -228,7 +228,10 @@ class _Search:
         found = self._parts.get(place)
         if found is None:
             spec = piece(graph, nodes)
-            digest = graph_key(spec, self._policy).digest
+            try:
+                digest = graph_key(spec, self._policy).digest
+            except UnkeyableError:  # the -inf of a converted mask: nothing is like it
+                digest = str(id(spec))
             step = self._steps.setdefault(digest, _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
@@ -265,7 +268,8 @@ class _Search:
         if step.proposals is not None or step.ways or step.lost:
             return
         subject = f"'{step.spec.name}' as one plan"
-        why = why_apart(step.spec)
+        # Who wants one plan or none gets it, slow as it may be.
+        why = None if self._policy.fallback == "error" else why_apart(step.spec)
         if why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
@@ -519,7 +523,8 @@ def autotune(
     for number, (part, way) in enumerate(winner.runs.steps):
         decisions = search.decisions(part, way)
         if number == 0:
-            decisions = (*_of_cuts(winner, rivals), *decisions)
+            compared = _of_cuts(winner, rivals)
+            decisions = (*compared, *_of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         time_us = way.time_us if math.isfinite(way.time_us) else None
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
@@ -558,3 +563,17 @@ def _whole(search: _Search, spec: GraphSpec) -> _Part:
         reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
         raise NotSupported(f"graph '{spec.name}'", list(reasons))
     return part
+
+
+def _of_others(search: _Search, winner: _Assembly) -> tuple[Decision, ...]:
+    """What was refused, failed or was wrong in parts that are no step in the end."""
+    mine = {id(part.step) for part, _ in winner.steps}
+    others = {id(part.step): part.step for part in search.order if id(part.step) not in mine}
+    return tuple(
+        lost
+        if lost.choice is None
+        else replace(lost, subject=f"{lost.subject} for '{step.spec.name}'", choice=None)
+        for step in others.values()
+        for lost in step.lost
+        if not lost.reason.startswith("not tried")
+    )
