@@ -35,6 +35,8 @@ Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Anchors that cuDNN takes in two spatial dims at least.
+_SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _view_of(spec: GraphSpec) -> _View:
     rank = max(len(shape) for shape, _ in real)
     if not anchors:
         return _pointwise_view(spec, rank, real)
-    spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
+    spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     return _AnchorView(rank, spread, strict)
 
@@ -367,25 +369,50 @@ def _convolution(transposed: bool) -> Rule:
     return rule
 
 
-def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
-    q, k, v, mask, seq_q, seq_kv = ctx.operands(node)
-    names = [str(name) for name in node.inputs[:3]]
+def _conv_wgrad(ctx: Context, node: Node) -> Any:
+    dy, x = ctx.operands(node)
+    spread = ctx.view.spread
+    pre, post = _sides(node.attr("padding"), spread)
+    return ctx.graph.conv_wgrad(
+        image=x,
+        loss=dy,
+        pre_padding=pre,
+        post_padding=post,
+        stride=_spatial(node.attr("stride"), spread),
+        dilation=_spatial(node.attr("dilation"), spread),
+        name=node.name,
+    )
+
+
+def _distinct(ctx: Context, node: Node, ports: Sequence[str]) -> list[Any]:
+    """The graph inputs at ``ports``, each as a tensor of its own."""
+    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    names = [str(inputs[port]) for port in ports]
     if any(name not in ctx.spec.inputs for name in names):
         raise _Refused("attention of what the same graph computes")
-    k = ctx.alias(names[1]) if names[1] == names[0] else k
-    v = ctx.alias(names[2]) if names[2] in names[:2] else v
-    q_spec = ctx.spec.tensors[str(node.inputs[0])]
+    return [
+        ctx.alias(name) if name in names[:place] else ctx.values[name]
+        for place, name in enumerate(names)
+    ]
+
+
+def _attention_options(
+    ctx: Context, node: Node, mask: Any, seq_q: Any, seq_kv: Any
+) -> dict[str, Any]:
+    """The frontend's keywords that attention and its gradient share."""
+    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    q_spec = ctx.spec.tensors[str(inputs["q"])]
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
     if mask is not None:
-        mask_spec = ctx.spec.tensors[str(node.inputs[3])]
+        mask_spec = ctx.spec.tensors[str(inputs["attn_mask"])]
         if mask_spec.dtype == torch.bool:
             raise _Refused("cuDNN attention takes additive masks, not boolean ones")
         options["bias"] = mask
     if seq_q is not None or seq_kv is not None:
         batch, _, rows, _ = q_spec.shape
-        keys = ctx.spec.tensors[str(node.inputs[1])].shape[2]
+        keys = ctx.spec.tensors[str(inputs["k"])].shape[2]
         options["use_padding_mask"] = True
         options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
         options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
@@ -399,16 +426,73 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
             options["diagonal_band_left_bound"] = left + 1  # cuDNN counts the diagonal itself
         if right is not None:
             options["diagonal_band_right_bound"] = right
+    return options
+
+
+def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
+    _, _, _, mask, seq_q, seq_kv = ctx.operands(node)
+    q, k, v = _distinct(ctx, node, ("q", "k", "v"))
+    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
     out, stats = ctx.graph.sdpa(
-        q=q,
-        k=k,
-        v=v,
-        attn_scale=node.attr("scale"),
-        generate_stats=node.attr("return_lse"),
-        name=node.name,
-        **options,
+        q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options
     )
     return out, stats
+
+
+def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    *_, mask, seq_q, seq_kv = ctx.operands(node)
+    do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
+    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    dmask = None
+    if node.outputs[3] is not None:
+        tensor = ctx.spec.tensors[node.outputs[3]]
+        dims, strides = ctx.view.dims(tensor.shape, tensor.stride)
+        dmask = options["dBias"] = ctx.graph.tensor(
+            dim=dims, stride=strides, data_type=ctx.dtype(tensor.dtype), name=tensor.name
+        )
+    grads = ctx.graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=lse, **options)
+    return *grads, dmask
+
+
+def _batch_norm_train(ctx: Context, node: Node) -> Sequence[Any]:
+    x, weight, bias, mean, var = ctx.operands(node)
+    return ctx.graph.batchnorm(  # type: ignore[no-any-return]
+        input=x,
+        scale=weight,
+        bias=bias,
+        in_running_mean=mean,
+        in_running_var=var,
+        epsilon=ctx.scalar(node.attr("eps")),
+        momentum=ctx.scalar(node.attr("momentum")),
+        name=node.name,
+    )
+
+
+def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    dy, x, weight, mean, inv_std = ctx.operands(node)
+    return ctx.graph.batchnorm_backward(  # type: ignore[no-any-return]
+        grad=dy, input=x, scale=weight, mean=mean, inv_variance=inv_std, name=node.name
+    )
+
+
+def _reduction(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    modes = ctx.frontend.reduction_mode
+    mode = {"sum": modes.ADD, "mean": modes.AVG, "max": modes.MAX, "min": modes.MIN}
+    return ctx.graph.reduction(input=x, mode=mode[node.attr("mode")], name=node.name)
+
+
+def _expand(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    return ctx.graph.add(x, ctx.scalar(0.0), name=node.name)
+
+
+def _relu_backward(ctx: Context, node: Node) -> Any:
+    dy, y = ctx.operands(node)
+    slope = node.attr("negative_slope")
+    return ctx.graph.relu_backward(
+        loss=dy, input=y, negative_slope=slope or None, name=node.name
+    )
 
 
 def _batch_norm(ctx: Context, node: Node) -> Any:
@@ -508,7 +592,13 @@ def _leaky_relu(ctx: Context, node: Node) -> Any:
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
+    "conv_wgrad": _conv_wgrad,
     "sdpa": _sdpa,
+    "sdpa_backward": _sdpa_backward,
+    "batch_norm_train": _batch_norm_train,
+    "batch_norm_backward": _batch_norm_backward,
+    "reduction": _reduction,
+    "expand": _expand,
     "batch_norm": _batch_norm,
     "bias": _call("bias"),
     "scale": _call("scale"),
@@ -522,6 +612,10 @@ RULES: Mapping[str, Rule] = {
     "tanh": _call("tanh"),
     "softplus": _softplus,
     "clamp": _clamp,
+    "relu_backward": _relu_backward,
+    "gelu_backward": _call("gelu_backward"),
+    "gelu_tanh_backward": _call("gelu_approx_tanh_backward"),
+    "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
