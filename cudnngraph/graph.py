@@ -529,9 +529,7 @@ class Graph:
 
         dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
         """
-        return tuple(
-            self._apply("batch_norm_backward", (dy, x, weight, mean, inv_std), {}, name)
-        )
+        return tuple(self._apply("batch_norm_backward", (dy, x, weight, mean, inv_std), {}, name))
 
     # -- shape -----------------------------------------------------------------------------------
 

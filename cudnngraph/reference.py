@@ -120,9 +120,7 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _batch_norm_train(
-    inputs: Tensors, attrs: Mapping[str, Any]
-) -> tuple[torch.Tensor | None, ...]:
+def _batch_norm_train(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     x, weight, bias = _need(inputs[0]), _channel(inputs[1], inputs[0]), inputs[2]
     dims = _all_but_channels(x)
     mean, var = x.mean(dims), x.var(dims, unbiased=False)
@@ -223,9 +221,7 @@ def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     return out, torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
 
 
-def _sdpa_backward(
-    inputs: Tensors, attrs: Mapping[str, Any]
-) -> tuple[torch.Tensor | None, ...]:
+def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """With P the attention weights, exp(scores - lse), and D the row sums of do * o:
 
     dv = P^T do, dS = P * (do v^T - D), dq = scale * dS k, dk = scale * dS^T q, dmask = dS.
@@ -247,9 +243,7 @@ def _sdpa_backward(
     dq = torch.matmul(dscores, k) * attrs["scale"]
     dk = torch.matmul(dscores.transpose(-1, -2), q) * attrs["scale"]
     dv = torch.matmul(weights.transpose(-1, -2), do)
-    dk, dv = (
-        grad.unflatten(1, (groups, heads // groups)).sum(dim=2) for grad in (dk, dv)
-    )
+    dk, dv = (grad.unflatten(1, (groups, heads // groups)).sum(dim=2) for grad in (dk, dv))
     dmask = dscores.sum_to_size(_need(mask).shape) if attrs["mask_grad"] else None
     return dq, dk, dv, dmask
 
@@ -277,14 +271,21 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * gate * (1.0 + x * (1.0 - gate))
 
 
+_REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
 def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
-    x = _need(inputs[0])
-    dims, keep = attrs["dims"], attrs["keepdim"]
-    run = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[attrs["mode"]]
-    if isinstance(keep, bool):
-        return run(x, dims, keepdim=keep) if dims else x
-    result = run(x, dims, keepdim=True)
-    return result.squeeze([dim for dim in dims if dim not in keep])
+    x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
+    if not dims:  # a number
+        return x
+    result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
+    kept = dims if keep is True else keep or ()
+    return result.squeeze([dim for dim in dims if dim not in kept])
 
 
 def _expand(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:

@@ -433,9 +433,7 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
     _, _, _, mask, seq_q, seq_kv = ctx.operands(node)
     q, k, v = _distinct(ctx, node, ("q", "k", "v"))
     options = _attention_options(ctx, node, mask, seq_q, seq_kv)
-    out, stats = ctx.graph.sdpa(
-        q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options
-    )
+    out, stats = ctx.graph.sdpa(q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options)
     return out, stats
 
 
@@ -490,9 +488,7 @@ def _expand(ctx: Context, node: Node) -> Any:
 def _relu_backward(ctx: Context, node: Node) -> Any:
     dy, y = ctx.operands(node)
     slope = node.attr("negative_slope")
-    return ctx.graph.relu_backward(
-        loss=dy, input=y, negative_slope=slope or None, name=node.name
-    )
+    return ctx.graph.relu_backward(loss=dy, input=y, negative_slope=slope or None, name=node.name)
 
 
 def _batch_norm(ctx: Context, node: Node) -> Any:
