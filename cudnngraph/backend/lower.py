@@ -45,12 +45,15 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
+    With ``on_host`` it lies in the host's memory, where cuDNN wants some numbers of norms. It also
+    stands for a result that nobody asked for, which the library writes all the same.
     """
 
     uid: int
     numel: int
     value: float
     dtype: torch.dtype
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,29 +184,51 @@ class _PointwiseView:
         return merged, list(contiguous_strides(merged))
 
 
+@dataclass(frozen=True)
+class _ReductionView(_PointwiseView):
+    """Graphs of reductions: a matrix, rows and columns, as cuDNN takes them channels_last."""
+
+    seen_rank: int = 4
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = super().dims(shape, stride)
+        if not is_contiguous(merged, strides):
+            raise _Refused("the operands lie in memory in different orders, or with gaps")
+        image = [*merged, 1, 1]
+        return image, list(channels_last_strides(image))
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        image = [*super().dims(shape, stride)[0], 1, 1]
+        return image, list(channels_last_strides(image))
+
+
 def _view_of(spec: GraphSpec) -> _View:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
     real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
+    rank = max([rank, *(len(shape) for shape in _computed_shapes(spec))])
     if not anchors:
         return _pointwise_view(spec, rank, real)
+    if all(node.op == "reduction" for node in anchors):
+        groups = _merged_dims(rank, _at_rank(rank, real))
+        if len(groups) > 2:
+            raise _Refused("a reduction over dims between others")
+        return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
     spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     return _AnchorView(rank, spread, strict)
 
 
-def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
-    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
-
-    cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
-    without an error): it reads every operand as row-major whatever its strides say, a vector that
-    is broadcast over two dims of three from the wrong place, and computed columns too. Those are
-    refused here.
-    """
-    full = [
+def _at_rank(rank: int, places: Sequence[_Place]) -> list[_Place]:
+    """The same with leading ones."""
+    return [
         ((1,) * (rank - len(shape)) + tuple(shape), (0,) * (rank - len(stride)) + tuple(stride))
-        for shape, stride in real
+        for shape, stride in places
     ]
+
+
+def _merged_dims(rank: int, full: Sequence[_Place]) -> list[list[int]]:
+    """Groups of dims, slowest first in the largest tensor's memory, that all tensors can merge."""
     space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
     shape, stride = max(full, key=lambda view: numel(view[0]))
     order = [dim for dim in memory_order(shape, stride) if space[dim] > 1]
@@ -225,6 +250,20 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _Poin
             groups[-1].append(dim)
         else:
             groups.append([dim])
+    return groups
+
+
+def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
+    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
+
+    cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
+    without an error): it reads every operand as row-major whatever its strides say, a vector that
+    is broadcast over two dims of three from the wrong place, and computed columns too. Those are
+    refused here.
+    """
+    full = _at_rank(rank, real)
+    space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
+    groups = _merged_dims(rank, full)
     if len(groups) > 3:
         raise _Refused(f"the operands broadcast in a pattern of {len(groups)} dims, cuDNN takes 3")
     view = _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
@@ -263,6 +302,7 @@ class Context:
     values: dict[str, Any] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)  # results of expand that are not made
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """The frontend's name of a dtype."""
@@ -311,17 +351,28 @@ class Context:
             dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"
         )
 
-    def constant(self, shape: list[int], value: float, dtype: torch.dtype) -> Any:
+    def constant(
+        self, shape: list[int], value: float, dtype: torch.dtype, *, on_host: bool = False
+    ) -> Any:
         """A tensor of one value that the plan provides."""
         uid = self._next_uid()
-        self.extras.append(Constant(uid, numel(shape), value, dtype))
+        self.extras.append(Constant(uid, numel(shape), value, dtype, on_host))
         return self.graph.tensor(
             dim=shape,
             stride=list(channels_last_strides(shape)),
             data_type=self.dtype(dtype),
             uid=uid,
             name=f"constant_{uid}",
+            is_pass_by_value=on_host,
         )
+
+    def discard(self, tensor: Any, spec: TensorSpec) -> None:
+        """A result that nobody asked for: cuDNN writes it into memory of the plan's own."""
+        dims, strides = self.view.dims(spec.shape, spec.stride)
+        uid = self._next_uid()
+        self.extras.append(Constant(uid, spec.numel, 0.0, spec.dtype))
+        tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
+        tensor.set_output(True).set_uid(uid)
 
 
 Rule = Callable[[Context, Node], "Sequence[Any] | Any"]
@@ -452,22 +503,44 @@ def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     return *grads, dmask
 
 
+def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
+    for port in ports:
+        name = node.inputs[port]
+        if name is not None and ctx.spec.tensors[name].dtype != torch.float32:
+            raise _Refused("cuDNN's batch norm takes parameters and statistics in float32")
+
+
 def _batch_norm_train(ctx: Context, node: Node) -> Sequence[Any]:
     x, weight, bias, mean, var = ctx.operands(node)
-    return ctx.graph.batchnorm(  # type: ignore[no-any-return]
+    _check_float32(ctx, node, 1, 2, 3, 4)
+    ones = [1] * ctx.view.seen_rank
+    given = mean is not None
+    if not given:  # the binding does not go without
+        shape = list(ones)
+        shape[1] = ctx.spec.tensors[str(node.inputs[0])].shape[1]
+        mean = ctx.constant(shape, 0.0, torch.float32)
+        var = ctx.constant(shape, 1.0, torch.float32)
+    y, *statistics = ctx.graph.batchnorm(
         input=x,
         scale=weight,
         bias=bias,
         in_running_mean=mean,
         in_running_var=var,
-        epsilon=ctx.scalar(node.attr("eps")),
-        momentum=ctx.scalar(node.attr("momentum")),
+        epsilon=ctx.constant(ones, node.attr("eps"), torch.float32, on_host=True),
+        momentum=ctx.constant(ones, node.attr("momentum"), torch.float32, on_host=True),
         name=node.name,
     )
+    if not given:
+        vector = _vector(ctx.spec.tensors[str(node.inputs[0])])
+        for unused in statistics[2:]:
+            ctx.discard(unused, vector)
+        statistics = statistics[:2]
+    return y, *statistics
 
 
 def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
     dy, x, weight, mean, inv_std = ctx.operands(node)
+    _check_float32(ctx, node, 2, 3, 4)
     return ctx.graph.batchnorm_backward(  # type: ignore[no-any-return]
         grad=dy, input=x, scale=weight, mean=mean, inv_variance=inv_std, name=node.name
     )
@@ -475,14 +548,30 @@ def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
 
 def _reduction(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
+    if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
+        raise _Refused("cuDNN reduces to float32 only")
     modes = ctx.frontend.reduction_mode
     mode = {"sum": modes.ADD, "mean": modes.AVG, "max": modes.MAX, "min": modes.MIN}
     return ctx.graph.reduction(input=x, mode=mode[node.attr("mode")], name=node.name)
 
 
 def _expand(ctx: Context, node: Node) -> Any:
+    """Operands broadcast by themselves, so nothing is done: x takes part as it is."""
     (x,) = ctx.operands(node)
-    return ctx.graph.add(x, ctx.scalar(0.0), name=node.name)
+    source, (result,) = ctx.spec.tensors[str(node.inputs[0])], node.results
+    if source.numel == ctx.spec.tensors[result].numel:
+        return ctx.graph.identity(x, name=node.name)
+    if result in ctx.spec.outputs:
+        raise _Refused("a tensor is repeated, with nothing of the full shape beside it")
+    for user in ctx.spec.nodes:
+        beside = [name for name in user.operands if name != result and name not in ctx.repeated]
+        if result in user.operands and not any(
+            ctx.spec.tensors[name].shape == ctx.spec.tensors[user.results[0]].shape
+            for name in beside
+        ):
+            raise _Refused("a tensor is repeated, with nothing of the full shape beside it")
+    ctx.repeated.add(result)
+    return x
 
 
 def _relu_backward(ctx: Context, node: Node) -> Any:
@@ -491,11 +580,16 @@ def _relu_backward(ctx: Context, node: Node) -> Any:
     return ctx.graph.relu_backward(loss=dy, input=y, negative_slope=slope or None, name=node.name)
 
 
+def _vector(x: TensorSpec) -> TensorSpec:
+    """One float32 per channel of x, at its rank."""
+    shape = (1, x.shape[1], *(1,) * (len(x.shape) - 2))
+    return TensorSpec("", shape, channels_last_strides(shape), torch.float32)
+
+
 def _batch_norm(ctx: Context, node: Node) -> Any:
     x, mean, var, weight, bias = ctx.operands(node)
     like = ctx.spec.tensors[str(node.inputs[0])]
-    shape = (1, like.shape[1], *(1,) * (len(like.shape) - 2))
-    vector = TensorSpec("", shape, channels_last_strides(shape), torch.float32)
+    vector = _vector(like)
     inverse = ctx.temporary(ctx.graph.add(var, ctx.scalar(node.attr("eps"))), vector)
     inverse = ctx.temporary(ctx.graph.rsqrt(inverse), vector)
     y = ctx.temporary(ctx.graph.sub(x, mean), like)
@@ -645,8 +739,10 @@ _CHANNEL_PORTS = {
     "bias": ("bias",),
     "scale": ("scale",),
     "batch_norm": ("running_mean", "running_var", "weight", "bias"),
+    "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
+    "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
-_LENGTH_PORTS = {"sdpa": ("seq_len_q", "seq_len_kv")}
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
 
 
 def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -662,11 +758,46 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif node.op == "sdpa_backward" and port == "lse":
+                views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
+            elif node.op == "expand":
+                views.add(_set_out(tensor, node.attr("dims"), len(node.attr("shape"))))
             else:
                 views.add((_core(spec, tensor), tensor.stride))
+        if name in node.results:
+            result = _result_spec(spec, node, name)
+            views.add((result.shape, result.stride))
     if len(views) > 1:
-        raise _Refused(f"'{name}' is used both per channel and as it stands")
+        raise _Refused(f"'{name}' is used with its dims in two different places")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
+    """Shape and stride with the tensor's dims at ``dims``, and ones elsewhere."""
+    place = dict(zip(dims, zip(tensor.shape, tensor.stride, strict=True), strict=True))
+    sizes, steps = zip(*(place.get(dim, (1, 1)) for dim in range(rank)), strict=True)
+    return sizes, steps
+
+
+def _check_places(spec: GraphSpec) -> None:
+    """Refuse what is computed with its dims in one place and used with them in another."""
+    producer = {name: node for node in spec.nodes for name in node.results}
+    for node in spec.nodes:
+        for port, name in zip(OPS[node.op].ports, node.inputs, strict=True):
+            if name not in producer:
+                continue
+            shape = spec.tensors[name].shape
+            made = _result_spec(spec, producer[name], name).shape
+            wanted: Shape = shape
+            if len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+                wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
+            elif node.op == "expand":
+                wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
+            rank = max(len(made), len(wanted))
+            if (1,) * (rank - len(made)) + tuple(made) != (1,) * (rank - len(wanted)) + tuple(
+                wanted
+            ):
+                raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
@@ -697,6 +828,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         **graph_options,
     )
     try:
+        _check_places(spec)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
@@ -712,6 +844,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 tensor = graph.cmp_gt(tensor, ctx.scalar(0.5))
                 ctx.virtual(tensor, spec.tensors[name])
             ctx.values[name] = tensor
+        wanted = {name for node in spec.nodes for name in node.operands} | set(spec.outputs)
         for node in spec.nodes:
             result = RULES[node.op](ctx, node)
             results = result if isinstance(result, (tuple, list)) else (result,)
@@ -719,8 +852,13 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 if result_name is None:
                     continue
                 ctx.values[result_name] = tensor
-                if node.op != "constant":
-                    ctx.declare(tensor, _result_spec(spec, node, result_name))
+                if node.op == "constant" or result_name in ctx.repeated:
+                    continue
+                declared = _result_spec(spec, node, result_name)
+                if len(node.outputs) > 1 and result_name not in wanted:
+                    ctx.discard(tensor, declared)
+                else:
+                    ctx.declare(tensor, declared)
         for uid, name in enumerate(spec.outputs, len(spec.inputs) + 1):
             tensor = ctx.values[name]
             if spec.tensors[name].dtype == torch.bool:
@@ -739,10 +877,21 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
 
 
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
+    """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
-    if node.op == "sdpa" and len(tensor.shape) == 3:  # the statistics: (B, H, S, 1)
-        return TensorSpec(name, (*tensor.shape, 1), (*tensor.stride, 1), tensor.dtype)
-    return tensor
+    shape, stride = tensor.shape, tensor.stride
+    if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
+        return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
+    if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
+    if node.op == "reduction":
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        keep, dims = node.attr("keepdim"), node.attr("dims")
+        dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
+        left = [dim for dim in range(rank) if dim not in dropped]
+        shape, stride = _set_out(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
+    return TensorSpec(name, shape, stride, tensor.dtype)
 
 
 def first_line(message: str) -> str:

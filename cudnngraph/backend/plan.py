@@ -90,14 +90,19 @@ class Plan:
         self._uids = (*uids, *(extra.uid for extra in extras))
         device = torch.device("cuda", device_index)
         self._constants = {
-            extra.uid: torch.full((extra.numel,), extra.value, dtype=extra.dtype, device=device)
+            extra.uid: torch.full(
+                (extra.numel,),
+                extra.value,
+                dtype=extra.dtype,
+                device="cpu" if extra.on_host else device,
+            )
             for extra in extras
             if isinstance(extra, Constant)
         }
         self._fast = _fast_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
-        """A C array of device pointers: inputs, outputs, then what the plan adds to them."""
+        """A C array of pointers: inputs, outputs, then what the plan adds to them."""
         added = [
             tensors[extra.position]
             if isinstance(extra, Alias)
@@ -129,6 +134,7 @@ class Plan:
                 for e in self._extras
                 if isinstance(e, Constant)
             ],
+            "on_host": [e.uid for e in self._extras if isinstance(e, Constant) and e.on_host],
         }
         return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
 
@@ -146,8 +152,11 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         described = json.loads(head)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")
+        on_host = described.get("on_host", ())
         extras: list[Extra] = [
-            Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype))
+            Constant(
+                int(uid), int(count), float.fromhex(value), getattr(torch, dtype), uid in on_host
+            )
             for uid, count, value, dtype in described["constants"]
         ]
         extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
