@@ -13,8 +13,19 @@ import torch
 import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.ir import GraphSpec
+from tests.samples import Case
 
 Tensors = dict[str, torch.Tensor]
+
+
+def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
+    """What a graph can be differentiated by."""
+    return tuple(name for name in spec.inputs if spec.tensors[name].dtype.is_floating_point)
+
+
+def differentiable(case: Case) -> bool:
+    """Whether a sample has a gradient: not one of gradients' own ops, nor of comparisons alone."""
+    return case.family != "gradients" and not case.id.startswith("pointwise-comparisons")
 
 
 def upstream(gradient: cg.Gradient, seed: int = 0, dtype: torch.dtype | None = None) -> Tensors:

@@ -127,10 +127,11 @@ class _AnchorView:
     rank: int
     spread: bool
     channels_last: bool  # which of two readings an ambiguous layout takes
+    behind: int = 0  # dims of extent 1 behind the others
 
     @property
     def seen_rank(self) -> int:
-        return self.rank + self.spread
+        return self.rank + self.spread + self.behind
 
     def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         lead = self.rank - len(shape)
@@ -138,6 +139,8 @@ class _AnchorView:
         if self.spread:
             sizes.insert(2, 1)
             steps.insert(2, 1)
+        sizes += [1] * self.behind
+        steps += [1] * self.behind
         return sizes, _settle(sizes, steps, self.channels_last)
 
     virtual = dims
@@ -216,7 +219,8 @@ def _view_of(spec: GraphSpec) -> _View:
         return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
     spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
-    return _AnchorView(rank, spread, strict)
+    flat = rank == 2 and anchors[0].op.startswith("batch_norm")
+    return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
 
 
 def _at_rank(rank: int, places: Sequence[_Place]) -> list[_Place]:
@@ -302,7 +306,7 @@ class Context:
     values: dict[str, Any] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
-    repeated: set[str] = field(default_factory=set)  # results of expand that are not made
+    as_is: set[str] = field(default_factory=set)  # results of expand that are its operand
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """The frontend's name of a dtype."""
@@ -550,28 +554,35 @@ def _reduction(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
         raise _Refused("cuDNN reduces to float32 only")
-    modes = ctx.frontend.reduction_mode
-    mode = {"sum": modes.ADD, "mean": modes.AVG, "max": modes.MAX, "min": modes.MIN}
-    return ctx.graph.reduction(input=x, mode=mode[node.attr("mode")], name=node.name)
+    modes, mode = ctx.frontend.reduction_mode, node.attr("mode")
+    if mode == "mean":  # cuDNN's own is refused (9.19)
+        source = ctx.spec.tensors[str(node.inputs[0])]
+        count = numel(source.shape[dim] for dim in node.attr("dims"))
+        x = ctx.temporary(ctx.graph.mul(x, ctx.scalar(1.0 / count)), source)
+    kind = {"sum": modes.ADD, "mean": modes.ADD, "max": modes.MAX, "min": modes.MIN}[mode]
+    return ctx.graph.reduction(input=x, mode=kind, name=node.name)
 
 
 def _expand(ctx: Context, node: Node) -> Any:
     """Operands broadcast by themselves, so nothing is done: x takes part as it is."""
     (x,) = ctx.operands(node)
     source, (result,) = ctx.spec.tensors[str(node.inputs[0])], node.results
-    if source.numel == ctx.spec.tensors[result].numel:
+    larger = source.numel != ctx.spec.tensors[result].numel
+    if result in ctx.spec.outputs and not larger:
         return ctx.graph.identity(x, name=node.name)
-    if result in ctx.spec.outputs:
+    ctx.as_is.add(result)
+    users = [user for user in ctx.spec.nodes if result in user.operands]
+    full = [_full_beside(ctx, user) for user in users]
+    if larger and (result in ctx.spec.outputs or not all(full)):
         raise _Refused("a tensor is repeated, with nothing of the full shape beside it")
-    for user in ctx.spec.nodes:
-        beside = [name for name in user.operands if name != result and name not in ctx.repeated]
-        if result in user.operands and not any(
-            ctx.spec.tensors[name].shape == ctx.spec.tensors[user.results[0]].shape
-            for name in beside
-        ):
-            raise _Refused("a tensor is repeated, with nothing of the full shape beside it")
-    ctx.repeated.add(result)
     return x
+
+
+def _full_beside(ctx: Context, node: Node) -> bool:
+    """Whether an operand has the shape of the result as it stands."""
+    shape = ctx.spec.tensors[node.results[0]].shape
+    operands = [name for name in node.operands if name not in ctx.as_is]
+    return any(ctx.spec.tensors[name].shape == shape for name in operands)
 
 
 def _relu_backward(ctx: Context, node: Node) -> Any:
@@ -852,7 +863,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 if result_name is None:
                     continue
                 ctx.values[result_name] = tensor
-                if node.op == "constant" or result_name in ctx.repeated:
+                if node.op == "constant" or result_name in ctx.as_is:
                     continue
                 declared = _result_spec(spec, node, result_name)
                 if len(node.outputs) > 1 and result_name not in wanted:
