@@ -312,7 +312,9 @@ class _Backward:
         """A tensor of the forward: given, or recomputed from what is given."""
         self.requested[name] = None
         if name not in self._forward:
-            self._forward[name] = self.wide(self._made(name))
+            node, value = self.producer.get(name), self._made(name)
+            number = node is not None and node.op == "constant"  # these go with any dtype
+            self._forward[name] = value if number else self.wide(value)
         return self._forward[name]
 
     def _made(self, name: str) -> Value:
