@@ -25,6 +25,7 @@ from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
 from .runtime import BoundCall, Executable, cache_clear, cache_stats, warm_up
+from .specialize import Specialized, specialize
 
 __all__ = [
     "BackendUnavailable",
@@ -46,6 +47,7 @@ __all__ = [
     "PolicyError",
     "Problem",
     "SettingsError",
+    "Specialized",
     "TensorSpec",
     "UnkeyableError",
     "Value",
@@ -54,5 +56,6 @@ __all__ = [
     "differentiate",
     "explain",
     "on_miss",
+    "specialize",
     "warm_up",
 ]

@@ -150,11 +150,14 @@ def selection_for(
     id = entry_id(key.digest, digest(env_components(environment)))
     plans = store()
     found = plans.get(id)
-    if isinstance(found, Hit):
+    useless: PlanRecord | None = None
+    if isinstance(found, Hit) and not _tuned_enough(found.record, policy):
+        reason = "untuned: what is kept was chosen without measuring"
+    elif isinstance(found, Hit):
         try:
             return _restored(found, spec, device_index)
         except StaleRecord as stale:
-            reason = f"stale: {stale}"
+            reason, useless = f"stale: {stale}", found.record
     else:
         reason = found.reason
     COUNTERS.missed(reason.split(":")[0])
@@ -166,8 +169,9 @@ def selection_for(
             _log.exception("a miss hook failed")
     if policy.tune == "cached":
         raise _not_cached(plans, spec, key, environment, reason)
-    if isinstance(found, Hit):
-        plans.remove(id)
+
+    def accepts(record: PlanRecord) -> bool:
+        return record != useless and _tuned_enough(record, policy)
 
     made: list[Selection] = []
     failures: list[Exception] = []
@@ -192,17 +196,21 @@ def selection_for(
         return to_record(spec, key, environment, policy, selection), blob
 
     try:
-        hit = plans.get_or_build(id, record)
+        hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
             return _restored(hit, spec, device_index)
-    except StaleRecord as stale:  # a seed, or a file that cannot be removed
-        _log.info("%s is stale and stays: %s", id[:16], stale)
+    except StaleRecord as stale:
+        _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
     except (LockTimeout, RecordError, OSError) as error:
         if error in failures:
             raise  # the build's own, not the cache's
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
     return (made[-1] if made else make()), "built"
+
+
+def _tuned_enough(record: PlanRecord, policy: Policy) -> bool:
+    return policy.tune != "autotune" or record.policy.get("tune") == "autotune"
 
 
 def _restored(hit: Hit, spec: GraphSpec, device_index: int) -> tuple[Selection, str]:

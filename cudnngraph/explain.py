@@ -104,7 +104,10 @@ class Explanation:
             "cudnn_version": self.cudnn_version,
             "frontend_version": self.frontend_version,
             "driver": self.driver,
-            "policy": asdict(self.policy),
+            "policy": {
+                **asdict(self.policy),
+                "exclude_engines": list(self.policy.exclude_engines),
+            },
             "whole": self.whole,
             "steps": [
                 {

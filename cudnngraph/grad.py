@@ -134,20 +134,30 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
+_STATISTICS = {"sdpa": "return_lse", "layer_norm": "return_stats", "rms_norm": "return_stats"}
+
+
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
-    """The graph in which attention that is differentiated gives its lse."""
+    """The graph in which what is differentiated gives the statistics that its gradient reads."""
     tensors, nodes, taken = dict(spec.tensors), [], set(spec.tensors)
     dtypes = _torch_dtypes(spec)
     for node in spec.nodes:
-        if node.op == "sdpa" and node.outputs[1] is None and node.outputs[0] in active:
-            q = spec.tensors[str(node.inputs[0])]
-            name = _free(f"{node.outputs[0]}_lse", taken)
-            shape = q.shape[:3]
-            dtype = torch.float64 if dtypes[q.name] == torch.float64 else torch.float32
-            tensors[name] = TensorSpec(name, shape, dense_strides(shape, (0, 1, 2)), dtype)
-            attrs = tuple((key, True if key == "return_lse" else v) for key, v in node.attrs)
-            node = replace(node, outputs=(node.outputs[0], name), attrs=attrs)
-        nodes.append(node)
+        switch = _STATISTICS.get(node.op)
+        if switch is None or node.outputs[0] not in active or node.attr(switch):
+            nodes.append(node)
+            continue
+        row = OPS[node.op]
+        operands = {
+            port: None if name is None else replace(spec.tensors[name], dtype=dtypes[name])
+            for port, name in zip(row.ports, node.inputs, strict=True)
+        }
+        checked = check_node(node.op, node.name, operands, {**dict(node.attrs), switch: True})
+        outputs = [node.outputs[0]]
+        for port, result in zip(row.outputs[1:], checked.results[1:], strict=True):
+            assert result is not None
+            outputs.append(_free(f"{node.outputs[0]}_{port}", taken))
+            tensors[outputs[-1]] = replace(result, name=outputs[-1])
+        nodes.append(replace(node, outputs=tuple(outputs), attrs=checked.attrs))
     return replace(spec, tensors=tensors, nodes=tuple(nodes))
 
 
@@ -157,7 +167,7 @@ def _torch_dtypes(spec: GraphSpec) -> dict[str, torch.dtype]:
     for node in spec.nodes:
         operands = {
             port: None if name is None else known[name]
-            for port, name in zip(OPS[node.op].ports, node.inputs, strict=True)
+            for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True)
         }
         results = check_node(node.op, node.name, operands, dict(node.attrs)).results
         for name, result in zip(node.outputs, results, strict=True):
@@ -351,7 +361,7 @@ class _Backward:
                 continue
             ctx = Context(self, node, grad)
             for port, gradient in rule(ctx).items():
-                operand = node.inputs[OPS[node.op].ports.index(port)]
+                operand = ctx.name(port)
                 if operand is not None and operand in self.active:
                     shape = self.spec.tensors[operand].shape
                     self._grads.setdefault(operand, []).append(ctx.fit(gradient(), shape))
@@ -412,29 +422,32 @@ class _Backward:
         return Gradient(forward, backward, (*outside, *extra), incoming, self.outgoing)
 
     def _narrowed(self, spec: GraphSpec) -> GraphSpec:
-        """What anchors read gets the dtype of the data, by a conversion where it is fixed."""
+        """What anchors read gets the dtype of the data, by a conversion where it is fixed.
+
+        So does what they read through ops that only move elements.
+        """
         tensors, nodes = dict(spec.tensors), {node.name: node for node in spec.nodes}
+        producer = {name: node for node in spec.nodes for name in node.results}
         fixed, taken = {*spec.inputs, *spec.outputs}, set(spec.tensors)
         converted: dict[tuple[str, torch.dtype], str] = {}
-        more: list[Node] = []
-        for label, port, dtype in self._reads:
-            node = nodes.get(label)
-            name = None if node is None else node.inputs[port]
-            if node is None or name is None or tensors[name].dtype == dtype:
-                fixed |= {name} if name is not None else set()
-                continue
-            if name not in fixed:
-                tensors[name] = replace(tensors[name], dtype=dtype)
+        reads = [read for read in self._reads if read[0] in nodes]
+        for label, port, dtype in reads:
+            name = str(nodes[label].inputs[port])
+            if name in fixed and tensors[name].dtype != dtype:
+                if (name, dtype) not in converted:
+                    new = converted[name, dtype] = _free(f"{name}_narrow", taken)
+                    tensors[new] = replace(tensors[name], name=new, dtype=dtype)
+                    nodes[new] = Node("identity", new, (name,), (new,))
+                inputs = list(nodes[label].inputs)
+                inputs[port] = converted[name, dtype]
+                nodes[label] = replace(nodes[label], inputs=tuple(inputs))
+            elif name not in fixed:
                 fixed.add(name)
-                continue
-            if (name, dtype) not in converted:
-                new = converted[name, dtype] = _free(f"{name}_narrow", taken)
-                tensors[new] = replace(tensors[name], name=new, dtype=dtype)
-                more.append(Node("identity", new, (name,), (new,)))
-            inputs = list(node.inputs)
-            inputs[port] = converted[name, dtype]
-            nodes[label] = replace(node, inputs=tuple(inputs))
-        return replace(spec, tensors=tensors, nodes=(*more, *nodes.values()))
+                tensors[name] = replace(tensors[name], dtype=dtype)
+                source = producer[name]
+                if OPS[source.op].view or source.op == "concat":
+                    reads += [(source.name, place, dtype) for place in range(len(source.inputs))]
+        return replace(spec, tensors=tensors, nodes=tuple(nodes.values()))
 
 
 def _order(tensor: TensorSpec) -> tuple[int, ...]:
@@ -464,15 +477,17 @@ class Context:
         """The backward graph."""
         return self.build.graph
 
-    def _name(self, port: str) -> str | None:
-        return self.node.inputs[OPS[self.node.op].ports.index(port)]
+    def name(self, port: str) -> str | None:
+        """The operand's name at ``port``."""
+        ports = OPS[self.node.op].ports_of(len(self.node.inputs))
+        return self.node.inputs[ports.index(port)]
 
     def __getitem__(self, port: str) -> Value:
-        return self.build.forward(str(self._name(port)))
+        return self.build.forward(str(self.name(port)))
 
     def get(self, port: str) -> Value | None:
         """The operand at an optional port."""
-        name = self._name(port)
+        name = self.name(port)
         return None if name is None else self.build.forward(name)
 
     def result(self, port: int = 0) -> Value:
@@ -481,16 +496,16 @@ class Context:
 
     def spec(self, port: str) -> TensorSpec:
         """The operand's tensor, in the dtype that it has in torch."""
-        name = str(self._name(port))
+        name = str(self.name(port))
         return replace(self.build.spec.tensors[name], dtype=self.build.dtypes[name])
 
     def needs(self, port: str) -> bool:
         """Whether somebody needs the gradient of this operand."""
-        return self._name(port) in self.build.active
+        return self.name(port) in self.build.active
 
     def constant(self, port: str) -> float | None:
         """The operand's value where it is a number baked into the graph."""
-        node = self.build.producer.get(str(self._name(port)))
+        node = self.build.producer.get(str(self.name(port)))
         return node.attr("value") if node is not None and node.op == "constant" else None
 
     def fit(self, value: Value, shape: Sequence[int]) -> Value:
@@ -575,21 +590,25 @@ def _conv_transpose(ctx: Context) -> Gradients:
     """The convolution that this one is the data gradient of, and its weight's gradient."""
     options = _geometry(ctx.node)
     kernel = ctx.spec("weight").shape[2:]
-    padding = []
+    padding, cut = [], []
     many = zip(options["padding"], ctx.node.attr("output_padding"), options["stride"], strict=True)
-    for dim, ((before, after), extra, stride) in enumerate(many):
+    for (before, after), extra, stride in many:
         # Rows that output_padding has added behind the last tap; a stride of them would count.
         after -= extra // stride * stride
-        if after < 0:
-            where = f"conv_transpose '{ctx.node.name}'"
-            what = f"output_padding={extra} over spatial dim {dim} reaches the stride {stride}"
-            problem = Problem(where, what, "a larger padding behind", "no gradient for it")
-            raise GraphError(ctx.build.spec.name, [problem])
-        padding.append((before, after))
+        cut.append(max(-after, 0))
+        padding.append((before, max(after, 0)))
     options["padding"] = tuple(padding)
+
+    @cache
+    def dy() -> Value:
+        value = ctx.dy
+        for dim, rows in enumerate(cut, 2):
+            value = ctx.g.slice(value, dim, 0, value.shape[dim] - rows) if rows else value
+        return value
+
     return {
-        "x": lambda: ctx.anchor("conv", (ctx.dy, ctx["weight"]), **options)[0],
-        "weight": lambda: ctx.anchor("conv_wgrad", (ctx["x"], ctx.dy), kernel=kernel, **options)[0],
+        "x": lambda: ctx.anchor("conv", (dy(), ctx["weight"]), **options)[0],
+        "weight": lambda: ctx.anchor("conv_wgrad", (ctx["x"], dy()), kernel=kernel, **options)[0],
     }
 
 
@@ -626,7 +645,7 @@ def _sdpa(ctx: Context) -> Gradients:
     @cache
     def all_() -> list[Value]:
         lse = ctx.result(1)
-        if any(ctx._name(p) for p in ("attn_mask", "seq_len_q", "seq_len_kv")) or node.attr(
+        if any(ctx.name(p) for p in ("attn_mask", "seq_len_q", "seq_len_kv")) or node.attr(
             "window"
         ) not in (None, (None, 0)):
             # A row without a key has -inf; from a large number its weights come out as exp(-inf).
@@ -676,7 +695,7 @@ def _revector(ctx: Context, value: Value, shape: Sequence[int]) -> Value:
 
 def _batch_norm(ctx: Context) -> Gradients:
     g, eps = ctx.g, ctx.node.attr("eps")
-    affine = ctx._name("weight") is not None
+    affine = ctx.name("weight") is not None
 
     def inverse(value: Value) -> Value:
         return g.rsqrt(value + eps)
@@ -708,6 +727,105 @@ def _batch_norm(ctx: Context) -> Gradients:
         ),
         "bias": lambda: ctx.per_channel(ctx.dy, "bias"),
     }
+
+
+def _trailing_norm(op: str, statistics: int) -> GradRule:
+    """A norm over trailing dims, by the op that gives all its gradients."""
+
+    def rule(ctx: Context) -> Gradients:
+        with_bias = ctx.name("bias") is not None and ctx.needs("bias")
+
+        @cache
+        def all_() -> list[Value]:
+            weight = ctx.build.narrow(ctx["weight"], ctx.spec("weight").dtype)
+            kind = torch.float64 if ctx.spec("x").dtype == torch.float64 else torch.float32
+            given = [ctx.build.narrow(ctx.result(1 + n), kind) for n in range(statistics)]
+            return ctx.anchor(op, (ctx.dy, ctx["x"]), weight, *given, bias_grad=with_bias)
+
+        def alone(port: str, place: int) -> Value:
+            """The bias's gradient is a sum of dy alone, where nothing else is needed."""
+            if any(ctx.needs(other) for other in ("x", "weight")):
+                return all_()[place]
+            return ctx.fit(ctx.dy, ctx.spec(port).shape)
+
+        return {
+            "x": lambda: all_()[0],
+            "weight": lambda: all_()[1],
+            "bias": lambda: alone("bias", 2),
+        }
+
+    return rule
+
+
+def _matmul(ctx: Context) -> Gradients:
+    """Transposed operands are views; batch dims that broadcast are summed behind the product."""
+
+    def turned(port: str) -> Value:
+        rank = len(ctx.spec(port).shape)
+        return ctx.build.wide(ctx.g.transpose(ctx[port], rank - 2, rank - 1))
+
+    def dy() -> Value:
+        rank = len(ctx.dy.shape)
+        return ctx.build.wide(ctx.g.transpose(ctx.dy, rank - 2, rank - 1))
+
+    def dweight() -> Value:
+        """Of a matrix that all batches share: one product over batch and rows together."""
+        x, y = ctx.spec("x"), ctx.spec("y")
+        if len(y.shape) == 2 < len(x.shape):
+            rows = [ctx.g.reshape(v, (-1, v.shape[-1])) for v in (ctx["x"], ctx.dy)]
+            x_, dy_ = (ctx.build.wide(value) for value in rows)
+            return ctx.anchor("matmul", (ctx.build.wide(ctx.g.transpose(x_, 0, 1)), dy_))[0]
+        return ctx.anchor("matmul", (turned("x"), ctx.dy))[0]
+
+    return {"x": lambda: ctx.anchor("matmul", (ctx.dy, turned("y")))[0], "y": dweight}
+
+
+def _permuted(ctx: Context) -> Gradients:
+    dims = ctx.node.attr("dims")
+    back = tuple(dims.index(dim) for dim in range(len(dims)))
+    return {"x": lambda: ctx.g.permute(ctx.dy, back)}
+
+
+def _zeros(ctx: Context, shape: Sequence[int]) -> Value:
+    return ctx.build.wide(ctx.g.expand(ctx.g._scalar(0.0), shape, ()))
+
+
+def _slice(ctx: Context) -> Gradients:
+    """dy with zeros where nothing was taken."""
+    dim, start, step = (ctx.node.attr(key) for key in ("dim", "start", "step"))
+    size = ctx.spec("x").shape[dim]
+
+    def dx() -> Value:
+        g, value = ctx.g, ctx.dy
+        shape = list(value.shape)
+        if step > 1:  # zeros between the elements: a dim of its own, merged again
+            apart = [*shape[: dim + 1], 1, *shape[dim + 1 :]]
+            gaps = [*shape[: dim + 1], step - 1, *shape[dim + 1 :]]
+            value = ctx.build.wide(g.reshape(value, apart))
+            value = ctx.build.wide(g.concat([value, _zeros(ctx, gaps)], dim + 1))
+            shape[dim] *= step
+            value = ctx.build.wide(g.reshape(value, shape))
+            if shape[dim] > size - start:
+                value = ctx.build.wide(g.slice(value, dim, 0, size - start))
+                shape[dim] = size - start
+        many = ((start, True), (size - start - shape[dim], False))
+        for rows, before in many:
+            if rows:
+                zeros = _zeros(ctx, [*shape[:dim], rows, *shape[dim + 1 :]])
+                parts = [zeros, value] if before else [value, zeros]
+                value = ctx.build.wide(g.concat(parts, dim))
+        return value
+
+    return {"x": dx}
+
+
+def _concat(ctx: Context) -> Gradients:
+    dim, rules, start = ctx.node.attr("dim"), {}, 0
+    for port in OPS["concat"].ports_of(len(ctx.node.inputs)):
+        stop = start + ctx.spec(port).shape[dim]
+        rules[port] = lambda start=start, stop=stop: ctx.g.slice(ctx.dy, dim, start, stop)
+        start = stop
+    return rules
 
 
 def _reduction(ctx: Context) -> Gradients:
@@ -849,6 +967,18 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
+    "layer_norm": _trailing_norm("layer_norm_backward", 2),
+    "layer_norm_backward": _second("layer_norm_backward"),
+    "rms_norm": _trailing_norm("rms_norm_backward", 1),
+    "rms_norm_backward": _second("rms_norm_backward"),
+    "matmul": _matmul,
+    "reshape": lambda c: {"x": lambda: c.g.reshape(c.dy, c.spec("x").shape)},
+    "transpose": lambda c: {
+        "x": lambda: c.g.transpose(c.dy, c.node.attr("dim0"), c.node.attr("dim1"))
+    },
+    "permute": _permuted,
+    "slice": _slice,
+    "concat": _concat,
     "reduction": _reduction,
     "expand": _expand,
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},

@@ -104,6 +104,9 @@ class Value:
     def __pow__(self, other: Operand) -> Value:
         return self.graph.pow(self, other)
 
+    def __matmul__(self, other: Value) -> Value:
+        return self.graph.matmul(self, other)
+
     def __neg__(self) -> Value:
         return self.graph.neg(self)
 
@@ -149,6 +152,7 @@ class Graph:
         self._inputs: dict[str, Value] = {}
         self._outputs: list[tuple[str, Value, TensorSpec | None]] = []
         self._nodes: list[Node] = []
+        self._frozen: tuple[tuple[int, ...], GraphSpec] | None = None
         self._values: dict[str, Value] = {}
         self._scalars: dict[str, Value] = {}
 
@@ -322,6 +326,7 @@ class Graph:
         self, op: str, operands: Sequence[Any], attrs: dict[str, Any], name: str | None = None
     ) -> list[Value]:
         row = OPS[op]
+        ports = row.ports_of(len(operands))
         label = self._unique(op) if name is None else name
         where = f"{op} '{label}'"
         problems = [] if name is None else check_name(where, name)
@@ -330,12 +335,12 @@ class Graph:
             label = self._unique(str(name))
         values = [
             self._operand(where, port, value, problems)
-            for port, value in zip(row.ports, operands, strict=True)
+            for port, value in zip(ports, operands, strict=True)
         ]
         unknown = any(value is not None and value.spec is None for value in values)
         specs = {
             port: None if value is None or value.spec is None else value.spec
-            for port, value in zip(row.ports, values, strict=True)
+            for port, value in zip(ports, values, strict=True)
         }
         if problems or unknown:
             results: tuple[TensorSpec | None, ...] = (None,) * len(row.outputs)
@@ -433,7 +438,7 @@ class Graph:
         dy: Value,
         x: Value,
         *,
-        kernel: Ints | None = None,
+        kernel: Ints,
         stride: Ints = 1,
         padding: Padding = 0,
         dilation: Ints = 1,
@@ -552,7 +557,7 @@ class Graph:
     def expand(
         self,
         x: Value,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int],
         dims: Sequence[int] | None = None,
         *,
         name: str | None = None,
@@ -563,6 +568,101 @@ class Graph:
         ``dims=(1,)`` is set along the channels.
         """
         return self._one("expand", x, shape=shape, dims=dims, name=name)
+
+    # -- normalisation over trailing dims ------------------------------------------------------
+
+    def layer_norm(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Layer normalisation over the dims of the weight (F.layer_norm), the last ones of x.
+
+        ``(x - mean) / sqrt(var + eps) * weight + bias``; weight and bias have the shape of those
+        dims, and x's dtype or float32. → y like x; with ``return_stats=True`` the three
+        (y, mean, inv_std), the latter two float32, x's shape with 1 for every normalised dim.
+        """
+        outputs = self._apply(
+            "layer_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    def rms_norm(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Root-mean-square normalisation over the dims of the weight (F.rms_norm), x's last ones.
+
+        ``x / sqrt(mean(x * x) + eps) * weight + bias``; weight and bias have the shape of those
+        dims, and x's dtype or float32. → y like x; with ``return_stats=True`` the pair
+        (y, inv_std), inv_std float32, x's shape with 1 for every normalised dim.
+        """
+        outputs = self._apply(
+            "rms_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    def layer_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        weight: Value,
+        mean: Value,
+        inv_std: Value,
+        *,
+        bias_grad: bool = True,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dx, dweight, dbias) of :meth:`layer_norm` from its y's dy.
+
+        dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
+        ``bias_grad=False`` leaves the last one out.
+        """
+        outputs = self._apply(
+            "layer_norm_backward", (dy, x, weight, mean, inv_std), {"bias_grad": bias_grad}, name
+        )
+        return tuple(outputs if bias_grad is True else outputs[:2])
+
+    def rms_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        weight: Value,
+        inv_std: Value,
+        *,
+        bias_grad: bool = True,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dx, dweight, dbias) of :meth:`rms_norm` from its y's dy.
+
+        dy has the shape and dtype of x; inv_std is the one that the forward returned.
+        ``bias_grad=False`` leaves the last one out.
+        """
+        outputs = self._apply(
+            "rms_norm_backward", (dy, x, weight, inv_std), {"bias_grad": bias_grad}, name
+        )
+        return tuple(outputs if bias_grad is True else outputs[:2])
+
+    # -- matrix product ------------------------------------------------------------------------
+
+    def matmul(self, x: Value, y: Value, *, name: str | None = None) -> Value:
+        """Matrix product, also ``x @ y`` (torch.matmul of 2 to 4 dims).
+
+        x (..., M, K), y (..., K, N) of one dtype → (..., M, N), contiguous; the dims before the
+        last two broadcast. A transposed operand is one of other strides.
+        """
+        return self._one("matmul", x, y, name=name)
 
     # -- activations ---------------------------------------------------------------------------
 
@@ -754,6 +854,51 @@ class Graph:
     def where(self, condition: Value, x: Operand, y: Operand, *, name: str | None = None) -> Value:
         """x where condition (bool) holds, else y; what is not selected may be NaN."""
         return self._one("where", condition, x, y, name=name)
+
+    # -- views and concatenation ---------------------------------------------------------------
+
+    def reshape(self, x: Value, shape: Sequence[int], *, name: str | None = None) -> Value:
+        """The elements of x, in logical order, in another shape; one size may be -1.
+
+        The result lies in memory as torch's does: as x, where strides can say it, else contiguous.
+        """
+        return self._one("reshape", x, shape=shape, name=name)
+
+    def transpose(self, x: Value, dim0: int, dim1: int, *, name: str | None = None) -> Value:
+        """x with two of its dims exchanged. No element moves: the order of the strides changes."""
+        return self._one("transpose", x, dim0=dim0, dim1=dim1, name=name)
+
+    def permute(self, x: Value, dims: Sequence[int], *, name: str | None = None) -> Value:
+        """x with its dims in the order ``dims``. No element moves: the order of strides changes."""
+        return self._one("permute", x, dims=dims, name=name)
+
+    def slice(
+        self,
+        x: Value,
+        dim: int,
+        start: int = 0,
+        stop: int | None = None,
+        step: int = 1,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Elements start, start + step, … before stop along one dim of x, as Python slices do."""
+        return self._one("slice", x, dim=dim, start=start, stop=stop, step=step, name=name)
+
+    def concat(self, x: Sequence[Value], dim: int = 0, *, name: str | None = None) -> Value:
+        """The tensors of the list x, of one dtype, one behind the other along ``dim`` (torch.cat).
+
+        The result lies in memory as they do where all lie alike (channels_last, say), else
+        contiguous.
+        """
+        many = tuple(x) if isinstance(x, (tuple, list)) else ()
+        if not many:
+            label = name or "concat"
+            self.problems.append(
+                Problem(f"concat '{label}'", f"x is {x!r}", "a list of one value or more")
+            )
+            return Value(self, "?", None)
+        return self._one("concat", *many, dim=dim, name=name)
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -966,10 +1111,28 @@ class Graph:
         )
         return self._epilogue(y, bias, residual, alpha1, alpha2, activation, activation_attrs)
 
+    def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
+        """x weight^T + bias (F.linear): x (..., K), weight (N, K), bias (N,) → (..., N)."""
+        y = self.matmul(x, self.transpose(weight, 0, 1))
+        return y if bias is None else self.add(y, bias)
+
+    def swiglu(self, x: Value, w_gate: Value, w_up: Value) -> Value:
+        """silu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
+        return self.mul(self.silu(self.matmul(x, w_gate)), self.matmul(x, w_up))
+
     # -- freezing ------------------------------------------------------------------------------
 
     def spec(self) -> GraphSpec:
-        """The frozen graph. Raises :class:`GraphError` with every problem found."""
+        """The frozen graph, the same object until something is added to this one.
+
+        Raises :class:`GraphError` with every problem found.
+        """
+        size = tuple(map(len, (self._inputs, self._nodes, self._outputs, self.problems)))
+        if self._frozen is None or self._frozen[0] != size:
+            self._frozen = (size, self._checked_spec())
+        return self._frozen[1]
+
+    def _checked_spec(self) -> GraphSpec:
         declared = [
             (name, value.name) for name, value, _ in self._outputs if isinstance(value, Value)
         ]
@@ -1066,11 +1229,13 @@ ACTIVATIONS = (
     "identity",
 )
 
-METHODS = frozenset(OPS) - {"constant"} | {
+METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "relu6",
     "hardswish",
     "activation",
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "linear",
+    "swiglu",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -104,6 +105,35 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         step *= extent
     return True
+
+
+def view_strides(
+    shape: Sequence[int], stride: Sequence[int], to: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Strides that show the same memory in shape ``to`` (as many elements), None where none do.
+
+    Sizes of ``to`` may split a run of dims that are dense among each other, not reach over its end.
+    """
+    if numel(shape) == 0:
+        return contiguous_strides(to)
+    runs: list[tuple[int, int]] = []  # (elements, stride of the fastest dim), fastest run last
+    for n, s in zip(shape, stride, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * s:
+            runs[-1] = (runs[-1][0] * n, s)
+        else:
+            runs.append((n, s))
+    steps: list[int] = []
+    left, step = 1, 1  # of the run at hand
+    for n in reversed(to):
+        if n > 1 and left == 1:
+            left, step = runs.pop()
+        if left % n:
+            return None
+        steps.append(step)
+        left, step = left // n, step * n
+    return tuple(reversed(steps))
 
 
 def overlaps_itself(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -238,17 +268,26 @@ class GraphSpec:
             name for node in self.nodes for name in node.results if name not in self.outputs
         )
 
-    def canonical_names(self) -> dict[str, str]:
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """A place for what others have worked out of this graph, so that it is worked out once."""
+        return {}
+
+    @cached_property
+    def _numbering(self) -> Mapping[str, str]:
+        numbering: dict[str, str] = {}
+        for node in self.nodes:
+            for name in (*node.operands, *node.results):
+                numbering.setdefault(name, f"%{len(numbering)}")
+        return MappingProxyType(numbering)
+
+    def canonical_names(self) -> Mapping[str, str]:
         """Every tensor's name → ``%0``, ``%1`` …: by first use along the canonical order.
 
         Two graphs that differ in names alone, or in the order of independent declarations, get the
         same numbering.
         """
-        numbering: dict[str, str] = {}
-        for node in self.nodes:
-            for name in (*node.operands, *node.results):
-                numbering.setdefault(name, f"%{len(numbering)}")
-        return numbering
+        return self._numbering
 
     def rename(self, tensors: Mapping[str, str]) -> GraphSpec:
         """The same graph with other names of tensors; names that are not in the map stay."""

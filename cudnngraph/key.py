@@ -19,7 +19,7 @@ import torch
 
 from .errors import UnkeyableError
 from .ir import GraphSpec, TensorSpec
-from .policy import Policy
+from .policy import SEARCH_FIELDS, Policy
 
 SCHEMA_VERSION = 1
 
@@ -107,7 +107,7 @@ def graph_key(
     parts += [
         (f"policy.{f.name}", getattr(policy, f.name))
         for f in fields(policy)
-        if f.name != "tune"  # how a plan is found changes no result
+        if f.name not in SEARCH_FIELDS
     ]
     return Key(tuple((name, json.dumps(encode(value))) for name, value in parts))
 

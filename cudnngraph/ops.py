@@ -8,11 +8,12 @@ result cannot be known. Adding an op means one row here, one in ``reference.RULE
 agree.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
-S sequence, D head dim.
+S sequence, D head dim; M N rows and columns of a product, K what it sums over.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,19 @@ from typing import Any
 import torch
 
 from .errors import Problem
-from .ir import TensorSpec, is_channels_last, is_contiguous, memory_order
+from .ir import (
+    TensorSpec,
+    is_channels_last,
+    is_contiguous,
+    memory_order,
+    numel,
+    view_strides,
+)
+
+MAX_RANK = 8
+
+#: Stands in the table for an attribute that has no default.
+REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,7 +82,11 @@ class Op:
     """One row of the table.
 
     ``inputs`` names the ports in order, optional ones end in "?". ``attrs`` maps each attribute to
-    its default. ``pointwise`` marks an op that works element by element (it may join an epilogue).
+    its default, to :data:`REQUIRED` where it has none. ``pointwise`` marks an op that works element
+    by element (it may join an epilogue), ``view`` one whose result is its operand seen in another
+    way: where strides allow, the same memory.
+
+    A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
     """
 
     name: str
@@ -78,11 +95,18 @@ class Op:
     attrs: Mapping[str, Any]
     infer: InferRule
     pointwise: bool = False
+    view: bool = False
 
     @property
     def ports(self) -> tuple[str, ...]:
         """Port names without their marks."""
-        return tuple(port.rstrip("?") for port in self.inputs)
+        return tuple(port.rstrip("?*") for port in self.inputs)
+
+    def ports_of(self, count: int) -> tuple[str, ...]:
+        """The names of the ports of a node with ``count`` operands, open ones counted."""
+        if self.inputs and self.inputs[0].endswith("*"):
+            return tuple(f"{self.ports[0]}{place}" for place in range(count))
+        return self.ports
 
     def required(self, port: str) -> bool:
         """Whether ``port`` must be connected."""
@@ -177,6 +201,15 @@ def _number(call: Call, attr: str) -> float | None:
     return float(value)
 
 
+def _eps(call: Call) -> float | None:
+    """Canonical form: a float >= 0."""
+    eps = _number(call, "eps")
+    if eps is not None and eps < 0:
+        call.problem(f"eps={eps!r} is negative", "eps >= 0")
+        return None
+    return eps
+
+
 def _flag(call: Call, attr: str) -> bool:
     value = call.attrs[attr]
     if not isinstance(value, bool):
@@ -232,7 +265,7 @@ def _same_shape(call: Call, first: str, *others: str) -> bool:
 
 
 def _param_dtype(call: Call, port: str, data: str = "x") -> bool:
-    """Per-channel parameters share the dtype of the data or are float32 beside 16-bit data."""
+    """Parameters share the dtype of the data or are float32 beside 16-bit data."""
     param, x = call[port], call[data]
     if param.dtype == x.dtype and x.dtype in FLOATS:
         return True
@@ -473,11 +506,7 @@ def _batch_norm(call: Call) -> list[Result] | None:
         return None
     used = [port for port in ("running_mean", "running_var", "weight", "bias") if call.get(port)]
     ok = all([_channels(call, port) for port in used])
-    eps = _number(call, "eps")
-    if eps is None or not ok:
-        return None
-    if eps < 0:
-        call.problem(f"eps={eps!r} is negative", "eps >= 0")
+    if _eps(call) is None or not ok:
         return None
     x = call["x"]
     return [Result(x.shape, x.dtype, _like_order(x))]
@@ -503,10 +532,7 @@ def _batch_norm_train(call: Call) -> list[Result | None] | None:
             "at least 2, to have a variance",
         )
         ok = False
-    eps, momentum = _number(call, "eps"), _number(call, "momentum")
-    if eps is not None and eps < 0:
-        call.problem(f"eps={eps!r} is negative", "eps >= 0")
-        ok = False
+    eps, momentum = _eps(call), _number(call, "momentum")
     if eps is None or momentum is None or not ok:
         return None
     statistics = Result((x.shape[1],), _statistics_dtype(x), (0,))
@@ -526,6 +552,111 @@ def _batch_norm_backward(call: Call) -> list[Result] | None:
     x, weight = call["x"], call["weight"]
     vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
     return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
+
+
+# -- normalisation over trailing dims --------------------------------------------------------------
+
+
+def _trailing_norm(*stats: str) -> InferRule:
+    """``stats`` are the outputs behind y: float32, the shape of x with 1 for what is summed up."""
+
+    def infer(call: Call) -> list[Result | None] | None:
+        x, weight = call["x"], call["weight"]
+        if not _float_operand(call, "x"):
+            return None
+        ok, count = True, len(weight.shape)
+        if count == 0 or x.shape[-count:] != weight.shape:
+            call.problem(
+                f"weight '{weight.name}' has shape {weight.shape}",
+                f"the last dims of x '{x.name}' {x.shape}",
+            )
+            ok = False
+        for port in ("weight", "bias"):
+            if call.get(port) is not None:
+                ok &= _param_dtype(call, port)
+        bias = call.get("bias")
+        if bias is not None and bias.shape != weight.shape:
+            call.problem(
+                f"bias '{bias.name}' has shape {bias.shape}", f"{weight.shape}, that of the weight"
+            )
+            ok = False
+        ok &= _eps(call) is not None
+        before = len(call.problems)
+        wanted = _flag(call, "return_stats")
+        if not ok or len(call.problems) > before:
+            return None
+        order = _like_order(x)
+        lead = len(x.shape) - count
+        stat = Result((*x.shape[:lead], *(1,) * count), _statistics_dtype(x), order)
+        return [Result(x.shape, x.dtype, order), *(stat if wanted else None for _ in stats)]
+
+    return infer
+
+
+def _trailing_norm_backward(*stats: str) -> InferRule:
+    """``stats`` are the ports behind the weight: float32, x's shape with 1 for what is summed."""
+
+    def infer(call: Call) -> list[Result | None] | None:
+        x, weight = call["x"], call["weight"]
+        ok = _same_dtype(call, "x", "dy") and _same_shape(call, "x", "dy")
+        count = len(weight.shape)
+        if count == 0 or x.shape[-count:] != weight.shape:
+            call.problem(
+                f"weight '{weight.name}' has shape {weight.shape}",
+                f"the last dims of x '{x.name}' {x.shape}",
+            )
+            return None
+        ok &= _param_dtype(call, "weight")
+        shape = (*x.shape[: len(x.shape) - count], *(1,) * count)
+        for port in stats:
+            stat = call[port]
+            if stat.shape != shape or stat.dtype != _statistics_dtype(x):
+                call.problem(
+                    f"{port} '{stat.name}' is {dtype_name(stat.dtype)} {stat.shape}",
+                    f"{dtype_name(_statistics_dtype(x))} {shape}",
+                )
+                ok = False
+        before = len(call.problems)
+        with_bias = _flag(call, "bias_grad")
+        if not ok or len(call.problems) > before:
+            return None
+        vector = Result(weight.shape, weight.dtype, _like_order(weight))
+        return [Result(x.shape, x.dtype, _like_order(x)), vector, vector if with_bias else None]
+
+    return infer
+
+
+# -- matrix product --------------------------------------------------------------------------------
+
+
+def _matmul(call: Call) -> list[Result] | None:
+    x, y = call["x"], call["y"]
+    for port in ("x", "y"):
+        if not 2 <= len(call[port].shape) <= 4:
+            call.problem(
+                f"{port} '{call[port].name}' has {len(call[port].shape)} dims {call[port].shape}",
+                "2, 3 or 4: " + ("(..., M, K)" if port == "x" else "(..., K, N)"),
+            )
+            return None
+    ok = _same_dtype(call, "x", "y")
+    if x.shape[-1] != y.shape[-2]:
+        call.problem(
+            f"y '{y.name}' {y.shape} has {y.shape[-2]} rows, x '{x.name}' {x.shape} has "
+            f"{x.shape[-1]} columns",
+            f"y (..., {x.shape[-1]}, N)",
+            "transpose y" if x.shape[-1] == y.shape[-1] else "",
+        )
+        ok = False
+    try:
+        batch = _broadcast_shapes([x.shape[:-2], y.shape[:-2]])
+    except ValueError:
+        call.problem(
+            f"batch dims do not broadcast: x '{x.name}' {x.shape}, y '{y.name}' {y.shape}",
+            "equal sizes, or 1, before the last two dims",
+        )
+        return None
+    shape = (*batch, x.shape[-2], y.shape[-1])
+    return [Result(shape, x.dtype, tuple(range(len(shape))))] if ok else None
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -910,6 +1041,152 @@ def _sdpa_backward(call: Call) -> list[Result | None] | None:
     return [*like, Result(mask.shape, mask.dtype, _like_order(mask))]
 
 
+# -- views and concatenation -----------------------------------------------------------------------
+
+
+def _dim(call: Call, attr: str, rank: int) -> int | None:
+    """Canonical form: a dim counted from the first one."""
+    value = call.attrs[attr]
+    if not _whole(value):
+        call.problem(f"{attr}={value!r} is not a whole number", f"a dim of x, {rank} in all")
+        return None
+    if not -rank <= value < rank:
+        call.problem(f"{attr}={value!r} is no dim of x", f"{-rank} to {rank - 1}" if rank else "")
+        return None
+    call.attrs[attr] = int(value) % rank
+    return int(value) % rank
+
+
+def _whole_tuple(call: Call, attr: str) -> tuple[int, ...] | None:
+    value = call.attrs[attr]
+    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else None
+    if many is None or not all(_whole(item) for item in many):
+        call.problem(f"{attr}={value!r} is not made of whole numbers", "a tuple of ints")
+        return None
+    return tuple(int(item) for item in many)
+
+
+def _reshape(call: Call) -> list[Result] | None:
+    x, shape = call["x"], _whole_tuple(call, "shape")
+    if shape is None:
+        return None
+    if len(shape) > MAX_RANK:
+        call.problem(f"shape={shape} has {len(shape)} dims", f"at most {MAX_RANK}")
+        return None
+    if min(shape, default=0) < -1 or shape.count(-1) > 1:
+        call.problem(f"shape={shape} has sizes below 0", "sizes >= 0, and -1 for one of them")
+        return None
+    rest = numel(n for n in shape if n != -1)
+    fits = x.numel == rest if -1 not in shape else rest != 0 and x.numel % rest == 0
+    if not fits:
+        call.problem(
+            f"shape={shape} does not hold the {x.numel} elements of x '{x.name}' {x.shape}",
+            "as many elements",
+        )
+        return None
+    shape = tuple(x.numel // rest if n == -1 else n for n in shape)
+    call.attrs["shape"] = shape
+    strides = view_strides(x.shape, x.stride, shape)
+    if strides is None:  # a copy
+        return [Result(shape, x.dtype, tuple(range(len(shape))))]
+    return [Result(shape, x.dtype, _like_order(TensorSpec("", shape, strides, x.dtype)))]
+
+
+def _permuted(x: TensorSpec, dims: Sequence[int]) -> list[Result]:
+    """``dims`` are those of x in their new order."""
+    order = tuple(dims.index(dim) for dim in _like_order(x))
+    return [Result(tuple(x.shape[dim] for dim in dims), x.dtype, order)]
+
+
+def _transpose(call: Call) -> list[Result] | None:
+    x = call["x"]
+    a, b = (_dim(call, attr, len(x.shape)) for attr in ("dim0", "dim1"))
+    if a is None or b is None:
+        return None
+    call.attrs.update(dim0=min(a, b), dim1=max(a, b))
+    dims = list(range(len(x.shape)))
+    dims[a], dims[b] = b, a
+    return _permuted(x, dims)
+
+
+def _permute(call: Call) -> list[Result] | None:
+    x, dims = call["x"], _whole_tuple(call, "dims")
+    if dims is None:
+        return None
+    rank = len(x.shape)
+    counted = tuple(dim % rank if -rank <= dim < rank else dim for dim in dims)
+    if sorted(counted) != list(range(rank)):
+        call.problem(f"dims={dims} is no order of the dims of x '{x.name}' {x.shape}", "each once")
+        return None
+    call.attrs["dims"] = counted
+    return _permuted(x, counted)
+
+
+def _slice(call: Call) -> list[Result] | None:
+    x = call["x"]
+    dim = _dim(call, "dim", len(x.shape))
+    bounds = [call.attrs[attr] for attr in ("start", "stop", "step")]
+    for attr, value in zip(("start", "stop", "step"), bounds, strict=True):
+        if not _whole(value) and not (attr == "stop" and value is None):
+            call.problem(f"{attr}={value!r} is not a whole number", "an int")
+            return None
+    if bounds[2] < 1:
+        call.problem(f"step={bounds[2]} is not positive", "step >= 1")
+        return None
+    if dim is None:
+        return None
+    taken = range(*slice(*bounds).indices(x.shape[dim]))
+    start, stop = (taken[0], taken[-1] + 1) if taken else (0, 0)
+    call.attrs.update(start=start, stop=stop, step=int(bounds[2]) if len(taken) > 1 else 1)
+    shape = (*x.shape[:dim], len(taken), *x.shape[dim + 1 :])
+    return [Result(shape, x.dtype, _like_order(x))]
+
+
+def _concat(call: Call) -> list[Result] | None:
+    ports = list(call.inputs)
+    first = call[ports[0]]
+    dim = _dim(call, "dim", len(first.shape))
+    if dim is None:
+        return None
+    ok = True
+    for port in ports[1:]:
+        spec = call[port]
+        if spec.dtype != first.dtype:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, "
+                f"x0 '{first.name}' is {dtype_name(first.dtype)}",
+                "one dtype",
+                f"convert {port}",
+            )
+            ok = False
+        if len(spec.shape) != len(first.shape) or any(
+            n != m
+            for place, (n, m) in enumerate(zip(spec.shape, first.shape, strict=True))
+            if place != dim
+        ):
+            call.problem(
+                f"{port} '{spec.name}' has shape {spec.shape}, x0 '{first.name}' {first.shape}",
+                f"equal sizes but for dim {dim}",
+            )
+            ok = False
+    if not ok:
+        return None
+    specs = [call[port] for port in ports]
+    total = sum(spec.shape[dim] for spec in specs)
+    shape = (*first.shape[:dim], total, *first.shape[dim + 1 :])
+    return [Result(shape, first.dtype, _common_order(specs))]
+
+
+def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The memory order of the largest operand where all lie so, else the logical one."""
+    order = _like_order(max(specs, key=lambda spec: spec.numel))
+    for spec in specs:
+        own = [dim for dim in _like_order(spec) if spec.shape[dim] > 1]
+        if own != [dim for dim in order if spec.shape[dim] > 1]:
+            return tuple(range(len(order)))
+    return order
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -922,9 +1199,11 @@ def _rows() -> list[Op]:
         infer: InferRule,
         outputs: str = "y",
         pointwise: bool = False,
+        view: bool = False,
         **attrs: Any,
     ) -> Op:
-        return Op(name, tuple(inputs.split()), tuple(outputs.split()), attrs, infer, pointwise)
+        ports = tuple(inputs.split())
+        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view)
 
     def unary(name: str, **attrs: Any) -> Op:
         return op(name, "x", _unary(*attrs), pointwise=True, **attrs)
@@ -935,6 +1214,23 @@ def _rows() -> list[Op]:
     return [
         op("conv", "x weight", _conv, **_CONV),
         op("conv_transpose", "x weight", _conv_transpose, output_padding=0, **_CONV),
+        op("matmul", "x y", _matmul),
+        op(
+            "layer_norm",
+            "x weight bias?",
+            _trailing_norm("mean", "inv_std"),
+            outputs="y mean inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
+        op(
+            "rms_norm",
+            "x weight bias?",
+            _trailing_norm("inv_std"),
+            outputs="y inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
         op(
             "sdpa",
             "q k v attn_mask? seq_len_q? seq_len_kv?",
@@ -946,7 +1242,21 @@ def _rows() -> list[Op]:
             window=None,
             return_lse=False,
         ),
-        op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=None, **_CONV),
+        op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
+        op(
+            "layer_norm_backward",
+            "dy x weight mean inv_std",
+            _trailing_norm_backward("mean", "inv_std"),
+            outputs="dx dweight dbias",
+            bias_grad=True,
+        ),
+        op(
+            "rms_norm_backward",
+            "dy x weight inv_std",
+            _trailing_norm_backward("inv_std"),
+            outputs="dx dweight dbias",
+            bias_grad=True,
+        ),
         op(
             "sdpa_backward",
             "do q k v o lse attn_mask? seq_len_q? seq_len_kv?",
@@ -973,7 +1283,7 @@ def _rows() -> list[Op]:
             outputs="dx dweight dbias",
         ),
         op("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False),
-        op("expand", "x", _expand, pointwise=True, shape=None, dims=None),
+        op("expand", "x", _expand, pointwise=True, shape=REQUIRED, dims=None),
         op(
             "batch_norm",
             "x running_mean running_var weight? bias?",
@@ -1023,6 +1333,11 @@ def _rows() -> list[Op]:
         op("logical_or", "x y", _logical("x", "y"), pointwise=True),
         op("logical_not", "x", _logical("x"), pointwise=True),
         op("where", "condition x y", _where, pointwise=True),
+        op("reshape", "x", _reshape, view=True, shape=REQUIRED),
+        op("transpose", "x", _transpose, view=True, dim0=REQUIRED, dim1=REQUIRED),
+        op("permute", "x", _permute, view=True, dims=REQUIRED),
+        op("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1),
+        op("concat", "x*", _concat, dim=0),
         op("constant", "", _constant, pointwise=True, value=0.0),
     ]
 

@@ -1,58 +1,215 @@
 """Ways to cut a graph into steps that pass real tensors to each other.
 
-``split`` goes one level down: a graph with anchors (convolutions, attention) falls into each anchor
-and the connected groups of pointwise ops between them; a group falls into single ops; attention
-with a boolean mask falls into the conversion of the mask and attention with an additive one; any
-other single op does not fall further. The caller tries the whole first and goes down where cuDNN
-refuses.
+A cut is a grouping of the graph's nodes; :func:`cuts` lists those of a group of nodes, coarse to
+fine: each anchor (convolution, matmul, norm, attention) with the pointwise ops behind it, anchors
+and pointwise groups apart, op by op. :func:`piece` makes the subgraph of a group, and it is the
+same subgraph whichever way led to it. Selection tries the whole first and goes down where cuDNN
+refuses, or measures.
 
-What an anchor hands on is kept in the dtype of its data: 16-bit data in, 16 bits out, as torch's
-own ops do it. It halves the traffic, and cuDNN has more engines for it. Between pointwise ops
+Two rewrites come before any cut: a boolean mask of attention becomes an additive one
+(:func:`additive_masks`), since cuDNN has no other; and a graph of convolutions may be run channels
+last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
+
+What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
+torch's own ops do it. It halves the traffic, and cuDNN has more engines for it. Inside a step
 values stay in the graph's intermediate dtype.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from .ir import GraphSpec, Node, TensorSpec, contiguous_strides
+from .ir import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    channels_last_strides,
+    contiguous_strides,
+    is_channels_last,
+    same_layout,
+)
 from .ops import OPS
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+Group = tuple[Node, ...]
+
+# Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
+# they held the operands. (exp, pow, division … may leave float16's range on the way.)
+_TAME = frozenset(
+    {
+        *("bias", "scale", "batch_norm", "add", "sub", "mul", "minimum", "maximum", "clamp"),
+        *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
+        *("identity", "neg", "abs", "where"),
+    }
+)
 
 
-def split(spec: GraphSpec) -> tuple[GraphSpec, ...] | None:
-    """The next finer cut of ``spec``, in an order that can be run, or None for a single op."""
-    working = [node for node in spec.nodes if node.op != "constant"]
-    if len(working) <= 1:
-        return _additive_mask(spec, working[0]) if working else None
-    spec = _narrow(spec)
-    anchors = [node for node in working if not OPS[node.op].pointwise]
-    groups = _around_anchors(working) if anchors else [[node] for node in working]
-    if len(groups) == 1:  # one connected group of pointwise ops
-        groups = [[node] for node in working]
-    return tuple(_piece(spec, group) for group in groups)
+def work(nodes: Sequence[Node]) -> Group:
+    """The nodes that compute something: all but constants."""
+    return tuple(node for node in nodes if node.op != "constant")
 
 
-def _around_anchors(nodes: Sequence[Node]) -> list[list[Node]]:
+def is_anchor(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a node is no part of a group of pointwise ops.
+
+    Such are the ops that are not element by element, and copies into another layout.
+    """
+    return not OPS[node.op].pointwise or is_copy(node, tensors)
+
+
+def is_copy(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a node only changes the layout, which no plan of cuDNN does."""
+    if node.op != "identity":
+        return False
+    source, result = tensors[node.operands[0]], tensors[node.results[0]]
+    return not same_layout(source.shape, source.stride, result.stride)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph to be cut, with what every cut asks about it."""
+
+    spec: GraphSpec
+
+    def is_anchor(self, node: Node) -> bool:
+        """See :func:`is_anchor`."""
+        return is_anchor(node, self.spec.tensors)
+
+    @cached_property
+    def producer(self) -> Mapping[str, Node]:
+        """The node that makes each tensor, constants left out."""
+        return {name: node for node in work(self.spec.nodes) for name in node.results}
+
+    @cached_property
+    def passed(self) -> Mapping[str, TensorSpec]:
+        """Intermediates in 16 bits, as they are where they cross from one step to another."""
+        data: dict[str, torch.dtype] = {
+            name: self.spec.tensors[name].dtype for name in self.spec.inputs
+        }
+        narrow: dict[str, TensorSpec] = {}
+        for node in self.spec.nodes:
+            dtype = self._data_dtype(node, data)
+            for port, name in enumerate(node.outputs):
+                if name is None:
+                    continue
+                tensor = self.spec.tensors[name]
+                is_data = port == 0 and tensor.dtype.is_floating_point
+                data[name] = dtype if is_data else tensor.dtype
+                tame = self.is_anchor(node) or node.op in _TAME
+                if is_data and tame and dtype in LOW_PRECISION and name not in self.spec.outputs:
+                    narrow[name] = replace(tensor, dtype=dtype)
+        return narrow
+
+    def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
+        """The dtype of the data that a node works on: of its first operand for an anchor, else what
+        its largest floating operands have in common."""
+        if node.op == "constant":
+            return self.spec.tensors[node.results[0]].dtype
+        if self.is_anchor(node):
+            return data[node.operands[0]]
+        floats = [n for n in node.operands if data[n].is_floating_point and n not in self._numbers]
+        if not floats:
+            return self.spec.tensors[node.results[0]].dtype
+        most = max(self.spec.tensors[name].numel for name in floats)
+        dtype = data[next(n for n in floats if self.spec.tensors[n].numel == most)]
+        for name in floats:
+            if self.spec.tensors[name].numel == most:
+                dtype = torch.promote_types(dtype, data[name])
+        return dtype
+
+    @cached_property
+    def _numbers(self) -> frozenset[str]:
+        """The tensors that constants make."""
+        return frozenset(n.results[0] for n in self.spec.nodes if n.op == "constant")
+
+    @cached_property
+    def stage(self) -> Mapping[str, int]:
+        """When each node runs: an anchor as soon as it can, a pointwise op with its first user.
+
+        An anchor's stage is the longest chain of anchors that ends at it; the pointwise ops of a
+        stage follow its anchors. So no group waits for a later one, and what only an epilogue needs
+        (a scaled residual) is part of the epilogue, not a step before the anchor.
+        """
+        nodes = work(self.spec.nodes)
+        users: dict[str, list[Node]] = {}
+        stage: dict[str, int] = {}
+        for node in nodes:
+            sources = [self.producer[name] for name in node.operands if name in self.producer]
+            for source in sources:
+                users.setdefault(source.name, []).append(node)
+            depth = max((stage[source.name] for source in sources), default=0)
+            stage[node.name] = depth + self.is_anchor(node)
+        for node in reversed(nodes):
+            if not self.is_anchor(node) and node.name in users:
+                stage[node.name] = min(
+                    stage[user.name] - self.is_anchor(user) for user in users[node.name]
+                )
+        return stage
+
+    def sources(self, node: Node) -> list[Node]:
+        """The nodes that make the operands of ``node``."""
+        return [self.producer[name] for name in node.operands if name in self.producer]
+
+
+def piece(graph: Graph, nodes: Sequence[Node]) -> GraphSpec:
+    """The step that ``nodes`` make up; constants are copied into every step that uses them."""
+    spec = graph.spec
+    if len(nodes) == len(work(spec.nodes)):
+        return spec
+    mine = {node.name for node in nodes}
+    nodes = [node for node in spec.nodes if node.name in mine]  # one order, whoever asks
+    constants = {node.results[0]: node for node in spec.nodes if node.op == "constant"}
+    used = dict.fromkeys(name for node in nodes for name in node.operands if name in constants)
+    elsewhere = {
+        name for node in spec.nodes if node.name not in mine for name in node.operands
+    } | set(spec.outputs)
+    made = [name for node in nodes for name in node.results]
+    outputs = [name for name in made if name in elsewhere]
+    label = "_".join(dict.fromkeys(node.op for node in nodes))[:60]
+    part = spec.subgraph(label, [*(constants[name] for name in used), *nodes], outputs)
+    crossing = {
+        name: graph.passed[name] for name in (*part.inputs, *part.outputs) if name in graph.passed
+    }
+    return replace(part, tensors={**part.tensors, **crossing}) if crossing else part
+
+
+def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
+    """The next finer groupings of ``nodes``, coarse to fine, each in an order that can be run.
+
+    Empty for a single op.
+    """
+    if len(nodes) <= 1:
+        return ()
+    found: list[tuple[Group, ...]] = []
+    if any(map(graph.is_anchor, nodes)):
+        apart = _apart(graph, nodes)
+        found += [_fused(graph, apart, own=True), _fused(graph, apart, own=False)]
+        found.append(tuple(group for _, _, group in apart))
+    found.append(tuple((node,) for node in nodes))
+    return tuple(groups for groups in dict.fromkeys(found) if len(groups) > 1)
+
+
+Staged = list[tuple[int, int, Group]]  # stage, whether of pointwise ops, nodes
+
+
+def _apart(graph: Graph, nodes: Sequence[Node]) -> Staged:
     """Each anchor alone, and connected pointwise ops grouped by the stage at which they run."""
-    producer = {name: node for node in nodes for name in node.results}
-    stage = _stages(nodes)
+    stage = graph.stage
     groups: list[tuple[int, int, list[Node]]] = []
     home: dict[str, list[Node]] = {}
     for node in nodes:
-        sources = [producer[name] for name in node.operands if name in producer]
         depth = stage[node.name]
-        if not OPS[node.op].pointwise:
+        if graph.is_anchor(node):
             groups.append((depth, 0, [node]))
             continue
         # Join the groups of pointwise operands of the same stage into one.
         mine = [node]
-        for source in sources:
+        for source in graph.sources(node):
             group = home.get(source.name)
             if group is None or group is mine or stage[source.name] != depth:
                 continue
@@ -64,89 +221,132 @@ def _around_anchors(nodes: Sequence[Node]) -> list[list[Node]]:
         groups = [entry for entry in groups if entry[2] is not mine]
         groups.append((depth, 1, mine))
     # Within a stage anchors come first: the stage's pointwise ops follow its anchors.
-    return [group for _, _, group in sorted(groups, key=lambda entry: entry[:2])]
+    groups.sort(key=lambda entry: entry[:2])
+    return [(depth, kind, tuple(group)) for depth, kind, group in groups]
 
 
-def _stages(nodes: Sequence[Node]) -> dict[str, int]:
-    """When each node runs: an anchor as soon as it can, a pointwise op with the first user of it.
+def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
+    """Anchors with the pointwise ops behind them.
 
-    An anchor's stage is the longest chain of anchors that ends at it; the pointwise ops of a stage
-    follow its anchors. So no group waits for a later one, and what only an epilogue needs (a scaled
-    residual) is part of the epilogue, not a step before the anchor.
+    A group behind several anchors goes to the last of them; with ``own`` the ops that depend on one
+    anchor alone stay with that one.
     """
-    producer = {name: node for node in nodes for name in node.results}
-    users: dict[str, list[Node]] = {}
-    stage: dict[str, int] = {}
-    for node in nodes:
-        sources = [producer[name] for name in node.operands if name in producer]
-        for source in sources:
-            users.setdefault(source.name, []).append(node)
-        depth = max((stage[source.name] for source in sources), default=0)
-        stage[node.name] = depth + (not OPS[node.op].pointwise)
-    for node in reversed(nodes):
-        if OPS[node.op].pointwise and node.name in users:
-            stage[node.name] = min(
-                stage[user.name] - (not OPS[user.op].pointwise) for user in users[node.name]
-            )
-    return stage
-
-
-def _piece(spec: GraphSpec, nodes: Sequence[Node]) -> GraphSpec:
-    """The step that ``nodes`` make up; constants are copied into every step that uses them."""
-    mine = {node.name for node in nodes}
-    constants = {node.results[0]: node for node in spec.nodes if node.op == "constant"}
-    used = dict.fromkeys(name for node in nodes for name in node.operands if name in constants)
-    elsewhere = {
-        name for node in spec.nodes if node.name not in mine for name in node.operands
-    } | set(spec.outputs)
-    made = [name for node in nodes for name in node.results]
-    outputs = [name for name in made if name in elsewhere]
-    label = "_".join(dict.fromkeys(node.op for node in nodes))[:60]
-    return spec.subgraph(label, [*(constants[name] for name in used), *nodes], outputs)
-
-
-def _narrow(spec: GraphSpec) -> GraphSpec:
-    """The graph with its anchors' results in the dtype of their data, where that is 16 bits."""
-    narrow: dict[str, TensorSpec] = {}
-    for node in spec.nodes:
-        if OPS[node.op].pointwise:
+    epilogues: dict[str, list[Node]] = {}
+    order: list[Group] = []
+    for depth, kind, group in apart:
+        if not kind:
+            epilogues[group[0].name] = []
+            order.append(group)
             continue
-        data = spec.tensors[node.operands[0]].dtype
-        result = node.results[0]
-        if data in LOW_PRECISION and result not in spec.outputs:
-            narrow[result] = replace(spec.tensors[result], dtype=data)
-    return replace(spec, tensors={**spec.tensors, **narrow}) if narrow else spec
+        behind: dict[str, list[str]] = {}
+        for node in group:
+            seen = dict.fromkeys(
+                anchor
+                for source in graph.sources(node)
+                for anchor in (
+                    [source.name]
+                    if source.name in epilogues and graph.stage[source.name] == depth
+                    else behind.get(source.name, [])
+                )
+            )
+            behind[node.name] = list(seen)
+        anchors = [name for name in epilogues if any(name in b for b in behind.values())]
+        if not anchors:
+            order.append(group)
+            continue
+        for node in group:
+            mine = behind[node.name]
+            home = mine[0] if own and len(mine) == 1 else anchors[-1]
+            epilogues[home].append(node)
+    return _in_order(graph, [(*group, *epilogues.get(group[0].name, ())) for group in order])
 
 
-def _additive_mask(spec: GraphSpec, node: Node) -> tuple[GraphSpec, ...] | None:
-    """Attention with a boolean mask in two steps: 0 or -inf from the mask, then adding that."""
-    if node.op != "sdpa" or node.inputs[3] is None:
-        return None
-    mask, data = spec.tensors[node.inputs[3]], spec.tensors[str(node.inputs[0])].dtype
-    if mask.dtype != torch.bool or data not in LOW_PRECISION:
-        return None
-    label = f"{mask.name}_of_{node.results[0]}"  # another attention may share the mask
-    added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
-    scalars = {
-        name: TensorSpec(name, (), (), torch.float32) for name in (f"{label}_keep", f"{label}_drop")
-    }
-    keep, drop = scalars
-    convert = GraphSpec(
-        name="mask",
-        tensors={mask.name: mask, added.name: added, **scalars},
-        nodes=(
+def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The groups such that each follows those that it reads from."""
+    home = {node.name: place for place, group in enumerate(groups) for node in group}
+    needs = [
+        {home[s.name] for node in group for s in graph.sources(node) if s.name in home} - {place}
+        for place, group in enumerate(groups)
+    ]
+    done: list[int] = []
+    while len(done) < len(groups):
+        ready = [p for p in range(len(groups)) if p not in done and needs[p] <= set(done)]
+        if not ready:  # two groups wait for each other: keep anchors and pointwise ops apart
+            return ()
+        done.append(ready[0])
+    return tuple(groups[place] for place in done)
+
+
+# -- rewrites --------------------------------------------------------------------------------------
+
+
+def additive_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with 0 or -inf added in attention where a boolean mask stood, for 16-bit data."""
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    for place, node in enumerate(spec.nodes):
+        if node.op != "sdpa" or node.inputs[3] is None:
+            continue
+        mask, data = tensors[node.inputs[3]], tensors[str(node.inputs[0])].dtype
+        if mask.dtype != torch.bool or data not in LOW_PRECISION:
+            continue
+        label = f"{node.results[0]}_mask"  # another attention may share the mask
+        added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
+        keep, drop = f"{label}_keep", f"{label}_drop"
+        tensors |= {name: TensorSpec(name, (), (), torch.float32) for name in (keep, drop)}
+        tensors[added.name] = added
+        inputs = tuple(added.name if port == 3 else name for port, name in enumerate(node.inputs))
+        nodes[place] = replace(node, inputs=inputs)
+        nodes += [
             Node("constant", keep, (), (keep,), (("value", 0.0),)),
             Node("constant", drop, (), (drop,), (("value", -math.inf),)),
-            Node("where", "mask", (mask.name, keep, drop), (added.name,)),
-        ),
-        inputs=(mask.name,),
-        outputs=(added.name,),
+            Node("where", label, (mask.name, keep, drop), (added.name,)),
+        ]
+    return (
+        spec
+        if len(nodes) == len(spec.nodes)
+        else replace(spec, tensors=tensors, nodes=tuple(nodes))
     )
-    inputs = tuple(added.name if port == 3 else name for port, name in enumerate(node.inputs))
-    attend = replace(
-        spec,
-        tensors={**spec.tensors, added.name: added},
-        nodes=(replace(node, inputs=inputs),),
-        inputs=tuple(name for name in dict.fromkeys(inputs) if name is not None),
-    )
-    return convert, attend
+
+
+def channels_last(spec: GraphSpec) -> GraphSpec:
+    """A graph of convolutions with every image channels last, copied at the graph's edges.
+
+    Another graph, and one that lies so already, is given back as it is.
+    """
+    anchors = [node for node in spec.nodes if is_anchor(node, spec.tensors)]
+    if not anchors or not all(node.op.startswith("conv") for node in anchors):
+        return spec
+    rank = len(spec.tensors[anchors[0].operands[0]].shape)
+
+    def last(tensor: TensorSpec) -> TensorSpec:
+        return replace(tensor, stride=channels_last_strides(tensor.shape))
+
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    renamed: dict[str, str] = {}
+    copies: list[Node] = []
+    for name, tensor in spec.tensors.items():
+        if len(tensor.shape) != rank or is_channels_last(tensor.shape, tensor.stride):
+            continue
+        if name not in spec.inputs and name not in spec.outputs:
+            tensors[name] = last(tensor)
+            continue
+        other = f"{name}_last"
+        tensors[other] = replace(last(tensor), name=other)
+        renamed[name] = other
+        source, target = (name, other) if name in spec.inputs else (other, name)
+        copies.append(Node("identity", f"{name}_copy", (source,), (target,)))
+    if not copies:
+        return spec
+
+    def new(name: str | None) -> str | None:
+        return None if name is None else renamed.get(name, name)
+
+    nodes = [
+        replace(
+            node,
+            inputs=tuple(new(name) for name in node.inputs),
+            outputs=tuple(new(name) for name in node.outputs),
+        )
+        for node in nodes
+    ]
+    return replace(spec, tensors=tensors, nodes=(*nodes, *copies))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .errors import PolicyError
 
-Tune = Literal["heuristic", "cached"]
+Tune = Literal["heuristic", "autotune", "cached"]
 Fallback = Literal["partition", "error"]
 
 
@@ -15,9 +15,10 @@ Fallback = Literal["partition", "error"]
 class Policy:
     """How plans are chosen, and what a chosen plan may do.
 
-    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "cached" takes
-      what an earlier run left in the cache and raises ``PlanNotCached`` where that is nothing: the
-      mode for serving.
+    - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "autotune"
+      measures plans, and ways to cut the graph, on the GPU, once: the choice is kept in the cache.
+      "cached" takes what an earlier run left in the cache and raises ``PlanNotCached`` where that
+      is nothing: the mode for serving. A tuned entry serves all three.
     - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switches as they
       stand at ``compile``: ``torch.backends.cudnn.allow_tf32`` for convolutions (torch's default:
       on), ``torch.backends.cuda.matmul.allow_tf32`` for attention (off).
@@ -25,6 +26,10 @@ class Policy:
     - ``workspace_limit``: most bytes of scratch memory a plan may need; None for no limit.
     - ``fallback``: "partition" cuts a graph that cuDNN refuses as one plan into smaller steps, down
       to torch ops; "error" raises ``NotSupported`` instead.
+    - ``exclude_engines``: engines not to use, as "eng8" or by cuDNN's own tag ("ConvFwd_eng8").
+    - ``max_candidates``: how many plans of a step autotuning builds at most.
+    - ``budget_s``: seconds that autotuning may take for each convolution, matmul, norm or attention
+      of the graph; every step's first plan is tried however long that takes.
     """
 
     tune: Tune = "heuristic"
@@ -32,10 +37,15 @@ class Policy:
     deterministic: bool = False
     workspace_limit: int | None = None
     fallback: Fallback = "partition"
+    exclude_engines: tuple[str, ...] = ()
+    max_candidates: int = 12
+    budget_s: float = 8.0
 
     def __post_init__(self) -> None:
-        if self.tune not in ("heuristic", "cached"):
-            raise PolicyError(f"tune={self.tune!r} is unknown; expected 'heuristic' or 'cached'")
+        if self.tune not in ("heuristic", "autotune", "cached"):
+            raise PolicyError(
+                f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"
+            )
         if not (self.allow_tf32 is None or isinstance(self.allow_tf32, bool)):
             raise PolicyError(f"allow_tf32={self.allow_tf32!r}; expected True, False or None")
         if not isinstance(self.deterministic, bool):
@@ -51,3 +61,21 @@ class Policy:
             raise PolicyError(
                 f"fallback={self.fallback!r} is unknown; expected 'partition' or 'error'"
             )
+        names = self.exclude_engines
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise PolicyError(f"exclude_engines={names!r}; expected names like ('eng8',)")
+        object.__setattr__(self, "exclude_engines", tuple(sorted(set(names))))
+        most = self.max_candidates
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise PolicyError(f"max_candidates={most!r}; expected a whole number >= 1")
+        budget = self.budget_s
+        if (
+            isinstance(budget, bool)
+            or not isinstance(budget, (int, float))
+            or not 0 <= budget < 1e9
+        ):
+            raise PolicyError(f"budget_s={budget!r}; expected seconds >= 0")
+
+
+# What says how plans are looked for, and changes nothing about those that may be found.
+SEARCH_FIELDS = frozenset({"tune", "max_candidates", "budget_s"})

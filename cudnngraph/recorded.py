@@ -1,8 +1,8 @@
 """A selection as a plan record, and a record as a selection again.
 
 A record names each step by its nodes in the canonical graph, and its plan by (engine, knobs).
-Coming back, the same cuts are made again and have to lead to the same steps; what does not fit is
-stale.
+Coming back, the steps are made again from the graph, and have to have the tensors that the record
+says; what does not fit is stale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .backend.plan import Choice, Plan
 from .ir import GraphSpec, print_spec
 from .key import Key, encode
 from .ops import is_default
-from .partition import split
+from .partition import Graph, additive_masks, channels_last, piece, work
 from .policy import Policy
 from .select import Decision, Selection, StepPlan
 
@@ -51,7 +51,8 @@ def _candidate(decision: Decision) -> Candidate:
         decision.reason,
         None if choice is None else choice.engine,
         () if choice is None else choice.knobs,
-        workspace_bytes=decision.workspace_bytes,
+        decision.time_us,
+        decision.workspace_bytes,
     )
 
 
@@ -63,6 +64,7 @@ def _decision(candidate: Candidate) -> Decision:
         candidate.reason,
         choice,
         candidate.workspace_bytes,
+        candidate.time_us,
     )
 
 
@@ -77,6 +79,7 @@ def _step(step: StepPlan) -> StepRecord:
         engine=None if step.choice is None else step.choice.engine,
         knobs=() if step.choice is None else step.choice.knobs,
         workspace_bytes=step.workspace_bytes,
+        time_us=step.time_us,
         candidates=tuple(map(_candidate, step.decisions)),
     )
 
@@ -91,7 +94,7 @@ def to_record(
         summary=summary(spec),
         graph=print_spec(spec, is_default),
         steps=tuple(map(_step, selection.steps)),
-        policy=asdict(policy),
+        policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
         versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
         created=time.time(),
     )
@@ -100,33 +103,39 @@ def to_record(
 def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     """The steps of a record for the canonical graph ``spec``.
 
-    Raises :class:`StaleRecord` when cutting the graph does not lead to them.
+    Raises :class:`StaleRecord` when the graph has no such steps.
     """
-    wanted = list(record.steps)
-    found: list[StepPlan] = []
-
-    def walk(part: GraphSpec) -> None:
-        if len(found) == len(wanted):
-            raise StaleRecord(f"the record has {len(wanted)} steps, the graph has more")
-        step = wanted[len(found)]
-        if tuple(node.name for node in part.nodes) == step.nodes:
-            types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
-            if tuple(types) != (*step.inputs, *step.outputs):
-                raise StaleRecord(f"step '{part.name}' has other tensors than in the record")
-            choice = None if step.engine is None else Choice(step.engine, step.knobs)
-            decisions = tuple(map(_decision, step.candidates))
-            found.append(StepPlan(part, choice, step.workspace_bytes, decisions))
-            return
-        pieces = split(part)
-        if pieces is None:
-            raise StaleRecord(f"op '{part.name}' is in no step of the record")
-        for piece in pieces:
-            walk(piece)
-
-    walk(spec)
-    if len(found) != len(wanted):
-        raise StaleRecord(f"the record has {len(wanted)} steps, the graph has {len(found)}")
-    return tuple(found)
+    named = {name for step in record.steps for name in step.nodes}
+    for variant in (spec, additive_masks(spec), channels_last(additive_masks(spec))):
+        graph = Graph(variant)
+        nodes = {node.name: node for node in work(variant.nodes)}
+        if nodes.keys() == named - {n.name for n in variant.nodes if n.op == "constant"}:
+            break
+    else:
+        raise StaleRecord("the record's steps are not made of the graph's ops")
+    steps: list[StepPlan] = []
+    left = dict(nodes)
+    for number, step in enumerate(record.steps, 1):
+        mine = [name for name in step.nodes if name in nodes]
+        if not all(name in left for name in mine):
+            raise StaleRecord(f"step {number} of the record has an op that an earlier one has")
+        part = piece(graph, [left.pop(name) for name in nodes if name in mine])
+        if tuple(node.name for node in part.nodes) != step.nodes:
+            raise StaleRecord(f"step {number} of the record has other ops than the graph")
+        types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
+        if tuple(types) != (*step.inputs, *step.outputs):
+            raise StaleRecord(f"step {number} has other tensors than in the record")
+        choice = None if step.engine is None else Choice(step.engine, step.knobs)
+        decisions = tuple(map(_decision, step.candidates))
+        steps.append(StepPlan(part, choice, step.workspace_bytes, decisions, step.time_us))
+    if left:
+        raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
+    made = set(spec.inputs)
+    for number, found in enumerate(steps, 1):
+        if not made.issuperset(found.spec.inputs):
+            raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
+        made |= set(found.spec.outputs)
+    return tuple(steps)
 
 
 def pack(plans: Sequence[Plan | None]) -> bytes:

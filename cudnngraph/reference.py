@@ -151,6 +151,56 @@ def _batch_norm_backward(
     return dx, dweight.view(weight.shape), dbias.view(weight.shape)
 
 
+def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    return tuple(range(x.dim() - weight.dim(), x.dim()))
+
+
+def _layer_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = _need(inputs[0]), _need(inputs[1])
+    dims = _trailing(x, weight)
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _rms_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = _need(inputs[0]), _need(inputs[1])
+    inverse = torch.rsqrt(x.square().mean(_trailing(x, weight), keepdim=True) + attrs["eps"])
+    y = x * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, inverse) if attrs["return_stats"] else (y, None)
+
+
+def _layer_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, mean, inverse = (_need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = (x - mean) * inverse, dy * weight
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _rms_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, inverse = (_need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = x * inverse, dy * weight
+    pull = normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    return x.sum(tuple(dims)) if dims else x  # torch's sum over no dim is one over all
+
+
 def band_offset(
     rows: torch.Tensor | int, keys: torch.Tensor | int, alignment: str
 ) -> torch.Tensor | int:
@@ -295,6 +345,11 @@ def _expand(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return x.reshape([sizes.get(dim, 1) for dim in range(len(shape))]).expand(shape)
 
 
+def _slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    taken = slice(attrs["start"], attrs["stop"], attrs["step"])
+    return _need(inputs[0])[(slice(None),) * attrs["dim"] + (taken,)]
+
+
 def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     return lambda inputs, attrs: function(_need(inputs[0]))
 
@@ -307,6 +362,11 @@ RULES: Mapping[str, Rule] = {
     "conv": _conv,
     "conv_transpose": _conv_transpose,
     "conv_wgrad": _conv_wgrad,
+    "matmul": _binary(torch.matmul),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
@@ -358,6 +418,11 @@ RULES: Mapping[str, Rule] = {
     "where": lambda inputs, attrs: torch.where(
         _need(inputs[0]), _need(inputs[1]), _need(inputs[2])
     ),
+    "reshape": lambda inputs, attrs: _need(inputs[0]).reshape(attrs["shape"]),
+    "transpose": lambda inputs, attrs: _need(inputs[0]).transpose(attrs["dim0"], attrs["dim1"]),
+    "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
+    "slice": _slice,
+    "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

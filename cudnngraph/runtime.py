@@ -8,10 +8,9 @@ replays its choices for every further thread that runs it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Protocol
@@ -20,7 +19,8 @@ import torch
 
 from plans_cache.workspace import WorkspacePool
 
-from . import cache, reference, settings
+from . import cache, eager, reference, settings
+from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
     Plan,
@@ -33,9 +33,11 @@ from .cache import CacheStats
 from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
+from .memory import Need, place
 from .ops import OPS, dtype_name, is_default
 from .policy import Policy
-from .select import Selection, StepPlan, heuristic, reference_only, torch_only
+from .progress import progress_bar
+from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -45,7 +47,7 @@ _PROGRAMS_KEPT = 1024
 
 
 def _torch_allows_tf32(spec: GraphSpec) -> bool:
-    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for attention (off).
+    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for the rest (off).
 
     A graph with both may use TF32 where both allow it; one that multiplies no float32 has no use
     for it, and keys alike whatever the switches say.
@@ -58,7 +60,7 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
             allowed.append(bool(torch.backends.cudnn.allow_tf32))
         except RuntimeError:  # the newer per-op switches are in use
             allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
-    if "sdpa" in ops:
+    if ops & {"matmul", "sdpa"}:
         try:
             allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
         except RuntimeError:
@@ -76,35 +78,6 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """torch's own TF32 switches for a torch step, put back afterwards."""
-    newer: Any = torch.backends
-    switches: list[tuple[Any, str]] = [
-        (torch.backends.cudnn, "allow_tf32"),
-        (torch.backends.cuda.matmul, "allow_tf32"),
-    ]
-    wanted: bool | str = allowed
-    try:
-        before = [getattr(owner, name) for owner, name in switches]
-    except RuntimeError:  # the newer per-op switches are in use
-        switches = [
-            (newer.cudnn.conv, "fp32_precision"),
-            (newer.cuda.matmul, "fp32_precision"),
-        ]
-        wanted = "tf32" if allowed else "ieee"
-        before = [getattr(owner, name) for owner, name in switches]
-    try:
-        for (owner, name), value in zip(switches, before, strict=True):
-            if value != wanted:
-                setattr(owner, name, wanted)
-        yield
-    finally:
-        for (owner, name), value in zip(switches, before, strict=True):
-            if value != wanted:
-                setattr(owner, name, value)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -128,10 +101,6 @@ Launch = Callable[[Any], None]
 _captured: list[Any] = []
 
 
-def _round_up(size: int) -> int:
-    return -(-size // 256) * 256
-
-
 class Program:
     """The steps of one key on one device, in canonical names, and their plans by thread."""
 
@@ -144,6 +113,7 @@ class Program:
         tier: str,
     ) -> None:
         self.tier = tier
+        self.tuned = policy.tune == "autotune"
         self.spec = spec
         self.device = device
         self.steps = selection.steps
@@ -151,18 +121,25 @@ class Program:
         self._allow_tf32 = bool(policy.allow_tf32)
         self._threads = threading.local()
         self._threads.plans = selection.built
-        self._offsets: dict[str, int] = {}
-        self._between: dict[str, TensorSpec] = {}
-        size = 0
         bound = {*spec.inputs, *spec.outputs}
-        for step in self.steps:
+        born: dict[str, int] = {}
+        dies: dict[str, int] = {}
+        self._between: dict[str, TensorSpec] = {}
+        for number, step in enumerate(self.steps):
             for name in step.spec.outputs:
                 if name not in bound:
-                    tensor = self._between[name] = step.spec.tensors[name]
-                    self._offsets[name] = size
-                    size += _round_up(tensor.extent * tensor.dtype.itemsize)
-        self._scratch_offset = size
-        self.scratch_bytes = size + max((step.workspace_bytes for step in self.steps), default=0)
+                    self._between[name] = step.spec.tensors[name]
+                    born[name] = dies[name] = number
+            for name in step.spec.inputs:
+                dies[name] = number
+        needs = [
+            Need(tensor.extent * tensor.dtype.itemsize, born[name], dies[name])
+            for name, tensor in self._between.items()
+        ]
+        needs += [Need(step.workspace_bytes, at, at) for at, step in enumerate(self.steps)]
+        offsets, self.scratch_bytes = place(needs)
+        self._offsets = dict(zip(self._between, offsets, strict=False))
+        self._scratch_offsets = offsets[len(self._between) :]
 
     def _plans(self) -> Sequence[Plan | None]:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
@@ -178,18 +155,20 @@ class Program:
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
         values = dict(tensors)
-        scratch = 0
+        base = 0
         if self.scratch_bytes:
             pin = torch.cuda.is_current_stream_capturing()
             block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
-            scratch = block.data_ptr() + self._scratch_offset
+            base = block.data_ptr()
             for name, offset in self._offsets.items():
                 tensor = self._between[name]
                 flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
                 values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
         return [
-            self._launch(step, plan, values, scratch)
-            for step, plan in zip(self.steps, self._plans(), strict=True)
+            self._launch(step, plan, values, base + offset)
+            for step, plan, offset in zip(
+                self.steps, self._plans(), self._scratch_offsets, strict=True
+            )
         ]
 
     def _launch(
@@ -197,21 +176,14 @@ class Program:
     ) -> Launch:
         inputs = [values[name] for name in step.spec.inputs]
         outputs = [values[name] for name in step.spec.outputs]
+        if plan is None and self.device.type == "cpu":
+            return lambda handle: _run_reference(step.spec, inputs, outputs)
         if plan is None:
-            return lambda handle: self._run_torch(step.spec, inputs, outputs)
+            run = eager.launcher(step.spec, inputs, outputs, allow_tf32=self._allow_tf32)
+            return lambda handle: run()
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         execute = plan.execute
         return lambda handle: execute(pointers, scratch, handle)
-
-    def _run_torch(
-        self, spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        with torch.no_grad():
-            if self.device.type == "cpu":
-                reference.run_into(spec, inputs, outputs)
-                return
-            with _tf32(self._allow_tf32):
-                reference.run_into(spec, inputs, outputs)
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Run once on ``tensors``, on the current stream of the program's device."""
@@ -226,6 +198,13 @@ class Program:
                 _captured.append(launches)
             for launch in launches:
                 launch(handle)
+
+
+def _run_reference(
+    spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    with torch.no_grad():
+        reference.run_into(spec, inputs, outputs)
 
 
 @contextmanager
@@ -259,7 +238,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
     place = (key.digest, device, by_reference)
     with _programs_lock:
         program = _programs.get(place)
-        if program is not None:
+        if program is not None and (program.tuned or policy.tune != "autotune"):
             _programs.move_to_end(place)
             cache.COUNTERS.served("memory")
             return program
@@ -274,6 +253,9 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         refuse_during_capture()
 
         def build() -> Selection:
+            if policy.tune == "autotune" and torch_only(spec) is None:
+                with progress_bar("tuning", after_s=2.0) as tell:
+                    return autotune(spec, policy, GpuBench(policy, device), tell)
             return heuristic(spec, policy, lambda part: build_first(part, policy, index))
 
         with torch.cuda.device(device):
@@ -398,7 +380,9 @@ class Executable:
         self.key = key
         self._program = program
         self._names = canonical_tensor_names(spec)
-        self._result = namedtuple(f"{spec.name}_result", spec.outputs)  # type: ignore[misc]
+        self._result = _once(
+            spec, "result", lambda: namedtuple(f"{spec.name}_result", spec.outputs)
+        )
         # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
         # unless another output has a shape of its own, for which the input may be broadcast.
         self._in_place = (
@@ -575,13 +559,24 @@ class Executable:
                 plan = "reference"
             lines.append(f"step {number}: {' → '.join(node.op for node in step.spec.nodes)}")
             lines.append(f"  plan: {plan}, workspace {step.workspace_bytes} bytes")
-            for decision in step.decisions:
-                mark = "taken" if decision.accepted else "rejected"
-                lines.append(f"  {mark}: {decision.subject}: {decision.reason}")
+            lines += [f"  {line}" for line in _decided(step.decisions)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+
+def _decided(decisions: Sequence[Decision]) -> Iterator[str]:
+    """A line for each thing decided; what was left alone for one reason shares a line."""
+    alone = Counter(d.reason for d in decisions if d.choice and d.reason.startswith("not tried"))
+    for decision in decisions:
+        if decision.choice is not None and decision.reason in alone:
+            continue
+        mark = "taken" if decision.accepted else "rejected"
+        took = "" if decision.time_us is None else f" {decision.time_us:.1f} µs,"
+        yield f"{mark}: {decision.subject}:{took} {decision.reason}"
+    for reason, count in alone.items():
+        yield f"{count} more plans {reason}"
 
 
 def _aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -672,6 +667,13 @@ def canonical(spec: GraphSpec) -> GraphSpec:
     )
 
 
+def _once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for the graph."""
+    if name not in spec.derived:
+        spec.derived[name] = make()
+    return spec.derived[name]
+
+
 def default_device() -> torch.device:
     """The current CUDA device where there is one, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -696,7 +698,7 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
-    key = graph_key(spec, resolved)
+    key = _once(spec, ("key", resolved), lambda: graph_key(spec, resolved))
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 
 
@@ -748,16 +750,10 @@ def warm_up(
 
     ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards.
     """
-    from rich.progress import track
-
     specs = [graph if isinstance(graph, GraphSpec) else graph.spec() for graph in graphs]
-    show = sys.stderr.isatty() if progress is None else progress
-    for spec in track(specs, "compiling", console=_console(), disable=not show):
-        compile(spec, device, policy=policy, **options)
+    with progress_bar("compiling", show=progress) as tell:
+        for done, spec in enumerate(specs):
+            tell(done, len(specs))
+            compile(spec, device, policy=policy, **options)
+        tell(len(specs), len(specs))
     return cache_stats()
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)

@@ -1,8 +1,9 @@
 """Plan selection: which steps run a graph, which plan each step uses, and why.
 
-``heuristic`` measures nothing: it takes the whole graph as one plan where cuDNN has one, and goes
-down the cuts of :mod:`~cudnngraph.partition` where it has none, to a torch step for an op that
-cuDNN cannot run at all. Every step keeps its decisions. Nothing here touches the disk.
+``heuristic`` measures nothing: it takes the whole graph as one plan where cuDNN has one and no rule
+advises against it, and goes down the cuts of :mod:`~cudnngraph.partition` else, to a torch step for
+an op that cuDNN cannot run at all. (:mod:`~cudnngraph.autotune` measures.) Every step keeps its
+decisions. Nothing here touches the disk.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from .backend.plan import Choice, Outcome, Plan
 from .errors import NotSupported
-from .ir import GraphSpec
-from .partition import split
+from .ir import GraphSpec, Node
+from .partition import Graph, Group, additive_masks, cuts, is_anchor, piece, work
 from .policy import Policy
 
 INT32_MAX = 2**31 - 1
@@ -30,16 +31,21 @@ class Decision:
     reason: str
     choice: Choice | None = None
     workspace_bytes: int | None = None
+    time_us: float | None = None
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: a subgraph and the plan that runs it; ``choice`` is None for a torch step."""
+    """One step: a subgraph and the plan that runs it; ``choice`` is None for a torch step.
+
+    ``time_us`` is what was measured of it, None where nothing was.
+    """
 
     spec: GraphSpec
     choice: Choice | None
     workspace_bytes: int
     decisions: tuple[Decision, ...]
+    time_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,53 +72,100 @@ def torch_only(spec: GraphSpec) -> str | None:
     return None
 
 
+def why_apart(spec: GraphSpec) -> str | None:
+    """Why a graph should not be one plan although cuDNN may take it, or None.
+
+    Rules from measurements on an H200 with cuDNN 9.19; the numbers are in
+    ``docs/results/h200-selection.md``.
+    """
+    nodes = work(spec.nodes)
+    anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
+    if len(anchors) > 1:
+        names = " and ".join(dict.fromkeys(node.op for node in anchors))
+        return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
+    if not anchors or len(nodes) == 1:
+        return None
+    (anchor,) = anchors
+    if anchor.op == "sdpa":
+        computed = {name for node in nodes if node is not anchor for name in node.results}
+        if computed & set(anchor.operands):
+            return "attention reads tensors, not results of the same plan"
+    if _depthwise(spec, anchor):
+        return "an epilogue makes a depthwise convolution many times slower"
+    if anchor.op == "conv_transpose":
+        kernel = spec.tensors[anchor.operands[1]].shape[2:]
+        if any(r > s > 1 for r, s in zip(kernel, anchor.attr("stride"), strict=True)):
+            return "an epilogue slows a strided transposed convolution whose taps overlap"
+    return None
+
+
+def _depthwise(spec: GraphSpec, node: Node) -> bool:
+    if node.op not in ("conv", "conv_transpose"):
+        return False
+    groups = int(node.attr("groups"))
+    return groups > 1 and groups == spec.tensors[node.operands[0]].shape[1]
+
+
 def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
     """Choose without measuring. ``build(spec)`` gives the first plan that the policy allows.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
+    reason = torch_only(spec)
+    if reason is not None:
+        step = StepPlan(spec, None, 0, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
+        return Selection((step,), (None,))
+    if policy.fallback == "error":
+        plan, outcomes = build(spec)
+        return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
     steps: list[StepPlan] = []
     built: list[Plan | None] = []
 
-    def torch_step(part: GraphSpec, decisions: tuple[Decision, ...]) -> None:
-        steps.append(StepPlan(part, None, 0, decisions))
-        built.append(None)
+    def attempt(part: GraphSpec) -> tuple[tuple[Plan, tuple[Outcome, ...]] | None, list[Decision]]:
+        why = why_apart(part)
+        if why is None:
+            try:
+                return build(part), []
+            except NotSupported as refusal:
+                reasons = refusal.reasons
+        else:
+            reasons = (why,)
+        return None, [Decision(f"'{part.name}' as one plan", False, reason) for reason in reasons]
 
-    def resolve(part: GraphSpec, earlier: tuple[Decision, ...]) -> None:
-        try:
-            plan, outcomes = build(part)
-        except NotSupported as refusal:
-            if policy.fallback == "error":
-                raise
-            refused = tuple(
-                Decision(f"'{part.name}' as one plan", False, reason) for reason in refusal.reasons
-            )
-            pieces = split(part)
-            if pieces is None:
-                torch_step(part, earlier + refused)
-                return
-            for index, piece in enumerate(pieces):
-                resolve(piece, earlier + refused if index == 0 else ())
+    def resolve(graph: Graph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
+        part = piece(graph, nodes)
+        found, refused = attempt(part)
+        if found is not None:
+            plan, outcomes = found
+            steps.append(_planned(part, plan, outcomes, earlier))
+            built.append(plan)
             return
-        decided = tuple(
-            Decision(
-                str(outcome.candidate.choice),
-                outcome.accepted,
-                outcome.reason or "first of cuDNN's ranking that builds",
-                outcome.candidate.choice,
-                outcome.workspace_bytes,
-            )
-            for outcome in outcomes
-        )
-        steps.append(StepPlan(part, plan.choice, plan.workspace_bytes, earlier + decided))
-        built.append(plan)
+        below = cuts(graph, nodes)
+        if not below:
+            steps.append(StepPlan(part, None, 0, (*earlier, *refused)))
+            built.append(None)
+        for index, group in enumerate(below[0] if below else ()):
+            resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
-    reason = torch_only(spec)
-    if reason is not None:
-        torch_step(spec, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
-    else:
-        resolve(spec, ())
+    spec = additive_masks(spec)
+    resolve(Graph(spec), work(spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
+
+
+def _planned(
+    part: GraphSpec, plan: Plan, outcomes: tuple[Outcome, ...], earlier: tuple[Decision, ...]
+) -> StepPlan:
+    decided = tuple(
+        Decision(
+            str(outcome.candidate.choice),
+            outcome.accepted,
+            outcome.reason or "first of cuDNN's ranking that builds",
+            outcome.candidate.choice,
+            outcome.workspace_bytes,
+        )
+        for outcome in outcomes
+    )
+    return StepPlan(part, plan.choice, plan.workspace_bytes, (*earlier, *decided))
 
 
 def reference_only(spec: GraphSpec, reason: str) -> Selection:

@@ -25,7 +25,7 @@ from cudnngraph.errors import SettingsError
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BACKENDS = ("auto", "reference")
 
-_logger = logging.getLogger("cudnngraph")
+_LOGGERS = (logging.getLogger("cudnngraph"), logging.getLogger("plans_cache"))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ VARIABLES: tuple[Variable, ...] = (
         field="log",
         type_text=", ".join(f"`{level}`" for level in LOG_LEVELS),
         default_text="unset: logging is left as the program configured it",
-        meaning="Level of the logger `cudnngraph`, written to standard error.",
+        meaning="Level of the loggers `cudnngraph` and `plans_cache`, written to standard error.",
         parse=_one_of(LOG_LEVELS),
         default=lambda environ: None,
     ),
@@ -172,7 +172,7 @@ def override(**changes: object) -> Iterator[Settings]:
     """Replace fields of :class:`Settings` within a ``with`` block, in this thread or task only.
 
     Values are checked as the environment's are. ``None`` puts a field back to its default. The
-    level of the logger, which is the process's, is put back when the block ends.
+    level of the loggers, which are the process's, is put back when the block ends.
 
     Raises:
         SettingsError: an unknown field, or a value that the field cannot have.
@@ -187,14 +187,15 @@ def override(**changes: object) -> Iterator[Settings]:
         )
     settings = replace(current(), **checked)
     token = _overridden.set(settings)
-    level = _logger.level
+    levels = [logger.level for logger in _LOGGERS]
     if "log" in checked:
         _apply_log(settings.log)
     try:
         yield settings
     finally:
         _overridden.reset(token)
-        _logger.setLevel(level)
+        for logger, level in zip(_LOGGERS, levels, strict=True):
+            logger.setLevel(level)
 
 
 def markdown_table() -> str:
@@ -205,12 +206,13 @@ def markdown_table() -> str:
 
 
 def _apply_log(level: str | None) -> None:
-    """Set the logger's level, and give it a handler if nothing would print its records."""
-    _logger.setLevel(logging.NOTSET if level is None else _level_number(level))
-    if level is not None and not _logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        _logger.addHandler(handler)
+    """Set the loggers' level, and give each a handler if nothing would print its records."""
+    for logger in _LOGGERS:
+        logger.setLevel(logging.NOTSET if level is None else _level_number(level))
+        if level is not None and not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
 
 
 def _level_number(level: str) -> int:

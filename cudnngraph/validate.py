@@ -12,9 +12,7 @@ import torch
 
 from .errors import Problem
 from .ir import DTYPE_NAMES, TensorSpec, dense_strides, numel
-from .ops import OPS, Call
-
-MAX_RANK = 8
+from .ops import MAX_RANK, OPS, REQUIRED, Call
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,10 @@ def check_node(
         if attr not in row.attrs:
             known = ", ".join(row.attrs) or "none"
             call.problem(f"no attribute '{attr}'", f"one of: {known}")
-    for port in row.ports:
+    for attr, value in call.attrs.items():
+        if value is REQUIRED:
+            call.problem(f"{attr} is missing", f"a value for {attr}")
+    for port in row.ports_of(len(inputs)):
         if row.required(port) and inputs.get(port) is None:
             call.problem(f"{port} is missing", f"a value for {port}")
     results = None if call.problems else row.infer(call)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cudnngraph import Graph, settings
-from cudnngraph.ops import OPS, Op
+from cudnngraph.ops import OPS, REQUIRED, Op
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +24,10 @@ def ops_table() -> str:
 
 
 def _row(op: Op) -> str:
-    attributes = ", ".join(f"`{name}={value!r}`" for name, value in op.attrs.items())
+    attributes = ", ".join(
+        f"`{name}`" if value is REQUIRED else f"`{name}={value!r}`"
+        for name, value in op.attrs.items()
+    )
     first_line = str(getattr(Graph, op.name).__doc__).splitlines()[0]
     meaning = first_line.replace("|", "\\|").replace("*", "\\*")
     return f"| `{op.name}` | {', '.join(op.inputs)} | {attributes} | {meaning} |"

@@ -11,7 +11,7 @@ from .record import (
     entry_id,
     from_json,
 )
-from .store import Entry, Hit, Miss, PlanStore, Stats
+from .store import Check, Entry, Hit, Miss, PlanStore, SchemaFolder, Stats
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -22,10 +22,12 @@ __all__ = [
     "StepRecord",
     "entry_id",
     "from_json",
+    "Check",
     "Entry",
     "Hit",
     "Miss",
     "PlanStore",
+    "SchemaFolder",
     "Stats",
     "LockTimeout",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,44 @@ def check_folder(folder: Path) -> None:
         raise Refused(folder, f"belongs to user {found.st_uid}")
 
 
+def check_unwritable(path: Path) -> None:
+    """Raise :class:`Refused` where others than the owner may write to what is at ``path``."""
+    mode = stat.S_IMODE(os.lstat(path).st_mode)
+    if mode & 0o022 and _user() is not None:
+        raise Refused(path, f"has mode {mode:04o}: others may write to it; chmod go-w it")
+
+
+def measure_own(folder: Path) -> tuple[int, int]:
+    """How many files are in ``folder`` at any depth, and their bytes; links are not followed.
+
+    Raises :class:`Refused` unless it is a directory itself, and all of it is the user's.
+    """
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise Refused(folder, "is not a directory")
+    count = size_bytes = 0
+    for place, folders, names in os.walk(folder, onerror=_raise):
+        for path in (Path(place), *(Path(place, name) for name in (*folders, *names))):
+            found = os.lstat(path)
+            if _user() not in (None, found.st_uid):
+                raise Refused(path, f"belongs to user {found.st_uid}")
+            if not stat.S_ISDIR(found.st_mode):
+                count, size_bytes = count + 1, size_bytes + found.st_size
+    return count, size_bytes
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def remove_own(folder: Path) -> None:
+    """Remove ``folder`` and all that is in it, as :func:`measure_own` allows; no link is followed.
+
+    Raises OSError where not all of it could be removed.
+    """
+    measure_own(folder)
+    shutil.rmtree(folder)
+
+
 def make_folder(folder: Path) -> None:
     """The folder, made with mode 0700 where it is not there, and checked."""
     with suppress(FileExistsError):
@@ -89,7 +128,7 @@ def read(path: Path, limit_bytes: int) -> bytes:
         if found.st_size > limit_bytes:
             raise Refused(path, f"is over {limit_bytes} bytes long")
         with open(file, "rb", closefd=False) as stream:
-            return stream.read(limit_bytes)
+            return stream.read(found.st_size)  # no more: the limit would be set aside in memory
     finally:
         os.close(file)
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NoReturn, TypeVar
 
 SCHEMA_VERSION = 1
@@ -226,17 +227,28 @@ def _checksum(body: Mapping[str, Any]) -> str:
 # -- reading ---------------------------------------------------------------------------------------
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
-_STRING = re.compile(r'"[^"]*(?:"|\Z)')
-_BRACKET = re.compile(r"[\[\]{}]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_NESTS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_AS_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 
 
-def _check_depth(text: str) -> None:
-    depth = 0
-    # In two steps: one pattern for strings with escapes takes 100 bytes of memory for each escape.
-    for match in _BRACKET.finditer(_STRING.sub("", _ESCAPE.sub("", text))):
-        depth += 1 if match.group() in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise RecordError(f"record: nested more than {MAX_DEPTH} deep")
+def _bare(text: str) -> bytes:
+    """``text`` without its strings."""
+    if "\\" in text:
+        text = _ESCAPE.sub("", text)
+    return "".join(text.split('"')[::2]).encode("utf-8", "replace")
+
+
+def _check_depth(bare: bytes) -> None:
+    nests = map(_NESTS.__getitem__, bare.translate(None, _NO_BRACKETS))
+    if max(accumulate(nests), default=0) > MAX_DEPTH:
+        raise RecordError(f"record: nested more than {MAX_DEPTH} deep")
+
+
+def _may_be_large(bare: bytes) -> bool:
+    """Whether a number may not fit 64 bits or may not be finite: 19 digits, or an exponent of 3."""
+    digits = bare.translate(_AS_DIGITS, b"+")
+    return b"0" * 19 in digits or b"e000" in digits
 
 
 def _int(text: str) -> int:
@@ -271,12 +283,14 @@ def _load(text: str | bytes) -> Any:
         raise RecordError(f"record: over {MAX_RECORD_BYTES} bytes long")
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        _check_depth(text)
+        bare = _bare(text)
+        _check_depth(bare)
+        every = _may_be_large(bare)  # a call for each number takes as long as all the rest
         return json.loads(
             text,
             object_pairs_hook=_object,
-            parse_int=_int,
-            parse_float=_float,
+            parse_int=_int if every else None,
+            parse_float=_float if every else None,
             parse_constant=_constant,
         )
     except UnicodeDecodeError:
@@ -285,148 +299,187 @@ def _load(text: str | bytes) -> Any:
         raise RecordError(f"record: not JSON: {error}") from None
 
 
-Read = Callable[[Any, str], T]
+class _Unexpected(Exception):
+    """A value that cannot stand where it does. Whoever read what it stands in adds that place."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.where = ""
+
+    def inside(self, place: str) -> _Unexpected:
+        self.where = place + self.where
+        return self
 
 
-def _wrong(value: Any, where: str, expected: str) -> RecordError:
+Read = Callable[[Any], T]
+
+
+def _wrong(value: Any, expected: str) -> _Unexpected:
     shown = f"{value!r:.40}" if isinstance(value, (str, int, float)) else type(value).__name__
-    return RecordError(f"{where}: {shown}, expected {expected}")
+    return _Unexpected(f"{shown}, expected {expected}")
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _wrong(value, where, "text")
+        raise _wrong(value, "text")
     return value
 
 
-def _digest(value: Any, where: str) -> str:
+def _digest(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise _wrong(value, where, "a SHA-256 in hexadecimal")
+        raise _wrong(value, "a SHA-256 in hexadecimal")
     return value
 
 
-def _bool(value: Any, where: str) -> bool:
+def _bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _wrong(value, where, "true or false")
+        raise _wrong(value, "true or false")
     return value
 
 
-def _integer(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong(value, where, "an integer")
+def _integer(value: Any) -> int:
+    if type(value) is not int:  # True is an instance of int
+        raise _wrong(value, "an integer")
     return value
 
 
-def _natural(value: Any, where: str) -> int:
-    if _integer(value, where) < 0:
-        raise _wrong(value, where, "an integer >= 0")
-    return int(value)
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise _wrong(value, "an integer >= 0" if type(value) is int else "an integer")
+    return value
 
 
-def _positive_float(value: Any, where: str) -> float:
+def _positive_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise _wrong(value, where, "a number >= 0")
+        raise _wrong(value, "a number >= 0")
     return float(value)
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(value, where, "an object")
+        raise _wrong(value, "an object")
     return value
 
 
 def _optional(read: Read[T]) -> Read[T | None]:
-    return lambda value, where: None if value is None else read(value, where)
+    return lambda value: None if value is None else read(value)
 
 
 def _list(read: Read[T]) -> Read[tuple[T, ...]]:
-    def of(value: Any, where: str) -> tuple[T, ...]:
+    def of(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
-            raise _wrong(value, where, "a list")
-        return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(value))
+            raise _wrong(value, "a list")
+        found: list[T] = []
+        try:
+            for item in value:
+                found.append(read(item))
+        except _Unexpected as error:
+            raise error.inside(f"[{len(found)}]") from None
+        return tuple(found)
 
     return of
 
 
 def _named(read: Read[T]) -> Read[tuple[tuple[str, T], ...]]:
-    return lambda value, where: tuple(
-        (name, read(item, f"{where}.{name:.40}")) for name, item in _mapping(value, where).items()
-    )
+    def of(value: Any) -> tuple[tuple[str, T], ...]:
+        found = []
+        for name, item in _mapping(value).items():
+            try:
+                found.append((name, read(item)))
+            except _Unexpected as error:
+                raise error.inside(f".{name:.40}") from None
+        return tuple(found)
+
+    return of
 
 
-def _component(value: Any, where: str) -> tuple[str, str]:
-    pair = _list(_text)(value, where)
+def _component(value: Any) -> tuple[str, str]:
+    pair = _TEXTS(value)
     if len(pair) != 2:
-        raise RecordError(f"{where}: {len(pair)} texts, expected a name and a value")
+        raise _Unexpected(f"{len(pair)} texts, expected a name and a value")
     return pair[0], pair[1]
 
 
 class _Fields:
     """The fields of an object: each is taken once, :attr:`rest` is what nobody asked for."""
 
-    def __init__(self, value: Any, where: str) -> None:
-        self.rest = dict(_mapping(value, where))
-        self.where = where
+    def __init__(self, value: Any) -> None:
+        self.rest = dict(_mapping(value))
 
     def take(self, name: str, read: Read[T]) -> T:
-        if name not in self.rest:
-            raise RecordError(f"{self.where}: the field '{name}' is missing")
-        return read(self.rest.pop(name), f"{self.where}.{name}")
+        try:
+            return read(self.rest.pop(name))
+        except KeyError:
+            raise _Unexpected(f"the field '{name}' is missing") from None
+        except _Unexpected as error:
+            raise error.inside(f".{name}") from None
 
 
+_TEXTS = _list(_text)
+_NAMED_TEXTS = _named(_text)
 _KNOBS = _named(_integer)
+_NATURAL_OR_NONE = _optional(_natural)
+_TIME = _optional(_positive_float)
 
 
-def _candidate(value: Any, where: str) -> Candidate:
-    fields = _Fields(value, where)
+def _candidate(value: Any) -> Candidate:
+    take = (fields := _Fields(value)).take
     return Candidate(
-        subject=fields.take("subject", _text),
-        accepted=fields.take("accepted", _bool),
-        reason=fields.take("reason", _text),
-        engine=fields.take("engine", _optional(_natural)),
-        knobs=fields.take("knobs", _KNOBS),
-        time_us=fields.take("time_us", _optional(_positive_float)),
-        workspace_bytes=fields.take("workspace_bytes", _optional(_natural)),
+        subject=take("subject", _text),
+        accepted=take("accepted", _bool),
+        reason=take("reason", _text),
+        engine=take("engine", _NATURAL_OR_NONE),
+        knobs=take("knobs", _KNOBS),
+        time_us=take("time_us", _TIME),
+        workspace_bytes=take("workspace_bytes", _NATURAL_OR_NONE),
         extra=fields.rest,
     )
 
 
-def _kind(value: Any, where: str) -> Literal["cudnn", "torch"]:
+_CANDIDATES = _list(_candidate)
+
+
+def _kind(value: Any) -> Literal["cudnn", "torch"]:
     if value == "cudnn":
         return "cudnn"
     if value == "torch":
         return "torch"
-    raise _wrong(value, where, "'cudnn' or 'torch'")
+    raise _wrong(value, "'cudnn' or 'torch'")
 
 
-def _step(value: Any, where: str) -> StepRecord:
-    fields = _Fields(value, where)
+def _step(value: Any) -> StepRecord:
+    take = (fields := _Fields(value)).take
     step = StepRecord(
-        nodes=fields.take("nodes", _list(_text)),
-        ops=fields.take("ops", _list(_text)),
-        inputs=fields.take("inputs", _named(_text)),
-        outputs=fields.take("outputs", _named(_text)),
-        kind=fields.take("kind", _kind),
-        engine=fields.take("engine", _optional(_natural)),
-        knobs=fields.take("knobs", _KNOBS),
-        workspace_bytes=fields.take("workspace_bytes", _natural),
-        time_us=fields.take("time_us", _optional(_positive_float)),
-        candidates=fields.take("candidates", _list(_candidate)),
+        nodes=take("nodes", _TEXTS),
+        ops=take("ops", _TEXTS),
+        inputs=take("inputs", _NAMED_TEXTS),
+        outputs=take("outputs", _NAMED_TEXTS),
+        kind=take("kind", _kind),
+        engine=take("engine", _NATURAL_OR_NONE),
+        knobs=take("knobs", _KNOBS),
+        workspace_bytes=take("workspace_bytes", _natural),
+        time_us=take("time_us", _TIME),
+        candidates=take("candidates", _CANDIDATES),
         extra=fields.rest,
     )
     if (step.engine is None) != (step.kind == "torch"):
-        raise RecordError(f"{where}: kind '{step.kind}' with engine {step.engine}")
+        raise _Unexpected(f"kind '{step.kind}' with engine {step.engine}")
     if len(step.nodes) != len(step.ops):
-        raise RecordError(f"{where}: {len(step.nodes)} nodes, {len(step.ops)} ops")
+        raise _Unexpected(f"{len(step.nodes)} nodes, {len(step.ops)} ops")
     return step
 
 
-def _blob(value: Any, where: str) -> BlobRef:
-    fields = _Fields(value, where)
+def _blob(value: Any) -> BlobRef:
+    fields = _Fields(value)
     ref = BlobRef(fields.take("size_bytes", _natural), fields.take("sha256", _digest))
     if fields.rest:
-        raise RecordError(f"{where}: unknown field {next(iter(fields.rest))!r:.40}")
+        raise _Unexpected(f"unknown field {next(iter(fields.rest))!r:.40}")
     return ref
+
+
+_COMPONENTS = _list(_component)
+_STEPS = _list(_step)
+_BLOB_OR_NONE = _optional(_blob)
 
 
 def from_json(text: str | bytes) -> PlanRecord:
@@ -437,33 +490,39 @@ def from_json(text: str | bytes) -> PlanRecord:
     there twice or of a wrong type, another schema, a digest that is not that of its components, a
     checksum that does not match.
     """
-    whole = _load(text)
-    fields = _Fields(whole, "record")
+    try:
+        return _record(_load(text))
+    except _Unexpected as error:
+        raise RecordError(f"record{error.where}: {error.message}") from None
+
+
+def _record(whole: Any) -> PlanRecord:
+    fields = _Fields(whole)
     schema = fields.take("schema", _natural)
     if schema != SCHEMA_VERSION:
-        raise RecordError(f"record.schema: {schema}, expected {SCHEMA_VERSION}")
+        raise _Unexpected(f"{schema}, expected {SCHEMA_VERSION}").inside(".schema")
     checksum = fields.take("checksum", _digest)
     try:
         found = _checksum(whole)
     except UnicodeEncodeError:
-        raise RecordError("record: half of a surrogate pair in a text") from None
+        raise _Unexpected("half of a surrogate pair in a text") from None
     if found != checksum:
-        raise RecordError("record.checksum: does not match the content")
+        raise _Unexpected("does not match the content").inside(".checksum")
     stated = {name: fields.take(name, _digest) for name in ("id", "key_digest", "env_digest")}
     record = PlanRecord(
-        key=fields.take("key", _list(_component)),
-        env=fields.take("env", _list(_component)),
+        key=fields.take("key", _COMPONENTS),
+        env=fields.take("env", _COMPONENTS),
         summary=fields.take("summary", _text),
-        graph="\n".join(fields.take("graph", _list(_text))),
-        steps=fields.take("steps", _list(_step)),
+        graph="\n".join(fields.take("graph", _TEXTS)),
+        steps=fields.take("steps", _STEPS),
         policy=fields.take("policy", _mapping),
-        versions=dict(fields.take("versions", _named(_text))),
+        versions=dict(fields.take("versions", _NAMED_TEXTS)),
         created=fields.take("created", _positive_float),
-        blob=fields.take("blob", _optional(_blob)),
+        blob=fields.take("blob", _BLOB_OR_NONE),
         schema=schema,
         extra=fields.rest,
     )
     for name, value in stated.items():
         if getattr(record, name) != value:
-            raise RecordError(f"record.{name}: is not that of the components")
+            raise _Unexpected("is not that of the components").inside(f".{name}")
     return record

@@ -1,9 +1,13 @@
 """The store of plan records: memory, then the user's directory, then the seeds that ship.
 
-An entry is one JSON file, ``v1/<first two of id>/<id>.json``, and optionally a blob beside it. The
-record says what the blob must be, so a blob of another time is noticed and left out. A fault of the
-disk, or of what lies on it, is a miss or an entry that stays in memory, never an exception, unless
-the store is strict.
+An entry is one JSON file, ``v1/<first two of id>/<id>.json``, and optionally a blob beside it that
+is named by its content, ``<id>.<first 16 of its SHA-256>.blob``. So a writer that is killed leaves
+the old record with the old blob, or the new with the new; a reader that comes while the blob is
+removed serves the record without it. A fault of the disk, or of what lies on it, is a miss or an
+entry that stays in memory, never an exception, unless the store is strict.
+
+The time stamp of a record's file is that of its last use, to within :data:`USED_S`: a lookup that
+reads it sets it. The directory has no bound of its own; :meth:`PlanStore.prune` gives it one.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +32,12 @@ from .record import MAX_RECORD_BYTES, SCHEMA_VERSION, PlanRecord, RecordError, f
 
 MAX_BLOB_BYTES = 256 << 20
 QUARANTINE_KEPT = 64
+QUARANTINE_BYTES = 16 << 20
 STALE_S = 3600.0  # no write takes so long: older temporary files are left over
+USED_S = 86400.0  # the last use is noted once in this time
 PACKAGED_SEEDS = Path(__file__).with_name("seeds")
 _OVERHEAD_BYTES = 512  # of an entry in memory, besides its text and blob
+_ATTEMPTS = 3  # at an entry whose blob goes while it is read, because a new one takes its place
 
 Tier = Literal["memory", "disk", "seed", "built"]
 Reason = Literal["absent", "corrupt", "unreadable", "refused"]
@@ -62,7 +69,11 @@ class Miss:
 
 @dataclass(frozen=True)
 class Entry:
-    """What :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why."""
+    """What :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why.
+
+    ``age_s`` is the time since the record was made, ``unused_s`` since it was read from disk or
+    written, to within :data:`USED_S`; 0 for what is not on disk.
+    """
 
     id: str
     tier: Tier
@@ -72,10 +83,37 @@ class Entry:
     blob_bytes: int
     age_s: float
     problem: str = ""
+    unused_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:
         return self.record_bytes + self.blob_bytes
+
+
+@dataclass(frozen=True)
+class Check:
+    """What :meth:`PlanStore.check` finds of an entry where it is kept.
+
+    ``tier`` is None where it is nowhere. ``problem`` is what is wrong with the record, or with the
+    folders it is in, ``blob_problem`` with the blob that the record names; empty where it is right.
+    """
+
+    tier: Tier | None
+    record: PlanRecord | None
+    blob: bytes | None
+    problem: str = ""
+    blob_problem: str = ""
+
+
+@dataclass(frozen=True)
+class SchemaFolder:
+    """The entries of another schema than this program's; ``problem`` says why they have to stay."""
+
+    version: int
+    path: str
+    files: int
+    size_bytes: int
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +189,46 @@ def _checked(id: str) -> str:
     return id
 
 
+def _blob_path(path: Path, record: PlanRecord) -> Path | None:
+    """Where the blob is that the record at ``path`` names."""
+    blob = record.blob
+    return None if blob is None else path.with_name(f"{path.stem}.{blob.sha256[:16]}.blob")
+
+
+def _blobs_beside(path: Path) -> list[Path]:
+    """Every blob of the entry at ``path``, also those that no record names."""
+    return [
+        other
+        for other in path.parent.iterdir()
+        if other.suffix == ".blob" and other.name.startswith(f"{path.stem}.")
+    ]
+
+
+def _read_blob(path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
+    """The blob of the record at ``path``, or what is wrong with it."""
+    place, blob = _blob_path(path, record), record.blob
+    if place is None or blob is None:
+        return None, ""
+    try:
+        data = files.read(place, MAX_BLOB_BYTES)
+    except FileNotFoundError:
+        return None, "blob is missing"
+    except OSError as error:
+        return None, f"blob cannot be read: {error}"
+    if len(data) != blob.size_bytes:
+        return None, f"blob has {len(data)} bytes, the record says {blob.size_bytes}"
+    if hashlib.sha256(data).hexdigest() != blob.sha256:
+        return None, "blob does not match the record's sha256"
+    return data, ""
+
+
+def _is_unchanged(path: Path, seen: files.Identity) -> bool:
+    try:
+        return files.identity(path) == seen
+    except OSError:
+        return False
+
+
 def _record_of(id: str, text: bytes) -> PlanRecord:
     record = from_json(text)
     if record.id != id:
@@ -207,7 +285,8 @@ class PlanStore:
         try:
             if len(blob or b"") > MAX_BLOB_BYTES:
                 blob = None  # it can be built again from the record
-            text = record.with_blob(blob).to_json().encode()
+            record = record.with_blob(blob)
+            text = record.to_json().encode()
         except RecordError as error:
             self._add("write_failures")
             self._fault(error)
@@ -217,11 +296,11 @@ class PlanStore:
             return False
         try:
             path = self._path(record.id, make=True)
-            if blob is not None:
-                files.write(path.with_suffix(".blob"), blob)
+            own, replaced = _blob_path(path, record), self._blob_named_by(path)
+            if own is not None and blob is not None:
+                files.write(own, blob)
             files.write(path, text)  # this makes it an entry
-            if blob is None:
-                path.with_suffix(".blob").unlink(missing_ok=True)
+            self._remove_blobs(path, own, replaced)
         except OSError as error:
             self._add("write_failures")
             self._fault(error)
@@ -253,14 +332,20 @@ class PlanStore:
                 if lock is not None:
                     lock.release()
 
-    def get_or_build(self, id: str, build: Callable[[], tuple[PlanRecord, bytes | None]]) -> Hit:
-        """The entry ``id``, built and kept by ``build()`` where no tier has it.
+    def get_or_build(
+        self,
+        id: str,
+        build: Callable[[], tuple[PlanRecord, bytes | None]],
+        *,
+        accepts: Callable[[PlanRecord], bool] = lambda record: True,
+    ) -> Hit:
+        """The entry ``id``, built and kept by ``build()`` where no tier has one that ``accepts``.
 
         One caller builds at a time; the others wait and take what it made. What ``build`` raises
         goes to its caller, and the next one in line builds. Counts as one lookup.
         """
         found = self._look_up(id)
-        if isinstance(found, Hit):
+        if isinstance(found, Hit) and accepts(found.record):
             self._count(id, found)
             return found
         with ExitStack() as stack:
@@ -271,7 +356,7 @@ class PlanStore:
             else:
                 found = self._look_up(id)
             self._count(id, found)
-            if isinstance(found, Hit):
+            if isinstance(found, Hit) and accepts(found.record):
                 return found
             start = time.perf_counter()
             record, blob = build()
@@ -297,11 +382,13 @@ class PlanStore:
                 continue
             hit, text = found
             seen.add(path.stem)
-            blob_bytes = 0
+            age_s, unused_s, blob_bytes = self._age_s(hit.record), 0.0, 0
+            blob = _blob_path(path, hit.record)
             with suppress(OSError):
-                blob_bytes = os.lstat(path.with_suffix(".blob")).st_size
-            age_s = self._age_s(hit.record)
-            yield Entry(path.stem, "disk", str(path), hit.record, len(text), blob_bytes, age_s)
+                unused_s = max(0.0, self._clock() - os.lstat(path).st_mtime)
+                blob_bytes = 0 if blob is None else os.lstat(blob).st_size
+            sizes = len(text), blob_bytes
+            yield Entry(path.stem, "disk", str(path), hit.record, *sizes, age_s, unused_s=unused_s)
         with self._mutex:
             in_memory = [item for item in self._memory.entries.items() if item[0] not in seen]
         for id, kept in in_memory:
@@ -321,32 +408,74 @@ class PlanStore:
                 age_s = self._age_s(hit.record)
                 yield Entry(id, "seed", str(path), hit.record, len(text), 0, age_s)
 
+    def check(self, id: str) -> Check:
+        """Read entry ``id`` again where it is kept: on disk, else a seed, else in memory.
+
+        Looks at all that :meth:`get` does, and that nobody else may write to its files and folders.
+        Counts as no lookup, moves nothing, and raises for no fault, also in a strict store.
+        """
+        if self.directory is not None:
+            problem = ""
+            try:
+                path = self._path(_checked(id))
+                record = _record_of(id, files.read(path, MAX_RECORD_BYTES))
+                for part in (path.parent.parent, path.parent, path):
+                    files.check_unwritable(part)
+                blob, problem = _read_blob(path, record)
+                if blob is not None and (place := _blob_path(path, record)) is not None:
+                    try:
+                        files.check_unwritable(place)
+                    except files.Refused as error:
+                        problem = f"blob: {error}"
+                return Check("disk", record, blob, blob_problem=problem)
+            except FileNotFoundError:
+                pass
+            except (OSError, RecordError) as error:
+                return Check("disk", None, None, str(error))
+        if _checked(id) in self._seeds_by_id():
+            try:
+                return Check("seed", self._read_seed(id)[0], None)
+            except (OSError, RecordError) as error:
+                return Check("seed", None, None, str(error))
+        with self._mutex:
+            kept = self._memory.entries.get(id)
+        if kept is None:
+            return Check(None, None, None, f"no entry {id}")
+        return Check("memory", from_json(kept.text), kept.blob)
+
     def prune(
         self,
         predicate: Callable[[Entry], bool] | None = None,
         *,
         older_than_s: float | None = None,
+        unused_for_s: float | None = None,
         max_total_bytes: int | None = None,
     ) -> list[Entry]:
-        """Remove entries that ``predicate`` holds for, or that are older, then the oldest ones
-        until the rest is small enough; also what killed writers left. Returns what was removed.
+        """Remove entries that ``predicate`` holds for, that were made or last used too long ago,
+        then those that were not used for longest until the rest is small enough; also what killed
+        writers left. Returns what was removed.
 
         Seeds are not touched.
         """
         kept: list[Entry] = []
         removed: list[Entry] = []
+        named: set[Path | None] = set()
         for entry in self.scan():
             if entry.tier == "seed" or entry.record is None:
                 continue
+            if entry.path is not None:
+                named.add(_blob_path(Path(entry.path), entry.record))
             old = older_than_s is not None and entry.age_s > older_than_s
-            (removed if old or (predicate and predicate(entry)) else kept).append(entry)
+            unused = unused_for_s is not None and entry.unused_s > unused_for_s
+            out = old or unused or (predicate is not None and predicate(entry))
+            (removed if out else kept).append(entry)
         if max_total_bytes is not None:
-            kept.sort(key=lambda entry: (entry.age_s, entry.id))
+            kept.sort(key=lambda entry: (entry.unused_s, entry.age_s, entry.id))
             total = sum(entry.size_bytes for entry in kept)
             while kept and total > max_total_bytes:
                 total -= kept[-1].size_bytes
                 removed.append(kept.pop())
-        self._remove_left_over()
+        self._remove_left_over(named)
         return [entry for entry in removed if self.remove(entry.id)]
 
     def remove(self, id: str) -> bool:
@@ -360,12 +489,49 @@ class PlanStore:
             with suppress(FileNotFoundError):
                 os.unlink(path)
                 found = True
-            path.with_suffix(".blob").unlink(missing_ok=True)
+            for blob in _blobs_beside(path):
+                blob.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
         except OSError as error:
             self._fault(error, "an entry is not removed")
         return found
+
+    def other_schemas(self) -> list[SchemaFolder]:
+        """The folders of other schema versions in the directory, older ones first.
+
+        A link to a folder is none.
+        """
+        found = []
+        for version, path in self._schema_folders():
+            try:
+                found.append(SchemaFolder(version, str(path), *files.measure_own(path)))
+            except FileNotFoundError:  # removed while this was going on
+                continue
+            except OSError as error:
+                found.append(SchemaFolder(version, str(path), 0, 0, str(error)))
+        return found
+
+    def remove_schema(self, version: int) -> bool:
+        """Remove the folder of another schema version with all that is in it; whether it is gone.
+
+        Not if it, or something in it, is another user's; links are removed, never followed.
+        ValueError for this program's own version.
+        """
+        if version == SCHEMA_VERSION:
+            raise ValueError(f"schema {version} is the one in use: prune removes entries of it")
+        for other, path in self._schema_folders():
+            if other != version:
+                continue
+            try:
+                files.remove_own(path)
+            except FileNotFoundError:
+                return True
+            except OSError as error:
+                self._fault(error, "a folder is not removed")
+                return False
+            return True
+        return False
 
     def clear_memory(self) -> None:
         """Forget what is in memory; the disk keeps its entries."""
@@ -437,42 +603,59 @@ class PlanStore:
         except OSError as error:
             self._fault(error)
             return Miss("refused", str(error))
-        try:
-            seen = files.identity(path)
-            text = files.read(path, MAX_RECORD_BYTES)
-            record = _record_of(id, text)
-        except FileNotFoundError:
-            return absent
-        except (files.Refused, RecordError) as error:
-            self._set_aside(path, seen, error)
-            if self.strict:
-                raise
-            return Miss("corrupt", str(error))
-        except OSError as error:
-            self._fault(error)
-            return Miss("unreadable", str(error))
-        data, problem = self._read_blob(path, record) if blob else (None, "")
+        for _ in range(_ATTEMPTS):
+            try:
+                seen = files.identity(path)
+                text = files.read(path, MAX_RECORD_BYTES)
+                record = _record_of(id, text)
+            except FileNotFoundError:
+                return absent
+            except (files.Refused, RecordError) as error:
+                self._set_aside(path, seen, error)
+                if self.strict:
+                    raise
+                return Miss("corrupt", str(error))
+            except OSError as error:
+                self._fault(error)
+                return Miss("unreadable", str(error))
+            if not blob:
+                return Hit(record, None, "disk"), text
+            data, problem = _read_blob(path, record)
+            if not problem or _is_unchanged(path, seen):
+                break
+        if problem:
+            self._add("blobs_rejected")
+            _logger.debug("blob_rejected %s: %s", id, problem)
+        self._note_use(path, seen)
         return Hit(record, data, "disk", problem), text
 
-    def _read_blob(self, path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
-        if record.blob is None:
-            return None, ""
-        problem = ""
+    def _note_use(self, path: Path, seen: files.Identity) -> None:
+        """Set the file's time stamp, on which the order of :meth:`prune` rests; or let it be."""
+        now = self._clock()
+        if now - seen[1] / 1e9 > USED_S:
+            follow = os.utime not in os.supports_follow_symlinks  # on Windows it cannot do without
+            with suppress(OSError):
+                os.utime(path, (now, now), follow_symlinks=follow)
+
+    def _blob_named_by(self, path: Path) -> Path | None:
+        """Where the blob is of the entry that is at ``path`` now."""
         try:
-            data = files.read(path.with_suffix(".blob"), MAX_BLOB_BYTES)
-            if len(data) != record.blob.size_bytes:
-                problem = f"blob has {len(data)} bytes, the record says {record.blob.size_bytes}"
-            elif hashlib.sha256(data).hexdigest() != record.blob.sha256:
-                problem = "blob does not match the record's sha256"
-        except FileNotFoundError:
-            problem = "blob is missing"
-        except OSError as error:
-            problem = f"blob cannot be read: {error}"
-        if not problem:
-            return data, ""
-        self._add("blobs_rejected")
-        _logger.debug("blob_rejected %s: %s", path.stem, problem)
-        return None, problem
+            return _blob_path(path, _record_of(path.stem, files.read(path, MAX_RECORD_BYTES)))
+        except (OSError, RecordError):
+            return None
+
+    def _remove_blobs(self, path: Path, own: Path | None, replaced: Path | None) -> None:
+        """Remove the blob of a replaced entry, and what killed writers left of this one.
+
+        A blob of which the record is still to be written is younger.
+        """
+        with suppress(OSError):
+            for blob in _blobs_beside(path):
+                if blob != own and (blob == replaced or self._is_stale(blob)):
+                    blob.unlink(missing_ok=True)
+
+    def _is_stale(self, path: Path) -> bool:
+        return self._clock() - os.lstat(path).st_mtime > STALE_S
 
     def _seeds_by_id(self) -> dict[str, Path]:
         if self._seed_paths is None:
@@ -482,13 +665,17 @@ class PlanStore:
         return self._seed_paths
 
     def _from_seed(self, id: str) -> tuple[Hit, bytes] | Miss:
-        path = self._seeds_by_id()[id]
         try:
-            text = path.read_bytes()
-            return Hit(_record_of(id, text), None, "seed"), text
+            record, text = self._read_seed(id)
+            return Hit(record, None, "seed"), text
         except (OSError, RecordError) as error:
             self._fault(error, "a seed is left out")
-            return Miss("corrupt", f"seed {path.name}: {error}")
+            return Miss("corrupt", f"seed {id}.json: {error}")
+
+    def _read_seed(self, id: str) -> tuple[PlanRecord, bytes]:
+        with open(self._seeds_by_id()[id], "rb") as stream:
+            text = stream.read(MAX_RECORD_BYTES + 1)
+        return _record_of(id, text), text
 
     def _keep(self, id: str, text: bytes, blob: bytes | None) -> None:
         with self._mutex:
@@ -528,7 +715,7 @@ class PlanStore:
                 files.check_folder(folder)
                 for path in sorted(folder.iterdir()):
                     id = path.name.lstrip(".").split(".")[0]
-                    ours = path.name == id + path.suffix or path.suffix == files.TEMPORARY
+                    ours = path.suffix in (files.TEMPORARY, ".blob") or path.stem == id
                     if path.suffix in suffixes and ours and _is_id(id) and id[:2] == folder.name:
                         yield path
         except FileNotFoundError:
@@ -536,16 +723,42 @@ class PlanStore:
         except OSError as error:
             self._fault(error, "entries are left out")
 
-    def _remove_left_over(self) -> None:
-        """Remove what a killed writer leaves: a temporary file, or a blob without its record."""
+    def _schema_folders(self) -> list[tuple[int, Path]]:
+        """Version and path of each folder of another schema, in order."""
+        if self.directory is None:
+            return []
+        try:
+            files.check_private(self.directory)
+            found = []
+            for path in self.directory.iterdir():
+                number = re.fullmatch("v(0|[1-9][0-9]{0,8})", path.name)
+                if number is None or path.is_symlink() or not path.is_dir():
+                    continue
+                if int(number[1]) != SCHEMA_VERSION:
+                    found.append((int(number[1]), path))
+            return sorted(found)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._fault(error, "folders of other schemas are left out")
+            return []
+
+    def _remove_left_over(self, named: Collection[Path | None]) -> None:
+        """Remove what a killed process leaves: a temporary file, a blob that no record names, and
+        the file of a lock that nobody holds.
+        """
         for path in self._files(files.TEMPORARY, ".blob"):
             with suppress(OSError):
-                whole = path.suffix == ".blob" and path.with_suffix(".json").exists()
-                if not whole and self._clock() - os.lstat(path).st_mtime > STALE_S:
+                if path not in named and self._is_stale(path):
                     os.unlink(path)
+        for path in self._files(".lock"):
+            with suppress(OSError):
+                FileLock(path, 0.0).release()
 
     def _set_aside(self, path: Path, seen: files.Identity, problem: Exception) -> None:
-        """Move a damaged file into quarantine, which keeps the last :data:`QUARANTINE_KEPT`."""
+        """Move a damaged file into quarantine, which keeps the last :data:`QUARANTINE_KEPT`, and
+        no more than :data:`QUARANTINE_BYTES`.
+        """
         folder = self.quarantine
         assert folder is not None
         try:
@@ -554,8 +767,11 @@ class PlanStore:
                 return
             self._add("quarantined")
             _logger.info("quarantined %s: %s", path.name, problem)
-            for old in sorted(folder.iterdir())[:-QUARANTINE_KEPT]:
-                old.unlink(missing_ok=True)
+            size_bytes = 0
+            for number, kept in enumerate(sorted(folder.iterdir(), reverse=True)):
+                size_bytes += os.lstat(kept).st_size
+                if number >= QUARANTINE_KEPT or size_bytes > QUARANTINE_BYTES:
+                    kept.unlink(missing_ok=True)
         except OSError as error:  # the damaged file stays where it is: a miss each time
             _logger.debug("quarantine of %s: %s", path, error)
 

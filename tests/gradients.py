@@ -24,8 +24,9 @@ def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
 
 
 def differentiable(case: Case) -> bool:
-    """Whether a sample has a gradient: not one of gradients' own ops, nor of comparisons alone."""
-    return case.family != "gradients" and not case.id.startswith("pointwise-comparisons")
+    """Whether a sample has a gradient: not one of gradients' own ops, nor one of bools alone."""
+    bools = ("pointwise-comparisons", "view-bools")
+    return case.family != "gradients" and not case.id.startswith(bools)
 
 
 def upstream(gradient: cg.Gradient, seed: int = 0, dtype: torch.dtype | None = None) -> Tensors:

@@ -1064,36 +1064,523 @@ def _sdpa() -> Iterator[Case]:
             yield _attention_case(name, replace(attention, dtype=dtype), note)
 
 
-# -- pointwise -------------------------------------------------------------------------------------
+# -- tables of inputs ------------------------------------------------------------------------------
 
 Inputs = Mapping[str, tuple[Shape, torch.dtype, Layout]]
+Declare = Callable[[cg.Graph, dict[str, cg.Value]], dict[str, cg.Value]]
+Eager = Callable[[Tensors], Tensors]
 
 
-def _pointwise_case(
+def _table_case(
+    family: str,
     name: str,
     inputs: Inputs,
-    declare: Callable[[cg.Graph, dict[str, cg.Value]], dict[str, cg.Value]],
-    eager: Callable[[Tensors], Tensors],
+    declare: Declare,
+    eager: Eager,
     fills: Mapping[str, Fill] | None = None,
     note: str = "",
+    terms: int = 1,
+    result: torch.dtype | None = None,
     **placed: Any,
 ) -> Case:
-    """``placed`` are keywords of ``Graph.output`` for every output."""
+    """``result`` is the dtype of every output, ``placed`` are more keywords of ``Graph.output``."""
     dtype = next(iter(inputs.values()))[1]
 
     def build() -> cg.Graph:
-        g = cg.Graph("pointwise")
+        g = cg.Graph(family)
         values = {
             key: g.input(key, shape, kind, **_at(layout))
             for key, (shape, kind, layout) in inputs.items()
         }
         for key, value in declare(g, values).items():
-            g.output(key, value, **placed)
+            g.output(key, value, dtype=result, **placed)
         return g
 
     return Case(
-        f"pointwise-{name}-{SHORT[dtype]}", "pointwise", dtype, build, eager, fills or {}, note=note
+        f"{family}-{name}-{SHORT[dtype]}",
+        family,
+        dtype,
+        build,
+        eager,
+        fills or {},
+        terms=terms,
+        note=note,
     )
+
+
+# -- matrix products -------------------------------------------------------------------------------
+
+
+def _product_case(
+    name: str,
+    x: Shape,
+    y: Shape,
+    dtype: torch.dtype,
+    x_at: Layout = None,
+    y_at: Layout = None,
+    more: Inputs | None = None,
+    declare: Declare = lambda g, v: {"z": v["x"] @ v["y"]},
+    eager: Eager = lambda t: {"z": t["x"] @ t["y"]},
+    note: str = "",
+    **placed: Any,
+) -> Case:
+    inputs = {"x": (x, dtype, x_at), "y": (y, dtype, y_at), **(more or {})}
+    fills = {"y": normal(1.0 / math.sqrt(max(1, x[-1])))}
+    return _table_case("matmul", name, inputs, declare, eager, fills, note, terms=x[-1], **placed)
+
+
+def _matmul() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32):
+        yield _product_case("plain", (64, 32), (32, 48), dtype)
+        yield _product_case("odd_sizes", (63, 31), (31, 47), dtype)
+        yield _product_case(
+            "of_a_linear_layer", (64, 32), (32, 48), dtype, y_at=(1, 32), note="(N, K) in memory"
+        )
+        yield _product_case("transposed_x", (64, 32), (32, 48), dtype, x_at=(1, 64))
+        yield _product_case("batch", (3, 40, 32), (3, 32, 48), dtype)
+        yield _product_case(
+            "rows_of_a_sequence", (4, 24, 64), (64, 40), dtype, note="two dims of rows fold"
+        )
+        yield _product_case("two_batch_dims", (2, 3, 40, 32), (2, 3, 32, 24), dtype)
+        yield _product_case(
+            "bias_gelu",
+            (4, 24, 64),
+            (64, 40),
+            dtype,
+            more={"b": ((40,), dtype, None)},
+            declare=lambda g, v: {"z": (v["x"] @ v["y"] + v["b"]).gelu()},
+            eager=lambda t: {"z": F.gelu(t["x"] @ t["y"] + t["b"])},
+        )
+    yield _product_case("plain", (6, 8), (8, 5), F64)
+    yield _product_case("batch_broadcast", (2, 1, 5, 8), (3, 8, 5), F64)
+    yield _product_case(
+        "batch_of_y", (40, 32), (3, 32, 48), F16, note="every product with the same x"
+    )
+    yield _product_case("y_per_batch_1", (3, 40, 32), (1, 32, 48), BF16)
+    yield _product_case("broadcast_both_ways", (2, 1, 40, 32), (1, 3, 32, 24), F16)
+    yield _product_case(
+        "expanded_x", (3, 40, 32), (3, 32, 48), F16, x_at=(0, 32, 1), note="stride 0"
+    )
+    yield _product_case(
+        "heads_of_a_sequence",
+        (2, 4, 24, 32),
+        (2, 4, 32, 24),
+        BF16,
+        x_at=(3072, 32, 128, 1),
+        y_at=(3072, 32, 1, 128),
+        note="q k^T of (B, S, H, D) in memory: the batch dims do not merge",
+    )
+    yield _product_case("slice_of_columns", (64, 32), (32, 48), F16, x_at=(80, 1))
+    yield _product_case("slice_of_a_sequence", (4, 24, 64), (64, 40), F16, x_at=(3072, 64, 1))
+    yield _product_case("one_row", (1, 64), (64, 48), F16)
+    yield _product_case("one_row_apart", (1, 64), (64, 48), F16, x_at=(1, 40))
+    yield _product_case("one_column", (40, 64), (64, 1), BF16)
+    yield _product_case("outer", (40, 1), (1, 48), F16, note="K = 1")
+    yield _product_case("no_terms", (5, 0), (0, 7), F16, note="K = 0 gives zeros")
+    yield _product_case("no_rows", (0, 8), (8, 7), F16)
+    yield _product_case("long", (16, 4096), (4096, 16), F32)
+    yield _product_case(
+        "square",
+        (48, 48),
+        (1, 48),
+        F16,
+        declare=lambda g, v: {"z": v["x"] @ v["x"] + v["y"]},
+        eager=lambda t: {"z": t["x"] @ t["x"] + t["y"]},
+        note="one tensor as both operands",
+    )
+    yield _product_case("column_major", (64, 32), (32, 48), F16, stride=(1, 64))
+    yield _product_case(
+        "column_major_relu",
+        (64, 32),
+        (32, 48),
+        BF16,
+        declare=lambda g, v: {"z": (v["x"] @ v["y"]).relu()},
+        eager=lambda t: {"z": F.relu(t["x"] @ t["y"])},
+        stride=(1, 64),
+    )
+    yield _product_case("float32_result", (64, 32), (32, 48), BF16, result=F32)
+    yield _product_case(
+        "residual",
+        (4, 24, 64),
+        (64, 40),
+        BF16,
+        more={"b": ((40,), F32, None), "r": ((4, 24, 40), BF16, None)},
+        declare=lambda g, v: {"z": v["r"] + (v["x"] @ v["y"] + v["b"])},
+        eager=lambda t: {"z": t["r"] + (t["x"] @ t["y"] + t["b"]).to(t["r"].dtype)},
+        note="a float32 bias beside 16-bit data",
+        result=BF16,
+    )
+    yield _product_case(
+        "residual_of_a_sequence",
+        (4, 24, 64),
+        (64, 40),
+        F16,
+        more={"r": ((24, 40), F16, None)},
+        declare=lambda g, v: {"z": v["x"] @ v["y"] + v["r"]},
+        eager=lambda t: {"z": t["x"] @ t["y"] + t["r"]},
+        note="positions, the same for every sequence: the rows cannot fold",
+    )
+    yield _product_case(
+        "after_relu",
+        (64, 32),
+        (32, 48),
+        F16,
+        declare=lambda g, v: {"z": v["x"].relu() @ v["y"]},
+        eager=lambda t: {"z": F.relu(t["x"]) @ t["y"]},
+        note="a pointwise op before the product",
+    )
+    yield _product_case(
+        "bias_per_column",
+        (64, 32),
+        (32, 48),
+        F16,
+        more={"b": ((48,), F16, None)},
+        declare=lambda g, v: {"z": (v["x"] @ v["y"]).bias(v["b"]).silu()},
+        eager=lambda t: {"z": F.silu(t["x"] @ t["y"] + t["b"])},
+        note="the columns are the channels of (N, C)",
+    )
+    yield _product_case(
+        "two_products",
+        (64, 32),
+        (32, 48),
+        F16,
+        more={"u": ((32, 48), F16, None)},
+        declare=lambda g, v: {"z": (v["x"] @ v["y"]).silu() * (v["x"] @ v["u"])},
+        eager=lambda t: {"z": F.silu(t["x"] @ t["y"]) * (t["x"] @ t["u"])},
+        note="SwiGLU",
+    )
+
+
+# -- norms over trailing dims ----------------------------------------------------------------------
+
+
+def _norm_case(
+    op: str,
+    name: str,
+    x: Shape,
+    dtype: torch.dtype,
+    x_at: Layout = None,
+    over: int = 1,
+    bias: bool = True,
+    params: torch.dtype | None = None,
+    w_at: Layout = None,
+    eps: float = 1e-5,
+    stats: bool = False,
+    more: Inputs | None = None,
+    after: Callable[[Any, Any], Any] = lambda y, v: y,
+    note: str = "",
+    **placed: Any,
+) -> Case:
+    """A norm over the last ``over`` dims; ``after`` works on graph values and tensors alike."""
+    shape, kind = x[len(x) - over :], params or dtype
+    inputs = {"x": (x, dtype, x_at), "w": (shape, kind, w_at)}
+    inputs |= {"b": (shape, kind, w_at)} if bias else {}
+
+    def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+        made = getattr(g, op)(v["x"], v["w"], v.get("b"), eps=eps, return_stats=stats)
+        y, *rest = made if stats else (made,)
+        return {"y": after(y, v), **dict(zip(("inv_std", "mean"), reversed(rest), strict=False))}
+
+    def eager(t: Tensors) -> Tensors:
+        wide, w = t["x"], t["w"].to(t["x"].dtype)
+        b = t["b"].to(wide.dtype) if bias else None
+        if op == "layer_norm":
+            y = F.layer_norm(wide, shape, w, b, eps)
+        else:
+            y = F.rms_norm(wide, shape, w, eps)
+            y = y if b is None else y + b
+        done = {"y": after(y, t)}
+        if stats:
+            dims = tuple(range(len(x) - over, len(x)))
+            wide = wide if dtype == F64 or wide.dtype == F64 else wide.float()
+            mean = wide.mean(dims, keepdim=True)
+            centred = wide - mean if op == "layer_norm" else wide
+            done["inv_std"] = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+            if op == "layer_norm":
+                done["mean"] = mean
+        return done
+
+    fills = {"x": normal(1.5, 0.4), "w": uniform(0.5, 1.5)}
+    inputs |= more or {}
+    return _table_case(
+        op, name, inputs, declare, eager, fills, note, terms=math.prod(shape), **placed
+    )
+
+
+def _norms() -> Iterator[Case]:
+    for op in ("layer_norm", "rms_norm"):
+        for dtype in (F16, BF16, F32):
+            yield _norm_case(op, "rows", (64, 768), dtype)
+            yield _norm_case(op, "sequence", (2, 24, 256), dtype, bias=False)
+            yield _norm_case(op, "odd_sizes", (5, 7, 77), dtype)
+            yield _norm_case(op, "stats", (4, 12, 128), dtype, stats=True)
+        yield _norm_case(op, "stats", (3, 5, 16), F64, stats=True)
+        for dtype in (F16, BF16):
+            yield _norm_case(op, "float32_params", (48, 256), dtype, params=F32)
+        yield _norm_case(op, "one_row", (512,), F16, note="rank 1: no dim before the weight's")
+        yield _norm_case(op, "two_dims", (8, 12, 16, 32), F16, over=2)
+        yield _norm_case(op, "three_dims", (6, 4, 8, 8), BF16, over=3)
+        yield _norm_case(
+            op,
+            "three_dims_channels_last",
+            (6, 4, 8, 8),
+            F16,
+            x_at="channels_last",
+            w_at=(1, 32, 4),
+            over=3,
+            note="x and the weight in one order that is not the logical one",
+        )
+        yield _norm_case(
+            op,
+            "weight_in_another_order",
+            (6, 4, 8, 8),
+            F16,
+            x_at="channels_last",
+            over=3,
+            note="x and the weight lie in different orders",
+        )
+        yield _norm_case(
+            op, "sequence_first", (2, 24, 256), F16, x_at=(256, 512, 1), note="(S, B, D) in memory"
+        )
+        yield _norm_case(
+            op, "columns", (24, 64), F16, x_at=(1, 24), note="the normalised dim is not the fastest"
+        )
+        yield _norm_case(
+            op, "gaps", (24, 64), F16, x_at=(96, 1), note="a slice: gaps between the rows"
+        )
+        yield _norm_case(op, "eps", (24, 256), BF16, eps=0.5)
+        yield _norm_case(op, "eps_0", (24, 256), F16, eps=0.0)
+        yield _norm_case(op, "one_column", (24, 1), F32, note="a norm of one number")
+        yield _norm_case(op, "no_rows", (0, 64), F16)
+        yield _norm_case(op, "to_float16", (24, 256), F32, result=F16)
+        yield _norm_case(
+            op,
+            "silu",
+            (4, 12, 256),
+            F16,
+            after=lambda y, v: y.silu() if isinstance(y, cg.Value) else F.silu(y),
+        )
+        yield _norm_case(
+            op,
+            "residual",
+            (4, 12, 256),
+            BF16,
+            more={"r": ((4, 12, 256), BF16, None)},
+            after=lambda y, v: y + v["r"],
+        )
+        yield _norm_case(
+            op,
+            "gate_per_row",
+            (4, 12, 256),
+            F16,
+            more={"r": ((4, 12, 1), F16, None)},
+            after=lambda y, v: y * v["r"],
+        )
+        yield _norm_case(
+            op,
+            "scale_per_sequence",
+            (4, 12, 256),
+            F16,
+            more={"r": ((4, 1, 1), F16, None)},
+            after=lambda y, v: y * v["r"],
+            note="broadcasts within the rows",
+        )
+
+
+# -- views and concatenation -----------------------------------------------------------------------
+
+
+def _view_case(
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    view: Callable[[Any], Any],
+    at: Layout = None,
+    note: str = "",
+) -> Case:
+    """``view`` works on graph values and on tensors alike."""
+    return _table_case(
+        "view",
+        name,
+        {"x": (shape, dtype, at)},
+        lambda g, v: {"y": view(v["x"])},
+        lambda t: {"y": view(t["x"])},
+        note=note,
+    )
+
+
+def _sliced(x: Any, dim: int, start: int, stop: int | None, step: int = 1) -> Any:
+    if isinstance(x, cg.Value):
+        return x.slice(dim, start, stop, step)
+    return x[(slice(None),) * (dim % x.dim()) + (slice(start, stop, step),)]
+
+
+def _joined(
+    name: str,
+    shapes: Sequence[Shape],
+    dim: int,
+    dtype: torch.dtype,
+    at: Sequence[Layout] | None = None,
+    note: str = "",
+) -> Case:
+    names = [f"x{place}" for place in range(len(shapes))]
+    return _table_case(
+        "concat",
+        name,
+        {
+            key: (shape, dtype, layout)
+            for key, shape, layout in zip(names, shapes, at or [None] * len(names), strict=True)
+        },
+        lambda g, v: {"y": g.concat([v[key] for key in names], dim)},
+        lambda t: {"y": torch.cat([t[key] for key in names], dim)},
+        note=note,
+    )
+
+
+def _views() -> Iterator[Case]:
+    image, last = (2, 16, 6, 10), "channels_last"
+    for dtype in (F16, BF16, F32):
+        yield _view_case("flatten", image, dtype, lambda x: x.reshape((2, -1)))
+        yield _view_case("heads", (2, 24, 64), dtype, lambda x: x.reshape((2, 24, 4, 16)))
+        yield _view_case("transpose", (24, 40), dtype, lambda x: x.transpose(0, 1))
+        yield _view_case("last_two", (2, 3, 24, 40), dtype, lambda x: x.transpose(-1, -2))
+        yield _view_case("to_nhwc", image, dtype, lambda x: x.permute((0, 2, 3, 1)), last)
+        yield _view_case("reverse", (3, 5, 7), dtype, lambda x: x.permute((2, 1, 0)))
+        yield _view_case("channels", image, dtype, lambda x: _sliced(x, 1, 4, 12))
+        yield _view_case("crop", image, dtype, lambda x: _sliced(_sliced(x, 2, 1, -1), 3, 2, -2))
+        yield _joined("channels", [(2, 16, 6, 10), (2, 8, 6, 10), (2, 1, 6, 10)], 1, dtype)
+        yield _joined(
+            "channels_last", [(2, 16, 6, 10), (2, 8, 6, 10)], 1, dtype, (last, last), "stays so"
+        )
+    yield _view_case("flatten_channels_last", image, F16, lambda x: x.reshape((2, -1)), last)
+    yield _view_case(
+        "tokens_of_channels_last",
+        image,
+        F16,
+        lambda x: x.reshape((2, 16, 60)).transpose(1, 2),
+        last,
+        "no element moves: (N, HW, C) in memory",
+    )
+    yield _view_case("split_a_dim", (24, 10), F16, lambda x: x.reshape((2, 3, 4, 10)), (1, 24))
+    yield _view_case("merge_apart", (4, 6), F16, lambda x: x.reshape((24,)), (10, 1), "a copy")
+    yield _view_case("ones", (1, 24, 1), F16, lambda x: x.reshape((24, 1, 1, 1)))
+    yield _view_case("scalar", (1, 1), F32, lambda x: x.reshape(()))
+    yield _view_case("empty", (0, 6), F16, lambda x: x.reshape((3, 0, 2)))
+    yield _view_case("expanded", (4, 6), F16, lambda x: x.reshape((2, 2, 6)), (0, 1), "stride 0")
+    yield _view_case("same", (4, 6), F64, lambda x: x.reshape((4, 6)).transpose(0, 0))
+    yield _view_case("expanded_transpose", (4, 6), F16, lambda x: x.transpose(0, 1), (0, 1))
+    yield _view_case("of_slice", (4, 6), F16, lambda x: x.transpose(0, 1), (10, 1), "gaps")
+    yield _view_case("every_third", (4, 20), F16, lambda x: _sliced(x, -1, 1, None, 3), None)
+    yield _view_case("from_the_end", (20, 4), BF16, lambda x: _sliced(x, 0, -5, 100))
+    yield _view_case("nothing", (4, 6), F16, lambda x: _sliced(x, 0, 3, 2), None, "empty")
+    yield _view_case("one_channel", image, F32, lambda x: _sliced(x, 1, 3, 4), last)
+    yield _view_case("permute_scalar", (), F32, lambda x: x.permute(()))
+    yield _view_case("five_dims", (2, 3, 4, 5, 6), F16, lambda x: x.permute((4, -2, 0, 1, 2)))
+    yield _joined("rows", [(3, 8), (5, 8)], 0, F16)
+    yield _joined("last", [(3, 8), (3, 1), (3, 7)], -1, BF16)
+    yield _joined("one", [(3, 8)], 0, F16, note="a list of one")
+    yield _joined("ten", [(2, place, 3) for place in range(10)], 1, F32, note="one is empty")
+    yield _joined("layouts", [image, image], 1, F16, (last, None), "do not agree")
+    yield _joined("float64", [(2, 3), (2, 4)], 1, F64)
+    yield _joined(
+        "one_channel", [(2, 16, 6, 10), (2, 1, 6, 10)], 1, F16, (last, None), "says no layout"
+    )
+    yield _joined("slices", [(3, 8), (4, 8)], 0, F16, ((16, 1), (8, 1)))
+    yield _table_case(
+        "view",
+        "bools",
+        {"x": ((4, 6), F16, None), "y": ((6, 4), F16, None)},
+        lambda g, v: {"z": g.concat([(v["x"] > 0.0).transpose(0, 1), v["y"] > 0.0], 1)},
+        lambda t: {"z": torch.cat([(t["x"] > 0.0).transpose(0, 1), t["y"] > 0.0], 1)},
+        note="bools are moved as well",
+    )
+    yield _table_case(
+        "concat",
+        "twice",
+        {"x": ((4, 6), F16, None)},
+        lambda g, v: {"y": g.concat([v["x"], v["x"]])},
+        lambda t: {"y": torch.cat([t["x"], t["x"]])},
+        note="one tensor twice",
+    )
+    for dtype in (F16, BF16, F32):
+        yield _table_case(
+            "view",
+            "linear",
+            {
+                "x": ((4, 24, 64), dtype, None),
+                "w": ((40, 64), dtype, None),
+                "b": ((40,), dtype, None),
+            },
+            lambda g, v: {"y": g.linear(v["x"], v["w"], v["b"]).gelu()},
+            lambda t: {"y": F.gelu(F.linear(t["x"], t["w"], t["b"]))},
+            {"w": normal(1.0 / 8.0)},
+            terms=64,
+        )
+        yield _table_case(
+            "view",
+            "norm_of_channels",
+            {
+                "x": ((2, 16, 6, 10), dtype, "channels_last"),
+                "w": ((32, 16, 3, 3), dtype, "channels_last"),
+                "gamma": ((32,), dtype, None),
+                "beta": ((32,), dtype, None),
+            },
+            lambda g, v: {
+                "y": g.conv(v["x"], v["w"], padding=1)
+                .permute((0, 2, 3, 1))
+                .layer_norm(v["gamma"], v["beta"], eps=1e-6)
+                .permute((0, 3, 1, 2))
+            },
+            lambda t: {
+                "y": F.layer_norm(
+                    F.conv2d(t["x"], t["w"], padding=1).permute(0, 2, 3, 1),
+                    (32,),
+                    t["gamma"],
+                    t["beta"],
+                    1e-6,
+                ).permute(0, 3, 1, 2)
+            },
+            {"w": normal(1.0 / 12.0)},
+            terms=144,
+            note="a ConvNeXt stem",
+        )
+    yield _table_case(
+        "view",
+        "linear_without_bias",
+        {"x": ((24, 64), F16, None), "w": ((40, 64), F16, None)},
+        lambda g, v: {"y": g.linear(v["x"], v["w"])},
+        lambda t: {"y": F.linear(t["x"], t["w"])},
+        {"w": normal(1.0 / 8.0)},
+        terms=64,
+    )
+    yield _table_case(
+        "view",
+        "swiglu",
+        {
+            "x": ((4, 24, 64), BF16, None),
+            "gate": ((64, 48), BF16, None),
+            "up": ((64, 48), BF16, None),
+        },
+        lambda g, v: {"y": g.swiglu(v["x"], v["gate"], v["up"])},
+        lambda t: {"y": F.silu(t["x"] @ t["gate"]) * (t["x"] @ t["up"])},
+        {"gate": normal(1.0 / 8.0), "up": normal(1.0 / 8.0)},
+        terms=64,
+    )
+
+
+# -- pointwise -------------------------------------------------------------------------------------
+
+
+def _pointwise_case(
+    name: str,
+    inputs: Inputs,
+    declare: Declare,
+    eager: Eager,
+    fills: Mapping[str, Fill] | None = None,
+    note: str = "",
+    **placed: Any,
+) -> Case:
+    return _table_case("pointwise", name, inputs, declare, eager, fills, note, **placed)
 
 
 def _unary_tail(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
@@ -1241,7 +1728,7 @@ def _pointwise() -> Iterator[Case]:
         {"x": (image, F32, None)},
         lambda g, v: {"z": g.identity(v["x"])},
         lambda t: {"z": t["x"].to(F16)} if t["x"].dtype == F32 else {"z": t["x"]},
-        dtype=F16,
+        result=F16,
         note="a change of dtype",
     )
     yield _pointwise_case(
@@ -1483,7 +1970,7 @@ def _activation_gradients() -> Iterator[Case]:
 
 
 @dataclass(frozen=True)
-class Norm:
+class TrainingNorm:
     """Batch normalisation in training; x (N, C, ...)."""
 
     x: Shape = (4, 16, 6, 10)
@@ -1548,9 +2035,9 @@ class Norm:
         return math.prod(self.x) // self.x[1]
 
 
-def _norms() -> Iterator[Case]:
-    norm = Norm()
-    cases: dict[str, Norm] = {
+def _training_norms() -> Iterator[Case]:
+    norm = TrainingNorm()
+    cases: dict[str, TrainingNorm] = {
         "plain": norm,
         "no_running": replace(norm, running=False),
         "y_alone": replace(norm, running=False, statistics=False),
@@ -1578,6 +2065,69 @@ def _norms() -> Iterator[Case]:
                 fills,
                 terms=one.terms,
             )
+
+
+def _trailing_norm_gradients() -> Iterator[Case]:
+    """The gradients of layer_norm and rms_norm, with the forward that gives their statistics."""
+    shapes: dict[str, tuple[Shape, Shape, Layout]] = {
+        "plain": ((4, 24, 64), (64,), None),
+        "two_dims": ((6, 5, 8, 16), (8, 16), None),
+        "flat": ((32, 128), (128,), None),
+    }
+    for kind in ("layer_norm", "rms_norm"):
+        for name, (shape, last, layout) in shapes.items():
+            for dtype, params, bias in (
+                (F16, F32, True),
+                (F16, F16, True),
+                (BF16, F32, False),
+                (F32, F32, True),
+                (F64, F64, True),
+            ):
+                if name != "plain" and dtype in (BF16, F64):
+                    continue
+
+                def build(
+                    kind: str = kind,
+                    shape: Shape = shape,
+                    last: Shape = last,
+                    layout: Layout = layout,
+                    dtype: torch.dtype = dtype,
+                    params: torch.dtype = params,
+                    bias: bool = bias,
+                ) -> cg.Graph:
+                    g = cg.Graph(f"{kind}_gradient")
+                    dy, x = (g.input(key, shape, dtype, **_at(layout)) for key in ("dy", "x"))
+                    w = g.input("w", last, params)
+                    _, *stats = getattr(g, kind)(x, w, return_stats=True)
+                    method = getattr(g, f"{kind}_backward")
+                    grads = method(dy, x, w, *stats, bias_grad=bias)
+                    for key, grad in zip(("dx", "dw", "db"), grads, strict=False):
+                        g.output(key, grad)
+                    return g
+
+                def eager(t: Tensors, kind: str = kind, bias: bool = bias) -> Tensors:
+                    w = t["w"].to(t["w"].dtype)
+                    zero = torch.zeros_like(w)
+
+                    def forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                        wide = torch.promote_types(x.dtype, w.dtype)
+                        run = F.layer_norm if kind == "layer_norm" else F.rms_norm
+                        y = run(x.to(wide), w.shape, w.to(wide), eps=1e-5)
+                        return (y + b).to(x.dtype)
+
+                    dx, dw, db = _grads(forward, [t["x"], w, zero], t["dy"])
+                    done = {"dx": dx, "dw": dw}
+                    return {**done, "db": db} if bias else done
+
+                vectors = "" if params == dtype else "_fp32_params"
+                yield _gradient_case(
+                    f"{kind}_{name}{vectors}",
+                    dtype,
+                    build,
+                    eager,
+                    {"w": uniform(0.5, 1.5), "x": normal(1.0, 0.3)},
+                    terms=math.prod(shape),
+                )
 
 
 def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
@@ -1669,7 +2219,8 @@ def _gradients() -> Iterator[Case]:
     yield from _reductions()
     yield from _expands()
     yield from _activation_gradients()
-    yield from _norms()
+    yield from _training_norms()
+    yield from _trailing_norm_gradients()
     yield from _attention_gradients()
 
 
@@ -1683,6 +2234,9 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_conv_bias_act(),
         *_conv_bn_act(),
         *_conv_transpose(),
+        *_matmul(),
+        *_norms(),
+        *_views(),
         *_sdpa(),
         *_pointwise(),
         *_gradients(),

@@ -2,10 +2,10 @@
 
 Nothing is left to the frontend's inference: every tensor, virtual ones included, gets its dims,
 strides and dtype here, and every graph input and output an explicit uid, in the order in which the
-runtime passes pointers. The dims that cuDNN sees differ from the declared ones in three ways, none
+runtime passes pointers. The dims that cuDNN sees differ from the declared ones in four ways, none
 of which moves data: convolutions in one spatial dim get a second one of extent 1; operands of lower
-rank get leading ones; and in a graph of pointwise ops alone the dims are put in the order of memory
-and merged to three.
+rank get leading ones; in a graph of pointwise ops alone the dims are put in the order of memory and
+merged to three; and around a matrix product or a norm they are merged to batch, rows and columns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from ..ir import (
     TensorSpec,
     channels_last_strides,
     contiguous_strides,
+    dense_strides,
     is_channels_last,
     is_contiguous,
     memory_order,
@@ -35,6 +37,9 @@ Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+MIN_ROW, MAX_ROW = 32, 1024
+# Anchors whose plans see merged dims.
+_MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 # Anchors that cuDNN takes in two spatial dims at least.
 _SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
 
@@ -45,8 +50,8 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
-    With ``on_host`` it lies in the host's memory, where cuDNN wants some numbers of norms. It also
-    stands for a result that nobody asked for, which the library writes all the same.
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch.
+    It also stands for a result that nobody asked for, which the library writes all the same.
     """
 
     uid: int
@@ -163,11 +168,13 @@ class _PointwiseView:
 
     cuDNN takes a pointwise graph over [B, M, N], row-major, with operands broadcast over one or all
     of the three (over two only where B is 1); over four dims it takes far fewer. ``groups`` holds
-    the dims that make up each of the three, slowest first.
+    the dims that make up each of the three, slowest first. Where all dims merge into one, that is
+    cut into rows of ``columns``: as a single row it runs up to 70 times slower (H200, cuDNN 9.19).
     """
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
+    columns: int = 0
     spread: bool = False
     seen_rank: int = 3
 
@@ -179,6 +186,9 @@ class _PointwiseView:
             merged.append(numel(sizes[dim] for dim in group))
             real = [dim for dim in group if sizes[dim] > 1]
             strides.append(steps[real[-1]] if real else 0)
+        if self.columns and merged[-1] > 1:
+            merged[1:] = merged[-1] // self.columns, self.columns
+            strides[1:] = self.columns, 1
         dense = contiguous_strides(merged)
         return merged, [d if n == 1 else s for n, s, d in zip(merged, strides, dense, strict=True)]
 
@@ -205,15 +215,88 @@ class _ReductionView(_PointwiseView):
         return image, list(channels_last_strides(image))
 
 
+def _row_length(total: int) -> int:
+    """Into rows of which length to cut ``total`` elements in one line; 0 to leave them so."""
+    for length in range(min(MAX_ROW, total // 2), MIN_ROW - 1, -1):
+        if total % length == 0 and (length % 8 == 0 or total % 8):
+            return length
+    return 0
+
+
+@dataclass(frozen=True)
+class _MergedView:
+    """Graphs around a matrix product or a norm: groups of neighbouring dims become one dim each.
+
+    ``groups`` holds the dims that make up each dim that cuDNN sees, slowest first.
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    spread: bool = False
+
+    @property
+    def seen_rank(self) -> int:
+        return len(self.groups)
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = _merge(_padded(shape, stride, self.rank), self.groups)
+        return merged, _with_unit_stride(merged, strides)
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = self.dims(shape, stride)
+        return merged, list(dense_strides(merged, memory_order(merged, strides)))
+
+
+def _padded(shape: Shape, stride: Shape, rank: int) -> _Place:
+    """The same tensor at ``rank``, by leading dims of extent 1."""
+    lead = rank - len(shape)
+    return (1,) * lead + tuple(shape), (0,) * lead + tuple(stride)
+
+
+def _merge(place: _Place, groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Shape and strides with each group of dims as one dim; the stride is that of its fastest."""
+    shape, stride = place
+    real = [[dim for dim in group if shape[dim] > 1] for group in groups]
+    return (
+        [numel(shape[dim] for dim in group) for group in groups],
+        [stride[group[-1]] if group else 0 for group in real],
+    )
+
+
+def _merges(place: _Place, group: Sequence[int], space: Shape) -> bool:
+    """Whether a group of dims is one dim of this tensor: all broadcast, or dense among them."""
+    shape, stride = place
+    real = [dim for dim in group if space[dim] > 1]
+    if len(real) < 2 or all(shape[dim] == 1 for dim in real):
+        return True
+    return all(shape[dim] == space[dim] for dim in real) and all(
+        stride[slow] == stride[fast] * shape[fast] for slow, fast in pairwise(real)
+    )
+
+
+def _with_unit_stride(shape: Shape, stride: Shape) -> list[int]:
+    """Strides for extents of 1 that leave a unit stride in one of the last two dims."""
+    dense = contiguous_strides(shape)
+    steps = [d if n == 1 else s for n, s, d in zip(shape, stride, dense, strict=True)]
+    if len(shape) >= 2 and shape[-2] == 1 and steps[-1] != 1:
+        steps[-2] = 1  # a row whose elements lie apart is a column-major matrix
+    return steps
+
+
 def _view_of(spec: GraphSpec) -> _View:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
     real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
-    rank = max([rank, *(len(shape) for shape in _computed_shapes(spec))])
+    rank = max([rank, *(len(shape) for _, shape in _computed(spec))])
     if not anchors:
         return _pointwise_view(spec, rank, real)
+    for node in anchors:
+        if node.op in _MERGED:
+            if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
+                raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
+            return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
     if all(node.op == "reduction" for node in anchors):
-        groups = _merged_dims(rank, _at_rank(rank, real))
+        groups = _merged_dims(rank, [_padded(*place, rank) for place in real])
         if len(groups) > 2:
             raise _Refused("a reduction over dims between others")
         return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
@@ -223,12 +306,74 @@ def _view_of(spec: GraphSpec) -> _View:
     return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
 
 
-def _at_rank(rank: int, places: Sequence[_Place]) -> list[_Place]:
-    """The same with leading ones."""
-    return [
-        ((1,) * (rank - len(shape)) + tuple(shape), (0,) * (rank - len(stride)) + tuple(stride))
-        for shape, stride in places
-    ]
+def _places(spec: GraphSpec, rank: int) -> dict[str, _Place]:
+    """Every tensor at ``rank``: inputs and outputs as they lie, what is between them dense."""
+    places = {name: _placed(spec, name) for name in (*spec.inputs, *spec.outputs)}
+    for name, shape in _computed(spec):
+        places.setdefault(name, (shape, contiguous_strides(shape)))
+    return {name: _padded(*place, rank) for name, place in places.items()}
+
+
+def _space(spec: GraphSpec, node: Node, rank: int) -> Shape:
+    """The shape of an anchor's result at ``rank``; refused where what follows is larger."""
+    name = node.results[0]
+    shape = spec.tensors[name].shape
+    after = {name}
+    for each in spec.nodes:
+        if after & set(each.operands):
+            after |= set(each.results)
+    if any(numel(spec.tensors[later].shape) > numel(shape) for later in after):
+        raise _Refused(f"the result of {node.op} is broadcast")
+    return (1,) * (rank - len(shape)) + shape
+
+
+def _product_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+    """[batch, M, N] of a matrix product; the batch dims become rows where y has none.
+
+    Every tensor around it has to merge in the same way; y, with K where the others have M, has no
+    say on the rows.
+    """
+    x, y = node.operands
+    space = _space(spec, node, rank)
+    lead = tuple(range(rank - 2))
+    as_rows = ((), (*lead, rank - 2), (rank - 1,))
+    as_batch = (lead, (rank - 2,), (rank - 1,))
+    uses = [name for each in spec.nodes for name in each.operands].count(y)
+    for groups in (as_rows, as_batch) if numel(spec.tensors[y].shape[:-2]) == 1 else (as_batch,):
+        if all(
+            _merges(place, group, space)
+            for name, place in _places(spec, rank).items()
+            for group in groups
+            if not (name == y and uses == 1 and group is groups[1])
+        ):
+            return _MergedView(rank, groups)
+    raise _Refused(f"the batch dims around '{x}' @ '{y}' do not merge into one")
+
+
+def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+    """[rows, columns, 1, 1] of a norm: the dims before those of the weight, and those.
+
+    cuDNN wants rows without gaps between them, in x and in all that is as large.
+    """
+    space, places = _space(spec, node, rank), _places(spec, rank)
+    weight = node.inputs[OPS[node.op].ports.index("weight")]
+    first = rank - len(spec.tensors[str(weight)].shape)
+    order = memory_order(*places[node.operands[0]])
+    rows = tuple(dim for dim in order if dim < first)
+    columns = tuple(dim for dim in order if dim >= first)
+    view = _MergedView(rank, (rows, columns, (), ()))
+    for name, place in places.items():
+        if name in (*spec.inputs, *spec.outputs):
+            if not all(_merges(place, group, space) for group in view.groups):
+                raise _Refused(f"the dims of '{name}' do not merge into rows and columns")
+            if not is_contiguous(*view.dims(*place)):
+                raise _Refused(f"the rows of '{name}' lie in memory with gaps, or as columns")
+        elif any(
+            {place[0][dim] == 1 for dim in group if space[dim] > 1} == {True, False}
+            for group in view.groups
+        ):
+            raise _Refused(f"'{name}' broadcasts within the rows or the columns")
+    return view
 
 
 def _merged_dims(rank: int, full: Sequence[_Place]) -> list[list[int]]:
@@ -265,7 +410,7 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _Poin
     is broadcast over two dims of three from the wrong place, and computed columns too. Those are
     refused here.
     """
-    full = _at_rank(rank, real)
+    full = [_padded(*place, rank) for place in real]
     space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
     groups = _merged_dims(rank, full)
     if len(groups) > 3:
@@ -278,21 +423,21 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _Poin
         if len(groups) == 3 and sum(n > 1 for n in merged) == 1:
             raise _Refused("a vector broadcasts over two dims of three, which cuDNN gets wrong")
     last = view.dims(space, (0,) * rank)[0][-1]
-    for computed in _computed_shapes(spec):
+    for _, computed in _computed(spec):
         merged = view.dims(computed, (0,) * len(computed))[0]
         if merged[-1] == 1 < last and numel(merged) > 1:
             raise _Refused("a computed column broadcasts over the rows, which cuDNN gets wrong")
-    return view
+    return replace(view, columns=_row_length(last)) if len(groups) == 1 else view
 
 
-def _computed_shapes(spec: GraphSpec) -> Iterator[Shape]:
-    """Shapes of what is computed inside the graph, in the temporaries of an op's lowering too."""
+def _computed(spec: GraphSpec) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of what is computed in the graph, also of an op's temporaries."""
     for node in spec.nodes:
         for name in node.results:
-            yield spec.tensors[name].shape
+            yield name, spec.tensors[name].shape
         if node.op == "batch_norm":
             x = spec.tensors[str(node.inputs[0])]
-            yield (1, x.shape[1], *(1,) * (len(x.shape) - 2))
+            yield f"{node.name} deviation", (1, x.shape[1], *(1,) * (len(x.shape) - 2))
 
 
 @dataclass
@@ -342,6 +487,20 @@ class Context:
             self.scalars[name] = self.constant([1] * self.view.seen_rank, value, torch.float32)
         return self.scalars[name]
 
+    def host_scalar(self, value: float) -> Any:
+        """A number that cuDNN takes by value: it reads the host's memory."""
+        uid = self._next_uid()
+        self.extras.append(Constant(uid, 1, value, torch.float32, on_host=True))
+        ones = [1] * self.view.seen_rank
+        return self.graph.tensor(
+            dim=ones,
+            stride=ones,
+            data_type=self.dtype(torch.float32),
+            uid=uid,
+            is_pass_by_value=True,
+            name=f"number_{uid}",
+        )
+
     def _next_uid(self) -> int:
         return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
 
@@ -355,19 +514,16 @@ class Context:
             dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"
         )
 
-    def constant(
-        self, shape: list[int], value: float, dtype: torch.dtype, *, on_host: bool = False
-    ) -> Any:
+    def constant(self, shape: list[int], value: float, dtype: torch.dtype) -> Any:
         """A tensor of one value that the plan provides."""
         uid = self._next_uid()
-        self.extras.append(Constant(uid, numel(shape), value, dtype, on_host))
+        self.extras.append(Constant(uid, numel(shape), value, dtype))
         return self.graph.tensor(
             dim=shape,
             stride=list(channels_last_strides(shape)),
             data_type=self.dtype(dtype),
             uid=uid,
             name=f"constant_{uid}",
-            is_pass_by_value=on_host,
         )
 
     def discard(self, tensor: Any, spec: TensorSpec) -> None:
@@ -517,10 +673,9 @@ def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
 def _batch_norm_train(ctx: Context, node: Node) -> Sequence[Any]:
     x, weight, bias, mean, var = ctx.operands(node)
     _check_float32(ctx, node, 1, 2, 3, 4)
-    ones = [1] * ctx.view.seen_rank
     given = mean is not None
     if not given:  # the binding does not go without
-        shape = list(ones)
+        shape = [1] * ctx.view.seen_rank
         shape[1] = ctx.spec.tensors[str(node.inputs[0])].shape[1]
         mean = ctx.constant(shape, 0.0, torch.float32)
         var = ctx.constant(shape, 1.0, torch.float32)
@@ -530,8 +685,8 @@ def _batch_norm_train(ctx: Context, node: Node) -> Sequence[Any]:
         bias=bias,
         in_running_mean=mean,
         in_running_var=var,
-        epsilon=ctx.constant(ones, node.attr("eps"), torch.float32, on_host=True),
-        momentum=ctx.constant(ones, node.attr("momentum"), torch.float32, on_host=True),
+        epsilon=ctx.host_scalar(node.attr("eps")),
+        momentum=ctx.host_scalar(node.attr("momentum")),
         name=node.name,
     )
     if not given:
@@ -612,6 +767,55 @@ def _batch_norm(ctx: Context, node: Node) -> Any:
     return y
 
 
+def _matmul(ctx: Context, node: Node) -> Any:
+    x, y = ctx.operands(node)
+    return ctx.graph.matmul(A=x, B=y, name=node.name)
+
+
+def _norm(method: str) -> Rule:
+    """A norm over trailing dims; its statistics are made where somebody takes them."""
+
+    def rule(ctx: Context, node: Node) -> Sequence[Any]:
+        x, weight, bias = ctx.operands(node)
+        if bias is None and method == "layernorm":  # the frontend wants one
+            spec = ctx.spec.tensors[str(node.inputs[1])]
+            shape = ctx.view.dims(spec.shape, spec.stride)[0]
+            bias = ctx.constant(shape, 0.0, spec.dtype)
+        used = {name for each in ctx.spec.nodes for name in each.operands} | set(ctx.spec.outputs)
+        phases = ctx.frontend.norm_forward_phase
+        taken = [name in used for name in node.outputs[1:]]
+        training = any(taken)
+        if training and not all(taken):
+            raise _Refused(f"{node.op} hands out all of its statistics or none")
+        results = getattr(ctx.graph, method)(
+            norm_forward_phase=phases.TRAINING if training else phases.INFERENCE,
+            input=x,
+            scale=weight,
+            bias=bias,
+            epsilon=ctx.host_scalar(node.attr("eps")),
+            name=node.name,
+        )
+        return list(results) if training else list(results[:1])
+
+    return rule
+
+
+def _norm_backward(method: str) -> Rule:
+    """The gradients of a norm over trailing dims."""
+
+    def rule(ctx: Context, node: Node) -> Sequence[Any]:
+        dy, x, weight, *statistics = ctx.operands(node)
+        names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
+        options = dict(zip(names, statistics, strict=True))
+        if method == "rmsnorm_backward":
+            options["has_dbias"] = node.outputs[2] is not None
+        return getattr(ctx.graph, method)(  # type: ignore[no-any-return]
+            grad=dy, input=x, scale=weight, name=node.name, **options
+        )
+
+    return rule
+
+
 def _call(method: str) -> Rule:
     """An op that is one frontend op with the same operands."""
 
@@ -690,10 +894,20 @@ def _leaky_relu(ctx: Context, node: Node) -> Any:
     return ctx.graph.leaky_relu(x, node.attr("negative_slope"), name=node.name)
 
 
+def _torch_only(ctx: Context | None, node: Node) -> Any:
+    """An op that moves elements and computes nothing."""
+    raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
+
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
     "conv_wgrad": _conv_wgrad,
+    "matmul": _matmul,
+    "layer_norm": _norm("layernorm"),
+    "rms_norm": _norm("rmsnorm"),
+    "layer_norm_backward": _norm_backward("layernorm_backward"),
+    "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
@@ -744,6 +958,11 @@ RULES: Mapping[str, Rule] = {
     "logical_not": _logical("logical_not"),
     "where": _where,
     "constant": lambda ctx, node: ctx.scalar(node.attr("value")),
+    "reshape": _torch_only,
+    "transpose": _torch_only,
+    "permute": _torch_only,
+    "slice": _torch_only,
+    "concat": _torch_only,
 }
 
 _CHANNEL_PORTS = {
@@ -761,7 +980,7 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     tensor = spec.tensors[name]
     views: set[tuple[Shape, Shape]] = set()
     for node in spec.nodes:
-        for port, operand in zip(OPS[node.op].ports, node.inputs, strict=True):
+        for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if operand != name:
                 continue
             if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
@@ -794,7 +1013,7 @@ def _check_places(spec: GraphSpec) -> None:
     """Refuse what is computed with its dims in one place and used with them in another."""
     producer = {name: node for node in spec.nodes for name in node.results}
     for node in spec.nodes:
-        for port, name in zip(OPS[node.op].ports, node.inputs, strict=True):
+        for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if name not in producer:
                 continue
             shape = spec.tensors[name].shape
@@ -840,6 +1059,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     )
     try:
         _check_places(spec)
+        for node in spec.nodes:
+            if RULES[node.op] is _torch_only:
+                _torch_only(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))

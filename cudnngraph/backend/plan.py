@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -28,6 +28,7 @@ from .lower import Alias, Constant, Extra, Lowered, first_line, lower
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
 )
+UNNAMED_KNOB = "NOT_SET"  # how the frontend reads a knob that it has no name for
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,16 @@ class Plan:
             "uids": len(self._uids) - len(self._extras),
             "aliases": [[e.uid, e.position] for e in self._extras if isinstance(e, Alias)],
             "constants": [
-                [e.uid, e.numel, float(e.value).hex(), str(e.dtype).removeprefix("torch.")]
+                [
+                    e.uid,
+                    e.numel,
+                    float(e.value).hex(),
+                    str(e.dtype).removeprefix("torch."),
+                    e.on_host,
+                ]
                 for e in self._extras
                 if isinstance(e, Constant)
             ],
-            "on_host": [e.uid for e in self._extras if isinstance(e, Constant) and e.on_host],
         }
         return json.dumps(head).encode() + b"\n" + bytes(self._graph.serialize())
 
@@ -152,12 +158,9 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         described = json.loads(head)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")
-        on_host = described.get("on_host", ())
         extras: list[Extra] = [
-            Constant(
-                int(uid), int(count), float.fromhex(value), getattr(torch, dtype), uid in on_host
-            )
-            for uid, count, value, dtype in described["constants"]
+            Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype), bool(host))
+            for uid, count, value, dtype, host in described["constants"]
         ]
         extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
         extras.sort(key=lambda extra: extra.uid)
@@ -188,17 +191,22 @@ def _fast_call(graph: Any, index: int | None, uids: Sequence[int]) -> Any | None
     return lambda address, count, workspace, handle: call(address, count, workspace, handle, place)
 
 
-def propose(lowered: Lowered, frontend: Any) -> list[Candidate]:
+def propose(lowered: Lowered, frontend: Any, *, more: bool = False) -> list[Candidate]:
     """cuDNN's ranking for a graph, best first, the same (engine, knobs) once.
 
-    Raises :class:`NotSupported` with one line per distinct reason.
+    ``more`` asks a second ranking too (mode B), whose plans follow those of the first. Raises
+    :class:`NotSupported` with one line per distinct reason.
     """
-    modes = [frontend.heur_mode.A, frontend.heur_mode.FALLBACK]
+    kinds = frontend.heur_mode
+    modes = [kinds.A, kinds.B, kinds.FALLBACK] if more else [kinds.A, kinds.FALLBACK]
     graph = lowered.graph
     try:
         graph.create_execution_plans(modes)
     except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
         raise NotSupported("this graph", readable_reasons(str(error)), str(error)) from None
+    except ImportError as error:  # from 1.29 on engines of its own are asked, and need cuda-python
+        reason = f"the frontend cannot rank it: {error}"
+        raise NotSupported("this graph", [reason], str(error)) from None
     found: dict[Choice, Candidate] = {}
     for index in range(graph.get_execution_plan_count()):
         engine, knobs = graph.get_engine_and_knobs_at_index(index)
@@ -283,32 +291,6 @@ def restrict(lowered: Lowered, spec: GraphSpec, policy: Policy, frontend: Any) -
         lowered.graph.deselect_workspace_greater_than(policy.workspace_limit)
 
 
-def try_build(
-    lowered: Lowered,
-    candidates: Sequence[Candidate],
-    spec: GraphSpec,
-    frontend: Any,
-    limit: int | None = None,
-) -> Iterator[Outcome]:
-    """Build candidates in turn; the caller stops when it has what it wants."""
-    unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError)
-    for candidate in candidates:
-        bad = why_bad(spec, candidate.choice.engine, env.cudnn_version())
-        if bad is not None:
-            yield Outcome(candidate, False, bad)
-            continue
-        try:
-            lowered.graph.build_plan_at_index(candidate.index)
-            need = int(lowered.graph.get_workspace_size_plan_at_index(candidate.index))
-        except unsupported as error:
-            yield Outcome(candidate, False, first_line(str(error)))
-            continue
-        if limit is not None and need > limit:
-            yield Outcome(candidate, False, f"needs {need} bytes of workspace, over {limit}", need)
-        else:
-            yield Outcome(candidate, True, "", need)
-
-
 def refuse_during_capture() -> None:
     """Raise :class:`CaptureError` while the current stream is being captured."""
     if torch.cuda.is_current_stream_capturing():
@@ -343,6 +325,57 @@ def _why_no_launch(plan: Plan, spec: GraphSpec) -> str | None:
     return None
 
 
+class Proposals:
+    """cuDNN's candidates for ``spec``, to be built one by one; ``more`` as for :func:`propose`.
+
+    Raises :class:`NotSupported` with one line per distinct reason when there is none.
+    """
+
+    def __init__(
+        self, spec: GraphSpec, policy: Policy, device_index: int, *, more: bool = False
+    ) -> None:
+        refuse_during_capture()
+        self.spec = spec
+        self._policy = policy
+        self._device_index = device_index
+        self._frontend = env.frontend()
+        self._lowered = lower(spec, self._frontend, handle=env.handle(device_index))
+        self.candidates = propose(self._lowered, self._frontend, more=more)
+        restrict(self._lowered, spec, policy, self._frontend)
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """Build one, and launch it once; there is a plan when the outcome is accepted."""
+        choice, graph = candidate.choice, self._lowered.graph
+        why = why_excluded(candidate, self._policy) or why_bad(
+            self.spec, choice.engine, env.cudnn_version()
+        )
+        if why is not None:
+            return Outcome(candidate, False, why), None
+        try:
+            graph.build_plan_at_index(candidate.index)
+            need = int(graph.get_workspace_size_plan_at_index(candidate.index))
+        except (self._frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
+            return Outcome(candidate, False, first_line(str(error))), None
+        limit = self._policy.workspace_limit
+        if limit is not None and need > limit:
+            reason = f"needs {need} bytes of workspace, over {limit}"
+            return Outcome(candidate, False, reason, need), None
+        plan = _plan_of(self._lowered, candidate.index, choice, self._device_index)
+        failure = _why_no_launch(plan, self.spec)
+        if failure is not None:
+            return Outcome(candidate, False, failure, need), None
+        return Outcome(candidate, True, "", need), plan
+
+
+def why_excluded(candidate: Candidate, policy: Policy) -> str | None:
+    """The reason why the policy's ``exclude_engines`` rules a candidate out, or None."""
+    names = (f"eng{candidate.choice.engine}", candidate.tag)
+    for excluded in policy.exclude_engines:
+        if excluded == names[0] or names[1] == excluded or names[1].startswith(f"{excluded}_"):
+            return f"barred by the policy: exclude_engines has '{excluded}'"
+    return None
+
+
 def build_first(
     spec: GraphSpec, policy: Policy, device_index: int
 ) -> tuple[Plan, tuple[Outcome, ...]]:
@@ -350,21 +383,13 @@ def build_first(
 
     Raises :class:`NotSupported` with every candidate's reason when none does.
     """
-    refuse_during_capture()
-    frontend = env.frontend()
-    lowered = lower(spec, frontend, handle=env.handle(device_index))
-    candidates = propose(lowered, frontend)
-    restrict(lowered, spec, policy, frontend)
+    proposals = Proposals(spec, policy, device_index)
     outcomes: list[Outcome] = []
-    for outcome in try_build(lowered, candidates, spec, frontend, policy.workspace_limit):
-        if outcome.accepted:
-            chosen = outcome.candidate
-            plan = _plan_of(lowered, chosen.index, chosen.choice, device_index)
-            failure = _why_no_launch(plan, spec)
-            if failure is None:
-                return plan, (*outcomes, outcome)
-            outcome = replace(outcome, accepted=False, reason=failure)
+    for candidate in proposals.candidates:
+        outcome, plan = proposals.build(candidate)
         outcomes.append(outcome)
+        if plan is not None:
+            return plan, tuple(outcomes)
     reasons = dict.fromkeys(outcome.reason for outcome in outcomes)
     raise NotSupported(
         f"graph '{spec.name}'",
@@ -377,16 +402,28 @@ def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
     refuse_during_capture()
     frontend = env.frontend()
     lowered = lower(spec, frontend, handle=env.handle(device_index))
+    unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError)
     try:
-        knobs = {getattr(frontend.knob_type, name): value for name, value in choice.knobs}
-        lowered.graph.create_execution_plan(choice.engine, knobs)
-        index = lowered.graph.get_execution_plan_count() - 1
+        if any(name == UNNAMED_KNOB for name, _ in choice.knobs):
+            index = _find(lowered, frontend, choice)
+        else:
+            knobs = {getattr(frontend.knob_type, name): value for name, value in choice.knobs}
+            lowered.graph.create_execution_plan(choice.engine, knobs)
+            index = lowered.graph.get_execution_plan_count() - 1
         lowered.graph.build_plan_at_index(index)
-    except (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError) as error:
+    except unsupported as error:
         raise NotSupported(
             f"{choice} for graph '{spec.name}'", [first_line(str(error))], str(error)
         ) from None
     return _plan_of(lowered, index, choice, device_index)
+
+
+def _find(lowered: Lowered, frontend: Any, choice: Choice) -> int:
+    """The place in cuDNN's ranking of a choice that cannot be asked for by its knobs."""
+    for candidate in propose(lowered, frontend, more=True):
+        if candidate.choice == choice:
+            return candidate.index
+    raise NotSupported(str(choice), ["the heuristics do not propose it (any more)"])
 
 
 def _plan_of(lowered: Lowered, index: int, choice: Choice, device_index: int) -> Plan:

@@ -281,6 +281,7 @@ class Stored:
             "tier": entry.tier,
             "created": record.created,
             "age_s": entry.age_s,
+            "unused_s": entry.unused_s,
             "record_bytes": entry.record_bytes,
             "blob_bytes": entry.blob_bytes,
             "path": entry.path,
@@ -326,6 +327,7 @@ FIELDS: Mapping[str, Field] = {
     "age": Field(lambda e: age_text(e.entry.age_s), lambda e: e.entry.age_s),
     "plan": Field(lambda e: e.plan, lambda e: e.plan),
     # Not in the table.
+    "unused": Field(lambda e: age_text(e.entry.unused_s), lambda e: e.entry.unused_s),
     "op": Field(
         lambda e: e.graph,
         lambda e: e.graph,

@@ -182,7 +182,10 @@ def _print_full(entry: Stored, as_json: bool) -> None:
     print(f"{entry.id}")
     print(clean(record.summary))
     print(f"{entry.gpu}, cuDNN {entry.cudnn}, frontend {entry.env.get('frontend_version', '?')}")
-    print(f"{stored.tier}, {age_text(stored.age_s)} old, {bytes_text(stored.record_bytes)}{blob}")
+    age = f"{age_text(stored.age_s)} old"
+    if stored.tier == "disk":
+        age += f", used {age_text(stored.unused_s)} ago"
+    print(f"{stored.tier}, {age}, {bytes_text(stored.record_bytes)}{blob}")
     print(f"workspace {bytes_text(record.workspace_bytes)}, time {time_text(record.time_us)}")
     print()
     print("\n".join(clean(line) for line in record.graph.split("\n")))

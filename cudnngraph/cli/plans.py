@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +115,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     action.add_argument("--cudnn", metavar="VERSION", help="9.19.0 or 91900")
     action.add_argument("--frontend", metavar="VERSION", help="1.28.0")
     action.add_argument("--gpu", metavar="NAME", help="as in plan-dump: 'NVIDIA H200'")
-    action.add_argument("--older-than", type=_days, metavar="DAYS")
+    action.add_argument(
+        "--older-than", type=_days, metavar="DAYS", help="entries that were made before that"
+    )
+    action.add_argument(
+        "--unused-for",
+        type=_days,
+        metavar="DAYS",
+        help="entries that no process has read from disk since; noted once a day",
+    )
     action.add_argument(
         "--max-size",
         type=_size,
         metavar="BYTES",
-        help="the oldest entries, until the rest takes no more; 512K, 64M, 1G",
+        help="what was not used for longest, until the rest takes no more; 512K, 64M, 1G",
+    )
+    action.add_argument(
+        "--other-schemas",
+        action="store_true",
+        help="the folders v0, v2, … of versions of the program that write records in another way; "
+        "those versions serve from them",
     )
     action.add_argument("--dry-run", action="store_true", help="only say what would go")
 
     action = add("export", "write the records into one file, without serialized plans")
-    action.add_argument("file", type=Path, metavar="FILE")
+    action.add_argument("file", type=Path, metavar="FILE", nargs="?")
+    action.add_argument(
+        "--seeds",
+        type=Path,
+        metavar="FOLDER",
+        help="in place of FILE: each record into FOLDER/<gpu>/<id>.json, as the package ships them",
+    )
     action.add_argument(
         "--with-blobs", action="store_true", help="with serialized plans, which hold device code"
     )
@@ -326,11 +346,12 @@ def _verify(args: argparse.Namespace) -> int:
             plans = verify.Verdict("skipped", "it is of another environment")
         else:
             plans = verify.check_plans(entry.record, steps, verify.on_gpu(device))
-        checks = {"blob": verify.check_blob(store, entry), "graph": graph, "replay": plans}
+        record, blob = verify.check_stored(store, entry)
+        checks = {"record": record, "blob": blob, "graph": graph, "replay": plans}
         counts[plans.status] += 1
         rows.append(
             [
-                *(entry.short_id, "ok", *(check.status for check in checks.values())),
+                *(entry.short_id, *(check.status for check in checks.values())),
                 clean("; ".join(f"{n}: {c.detail}" for n, c in checks.items() if c.detail)),
             ]
         )
@@ -359,27 +380,48 @@ def _prune(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     if given and not args.dead_environments:
         raise UsageError(f"--{next(iter(given))} says what --dead-environments compares with")
-    if not args.dead_environments and args.older_than is None and args.max_size is None:
-        raise UsageError("say what may go: --dead-environments, --older-than, --max-size")
+    limits = (args.older_than, args.unused_for, args.max_size)
+    if not args.dead_environments and not args.other_schemas and limits == (None, None, None):
+        raise UsageError(
+            "say what may go: --dead-environments, --older-than, --unused-for, --max-size, "
+            "--other-schemas"
+        )
     dead = _dead(given) if args.dead_environments else None
     store = entries.open_store(entries.directory(args))
     found, _ = entries.scan(store)
-    going = to_prune(found, dead, args.older_than, args.max_size)
+    going = to_prune(found, dead, *limits)
+    folders = store.other_schemas() if args.other_schemas else []
     for entry, why in going:
-        print(f"{entry.short_id}  {why}: {_named(entry)}, {age_text(entry.entry.age_s)} old")
-    size = bytes_text(sum(entry.entry.size_bytes for entry, _ in going))
-    count = f"{len(going)} of {len(found)} plans, {size}"
+        used = age_text(entry.entry.unused_s)
+        age = f"{age_text(entry.entry.age_s)} old, used {used} ago"
+        print(f"{entry.short_id}  {why}: {_named(entry)}, {age}")
+    for folder in folders:
+        several = "" if folder.files == 1 else "s"
+        size = f"{folder.files} file{several}, {bytes_text(folder.size_bytes)}"
+        print(f"v{folder.version}  another schema: {clean(folder.problem) or size}")
+    count = f"{len(going)} of {len(found)} plans, {_total(e.entry.size_bytes for e, _ in going)}"
+    if args.other_schemas:
+        own = [folder for folder in folders if not folder.problem]
+        several = "" if len(own) == 1 else "s"
+        size = _total(folder.size_bytes for folder in own)
+        count += f", and {len(own)} folder{several} of another schema, {size}"
     if args.dry_run:
         print(f"would remove {count}")
         return 0
     ids = {entry.id for entry, _ in going}
     removed = store.prune(lambda entry: entry.id in ids)
-    print(f"removed {count}")
+    stay = [f"v{folder.version}" for folder in folders if not store.remove_schema(folder.version)]
     left = ids - {entry.id for entry in removed}
-    still = {entry.id for entry in entries.scan(store)[0]} & left
-    if still:
-        raise CacheError(f"{len(still)} of them could not be removed, {min(still)[:12]} among them")
+    still = [id[: entries.ID_SHOWN] for id in {entry.id for entry in entries.scan(store)[0]} & left]
+    if still or stay:
+        shown = min(stay or still)
+        raise CacheError(f"{len(still + stay)} could not be removed, {shown} among them")
+    print(f"removed {count}")
     return 0
+
+
+def _total(sizes: Iterable[int]) -> str:
+    return bytes_text(sum(sizes))
 
 
 def _dead(given: Mapping[str, str]) -> Callable[[Stored], bool]:
@@ -410,6 +452,7 @@ def to_prune(
     found: Sequence[Stored],
     dead: Callable[[Stored], bool] | None,
     older_than_s: float | None,
+    unused_for_s: float | None,
     max_bytes: int | None,
 ) -> list[tuple[Stored, str]]:
     """The entries that have to go, and why, in the order of the reasons."""
@@ -419,10 +462,12 @@ def to_prune(
             going.append((entry, "dead environment"))
         elif older_than_s is not None and entry.entry.age_s > older_than_s:
             going.append((entry, "too old"))
+        elif unused_for_s is not None and entry.entry.unused_s > unused_for_s:
+            going.append((entry, "unused"))
         else:
             kept.append(entry)
     if max_bytes is not None:
-        kept.sort(key=lambda entry: (entry.entry.age_s, entry.id))
+        kept.sort(key=lambda entry: (entry.entry.unused_s, entry.entry.age_s, entry.id))
         total = sum(entry.entry.size_bytes for entry in kept)
         while kept and total > max_bytes:
             entry = kept.pop()
@@ -435,12 +480,19 @@ def to_prune(
 
 
 def _export(args: argparse.Namespace) -> int:
+    if (args.file is None) == (args.seeds is None):
+        raise UsageError("export takes a FILE or --seeds FOLDER, one of them")
+    if args.seeds is not None and args.with_blobs:
+        raise UsageError("seeds have no serialized plans: --with-blobs needs a FILE")
     store = entries.open_store(entries.directory(args))
     found, damaged = entries.scan(store)
     for entry in damaged:
         print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
     if not found:
         raise CacheError(f"no plan is in {entries.directory(args)}")
+    if args.seeds is not None:
+        print(f"{transfer.export_seeds(found, args.seeds)} seeds written to {args.seeds}")
+        return 1 if damaged else 0
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs
     tail = f", {left_out} blobs left out" if left_out else ""

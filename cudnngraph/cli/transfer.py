@@ -12,6 +12,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
         with open(temporary, "xb") as stream:
             stream.write(HEAD + b"\n")
             for entry in entries:
-                blob = _blob_of(store, entry) if with_blobs else None
+                blob = store.check(entry.id).blob if with_blobs else None
                 body = json.loads(entry.record.with_blob(blob).to_json())
                 line = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
                 stream.write(line.encode() + b"\n")
@@ -57,9 +58,30 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
     return blobs
 
 
-def _blob_of(store: PlanStore, entry: Stored) -> bytes | None:
-    found = store.get(entry.id)
-    return found.blob if isinstance(found, Hit) else None
+def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
+    """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
+
+    Without serialized plans, which are never taken from a seed.
+    """
+    for entry in entries:
+        place = folder / seed_folder(entry.gpu)
+        file = place / f"{entry.id}.json"
+        temporary = place / f".{file.name}.{secrets.token_hex(6)}.tmp"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "xb") as stream:
+                stream.write(entry.record.with_blob(None).to_json().encode())
+            os.replace(temporary, file)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
+    return len(entries)
+
+
+def seed_folder(gpu: str) -> str:
+    """ "NVIDIA H200" → "nvidia-h200"; a name that is safe in a path, whatever the GPU's is."""
+    return re.sub("[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
 
 
 # -- in --------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cudnngraph.policy import Policy
 from cudnngraph.recorded import StaleRecord, env_components, steps_of
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
-from plans_cache import Hit, PlanRecord, PlanStore
+from plans_cache import PlanRecord, PlanStore
 
 RunStep = Callable[[StepPlan, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -60,14 +60,14 @@ class Malformed(ValueError):
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_blob(store: PlanStore, entry: Stored) -> Verdict:
-    """Length and digest of the serialized plans."""
-    found = store.get(entry.id)
-    if not isinstance(found, Hit):
-        return Verdict("failed", found.detail)
+def check_stored(store: PlanStore, entry: Stored) -> tuple[Verdict, Verdict]:
+    """The record as it is kept, and the length and digest of its serialized plans."""
+    found = store.check(entry.id)
+    if found.record is None:
+        return Verdict("failed", found.problem), Verdict("skipped", "its record is not known")
     if found.blob_problem:
-        return Verdict("failed", found.blob_problem)
-    return Verdict("none") if found.blob is None else OK
+        return OK, Verdict("failed", found.blob_problem)
+    return OK, Verdict("none") if found.blob is None else OK
 
 
 def check_graph(record: PlanRecord) -> tuple[Verdict, tuple[StepPlan, ...]]:

@@ -8,6 +8,7 @@ writes one to look at: ``cudnngraph plan-dump --dir FOLDER``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import cudnngraph as cg
 from cudnngraph.ir import GraphSpec, print_spec
 from cudnngraph.key import encode, graph_key
 from cudnngraph.ops import is_default
-from cudnngraph.partition import split
+from cudnngraph.partition import Graph, cuts, piece, work
 from cudnngraph.runtime import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 
@@ -106,7 +107,7 @@ def record(
         summary=f"{ops}: {ins} → {outs}",
         graph=print_spec(spec, is_default),
         steps=tuple(steps),
-        policy=asdict(policy),
+        policy=json.loads(json.dumps(asdict(policy))),  # as it comes back
         versions={"torch": "2.11.0+cu130"},
         created=created,
     )
@@ -141,8 +142,9 @@ def _tuned(spec: GraphSpec) -> StepRecord:
 def records(now: float) -> dict[str, PlanRecord]:
     """The example's records by a name for each."""
     conv, attend = canonical(conv_bias_relu().spec()), canonical(attention(F16).spec())
-    pieces = split(canonical(conv_bias_gelu().spec()))
-    assert pieces is not None and len(pieces) == 2
+    whole = Graph(canonical(conv_bias_gelu().spec()))
+    (cut_in_two,) = (cut for cut in cuts(whole, work(whole.spec.nodes)) if len(cut) == 2)
+    pieces = [piece(whole, group) for group in cut_in_two]
     refused = Candidate(
         "'conv_bias_gelu' as one plan", False, "no engine supports gelu behind a convolution"
     )
@@ -174,6 +176,8 @@ def make(directory: Path, now: float | None = None, *, damaged: bool = False) ->
     store = PlanStore(directory, seeds=None)
     for name, each in made.items():
         assert store.put(each, BLOB if name in WITH_BLOB else None)
+        (file,) = directory.rglob(f"{each.id}.json")
+        os.utime(file, (each.created, each.created))  # last used when it was made
     if damaged:
         (file,) = directory.rglob(f"{made['old'].id}.json")
         file.write_bytes(file.read_bytes()[:1000])

@@ -103,6 +103,42 @@ def norm(*says: str, **options: Any) -> tuple[Callable[[cg.Graph], Any], tuple[s
     return declare, ("batch_norm 'n1'", *says)
 
 
+def product(
+    *says: str,
+    x: tuple[int, ...] = (4, 24, 64),
+    y: tuple[int, ...] = (64, 40),
+    dtype: torch.dtype = F16,
+    y_dtype: torch.dtype | None = None,
+) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
+    """A matrix product named 'm1' that is wrong somehow."""
+
+    def declare(g: cg.Graph) -> None:
+        given = g.input("x", x, dtype), g.input("y", y, y_dtype or dtype)
+        g.output("z", g.matmul(*given, name="m1"))
+
+    return declare, ("matmul 'm1'", *says)
+
+
+def trailing(
+    op: str,
+    *says: str,
+    w: tuple[int, ...] = (64,),
+    b: tuple[int, ...] | None = None,
+    dtype: torch.dtype = F16,
+    w_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
+    """A norm named 'n1' of x (4, 24, 64) that is wrong somehow."""
+
+    def declare(g: cg.Graph) -> None:
+        given = [g.input("x", (4, 24, 64), dtype), g.input("w", w, w_dtype or dtype)]
+        given += [] if b is None else [g.input("b", b, w_dtype or dtype)]
+        result = getattr(g, op)(*given, name="n1", **options)
+        g.output("y", result[0] if isinstance(result, tuple) else result)
+
+    return declare, (f"{op} 'n1'", *says)
+
+
 def attention(
     *says: str,
     q: tuple[int, ...] = (2, 4, 32, 64),
@@ -291,6 +327,130 @@ TABLE = [
     ("norm_eps_negative", norm("eps=-0.001 is negative", "eps >= 0", eps=-0.001)),
     ("norm_eps_nan", norm("eps=nan is not finite", eps=math.nan)),
     ("norm_eps_text", norm("eps='1e-5' is not a number", eps="1e-5")),
+    # -- norms over trailing dims
+    *(
+        row
+        for op in ("layer_norm", "rms_norm")
+        for row in (
+            (
+                f"{op}_weight_shape",
+                trailing(op, "weight 'w' has shape (24,)", "last dims of x 'x' (4, 24", w=(24,)),
+            ),
+            (f"{op}_weight_rank", trailing(op, "has shape (1, 4, 24, 64)", w=(1, 4, 24, 64))),
+            (f"{op}_weight_empty", trailing(op, "weight 'w' has shape ()", w=())),
+            (
+                f"{op}_bias_shape",
+                trailing(op, "bias 'b' has shape (24, 64)", "(64,), that of the", b=(24, 64)),
+            ),
+            (
+                f"{op}_weight_dtype",
+                trailing(op, "weight 'w' is bfloat16", "float16 or float32", w_dtype=BF16),
+            ),
+            (
+                f"{op}_weight_narrow",
+                trailing(op, "weight 'w' is float16", "expected float32", dtype=F32, w_dtype=F16),
+            ),
+            (f"{op}_int", trailing(op, "x 'x' is int32", "float16", dtype=torch.int32)),
+            (f"{op}_eps_negative", trailing(op, "eps=-1.0 is negative", "eps >= 0", eps=-1.0)),
+            (f"{op}_eps_nan", trailing(op, "eps=nan is not finite", eps=math.nan)),
+            (f"{op}_eps_none", trailing(op, "eps=None is not a number", eps=None)),
+            (
+                f"{op}_stats_number",
+                trailing(op, "return_stats=1 is not a bool", "True or False", return_stats=1),
+            ),
+        )
+    ),
+    # -- views and concatenation, of x (2, 16, 8, 8)
+    (
+        "reshape_elements",
+        pointwise(
+            lambda g, x: x.reshape((2, 16, 60), name="v"),
+            "reshape 'v'",
+            "shape=(2, 16, 60) does not hold the 2048 elements of x 'x' (2, 16, 8, 8)",
+        ),
+    ),
+    ("reshape_rest", pointwise(lambda g, x: x.reshape((3, -1)), "shape=(3, -1) does not hold")),
+    ("reshape_rest_of_0", pointwise(lambda g, x: x.reshape((0, -1)), "shape=(0, -1) does not")),
+    ("reshape_two_rests", pointwise(lambda g, x: x.reshape((-1, -1)), "-1 for one of them")),
+    ("reshape_negative", pointwise(lambda g, x: x.reshape((2, -16)), "has sizes below 0")),
+    ("reshape_number", pointwise(lambda g, x: x.reshape(2048), "shape=2048", "a tuple of ints")),
+    ("reshape_float", pointwise(lambda g, x: x.reshape((2, 1024.0)), "made of whole numbers")),
+    (
+        "reshape_rank_9",
+        pointwise(lambda g, x: x.reshape((2048, *(1,) * 8)), "has 9 dims", "at most 8"),
+    ),
+    ("transpose_dim", pointwise(lambda g, x: x.transpose(1, 4), "dim1=4 is no dim", "-4 to 3")),
+    (
+        "transpose_float",
+        pointwise(lambda g, x: x.transpose(0.5, 1), "dim0=0.5 is not a whole number", "4 in all"),
+    ),
+    (
+        "permute_twice",
+        pointwise(lambda g, x: x.permute((0, 1, 1, 2)), "dims=(0, 1, 1, 2) is no order", "each"),
+    ),
+    ("permute_few", pointwise(lambda g, x: x.permute((1, 0)), "dims=(1, 0) is no order of the")),
+    ("permute_far", pointwise(lambda g, x: x.permute((0, 1, 2, 7)), "dims=(0, 1, 2, 7) is no")),
+    ("permute_text", pointwise(lambda g, x: x.permute("0123"), "dims='0123'", "whole numbers")),
+    ("slice_dim", pointwise(lambda g, x: x.slice(-5, 0, 1), "slice 's", "dim=-5 is no dim of x")),
+    ("slice_start", pointwise(lambda g, x: x.slice(1, None), "start=None is not a whole number")),
+    ("slice_stop", pointwise(lambda g, x: x.slice(1, 0, 2.0), "stop=2.0 is not a whole number")),
+    ("slice_step_0", pointwise(lambda g, x: x.slice(1, 0, 8, 0), "step=0 is not positive", ">= 1")),
+    ("slice_back", pointwise(lambda g, x: x.slice(1, 7, 0, -1), "step=-1 is not positive")),
+    (
+        "concat_shapes",
+        pointwise(
+            lambda g, x: g.concat([x, g.input("r", (2, 4, 8, 7), F16)], 1, name="c"),
+            "concat 'c'",
+            "x1 'r' has shape (2, 4, 8, 7), x0 'x' (2, 16, 8, 8)",
+            "equal sizes but for dim 1",
+        ),
+    ),
+    (
+        "concat_ranks",
+        pointwise(lambda g, x: g.concat([x, g.input("r", (2, 16), F16)]), "x1 'r' has shape"),
+    ),
+    (
+        "concat_dtypes",
+        pointwise(
+            lambda g, x: g.concat([x, g.input("r", (2, 16, 8, 8), F32)]),
+            "x1 'r' is float32, x0 'x' is float16",
+            "convert x1",
+        ),
+    ),
+    ("concat_dim", pointwise(lambda g, x: g.concat([x, x], 4), "dim=4 is no dim of x")),
+    (
+        "concat_none",
+        pointwise(lambda g, x: g.concat([x, None]), "concat 'concat'", "x1 is missing"),
+    ),
+    (
+        "concat_nothing",
+        whole(
+            lambda g: (_output_of(g), g.output("z", g.concat([]))),
+            "concat 'concat': x is []",
+            "a list of one value or more",
+        ),
+    ),
+    ("concat_tensor", pointwise(lambda g, x: g.concat([x, torch.zeros(2)]), "x1 is a Tensor")),
+    # -- matrix product
+    ("matmul_rank_1", product("x 'x' has 1 dims (64,)", "2, 3 or 4: (..., M, K)", x=(64,))),
+    ("matmul_rank_5", product("y 'y' has 5 dims", "(..., K, N)", y=(1, 1, 1, 64, 40))),
+    (
+        "matmul_terms",
+        product("y 'y' (40, 64) has 40 rows", "x 'x' (4, 24, 64) has 64 columns", y=(40, 64)),
+    ),
+    ("matmul_transposed", product("y (..., 64, N)", "transpose y", y=(40, 64))),
+    (
+        "matmul_batches",
+        product(
+            "batch dims do not broadcast", "y 'y' (3, 64, 40)", "before the last two", y=(3, 64, 40)
+        ),
+    ),
+    ("matmul_dtypes", product("y 'y' is float32, x 'x' is float16", "same dtype", y_dtype=F32)),
+    ("matmul_int", product("x 'x' is int8", "convert it first", dtype=torch.int8)),
+    (
+        "matmul_number",
+        pointwise(lambda g, x: x @ 2.0, "matmul", "y '", "has 0 dims"),
+    ),
     # -- pointwise
     (
         "add_shapes",

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, runtime, settings
+from cudnngraph import cache, partition, runtime, select, settings
 from cudnngraph.backend import env
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice
@@ -46,11 +46,17 @@ class World:
         self.built: list[str] = []
         self.loaded: list[bytes] = []
         self.replayed: list[Choice] = []
+        self.measured: list[str] = []
 
     def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
         self.built.append(spec.name)
         time.sleep(self.build_s)
         return builder(self.refuse)(spec)
+
+    def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
+        self.measured.append(spec.name)
+        tell(1, 1)
+        return select.heuristic(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)
@@ -103,6 +109,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(env, "env_key", lambda index: world.environment)
     monkeypatch.setattr(env, "cudnn_version", lambda: world.environment.cudnn_version)
     monkeypatch.setattr(runtime, "build_first", world.build_first)
+    monkeypatch.setattr(runtime, "autotune", world.autotune)
+    monkeypatch.setattr(runtime, "GpuBench", lambda policy, device: None)
     monkeypatch.setattr(runtime, "refuse_during_capture", lambda: None)
     monkeypatch.setattr(runtime, "_programs", type(runtime._programs)())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -264,17 +272,29 @@ def test_a_stale_record_is_built_anew_and_replaced(
     assert len(world.built) == 2
 
 
-def test_a_graph_that_is_cut_otherwise_now_is_built_anew(
+def test_a_graph_whose_steps_pass_other_tensors_now_is_built_anew(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cudnngraph import recorded
-
     world.refuse = in_pieces
     compiled()
-    real = recorded.split
-    monkeypatch.setattr(recorded, "split", lambda spec: (real(spec) or ())[::-1] or None)
-    assert again().tier == "built"
+    monkeypatch.setattr(partition.Graph, "passed", {})  # float32 crosses as float32
+    second = again()
+    assert second.tier == "built"
     assert cg.cache_stats().misses["stale"] == 1
+    assert second.steps[0].spec.tensors[second.steps[0].spec.outputs[0]].dtype == torch.float32
+    assert again().tier == "disk, serialized"
+
+
+def test_a_graph_that_would_be_cut_otherwise_now_is_brought_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are made of the nodes that the record names, in whatever way they were found."""
+    world.refuse = in_pieces
+    first = compiled()
+    monkeypatch.setattr(partition, "cuts", lambda graph, nodes: ())
+    monkeypatch.setattr(select, "cuts", lambda graph, nodes: ())
+    second = again()
+    assert (second.tier, second.steps) == ("disk, serialized", first.steps)
 
 
 def test_a_plan_that_is_known_to_be_wrong_by_now_is_not_brought_back(world: World) -> None:
@@ -328,6 +348,66 @@ def test_a_damaged_record_is_a_miss_and_replaced(world: World) -> None:
     assert cg.cache_stats().misses == {"absent": 1, "corrupt": 1}
     assert cg.cache_stats().store.quarantined == 1
     assert again().tier == "disk, serialized"
+
+
+# -- tune="autotune" -------------------------------------------------------------------------------
+
+
+def kept_tune(world: World) -> object:
+    return from_json(world.file().read_text()).policy["tune"]
+
+
+def test_what_was_measured_is_kept_and_serves_every_tune(world: World) -> None:
+    first = compiled(tune="autotune")
+    assert (first.tier, kept_tune(world)) == ("built", "autotune")
+    for tune in ("autotune", "heuristic", "cached"):
+        second = again(tune=tune)
+        assert (second.tier, second.steps) == ("disk, serialized", first.steps)
+    assert (len(world.measured), world.built) == (1, [])
+    assert cg.cache_stats().misses == {"absent": 1}
+
+
+def test_an_untuned_record_is_measured_once_and_replaced(world: World) -> None:
+    seen: list[str] = []
+    cg.on_miss(lambda info: seen.append(info.reason))
+    compiled()
+    assert kept_tune(world) == "heuristic"
+    assert again(tune="autotune").tier == "built"
+    assert cg.cache_stats().misses == {"absent": 1, "untuned": 1}
+    assert seen[1] == "untuned: what is kept was chosen without measuring"
+    assert (kept_tune(world), len(world.measured)) == ("autotune", 1)
+    assert again(tune="autotune").tier == "disk, serialized"
+    assert again(tune="heuristic").tier == "disk, serialized"
+    assert (kept_tune(world), len(world.measured), len(world.built)) == ("autotune", 1, 1)
+
+
+def test_an_untuned_program_in_memory_does_not_serve_autotune(world: World) -> None:
+    first = compiled()
+    second = compiled(tune="autotune")
+    assert second._program is not first._program
+    assert len(world.measured) == 1
+    for tune in ("heuristic", "autotune", "cached"):
+        assert compiled(tune=tune)._program is second._program
+    assert len(world.measured) == 1
+
+
+def test_an_untuned_record_serves_where_nothing_may_be_built(world: World) -> None:
+    compiled()
+    assert again(tune="cached").tier == "disk, serialized"
+
+
+def test_a_stale_tuned_record_is_measured_anew(world: World) -> None:
+    compiled(tune="autotune")
+    no_knobs(world)
+    assert again(tune="autotune").tier == "built"
+    assert (len(world.measured), cg.cache_stats().misses["stale"]) == (2, 1)
+
+
+def test_a_graph_that_cudnn_never_sees_is_not_measured(world: World) -> None:
+    g = cg.Graph("wide")
+    g.output("y", g.input("x", (2, 3), F64).relu())
+    exe = g.compile("cuda:0", tune="autotune")
+    assert (exe.tier, world.measured, world.files("json")) == ("torch", [], [])
 
 
 # -- tune="cached" ---------------------------------------------------------------------------------
@@ -449,7 +529,7 @@ def test_a_hook_is_told_of_every_miss_until_it_is_taken_off(world: World) -> Non
     ]
     other_steps(world)
     again()
-    assert seen[-1].reason == "stale: op 'conv' is in no step of the record"
+    assert seen[-1].reason == "stale: the record's steps are not made of the graph's ops"
     remove()
     remove()
     compiled("tanh")

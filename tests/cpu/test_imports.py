@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("errors",),
+    ("errors", "timing", "memory", "progress"),
     ("ir", "settings", "policy"),
     ("ops", "key"),
     ("validate", "reference", "partition"),
-    ("graph", "backend"),
-    ("grad", "importer", "timing", "select"),
-    ("recorded",),
+    ("graph", "backend", "eager"),
+    ("grad", "importer", "select", "trial"),
+    ("autotune", "recorded"),
     ("cache",),
     ("runtime",),
     ("explain", "functional", "torch_ops"),
@@ -33,6 +33,20 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Inside a function, so that the cycle is closed only when it is called: (importing, imported).
 LATE = {("graph", "runtime")}
+# What the modules of selection may import, and nothing else of what lies below them.
+SELECTION = {
+    "timing": set(),
+    "memory": set(),
+    "progress": set(),
+    "partition": {"ir", "ops"},
+    "eager": {"ir", "reference"},
+    "trial": {"backend", "eager", "ir", "policy", "reference"},
+    "select": {"backend", "errors", "ir", "partition", "policy"},
+    "autotune": {
+        *("backend", "errors", "ir", "key", "partition", "policy"),
+        *("select", "timing", "trial"),
+    },
+}
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
     "recorded": {"record"},
@@ -99,6 +113,14 @@ def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
         theirs = _part(module)
         allowed = LAYER[theirs] < LAYER[mine] or (theirs == mine and mine in ("backend", "cli"))
         assert allowed or (late and (mine, theirs) in LATE), f"{mine} imports {module}"
+
+
+@pytest.mark.parametrize("mine", SELECTION)
+def test_selection_imports_what_it_needs_and_no_more(mine: str) -> None:
+    """It looks neither at the cache nor at the runtime, and what is timed knows no graph."""
+    modules = [module for module, _ in _imports(ROOT / f"cudnngraph/{mine}.py")]
+    ours = {_part(module) for module in modules if module.split(".")[0] == "cudnngraph"}
+    assert ours == SELECTION[mine]
 
 
 @pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))

@@ -246,6 +246,7 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
         "policy.deterministic": "false",
         "policy.workspace_limit": "null",
         "policy.fallback": '"partition"',
+        "policy.exclude_engines": "[]",
     }
     assert str(key) == key.digest[:16]
     assert len(key.digest) == 64
@@ -491,12 +492,16 @@ def test_every_alignment_of_a_sample_is_in_its_key(case: Case, alignment: int) -
 
 POLICIES = st.builds(
     cg.Policy,
-    tune=st.sampled_from(["heuristic", "cached"]),
+    tune=st.sampled_from(["heuristic", "autotune", "cached"]),
     allow_tf32=st.booleans(),
     deterministic=st.booleans(),
     workspace_limit=st.none() | st.integers(0, 3),
     fallback=st.sampled_from(["partition", "error"]),
+    exclude_engines=st.lists(st.sampled_from(["eng1", "eng2"])).map(tuple),
+    max_candidates=st.integers(1, 2),
+    budget_s=st.sampled_from([0.0, 1.5]),
 )
+SEARCH = {"policy.tune", "policy.max_candidates", "policy.budget_s"}
 
 
 @given(a=POLICIES, b=POLICIES)
@@ -506,7 +511,21 @@ def test_policies_share_a_key_if_they_differ_in_how_a_plan_is_found_alone(
     spec = block().spec()
     differ = [f"policy.{f.name}" for f in fields(a) if getattr(a, f.name) != getattr(b, f.name)]
     found = [difference.component for difference in diff(graph_key(spec, a), graph_key(spec, b))]
-    assert found == [name for name in differ if name != "policy.tune"]
+    assert found == [name for name in differ if name not in SEARCH]
+
+
+@pytest.mark.parametrize(
+    "effort", [{"tune": "autotune"}, {"max_candidates": 3}, {"budget_s": 0.5}], ids=str
+)
+def test_how_hard_a_plan_is_looked_for_is_not_in_the_key(effort: dict[str, Any]) -> None:
+    assert key_of(block(), replace(POLICY, **effort)) == key_of(block())
+
+
+def test_engines_that_are_barred_are_in_the_key() -> None:
+    barred = key_of(block(), replace(POLICY, exclude_engines=("eng8",)))
+    (difference,) = diff(key_of(block()), barred)
+    assert difference.component == "policy.exclude_engines"
+    assert (difference.a, difference.b) == ("[]", '["eng8"]')
 
 
 @settings(max_examples=50, deadline=None)

@@ -45,12 +45,12 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
     for port in row.ports:
         required = parameters[port].default is inspect.Parameter.empty
         assert required == row.required(port), port
-    for attr, default in row.attrs.items():
+    for attr, default in row.attrs.items():  # REQUIRED is what inspect says of no default
         assert parameters[attr].default == default, attr
 
 
 def test_every_op_is_a_method_of_a_value() -> None:
-    assert set(OPS) - {"constant"} <= METHODS
+    assert set(OPS) - {"constant", "concat"} <= METHODS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,8 +63,33 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
     assert len(row.outputs) >= 1
 
 
-def test_only_convolutions_and_attention_are_anchors() -> None:
-    assert {name for name in OPS if not OPS[name].pointwise} == {"conv", "conv_transpose", "sdpa"}
+def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
+    refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
+    views = {name for name in OPS if OPS[name].view}
+    assert refused == {"reshape", "transpose", "permute", "slice", "concat"}
+    assert views == refused - {"concat"}
+
+
+def test_a_list_of_operands_has_a_port_each() -> None:
+    assert OPS["concat"].ports == ("x",)
+    assert OPS["concat"].ports_of(3) == ("x0", "x1", "x2")
+    assert OPS["conv"].ports_of(2) == OPS["conv"].ports
+
+
+def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
+    assert {name for name in OPS if not OPS[name].pointwise} == {
+        "concat",
+        "permute",
+        "reshape",
+        "slice",
+        "transpose",
+        "conv",
+        "conv_transpose",
+        "matmul",
+        "layer_norm",
+        "rms_norm",
+        "sdpa",
+    }
 
 
 def test_the_samples_use_every_activation_of_the_compositions() -> None:

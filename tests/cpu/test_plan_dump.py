@@ -153,8 +153,9 @@ def test_seeds_are_listed_unless_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     seed = cache_example.records(time.time())["a100"]
-    (tmp_path / "seeds").mkdir()
-    (tmp_path / "seeds" / f"{seed.id}.json").write_text(seed.to_json())
+    gpu = tmp_path / "seeds" / "nvidia-a100"
+    gpu.mkdir(parents=True)
+    (gpu / f"{seed.id}.json").write_text(seed.to_json())
     monkeypatch.setattr(entries, "PACKAGED_SEEDS", tmp_path / "seeds")
     assert cli.main(["plan-dump", "--dir", str(tmp_path / "none"), "--filter", "tier=seed"]) == 0
     assert seed.id[:12] in capsys.readouterr().out
@@ -284,6 +285,7 @@ def test_json_is_one_object_of_a_fixed_shape(
     assert list(tuned) == [
         *("id", "summary", "graph", "inputs", "outputs", "dtypes", "layout", "gpu", "cudnn"),
         *("frontend", "steps", "policy", "workspace_bytes", "time_us", "tier", "created", "age_s"),
+        "unused_s",
         *("record_bytes", "blob_bytes", "path"),
     ]
     assert tuned["inputs"][0] == "f16[8, 64, 56, 56] channels_last"

@@ -273,9 +273,9 @@ def test_verify_without_a_gpu_checks_the_rest_and_says_what_it_left_out(
 def test_verify_finds_a_damaged_record_and_a_damaged_blob(
     run: Cli, folder: Path, ids: dict[str, str]
 ) -> None:
-    (blob,) = folder.rglob(f"{ids['sdpa']}.blob")
+    (blob,) = folder.rglob(f"{ids['sdpa']}.*.blob")
     blob.write_bytes(b"X" + cache_example.BLOB[1:])
-    (short,) = folder.rglob(f"{ids['tuned']}.blob")
+    (short,) = folder.rglob(f"{ids['tuned']}.*.blob")
     short.write_bytes(cache_example.BLOB[:-1])
     (text,) = folder.rglob(f"{ids['a100']}.json")
     text.write_bytes(text.read_bytes().replace(b'"engine": 1', b'"engine": 2'))
@@ -292,6 +292,22 @@ def test_verify_finds_a_damaged_record_and_a_damaged_blob(
         ),
     ]
     assert "7 entries checked, 0 replayed, 3 problems" in out
+
+
+def test_verify_reads_the_entry_on_disk_and_finds_what_others_may_write_to(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    (record,) = folder.rglob(f"{ids['cut']}.json")
+    (blob,) = folder.rglob(f"{ids['sdpa']}.*.blob")
+    record.chmod(0o666)
+    blob.chmod(0o666)
+    code, out, _ = run("verify")
+    table = {row[0]: row[1:5] for row in rows(out)}
+    assert (code, table[ids["cut"][:12]]) == (1, ["failed", "skipped", "ok", "skipped"])
+    assert table[ids["sdpa"][:12]] == ["ok", "failed", "ok", "skipped"]
+    why = "has mode 0666: others may write to it; chmod go-w it"
+    assert f"failed {ids['cut'][:12]}: record: {record} {why}\n" in out
+    assert f"failed {ids['sdpa'][:12]}: blob: blob: {blob} {why}\n" in out
 
 
 def test_verify_finds_a_graph_that_is_not_the_keys(
@@ -492,12 +508,62 @@ def test_prune_removes_what_it_was_told_to(
     assert f"removed {len(gone)} of 7 plans" in out
 
 
+def test_prune_goes_by_the_last_use_where_it_is_asked_to(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    store = PlanStore(folder, seeds=None)
+    for name in ("old", "cut"):
+        assert isinstance(store.get(ids[name]), Hit)
+    code, out, _ = run("prune", "--unused-for", "30", "--dry-run")
+    assert (code, "would remove 1 of 7 plans" in out) == (0, True)
+    assert out.startswith(f"{ids['a100'][:12]}  unused: ")
+    assert run("prune", "--unused-for", "30")[0] == 0
+    assert left(folder, ids) == set(ids) - {"a100"}
+    assert run("prune", "--older-than", "30")[0] == 0
+    assert left(folder, ids) == set(ids) - {"a100", "old"}
+
+
+def test_prune_removes_folders_of_other_schemas_only_when_asked(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    for name in ("v0", "v2"):
+        (folder / name / "ab").mkdir(parents=True)
+        (folder / name / "ab" / "plan.json").write_bytes(b"x" * 512)
+    (folder / "mine").mkdir()
+    assert run("prune", "--older-than", "1000")[0] == 0
+    assert (folder / "v0").is_dir()
+    tail = "0 of 7 plans, 0 B, and 2 folders of another schema, 1.0 KiB\n"
+    code, out, _ = run("prune", "--other-schemas", "--dry-run")
+    lines = [f"v{version}  another schema: 1 file, 512 B\n" for version in (0, 2)]
+    assert (code, out) == (0, "".join(lines) + "would remove " + tail)
+    assert (folder / "v0").is_dir() and (folder / "v2").is_dir()
+    code, out, _ = run("prune", "--other-schemas")
+    assert (code, out) == (0, "".join(lines) + "removed " + tail)
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "v1"]
+    assert left(folder, ids) == set(ids)
+    assert "and 0 folders of another schema, 0 B" in run("prune", "--other-schemas")[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root gives files away")
+def test_a_folder_of_another_user_stays_and_the_exit_code_says_so(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    (folder / "v0").mkdir()
+    (folder / "v2").mkdir()
+    os.chown(folder / "v0", 12345, -1)
+    code, out, err = run("prune", "--other-schemas")
+    assert (code, err) == (1, "error: 1 could not be removed, v0 among them\n")
+    assert f"v0  another schema: {folder / 'v0'} belongs to user 12345\n" in out
+    assert (folder / "v0").is_dir() and not (folder / "v2").exists()
+
+
 def test_prune_by_size_takes_the_oldest_until_the_rest_fits(
     run: Cli, folder: Path, ids: dict[str, str]
 ) -> None:
     by_age = ["sdpa", "torch", "tuned", "padded", "cut", "a100", "old"]
     files = {
-        name: [*folder.rglob(f"{id}.json"), *folder.rglob(f"{id}.blob")] for name, id in ids.items()
+        name: [*folder.rglob(f"{id}.json"), *folder.rglob(f"{id}.*.blob")]
+        for name, id in ids.items()
     }
     size = {name: sum(file.stat().st_size for file in each) for name, each in files.items()}
     keep = sum(size[name] for name in by_age[:3])
@@ -513,9 +579,9 @@ def test_prune_says_the_reason_for_each(run: Cli, ids: dict[str, str]) -> None:
     assert out.splitlines()[:2] == sorted(
         [
             f"{ids['old'][:12]}  dead environment: conv → bias → relu, NVIDIA H200, "
-            "cuDNN 9.10.2, disk, 90 d old",
+            "cuDNN 9.10.2, disk, 90 d old, used 90 d ago",
             f"{ids['a100'][:12]}  too old: conv → bias → relu, NVIDIA A100-SXM4-80GB, "
-            "cuDNN 9.19.0, disk, 40 d old",
+            "cuDNN 9.19.0, disk, 40 d old, used 40 d ago",
         ]
     )
 
@@ -523,7 +589,7 @@ def test_prune_says_the_reason_for_each(run: Cli, ids: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "say what may go: --dead-environments, --older-than, --max-size"),
+        ([], "say what may go: --dead-environments, --older-than, --unused-for, --max-size, "),
         (["--dead-environments"], "there is no GPU here to compare environments with"),
         (["--gpu", "x"], "--gpu says what --dead-environments compares with"),
         (["--older-than", "-1"], "invalid"),
@@ -538,6 +604,77 @@ def test_a_prune_that_makes_no_sense_removes_nothing(
     code, out, err = run("prune", *argv)
     assert (code, out, left(folder, ids)) == (2, "", set(ids))
     assert said in err
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+def test_seeds_are_exported_as_they_ship_and_serve(
+    run: Cli, ids: dict[str, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = tmp_path / "deep" / "seeds"
+    code, out, _ = run("export", "--seeds", seeds)
+    assert (code, out) == (0, f"7 seeds written to {seeds}\n")
+    files = {path.relative_to(seeds).as_posix() for path in seeds.rglob("*") if path.is_file()}
+    h200 = {f"nvidia-h200/{id}.json" for name, id in ids.items() if name != "a100"}
+    assert files == {*h200, f"nvidia-a100-sxm4-80gb/{ids['a100']}.json"}
+    store = PlanStore(None, seeds=seeds, strict=True)
+    here = PlanStore(folder, seeds=None)
+    for id in ids.values():
+        seed, mine = store.get(id), here.get(id)
+        assert isinstance(seed, Hit) and isinstance(mine, Hit)
+        assert (seed.tier, seed.record) == ("seed", mine.record.with_blob(None))
+    monkeypatch.setattr(entries, "PACKAGED_SEEDS", seeds)
+    code, out, _ = run("verify", at=tmp_path / "none")
+    assert (code, "7 entries checked, 0 replayed, 0 problems" in out) == (0, True)
+    before = {path: path.read_bytes() for path in seeds.rglob("*.json")}
+    assert run("export", "--seeds", seeds)[0] == 0  # again, over itself
+    assert {path: path.read_bytes() for path in seeds.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("../../etc", "etc"),
+        ("/", "unknown"),
+        ("NVIDIA GeForce RTX™ 4090", "nvidia-geforce-rtx-4090"),
+    ],
+)
+def test_a_seed_stands_in_a_folder_below_whatever_the_gpu_is_called(gpu: str, name: str) -> None:
+    assert transfer.seed_folder(gpu) == name
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "export takes a FILE or --seeds FOLDER, one of them"),
+        (["file", "--seeds", "folder"], "export takes a FILE or --seeds FOLDER, one of them"),
+        (["--seeds", "folder", "--with-blobs"], "seeds have no serialized plans"),
+    ],
+)
+def test_an_export_that_makes_no_sense_writes_nothing(
+    argv: list[str],
+    said: str,
+    run: Cli,
+    ids: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    code, out, err = run("export", *argv)
+    assert (code, out, err.startswith(f"error: {said}")) == (2, "", True)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_seeds_that_cannot_be_written_are_one_line(
+    run: Cli, ids: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("export", "--seeds", tmp_path / "file")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "cannot be written" in err
 
 
 # -- export, import --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph.eager import tf32
 from cudnngraph.runtime import resolve_policy
 
 
@@ -33,6 +34,9 @@ def test_the_defaults_ask_for_nothing_special() -> None:
         "deterministic": False,
         "workspace_limit": None,
         "fallback": "partition",
+        "exclude_engines": (),
+        "max_candidates": 12,
+        "budget_s": 8.0,
     }
 
 
@@ -41,7 +45,7 @@ def test_a_policy_cannot_be_changed() -> None:
         cg.Policy().deterministic = True  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("tune", ["heuristic", "cached"])
+@pytest.mark.parametrize("tune", ["heuristic", "autotune", "cached"])
 def test_how_a_plan_is_found_does_not_change_what_it_is_cached_by(tune: str) -> None:
     exe = graph().compile("cpu", tune=tune)
     assert exe.policy.tune == tune
@@ -50,8 +54,45 @@ def test_how_a_plan_is_found_does_not_change_what_it_is_cached_by(tune: str) -> 
 
 @pytest.mark.parametrize("tune", ["fastest", "", "Cached", None, True])
 def test_another_tune_is_refused(tune: object) -> None:
-    with pytest.raises(cg.PolicyError, match="is unknown; expected 'heuristic' or 'cached'"):
+    expected = "is unknown; expected 'heuristic', 'autotune' or 'cached'"
+    with pytest.raises(cg.PolicyError, match=f"tune={tune!r} {expected}"):
         cg.Policy(tune=tune)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_candidates", 0, "max_candidates=0; expected a whole number >= 1"),
+        ("max_candidates", True, "max_candidates=True; expected a whole number >= 1"),
+        ("max_candidates", 2.0, "max_candidates=2.0; expected a whole number >= 1"),
+        ("max_candidates", None, "max_candidates=None; expected a whole number >= 1"),
+        ("budget_s", -0.5, "budget_s=-0.5; expected seconds >= 0"),
+        ("budget_s", float("nan"), "budget_s=nan; expected seconds >= 0"),
+        ("budget_s", float("inf"), "budget_s=inf; expected seconds >= 0"),
+        ("budget_s", False, "budget_s=False; expected seconds >= 0"),
+        ("budget_s", "8", "budget_s='8'; expected seconds >= 0"),
+        ("exclude_engines", "eng8", "exclude_engines='eng8'; expected names like ('eng8',)"),
+        ("exclude_engines", (8,), "exclude_engines=(8,); expected names like ('eng8',)"),
+        ("exclude_engines", ("",), "exclude_engines=('',); expected names like ('eng8',)"),
+    ],
+)
+def test_a_search_without_sense_is_refused(field: str, value: object, said: str) -> None:
+    with pytest.raises(cg.PolicyError) as caught:
+        cg.Policy(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("value", [{"max_candidates": 1}, {"budget_s": 0}, {"budget_s": 2.5}])
+def test_the_least_search_is_allowed(value: dict[str, float]) -> None:
+    policy = cg.Policy(**value)  # type: ignore[arg-type]
+    assert {name: getattr(policy, name) for name in value} == value
+
+
+def test_excluded_engines_are_a_set_whatever_they_were_given_as() -> None:
+    policy = cg.Policy(exclude_engines=["eng9", "eng8", "eng9"])  # type: ignore[arg-type]
+    assert policy.exclude_engines == ("eng8", "eng9")
+    assert policy == cg.Policy(exclude_engines=("eng8", "eng9"))
+    assert hash(policy) == hash(cg.Policy(exclude_engines=("eng9", "eng8")))
 
 
 @pytest.mark.parametrize("switch", [True, False])
@@ -64,10 +105,13 @@ def test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent(
 
 
 @pytest.mark.parametrize("switch", [True, False])
-def test_attention_follows_torchs_switch_for_matmuls(switch: bool, tf32_switch: object) -> None:
-    g = cg.Graph("attention")
+@pytest.mark.parametrize("op", ["sdpa", "matmul"])
+def test_attention_and_products_follow_torchs_switch_for_matmuls(
+    op: str, switch: bool, tf32_switch: object
+) -> None:
+    g = cg.Graph(op)
     q = g.input("q", (1, 1, 8, 8), torch.float32)
-    g.output("o", g.sdpa(q, q, q))
+    g.output("o", g.sdpa(q, q, q) if op == "sdpa" else q @ q)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = not switch
     torch.backends.cuda.matmul.allow_tf32 = switch
@@ -123,13 +167,11 @@ def test_compiling_for_a_gpu_that_is_not_there_says_what_to_do() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs switches that nothing else reads")
 def test_a_torch_step_puts_torchs_switches_back(tf32_switch: object) -> None:
-    from cudnngraph.runtime import _tf32
-
     for outside in (True, False):
         torch.backends.cudnn.allow_tf32 = outside
         before = torch.backends.cuda.matmul.allow_tf32
         for inside in (True, False):
-            with _tf32(inside):
+            with tf32(inside):
                 assert torch.backends.cudnn.allow_tf32 is inside
                 assert torch.backends.cuda.matmul.allow_tf32 is inside
             assert torch.backends.cudnn.allow_tf32 is outside

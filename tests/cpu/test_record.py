@@ -118,6 +118,12 @@ def test_unknown_fields_are_kept_at_every_level() -> None:
     assert '"occupancy": 0.75' in found.to_json()
 
 
+def test_the_largest_numbers_come_back_and_digits_in_texts_are_no_numbers() -> None:
+    largest = {"int": 2**63 - 1, "-int": -(2**63) + 1, "float": 1.7976931348623157e308, "e": 1e-300}
+    made = replace(record(7), policy=largest, summary="9" * 400 + ' 1e999 \\" [[' + "[" * MAX_DEPTH)
+    assert from_json(made.to_json()) == made
+
+
 def test_a_digest_is_that_of_the_key_of_the_graph() -> None:
     key, env = Key(record(7).key), Key((("gpu", '"é"'),))
     made = replace(record(7), env=env.components)
@@ -210,6 +216,8 @@ WRONG: list[tuple[Callable[[Json], Any], str]] = [
         put("steps.0.candidates.1.time_us", "fast"),
         "record.steps[0].candidates[1].time_us: 'fast', expected a number >= 0",
     ),
+    (put("extra", {"a": [1, {"b": -(2**63)}]}), "record: the number -9223372036854775808 does not"),
+    (put("policy", {"1" * 30: 2**63}), "record: the number 9223372036854775808 does not fit"),
     (put("extra", 2**63), "record: the number 9223372036854775808 does not fit 64 bits"),
     (put("extra", 10**5000), "record: the number 100000000000000000000000 does not fit 64 bits"),
     (put("extra", math.nan), "record: NaN is not a number of JSON"),
@@ -254,6 +262,11 @@ def test_a_changed_value_is_refused_by_the_checksum() -> None:
         ("null", "record: NoneType, expected an object"),
         ('{"schema": 1, "schema": 1}', "record: the field 'schema' is there twice"),
         ('{"schema": 1e999}', "record: the number 1e999 is too large"),
+        ('{"schema": -1E+999}', "record: the number -1E+999 is too large"),
+        ('{"schema": 0.1e310}', "record: the number 0.1e310 is too large"),
+        ('{"schema": ' + "9" * 309 + ".0}", "record: the number 999999999999999999999999 is too"),
+        ('{"schema": -9223372036854775808}', "record: the number -9223372036854775808 does not"),
+        ('{"a\\"b": "\\\\", "c": 1e999}', "record: the number 1e999 is too large"),
         (b"\xff\xfe{}", "record: not UTF-8"),
         ("[" * (MAX_DEPTH + 1), f"record: nested more than {MAX_DEPTH} deep"),
         ('{"a":' * 100_000, f"record: nested more than {MAX_DEPTH} deep"),

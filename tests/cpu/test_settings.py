@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +17,21 @@ from cudnngraph import settings
 from cudnngraph.errors import SettingsError
 from cudnngraph.settings import Settings
 
+LOGGERS = ("cudnngraph", "plans_cache")
+
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable of ours, nothing remembered, and the logger as it was found."""
+    """No variable of ours, nothing remembered, and the loggers as they were found."""
     for variable in settings.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setattr(settings, "_from_environ", None)
-    logger = logging.getLogger("cudnngraph")
-    level, handlers = logger.level, list(logger.handlers)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    found = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
+    for logger, (level, handlers) in zip(loggers, found, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 def test_defaults_follow_the_xdg_cache_home() -> None:
@@ -150,20 +156,46 @@ def test_an_override_is_checked_like_the_environment() -> None:
         settings.override(bakend="auto").__enter__()
 
 
+@pytest.mark.parametrize("name", LOGGERS)
 def test_the_log_variable_sets_the_level_and_prints_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = logging.getLogger("cudnngraph")
-    monkeypatch.setattr(logger, "propagate", False)  # as in a program that configured nothing
+    for each in LOGGERS:  # as in a program that configured nothing
+        monkeypatch.setattr(logging.getLogger(each), "propagate", False)
     monkeypatch.setenv("CUDNNGRAPH_LOG", "info")
     settings.current()
-    logging.getLogger("cudnngraph.test").info("cache_hit")
-    logging.getLogger("cudnngraph.test").debug("not this")
-    assert capsys.readouterr().err == "INFO cudnngraph.test: cache_hit\n"
+    logging.getLogger(f"{name}.test").info("cache_hit")
+    logging.getLogger(f"{name}.test").debug("not this")
+    assert capsys.readouterr().err == f"INFO {name}.test: cache_hit\n"
 
 
-def test_without_the_log_variable_logging_is_left_alone() -> None:
-    logger = logging.getLogger("cudnngraph")
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("debug", "DEBUG plans_cache: cache_miss 0000000000000000 absent: no entry 0000"),
+        ("info", ""),
+        ("", ""),
+    ],
+)
+def test_the_store_logs_its_lookups_when_the_variable_asks_for_it(
+    level: str, said: str, tmp_path: Path
+) -> None:
+    code = "from cudnngraph import cache; cache.store().get('0' * 16)"
+    directory = {"CUDNNGRAPH_CACHE_DIR": str(tmp_path / "cache"), "CUDNNGRAPH_LOG": level}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **directory},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "", bool(said))
+    assert done.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_without_the_log_variable_logging_is_left_alone(name: str) -> None:
+    logger = logging.getLogger(name)
     logger.setLevel(logging.ERROR)
     handlers = list(logger.handlers)
     settings.current()
@@ -171,8 +203,9 @@ def test_without_the_log_variable_logging_is_left_alone() -> None:
     assert logger.handlers == handlers
 
 
-def test_a_log_override_is_undone() -> None:
-    logger = logging.getLogger("cudnngraph")
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_log_override_is_undone(name: str) -> None:
+    logger = logging.getLogger(name)
     before = logger.level
     with settings.override(log="critical"):
         assert logger.level == logging.CRITICAL

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from plans_cache import Hit, LockTimeout, Miss, PlanRecord, PlanStore, RecordError, from_json
+from plans_cache import (
+    Check,
+    Hit,
+    LockTimeout,
+    Miss,
+    PlanRecord,
+    PlanStore,
+    RecordError,
+    files,
+    from_json,
+)
 from plans_cache.store import PACKAGED_SEEDS
 from tests.cpu.store_worker import blob, record
 
@@ -66,7 +78,8 @@ def test_an_entry_is_one_file_and_a_blob_for_the_user_alone(tmp_path: Path) -> N
     store.put(record(1), b"plan")
     id = record(1).id
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    assert files == [directory / "v1" / id[:2] / f"{id}{end}" for end in (".blob", ".json")]
+    ends = (f".{hashlib.sha256(b'plan').hexdigest()[:16]}.blob", ".json")
+    assert files == [directory / "v1" / id[:2] / f"{id}{end}" for end in ends]
     assert from_json(files[1].read_bytes()) == record(1).with_blob(b"plan")
     if os.name == "posix":
         folders = [directory, directory / "v1", directory / "v1" / id[:2]]
@@ -116,6 +129,46 @@ def test_a_seed_of_another_key_or_damaged_is_left_out(
     problems = [entry.problem for entry in store.scan() if entry.record is None]
     assert len(problems) == 2
     assert all(problems)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b" " * (5 << 20), None])
+def test_a_damaged_seed_is_a_miss_with_a_line_and_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    """None is a seed that cannot be read: a folder in its place."""
+    seeds = seeds_with(tmp_path / "seeds" / "nvidia-h200")
+    path = seeds / f"{record(1).id}.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    store = open_store(tmp_path / "cache", seeds=tmp_path / "seeds", strict=False)
+    assert miss(store.get(record(1).id)).reason == "corrupt"
+    (line,) = caplog.messages
+    assert line.startswith("a seed is left out: ")
+    assert [entry.record for entry in store.scan()] == [None]
+    assert store.check(record(1).id).tier == "seed"
+    assert store.check(record(1).id).problem != ""
+    assert store.prune(lambda entry: True, older_than_s=0.0, max_total_bytes=0) == []
+    assert store.remove(record(1).id) is False
+    assert store.get_or_build(record(1).id, lambda: (record(1, 4), None)).tier == "built"
+    store.clear_memory()
+    assert hit(store.get(record(1).id)).tier == "disk"
+    assert store.stats().quarantined == 0
+    assert not (tmp_path / "cache" / "quarantine").exists()
+    assert list((tmp_path / "seeds").rglob("*.json")) == [path]
+    assert path.is_dir() if content is None else path.read_bytes() == content
+
+
+def test_a_seed_is_never_written_to(tmp_path: Path) -> None:
+    seeds = seeds_with(tmp_path / "seeds" / "nvidia-h200", record(1, 1))
+    (path,) = seeds.iterdir()
+    before = path.read_bytes()
+    store = open_store(tmp_path / "cache", seeds=tmp_path / "seeds")
+    os.utime(path, (NOW - 1e6, NOW - 1e6))
+    assert hit(store.get(record(1).id)).tier == "seed"
+    assert store.remove(record(1).id) is True  # from memory
+    assert store.prune(lambda entry: True) == []
+    assert hit(store.get(record(1).id)).tier == "seed"
+    assert (path.read_bytes(), path.stat().st_mtime) == (before, NOW - 1e6)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_every_seed_that_ships_is_whole_and_stands_under_its_id() -> None:
@@ -176,6 +229,89 @@ def test_a_blob_that_is_not_the_records_is_left_out_and_the_record_served(
     assert store.stats().blobs_rejected == 1
     store.put(record(1, 5), b"plan")
     assert hit(open_store(tmp_path).get(record(1).id)).blob == b"plan"
+
+
+def test_a_killed_overwrite_leaves_the_old_record_with_its_own_blob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer dies when the new blob is written and the new record is not."""
+    writer = open_store(tmp_path)
+    writer.put(record(1, 5), b"old")
+    write = files.write
+
+    def die(path: Path, data: bytes) -> None:
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(files, "write", die)
+    with pytest.raises(KeyboardInterrupt):
+        writer.put(record(1, 6), b"new")
+    monkeypatch.undo()
+    assert len(list(tmp_path.rglob("*.blob"))) == 2
+    found = hit(open_store(tmp_path).get(record(1).id))
+    assert (found.record.steps[0].engine, found.blob, found.blob_problem) == (5, b"old", "")
+    (left,) = (path for path in tmp_path.rglob("*.blob") if path.read_bytes() == b"new")
+    os.utime(left, (NOW - 100, NOW - 100))  # it may be that of a writer that is not done
+    open_store(tmp_path).put(record(1, 7), b"newest")
+    assert sorted(path.read_bytes() for path in tmp_path.rglob("*.blob")) == [b"new", b"newest"]
+    os.utime(left, (NOW - 4000, NOW - 4000))
+    open_store(tmp_path).put(record(1, 8), b"last")
+    assert [path.read_bytes() for path in tmp_path.rglob("*.blob")] == [b"last"]
+
+
+def test_another_record_with_the_same_blob_keeps_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(record(1, 5), b"plan")
+    store.put(record(1, 6), b"plan")
+    found = hit(open_store(tmp_path).get(record(1).id))
+    assert (found.record.steps[0].engine, found.blob) == (6, b"plan")
+    assert len(list(tmp_path.rglob("*.blob"))) == 1
+
+
+@pytest.mark.parametrize("overwrites", [1, 2, 3])
+def test_a_reader_that_an_overwrite_passes_reads_again_and_serves_without_the_blob_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrites: int
+) -> None:
+    """Each time between the reads of the record and of its blob there is an overwrite."""
+    writer, store = open_store(tmp_path), open_store(tmp_path)
+    writer.put(record(1, 0), b"blob 0")
+    read, version = files.read, 0
+
+    def overtaken(path: Path, limit_bytes: int) -> bytes:
+        nonlocal version
+        if path.suffix == ".blob" and version < overwrites:
+            version += 1
+            with monkeypatch.context() as undone:
+                undone.setattr(files, "read", read)
+                writer.put(record(1, version), b"blob %d" % version)
+        return read(path, limit_bytes)
+
+    monkeypatch.setattr(files, "read", overtaken)
+    found = hit(store.get(record(1).id))
+    if overwrites < 3:
+        assert (found.record.steps[0].engine, found.blob) == (overwrites, b"blob %d" % overwrites)
+        assert (found.blob_problem, store.stats().blobs_rejected) == ("", 0)
+    else:
+        assert (found.record.steps[0].engine, found.blob) == (2, None)
+        assert (found.blob_problem, store.stats().blobs_rejected) == ("blob is missing", 1)
+    assert store.stats().quarantined == 0
+
+
+def test_an_entry_removed_between_record_and_blob_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, store = open_store(tmp_path), open_store(tmp_path)
+    writer.put(record(1), b"plan")
+    read = files.read
+
+    def overtaken(path: Path, limit_bytes: int) -> bytes:
+        if path.suffix == ".blob":
+            writer.remove(record(1).id)
+        return read(path, limit_bytes)
+
+    monkeypatch.setattr(files, "read", overtaken)
+    assert miss(store.get(record(1).id)).reason == "absent"
 
 
 # -- bounds of the memory --------------------------------------------------------------------------
@@ -239,11 +375,65 @@ def test_scan_passes_by_what_is_no_entry(tmp_path: Path) -> None:
     assert store.stats().quarantined == 0
 
 
+def used(directory: Path, number: int, ago_s: float) -> None:
+    """Set the time of the last use of an entry."""
+    (path,) = directory.rglob(f"{record(number).id}.json")
+    if "seeds" not in path.parts:
+        os.utime(path, (NOW - ago_s, NOW - ago_s))
+
+
+def test_a_lookup_that_reads_the_disk_notes_the_use_once_a_day(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(record(1), b"plan")
+    (path,) = tmp_path.rglob("*.json")
+    for ago_s, noted in ((86_000, False), (87_000, True), (-5000, False)):
+        used(tmp_path, 1, ago_s)
+        assert [entry.unused_s for entry in store.scan()] == [max(0.0, ago_s)]
+        assert store.check(record(1).id).problem == ""
+        hit(store.get(record(1).id))  # from memory
+        assert path.stat().st_mtime == NOW - ago_s
+        store.clear_memory()
+        assert hit(store.get(record(1).id)).blob == b"plan"
+        assert path.stat().st_mtime == (NOW if noted else NOW - ago_s)
+
+
+def test_a_use_that_cannot_be_noted_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("read-only")
+
+    open_store(tmp_path).put(record(1))
+    used(tmp_path, 1, 1e6)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert hit(open_store(tmp_path).get(record(1).id)).tier == "disk"
+    assert caplog.messages == []
+
+
+def test_prune_takes_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    """The oldest entry is the one in use."""
+    store = open_store(tmp_path)
+    for number in range(4):
+        store.put(replace(record(number), created=NOW - 1e6 * (4 - number)), b"x" * 5000)
+        used(tmp_path, number, 1e5 * (number + 1))
+    size = max(entry.size_bytes for entry in store.scan())
+    removed = store.prune(max_total_bytes=3 * size)
+    assert [entry.id for entry in removed] == [record(3).id]
+    store.clear_memory()
+    hit(store.get(record(2).id))
+    removed = store.prune(unused_for_s=1.5e5)
+    assert [entry.id for entry in removed] == [record(1).id]
+    removed = store.prune(max_total_bytes=size)
+    assert [entry.id for entry in removed] == [record(0).id]
+    assert [entry.id for entry in store.scan()] == [record(2).id]
+
+
 def test_prune_by_predicate_by_age_and_by_size(tmp_path: Path) -> None:
     seeds = seeds_with(tmp_path / "seeds", record(50))
     store = open_store(tmp_path / "cache", seeds=seeds)
     for number in range(6):
         store.put(replace(record(number), created=NOW - 100 * number), b"x" * 5000)
+        used(tmp_path, number, 0)
 
     def left() -> list[int]:
         store.clear_memory()
@@ -270,7 +460,13 @@ def test_prune_removes_what_killed_writers_left_but_nothing_that_is_being_writte
     open_store(tmp_path).put(record(1), b"plan")
     folder = next(tmp_path.rglob("*.json")).parent
     other = folder.name + "0" * 62
-    left = [folder / f".{record(1).id}.json.17.abc.tmp", folder / f"{other}.blob"]
+    left = [
+        folder / f".{record(1).id}.json.17.abc.tmp",
+        folder / f"{other}.blob",
+        folder / f"{other}.{'0' * 16}.blob",
+        folder / f"{record(1).id}.{'0' * 16}.blob",
+        folder / f"{record(1).id}.blob",
+    ]
     for path in left:
         path.write_bytes(b"half")
     written = left[0].stat().st_mtime
@@ -282,6 +478,18 @@ def test_prune_removes_what_killed_writers_left_but_nothing_that_is_being_writte
     assert hit(store.get(record(1).id)).blob == b"plan"
 
 
+def test_prune_removes_the_files_of_locks_that_nobody_holds(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put(record(1))
+    left = next(tmp_path.rglob("*.json")).with_suffix(".lock")
+    left.touch()
+    with store.building(record(2).id):
+        store.prune()
+        (held,) = tmp_path.rglob("*.lock")
+        assert held.stem == record(2).id
+    assert list(tmp_path.rglob("*.lock")) == []
+
+
 def test_remove_forgets_an_entry_everywhere(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put(record(1), b"plan")
@@ -289,6 +497,99 @@ def test_remove_forgets_an_entry_everywhere(tmp_path: Path) -> None:
     assert store.remove(record(1).id) is False
     assert miss(store.get(record(1).id)).reason == "absent"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def test_check_reads_an_entry_again_where_it_is_kept(tmp_path: Path) -> None:
+    seeds = seeds_with(tmp_path / "seeds", record(1, 1), record(2, 2))
+    store = open_store(tmp_path / "cache", seeds=seeds)
+    store.put(record(1, 5), b"plan")
+    store.put(record(3, 3))
+    for id, tier, engine, held in (
+        (record(1).id, "disk", 5, b"plan"),
+        (record(2).id, "seed", 2, None),
+        (record(3).id, "disk", 3, None),
+    ):
+        found = store.check(id)
+        assert found.record is not None
+        assert (found.tier, found.record.steps[0].engine, found.blob) == (tier, engine, held)
+        assert (found.problem, found.blob_problem) == ("", "")
+    assert store.check("0" * 64) == Check(None, None, None, f"no entry {'0' * 64}")
+    alone = open_store(None)
+    alone.put(record(1, 5), b"plan")
+    found = alone.check(record(1).id)
+    assert (found.tier, found.blob) == ("memory", b"plan")
+    assert found.record == record(1, 5).with_blob(b"plan")
+    with pytest.raises(ValueError, match="is no id"):
+        store.check("../x")
+    assert (store.stats().hits, store.stats().misses) == ({}, {})
+
+
+def test_check_finds_a_damaged_record_and_leaves_it_where_it_is(tmp_path: Path) -> None:
+    """Also when the memory still has it whole, and in a strict store."""
+    store = open_store(tmp_path)
+    store.put(record(1, 5), b"plan")
+    (path,) = tmp_path.rglob("*.json")
+    for text, said in (
+        (path.read_text().replace('"engine": 5', '"engine": 6'), "record.checksum: does not match"),
+        (record(2).to_json(), f"record: is that of entry {record(2).id}"),
+        ("{", "record: not JSON"),
+    ):
+        path.write_text(text)
+        found = store.check(record(1).id)
+        assert (found.tier, found.record, found.blob) == ("disk", None, None)
+        assert found.problem.startswith(said)
+    assert path.read_text() == "{"
+    assert store.stats().quarantined == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(b"plaN"), "blob does not match the record's sha256"),
+        (lambda path: path.write_bytes(b"pl"), "blob has 2 bytes, the record says 4"),
+        (lambda path: path.unlink(), "blob is missing"),
+        (lambda path: (path.unlink(), path.mkdir()), "blob cannot be read: {} is not a regular"),
+        (
+            lambda path: path.chmod(0o620),
+            "blob: {} has mode 0620: others may write to it; chmod go-w it",
+        ),
+    ],
+    ids=["changed", "cut", "gone", "folder", "mode"],
+)
+def test_check_finds_a_blob_that_is_not_the_records(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    store = open_store(tmp_path)
+    store.put(record(1, 5), b"plan")
+    (path,) = tmp_path.rglob("*.blob")
+    damage(path)
+    found = store.check(record(1).id)
+    assert found.record == record(1, 5).with_blob(b"plan")
+    assert (found.tier, found.problem) == ("disk", "")
+    assert found.blob_problem.startswith(said.format(path))
+    assert store.stats().blobs_rejected == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes and owners are of POSIX")
+@pytest.mark.parametrize("part", ["", "v1", "folder", "record"])
+def test_check_finds_what_others_may_write_to(tmp_path: Path, part: str) -> None:
+    directory = tmp_path / "cache"
+    store = open_store(directory)
+    store.put(record(1))
+    (path,) = directory.rglob("*.json")
+    place = {"": directory, "v1": path.parent.parent, "folder": path.parent, "record": path}[part]
+    mode = 0o662 if part == "record" else 0o772
+    place.chmod(mode)
+    found = store.check(record(1).id)
+    assert (found.tier, found.record) == ("disk", None)
+    assert found.problem == f"{place} has mode {mode:04o}: others may write to it; chmod go-w it"
+    if os.geteuid() == 0:
+        place.chmod(0o700)
+        os.chown(place, 12345, -1)
+        assert store.check(record(1).id).problem.startswith(f"{place} belongs to user 12345")
 
 
 # -- counters and log ------------------------------------------------------------------------------

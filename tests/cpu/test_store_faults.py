@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from cudnngraph.settings import Settings
 from plans_cache import Miss, PlanStore, RecordError, files
 from plans_cache.record import MAX_DEPTH, MAX_RECORD_BYTES
-from plans_cache.store import QUARANTINE_KEPT
+from plans_cache.store import QUARANTINE_BYTES, QUARANTINE_KEPT
 from tests.cpu.store_worker import KEYS, record
 from tests.cpu.test_record import signed
 from tests.cpu.test_store import NOW, hit, miss, open_store
@@ -59,8 +60,10 @@ def test_writers_killed_at_200_moments_lose_nothing_and_leave_nothing_half(tmp_p
     assert counts["killed"] == 200
     assert counts["reads"] == 400 * KEYS
     assert counts["committed"] > 50
-    for fault in ("older than committed", "wrong records", "wrong blobs", "quarantined"):
+    faults = ("older than committed", "wrong records", "wrong blobs", "blobs left out")
+    for fault in (*faults, "quarantined"):
         assert counts[fault] == 0, counts
+    assert counts["blobs read"] >= 200 * KEYS
     assert "lost" not in counts
     left = list(directory.rglob("*.tmp"))
     assert len(left) > 10  # the kills did fall into writes
@@ -68,6 +71,8 @@ def test_writers_killed_at_200_moments_lose_nothing_and_leave_nothing_half(tmp_p
     store.prune()
     assert list(directory.rglob("*.tmp")) == []
     assert len([entry for entry in store.scan() if entry.record is not None]) == KEYS
+    assert len(list(directory.rglob("*.blob"))) == KEYS
+    assert all(store.check(record(number).id).blob for number in range(KEYS))
 
 
 @posix
@@ -262,6 +267,20 @@ def test_scan_reports_damaged_files_and_puts_them_into_quarantine(tmp_path: Path
     assert store.stats().quarantined == 2
 
 
+def test_the_quarantine_keeps_the_last_within_its_bytes(tmp_path: Path) -> None:
+    store = open_store(tmp_path, strict=False)
+    sizes = []
+    for number in range(8):
+        entry_path(tmp_path, number).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        entry_path(tmp_path, number).write_bytes(b"%d" % number * (MAX_RECORD_BYTES - 1))
+        assert miss(store.get(record(number).id)).reason == "corrupt"
+        kept = sorted((tmp_path / "quarantine").iterdir())
+        sizes.append(sum(path.stat().st_size for path in kept))
+        assert kept[-1].read_bytes()[:1] == b"%d" % number
+    assert QUARANTINE_BYTES - MAX_RECORD_BYTES < sizes[-1] <= QUARANTINE_BYTES
+    assert store.stats().quarantined == 8
+
+
 def test_a_strict_store_raises_for_a_damaged_file_and_quarantines_it(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put(record(1))
@@ -282,6 +301,11 @@ def test_a_strict_store_raises_for_a_damaged_file_and_quarantines_it(tmp_path: P
         b"[" + b"[]," * (MAX_RECORD_BYTES // 3 - 1) + b"1]",
         b'{"schema": ' + b"9" * (MAX_RECORD_BYTES - 20) + b"}",
         b'"' + b'\\"' * (MAX_RECORD_BYTES // 2 - 1),
+        b'""' * (MAX_RECORD_BYTES // 2),
+        b'"xy' * (MAX_RECORD_BYTES // 3),
+        '"\u0100'.encode() * (MAX_RECORD_BYTES // 3),
+        b"[" + b"1," * (MAX_RECORD_BYTES // 2 - 2) + b"1]",
+        b"[" + b"1e999," * (MAX_RECORD_BYTES // 6 - 1) + b"1]",
         b"\xe9" * MAX_RECORD_BYTES,
         b"x" * (64 << 20),
     ],
@@ -303,6 +327,33 @@ def test_hostile_files_take_bounded_memory_and_time(tmp_path: Path, text: bytes)
     assert peak_bytes < 200 << 20  # of lists in lists, at 4 MiB of text
     assert time.perf_counter() - start < 20
     assert store.stats().quarantined == 1
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_record_is_read_up_to_its_limit_and_never_in_part(tmp_path: Path, over: int) -> None:
+    store = open_store(tmp_path, strict=False)
+    store.put(record(1))
+    store.clear_memory()
+    text = entry_path(tmp_path).read_bytes()
+    entry_path(tmp_path).write_bytes(text.ljust(MAX_RECORD_BYTES + over))
+    found = store.get(record(1).id)
+    if not over:
+        assert hit(found).record == record(1)
+    else:
+        assert miss(found).detail.endswith(f"is over {MAX_RECORD_BYTES} bytes long")
+    assert store.stats().quarantined == over
+
+
+def test_reading_a_file_takes_no_more_memory_than_it_is_long(tmp_path: Path) -> None:
+    open_store(tmp_path).put(record(1), b"plan" * 1000)
+    store = open_store(tmp_path)
+    tracemalloc.start()
+    try:
+        assert hit(store.get(record(1).id)).blob == b"plan" * 1000
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20  # the limits are 4 and 256 MiB
 
 
 def test_a_writer_that_is_faster_than_the_quarantine_keeps_its_entry(
@@ -448,6 +499,34 @@ def test_a_disk_that_fills_while_an_entry_is_written_keeps_the_old_entry(
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
+def test_a_home_that_is_no_directory_means_memory_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "home").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    directory = Settings.from_environ({}).cache_dir
+    assert directory == tmp_path / "home" / ".cache" / "cudnngraph"
+    store = open_store(directory, strict=False)
+    assert_memory_only(store, caplog, "Not a directory")
+
+
+@posix
+def test_without_a_home_the_directory_under_the_temporary_one_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    directory = Settings.from_environ({}).cache_dir
+    assert open_store(directory).put(record(1)) is True
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o777)  # as another user may have made it before
+    assert_memory_only(open_store(directory, strict=False), caplog, "others may write to it")
+
+
 def test_a_strict_store_raises_what_the_disk_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,7 +645,7 @@ def test_a_link_in_place_of_an_entry_is_not_followed(tmp_path: Path, victim: Pat
 def test_a_link_in_place_of_a_blob_is_not_followed(tmp_path: Path, victim: Path) -> None:
     store = open_store(tmp_path / "cache", strict=False, max_entries=0)
     store.put(record(1), victim.read_bytes())
-    path = entry_path(tmp_path / "cache").with_suffix(".blob")
+    (path,) = tmp_path.rglob("*.blob")
     path.unlink()
     path.symlink_to(victim)
     found = hit(store.get(record(1).id))
@@ -625,6 +704,106 @@ def test_what_is_no_file_in_place_of_an_entry_is_a_miss(tmp_path: Path) -> None:
         found = miss(store.get(record(1).id))
         assert (found.reason, found.detail) == ("corrupt", f"{path} is not a regular file")
         assert not path.exists()
+
+
+# -- folders of other schemas ----------------------------------------------------------------------
+
+
+def schema_folder(directory: Path, name: str) -> Path:
+    """A folder of another version of the program, with two files of 100 bytes together."""
+    folder = directory / name / "ab"
+    folder.mkdir(parents=True)
+    (folder / "one.json").write_bytes(b"x" * 70)
+    (folder.parent / "index").write_bytes(b"x" * 30)
+    return folder.parent
+
+
+def test_folders_of_other_schemas_are_listed_and_removed_one_by_one(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.other_schemas() == []
+    store.put(record(1), b"plan")
+    for name in ("v10", "v0", "v2"):
+        schema_folder(tmp_path, name)
+    for name in ("v01", "v", "v-1", "va", "w2", "v2.old", "quarantine", "V3"):
+        schema_folder(tmp_path, name)
+    (tmp_path / "v3").write_text("a file")
+    found = store.other_schemas()
+    assert [(each.version, each.files, each.size_bytes, each.problem) for each in found] == [
+        (0, 2, 100, ""),
+        (2, 2, 100, ""),
+        (10, 2, 100, ""),
+    ]
+    assert found[0].path == str(tmp_path / "v0")
+    assert store.remove_schema(2) is True
+    assert store.remove_schema(2) is False
+    assert store.remove_schema(3) is False
+    assert [each.version for each in store.other_schemas()] == [0, 10]
+    with pytest.raises(ValueError, match="schema 1 is the one in use"):
+        store.remove_schema(1)
+    assert len(list(tmp_path.iterdir())) == 12
+    assert hit(open_store(tmp_path).get(record(1).id)).blob == b"plan"
+    assert open_store(None).other_schemas() == []
+    assert open_store(None).remove_schema(0) is False
+
+
+@posix
+def test_removing_a_schema_follows_no_link(tmp_path: Path, victim: Path) -> None:
+    directory = tmp_path / "cache"
+    store = open_store(directory)
+    store.put(record(1))
+    elsewhere = schema_folder(tmp_path, "elsewhere")
+    (directory / "v0").symlink_to(elsewhere)
+    folder = schema_folder(directory, "v2")
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "ab" / "file").symlink_to(victim)
+    assert [(each.version, each.files) for each in store.other_schemas()] == [(2, 4)]
+    assert store.remove_schema(0) is False
+    assert store.remove_schema(2) is True
+    assert (directory / "v0").is_symlink()
+    assert not folder.exists()
+    assert sorted(path.name for path in elsewhere.rglob("*")) == ["ab", "index", "one.json"]
+
+
+@posix
+@pytest.mark.skipif(not IS_ROOT, reason="only root can give files away")
+@pytest.mark.parametrize("what", [".", "ab", "ab/one.json"])
+def test_a_schema_of_which_something_is_another_users_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    store = open_store(tmp_path, strict=False)
+    folder = schema_folder(tmp_path, "v0")
+    tmp_path.chmod(0o700)
+    os.chown(folder / what, 12345, -1)
+    (found,) = store.other_schemas()
+    why = f"{folder / what} belongs to user 12345"
+    assert (found.files, found.size_bytes, found.problem) == (0, 0, why)
+    assert store.remove_schema(0) is False
+    assert len(list(folder.rglob("*"))) == 3
+    assert caplog.messages == [f"a folder is not removed: {why}"]
+
+
+@posix
+def test_no_schema_is_removed_from_a_directory_that_is_not_the_users_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = schema_folder(tmp_path, "v0")
+    tmp_path.chmod(0o777)
+    store = open_store(tmp_path, strict=False)
+    assert store.other_schemas() == []
+    assert store.remove_schema(0) is False
+    assert folder.is_dir()
+    assert "others may write to it" in caplog.text
+
+
+def test_a_schema_that_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema_folder(tmp_path, "v0")
+    monkeypatch.setattr(shutil, "rmtree", failing(errno.EROFS))
+    assert open_store(tmp_path, strict=False).remove_schema(0) is False
+    assert caplog.messages == ["a folder is not removed: [Errno 30] Read-only file system"]
+    with pytest.raises(OSError, match="Read-only file system"):
+        open_store(tmp_path).remove_schema(0)
 
 
 # -- clocks and bounds -----------------------------------------------------------------------------

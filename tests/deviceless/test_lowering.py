@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.lower import Lowered
-from cudnngraph.backend.plan import propose_for
+from cudnngraph.backend import env
+from cudnngraph.backend.lower import Constant, Lowered
+from cudnngraph.backend.plan import propose, propose_for
 from cudnngraph.ir import (
     GraphSpec,
     Node,
@@ -148,11 +149,61 @@ def _memory_orders(spec: GraphSpec) -> set[tuple[int, ...]]:
     }
 
 
+def _product(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
+    return lambda spec: any(test(spec, node) for node in _nodes(spec, "matmul"))
+
+
+def _batches_apart(spec: GraphSpec, node: Node) -> bool:
+    """Whether a tensor of a product has two batch dims of which one broadcasts, or with a gap."""
+    rank = len(spec.tensors[node.results[0]].shape)
+    for tensor in (spec.tensors[name] for name in node.operands):
+        shape = (1,) * (rank - len(tensor.shape)) + tensor.shape
+        stride = (0,) * (rank - len(tensor.shape)) + tensor.stride
+        apart = min(shape[:2]) == 1 or stride[0] != shape[1] * stride[1]
+        if rank == 4 and max(shape[:2]) > 1 and apart:
+            return True
+    return False
+
+
+def _norm(test: Callable[[TensorSpec, TensorSpec], bool]) -> Callable[[GraphSpec], bool]:
+    def meets(spec: GraphSpec) -> bool:
+        nodes = _nodes(spec, "layer_norm", "rms_norm")
+        return any(test(*(spec.tensors[name] for name in node.operands[:2])) for node in nodes)
+
+    return meets
+
+
+def _order(tensor: TensorSpec) -> list[int]:
+    """The dims that say something, from the slowest, counted from the last one back."""
+    real = [dim for dim, n in enumerate(tensor.shape) if n > 1]
+    return [dim - len(tensor.shape) for dim in sorted(real, key=lambda dim: -tensor.stride[dim])]
+
+
+def _rows_apart(x: TensorSpec, weight: TensorSpec) -> bool:
+    """Whether the dims of a norm's weight are not the fastest of x in one order, without gaps."""
+    order = _order(weight)
+    return not is_dense(x.shape, x.stride) or _order(x)[len(_order(x)) - len(order) :] != order
+
+
 TORCH = (
     Known(
         "cuDNN graphs have no float64",
         lambda spec: any(tensor.dtype == torch.float64 for tensor in spec.tensors.values()),
     ),
+    Known(
+        "cuDNN takes no empty tensors",
+        lambda spec: any(tensor.numel == 0 for tensor in spec.tensors.values()),
+    ),
+    Known(
+        "matrix products of float32 round to TF32",
+        _product(lambda spec, node: _dtype(spec, node) == torch.float32),
+    ),
+    Known("matrix products take one batch dim", _product(_batches_apart)),
+    Known(
+        "what moves elements and computes nothing is left to torch",
+        lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
+    ),
+    Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
         "attention takes 16-bit data only",
         _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
@@ -236,7 +287,24 @@ def _changes_a_residual(spec: GraphSpec) -> bool:
     )
 
 
+def _broadcasts_within_rows(spec: GraphSpec) -> bool:
+    """Whether beside a norm something is 1 in some of the dims before the weight's, not in all."""
+    for node in _nodes(spec, "layer_norm", "rms_norm"):
+        x, weight = (spec.tensors[name] for name in node.operands[:2])
+        full = x.shape[: len(x.shape) - len(weight.shape)]
+        given = [spec.tensors[name].shape for name in spec.inputs]
+        rows = {shape[: len(full)] for shape in given if len(shape) == len(x.shape)}
+        if rows - {full, (1,) * len(full)}:
+            return True
+    return False
+
+
 CUT = (
+    Known(
+        "16-bit products fuse with nothing before them",
+        _product(lambda spec, node: not set(node.operands) <= set(spec.inputs)),
+    ),
+    Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
         "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
         lambda spec: (
@@ -287,6 +355,12 @@ def _real(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
     return [(n, s) for n, s in zip(shape, stride, strict=True) if n > 1]
 
 
+def _merges_dims(spec: GraphSpec) -> bool:
+    """Whether the dims that cuDNN sees are others: pointwise ops, products, norms, reductions."""
+    merging = ("matmul", "layer_norm", "rms_norm", "reduction")
+    return all(node.op in merging for node in _anchors(spec))
+
+
 def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
     """Nothing was left to inference, and inputs and outputs lie where the spec says."""
     for node in lowered.graph.nodes:
@@ -299,9 +373,7 @@ def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
     for uid, name in zip(lowered.uids, names, strict=True):
         want, told = spec.tensors[name], lowered.graph.find_tensor(uid)
         assert _in_memory(told.dim, told.stride) == _in_memory(want.shape, want.stride), name
-        if any(
-            node.op != "reduction" for node in _anchors(spec)
-        ):  # the dims of the others are merged and permuted
+        if not _merges_dims(spec):
             assert _real(told.dim, told.stride) == _real(want.shape, want.stride), name
 
 
@@ -414,3 +486,88 @@ def test_a_fused_convolution_has_runtime_compiled_plans() -> None:
 @pytest.mark.usefixtures("driver")
 def test_attention_has_runtime_compiled_plans() -> None:
     _check_plans(_attention_graph(), 2, runtime_compiled=True)
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_epsilon_of_a_norm_lies_on_the_host_and_a_missing_bias_is_zeros() -> None:
+    g = cg.Graph("norm")
+    x, w = g.input("x", (4, 24, 64), torch.float16), g.input("w", (64,), torch.float16)
+    g.output("y", g.layer_norm(x, w, eps=0.25))
+    lowered, candidates = propose_for(g.spec(), TARGET)
+    zeros, eps = lowered.extras
+    assert zeros == Constant(4, 64, 0.0, torch.float16)
+    assert eps == Constant(5, 1, 0.25, torch.float32, on_host=True)
+    assert lowered.graph.find_tensor(eps.uid).is_pass_by_value
+    assert not lowered.graph.find_tensor(zeros.uid).is_pass_by_value
+    assert candidates
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("taken", [(), ("mean",), ("inv_std",), ("mean", "inv_std")], ids=str)
+def test_a_plan_of_a_norm_hands_out_all_of_its_statistics_or_none(taken: tuple[str, ...]) -> None:
+    g = cg.Graph("norm")
+    x, w = g.input("x", (4, 24, 64), torch.float16), g.input("w", (64,), torch.float16)
+    y, mean, inv_std = g.layer_norm(x, w, return_stats=True)
+    g.output("y", y)
+    for name in taken:
+        g.output(name, {"mean": mean, "inv_std": inv_std}[name])
+    (step,) = cg.explain(g, TARGET).steps
+    assert step.runs_on == ("torch" if len(taken) == 1 else "cuDNN")
+    assert len(taken) != 1 or step.refusals[0].reason.startswith("layer_norm hands out all")
+
+
+def test_two_products_share_no_plan() -> None:
+    g = cg.Graph("two")
+    x, w = g.input("x", (64, 64), torch.float16), g.input("w", (64, 64), torch.float16)
+    g.output("y", (x @ w) @ w)
+    with pytest.raises(cg.NotSupported) as caught:
+        propose_for(g.spec(), TARGET)
+    assert caught.value.reasons == ("matmul shares a plan with pointwise ops alone",)
+
+
+def _seen(g: cg.Graph) -> list[tuple[list[int], list[int]]]:
+    """What the frontend is told of the inputs and outputs."""
+    lowered, _ = propose_for(g.spec(), TARGET)
+    told = [lowered.graph.find_tensor(uid) for uid in lowered.uids]
+    return [(list(tensor.dim), list(tensor.stride)) for tensor in told]
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_rows_of_a_sequence_fold_where_nothing_keeps_them_apart() -> None:
+    def product(stride: tuple[int, ...], *, positions: bool = False) -> cg.Graph:
+        g = cg.Graph("product")
+        x = g.input("x", (4, 24, 64), torch.float16, stride=stride)
+        z = x @ g.input("w", (64, 40), torch.float16, stride=(1, 64))
+        g.output("z", z + g.input("p", (24, 40), torch.float16) if positions else z)
+        return g
+
+    weight = ([1, 64, 40], [2560, 1, 64])
+    folded = ([1, 96, 64], [6144, 64, 1]), weight, ([1, 96, 40], [3840, 40, 1])
+    assert _seen(product((1536, 64, 1))) == [*folded]
+    apart = ([4, 24, 64], [3072, 64, 1]), weight, ([4, 24, 40], [960, 40, 1])
+    assert _seen(product((3072, 64, 1))) == [*apart]
+    x, w, p, z = _seen(product((1536, 64, 1), positions=True))
+    assert (x, w, p) == (([4, 24, 64], [1536, 64, 1]), weight, ([1, 24, 40], [960, 40, 1]))
+    assert z == ([4, 24, 40], [960, 40, 1])
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_norm_sees_rows_and_columns_in_the_order_of_memory() -> None:
+    g = cg.Graph("norm")
+    x = g.input("x", (2, 24, 8, 16), torch.float16, stride=(128, 256, 16, 1))  # (S, B, ...)
+    w = g.input("w", (8, 16), torch.float16)
+    y, inv_std = g.rms_norm(x, w, return_stats=True)
+    g.output("y", y)
+    g.output("inv_std", inv_std)
+    rows, columns = ([48, 128, 1, 1], [128, 1, 1, 1]), ([1, 128, 1, 1], [128, 1, 1, 1])
+    assert _seen(g) == [rows, columns, rows, ([48, 1, 1, 1], [1, 1, 1, 1])]
+
+
+def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:
+    class Graph:
+        def create_execution_plans(self, modes: object) -> None:
+            raise ModuleNotFoundError("No module named 'cuda'")
+
+    with pytest.raises(cg.NotSupported) as caught:
+        propose(Lowered(Graph(), (), ()), env.frontend())
+    assert caught.value.reasons == ("the frontend cannot rank it: No module named 'cuda'",)

@@ -242,3 +242,51 @@ def test_attention_of_a_tensor_with_itself() -> None:
     wide = given["q"].double().cpu()
     want = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
     numerics.check(exe(**given), want, torch.float16)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_norm_reads_its_epsilon_at_each_launch_and_when_captured(op: str) -> None:
+    results = {}
+    for eps in (1e-5, 2.0):  # one key each; a second plan must not bring the first's number along
+        g = cg.Graph("norm")
+        x, w = g.input("x", (64, 256), torch.float16), g.input("w", (256,), torch.float16)
+        g.output("y", getattr(g, op)(x, w, eps=eps))
+        exe = g.compile("cuda")
+        assert [step.choice is not None for step in exe.steps] == [True]
+        torch.manual_seed(0)
+        given = tensors(exe)
+        x64, w64 = given["x"].double().cpu(), given["w"].double().cpu()
+        centred = x64 - x64.mean(1, keepdim=True) if op == "layer_norm" else x64
+        want = centred / (centred.square().mean(1, keepdim=True) + eps).sqrt() * w64
+        y = exe(**given)
+        numerics.check(y, want, torch.float16)
+        call = exe.bind(**given, y=torch.empty_like(y))
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.synchronize()
+        out = torch.zeros_like(y)
+        captured = exe.bind(**given, y=out)
+        with torch.cuda.graph(graph, stream=side):
+            captured()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, y)
+        results[eps] = y
+    assert not torch.equal(results[1e-5], results[2.0])
+
+
+def test_a_product_of_float32_uses_tf32_when_allowed_and_not_otherwise() -> None:
+    errors = {}
+    for allowed in (False, True):
+        g = cg.Graph("product")
+        x, w = g.input("x", (256, 512), torch.float32), g.input("w", (512, 384), torch.float32)
+        g.output("y", x @ w + g.input("b", (384,), torch.float32))
+        exe = g.compile("cuda", allow_tf32=allowed)
+        torch.manual_seed(0)
+        given = tensors(exe)
+        wide = {name: tensor.double().cpu() for name, tensor in given.items()}
+        want = wide["x"] @ wide["w"] + wide["b"]
+        errors[allowed] = numerics.relative_error(exe(**given), want)
+    assert errors[False] <= numerics.BOUNDS["float32"]
+    assert 1e-5 < errors[True] <= numerics.BOUNDS["tf32"]

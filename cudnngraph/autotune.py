@@ -1,0 +1,544 @@
+"""Selection by measurement: every way to run every part of a graph that is worth trying, timed.
+
+A part (a group of nodes, see :mod:`~cudnngraph.partition`) can run as one plan of cuDNN's list, as
+a torch step where it is a single op, or as the parts of one of its cuts. Parts are measured one by
+one; the fastest way to run the graph is the one whose parts take the least time together. The
+winner's plans are checked against the reference executor; a wrong one is thrown out and the choice
+made again.
+
+Effort goes where it can matter: first every part's first plan, then more plans of a part while
+twice their speed could still win, until the budget is spent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .backend.plan import Candidate, Choice, Plan, Proposals, replay
+from .errors import NotSupported
+from .ir import GraphSpec
+from .key import graph_key
+from .partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+from .policy import Policy
+from .select import Decision, Selection, StepPlan, torch_only, why_apart
+from .timing import measure
+from .trial import Chain, Trial
+
+TIE = 1.02  # within this factor the smaller workspace wins, then cuDNN's own order
+HOPE = 2.0  # how much faster than its first plan a part's best plan may be
+PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
+GAIN = 0.98
+CLOSE = 1.12  # ways to cut the graph within this factor are measured whole
+FINALISTS = 1.08  # ways within this factor of a part's best are measured again, longer
+QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
+TRIALS_KEPT = 8  # steps whose random data stay on the GPU
+
+
+class Bench(Protocol):
+    """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
+
+    def proposals(self, spec: GraphSpec) -> Any:
+        """cuDNN's candidates with a ``build``, as :class:`~cudnngraph.backend.plan.Proposals`."""
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
+    ) -> list[float | str]:
+        """Time of each plan of a step (None: torch) side by side, or why it did not run."""
+
+    def chain_times_us(
+        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+    ) -> list[float] | None:
+        """Time of each chain of steps that runs ``spec``, side by side; None without memory."""
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """What is wrong with what a plan does, or None."""
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """The plan of a choice alone, to be kept."""
+
+
+class GpuBench:
+    """Trials on one GPU. Use it with that device current."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self._policy = policy
+        self._device = device
+        stream: Any = torch.cuda.Stream
+        self._stream: torch.cuda.Stream = stream(device)
+        self._trials: OrderedDict[int, Trial] = OrderedDict()
+
+    def proposals(self, spec: GraphSpec) -> Proposals:
+        """See :class:`Bench`."""
+        return Proposals(spec, self._policy, self._device.index, more=True)
+
+    def _trial(self, spec: GraphSpec) -> Trial:
+        found = self._trials.get(id(spec))
+        if found is None:
+            found = self._trials[id(spec)] = Trial(spec, self._policy, self._device)
+        self._trials.move_to_end(id(spec))
+        while len(self._trials) > TRIALS_KEPT:
+            self._trials.popitem(last=False)
+        return found
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
+    ) -> list[float | str]:
+        """See :class:`Bench`."""
+        try:
+            trial = self._trial(spec)
+            launches = [trial.launch(plan) for plan in plans]
+            return list(measure(launches, self._stream, rounds=rounds))
+        except torch.OutOfMemoryError:
+            return ["out of memory"] * len(plans)
+
+    def chain_times_us(
+        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+    ) -> list[float] | None:
+        """See :class:`Bench`."""
+        try:
+            chain = Chain(spec, self._policy, self._device)
+            launches = [chain.launch(steps) for steps in chains]
+            return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+        except torch.OutOfMemoryError:
+            return None
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """See :class:`Bench`."""
+        try:
+            return self._trial(spec).why_wrong(plan)
+        except torch.OutOfMemoryError:
+            return None  # it cannot be checked here; the plan itself needs less
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """See :class:`Bench`."""
+        return replay(spec, choice, self._device.index)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Way:
+    """One way to run a step: a built plan, or torch for ``plan`` None."""
+
+    rank: int
+    plan: Plan | None
+    choice: Choice | None
+    workspace_bytes: int
+    time_us: float
+
+
+@dataclass
+class _Step:
+    """The trials of one step; parts that are equal but for names share it."""
+
+    spec: GraphSpec
+    queue: list[Candidate] = field(default_factory=list)
+    proposals: Any = None
+    ways: list[_Way] = field(default_factory=list)
+    lost: list[Decision] = field(default_factory=list)
+    built: int = 0
+    in_vain: int = 0
+
+    def best(self) -> _Way | None:
+        """The fastest way; of those as fast, the smallest in memory, then the first."""
+        if not self.ways:
+            return None
+        least = min(way.time_us for way in self.ways)
+        near = [way for way in self.ways if way.time_us <= TIE * least]
+        return min(near, key=lambda way: (way.workspace_bytes, way.rank))
+
+
+@dataclass
+class _Part:
+    """A group of nodes, the step that it makes up, and its cuts."""
+
+    spec: GraphSpec
+    step: _Step
+    cuts: tuple[tuple[_Part, ...], ...] = ()
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """A way to run a part: its total time, and the steps in order."""
+
+    time_us: float
+    steps: tuple[tuple[_Part, _Way], ...]
+
+
+@dataclass
+class _Rival:
+    """A way to cut the whole graph, with the fastest ways to run its parts."""
+
+    label: str
+    runs: _Assembly
+    time_us: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.time_us = self.runs.time_us
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(way.workspace_bytes for _, way in self.runs.steps)
+
+
+def _joined(parts: Sequence[_Assembly]) -> _Assembly:
+    """The parts one after the other."""
+    return _Assembly(
+        sum(each.time_us for each in parts), tuple(step for each in parts for step in each.steps)
+    )
+
+
+class _Search:
+    """The tree of parts and what is known of them."""
+
+    def __init__(self, policy: Policy, bench: Bench) -> None:
+        self._policy = policy
+        self._bench = bench
+        self._steps: dict[str, _Step] = {}
+        self._parts: dict[tuple[int, tuple[str, ...]], _Part] = {}
+        self.order: list[_Part] = []
+
+    # -- the tree ----------------------------------------------------------------------------------
+
+    def part(self, graph: Graph, nodes: Group) -> _Part:
+        """The part that ``nodes`` make up, with everything below it."""
+        place = (id(graph), tuple(node.name for node in nodes))
+        found = self._parts.get(place)
+        if found is None:
+            spec = piece(graph, nodes)
+            digest = graph_key(spec, self._policy).digest
+            step = self._steps.setdefault(digest, _Step(spec))
+            found = self._parts[place] = _Part(spec, step, size=len(nodes))
+            self.order.append(found)
+            found.cuts = tuple(
+                tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
+            )
+        return found
+
+    def best(self, part: _Part, known: dict[int, _Assembly | None]) -> _Assembly | None:
+        """The fastest way known to run a part."""
+        if id(part) in known:
+            return known[id(part)]
+        options: list[_Assembly] = []
+        way = part.step.best()
+        if way is not None:
+            options.append(_Assembly(way.time_us, ((part, way),)))
+        for groups in part.cuts:
+            below = [self.best(group, known) for group in groups]
+            whole = [each for each in below if each is not None]
+            if len(whole) == len(below):
+                options.append(_joined(whole))
+        # The first of equals: one plan before a cut, a coarse cut before a fine one.
+        known[id(part)] = min(options, key=lambda each: each.time_us) if options else None
+        return known[id(part)]
+
+    # -- trials ------------------------------------------------------------------------------------
+
+    def open(self, part: _Part) -> None:
+        """Ask cuDNN for the candidates of a part, and time torch where it is a single op."""
+        step = part.step
+        if step.proposals is not None or step.ways or step.lost:
+            return
+        subject = f"'{step.spec.name}' as one plan"
+        why = why_apart(step.spec)
+        if why is None:
+            try:
+                step.proposals = self._bench.proposals(step.spec)
+                step.queue = list(step.proposals.candidates)
+            except NotSupported as refusal:
+                step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
+        else:
+            step.lost.append(Decision(subject, False, why))
+        if part.size == 1:
+            (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
+            time_us = math.inf if isinstance(time_us, str) else time_us
+            step.ways.append(_Way(1 << 20, None, None, 0, time_us))
+
+    def advance(self, step: _Step) -> bool:
+        """Build and time the next candidate; False when there is none left to try."""
+        while step.queue:
+            if step.built >= self._policy.max_candidates:
+                reason = f"not tried: max_candidates={self._policy.max_candidates} were built"
+                self.give_up(step, reason)
+                return False
+            if step.in_vain >= PATIENCE:
+                self.give_up(step, f"not tried: the {PATIENCE} before it were no faster")
+                return False
+            candidate = step.queue.pop(0)
+            outcome, plan = step.proposals.build(candidate)
+            choice, need = candidate.choice, outcome.workspace_bytes
+            if plan is None:
+                step.lost.append(Decision(str(choice), False, outcome.reason, choice, need))
+                continue
+            step.built += 1
+            (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
+            if isinstance(time_us, str):
+                step.lost.append(Decision(str(choice), False, time_us, choice, need))
+                continue
+            least = min(
+                (way.time_us for way in step.ways if way.plan is not None), default=math.inf
+            )
+            step.in_vain = 0 if time_us < GAIN * least else step.in_vain + 1
+            step.ways.append(_Way(step.built, plan, choice, plan.workspace_bytes, time_us))
+            return True
+        return False
+
+    def give_up(self, step: _Step, reason: str) -> None:
+        """Leave the remaining candidates of a step alone."""
+        step.lost += [Decision(str(each.choice), False, reason, each.choice) for each in step.queue]
+        step.queue = []
+
+    def explore(self, roots: Sequence[_Part], deadline: float) -> Iterator[tuple[int, int]]:
+        """Try plans until nothing can win any more or the time is up; yields (done, known)."""
+        for part in self.order:
+            self.open(part)
+            self.advance(part.step)
+            yield self.progress()
+        while time.perf_counter() < deadline:
+            chosen = self._most_promising(roots)
+            if chosen is None:
+                break
+            self.advance(chosen)
+            yield self.progress()
+        late = time.perf_counter() >= deadline
+        reason = (
+            f"not tried: the budget of {self._policy.budget_s:g} s was spent"
+            if late
+            else f"not tried: a plan {HOPE:g} times faster than the first would not win"
+        )
+        for part in self.order:
+            self.give_up(part.step, reason)
+
+    def _most_promising(self, roots: Sequence[_Part]) -> _Step | None:
+        """Of the steps that could still make the graph faster, the one with most time to gain."""
+        known: dict[int, _Assembly | None] = {}
+        totals = [self.best(root, known) for root in roots]
+        best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
+        open_steps: dict[int, tuple[float, _Step]] = {}
+        for part in self.order:
+            step = part.step
+            way = step.best()
+            if not step.queue or way is None:
+                continue
+            hoped = self._hoped(roots, part)
+            if hoped < best_us:
+                open_steps[id(step)] = (hoped, step)
+        return min(open_steps.values(), key=lambda each: each[0])[1] if open_steps else None
+
+    def _hoped(self, roots: Sequence[_Part], part: _Part) -> float:
+        """The graph's time if this part had a plan ``HOPE`` times faster than its best one."""
+        way = part.step.best()
+        assert way is not None
+        kept, way.time_us = way.time_us, way.time_us / HOPE
+        try:
+            known: dict[int, _Assembly | None] = {}
+            totals = [self.best(root, known) for root in roots]
+            using = [
+                each.time_us
+                for each in totals
+                if each is not None and any(w is way for _, w in each.steps)
+            ]
+            return min(using, default=math.inf)
+        finally:
+            way.time_us = kept
+
+    def progress(self) -> tuple[int, int]:
+        """How many candidates were built, and how many might be."""
+        steps = list(self._steps.values())
+        done = sum(step.built for step in steps)
+        limit = self._policy.max_candidates
+        left = sum(min(len(step.queue), limit - step.built) for step in steps)
+        return done, done + left
+
+    # -- the choice --------------------------------------------------------------------------------
+
+    def rivals(self, roots: Sequence[_Part]) -> list[_Rival]:
+        """The best of every way to cut the graph at its root, that has one; coarse to fine."""
+        known: dict[int, _Assembly | None] = {}
+        found: list[_Rival] = []
+        for root in roots:
+            copies = "" if root is roots[0] else ", channels last"
+            way = root.step.best()
+            if way is not None:
+                label = "torch" if way.plan is None else "one plan"
+                found.append(_Rival(f"{label}{copies}", _Assembly(way.time_us, ((root, way),))))
+            for groups in root.cuts:
+                below = [self.best(group, known) for group in groups]
+                whole = [each for each in below if each is not None]
+                if len(whole) == len(below):
+                    label = " | ".join(
+                        " ".join(node.op for node in work(group.spec.nodes)) for group in groups
+                    )
+                    found.append(_Rival(f"steps {label}"[:300] + copies, _joined(whole)))
+        return found
+
+    def settle(self, spec: GraphSpec, roots: Sequence[_Part]) -> tuple[_Rival, list[_Rival]]:
+        """The winner and all its rivals.
+
+        Close ways to run a step are measured again, side by side; so are close ways to cut the
+        graph, whole. The winner's plans are checked. Raises :class:`NotSupported` when every way to
+        run the graph turned out wrong.
+        """
+        compared: set[int] = set()
+        checked: set[int] = set()
+        while True:
+            rivals = self.rivals(roots)
+            if not rivals:
+                reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
+                raise NotSupported(f"graph '{roots[0].spec.name}'", list(reasons))
+            least = min(rival.time_us for rival in rivals)
+            close = [rival for rival in rivals if rival.time_us <= CLOSE * least]
+            steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
+            if steps.keys() - compared:
+                for place in steps.keys() - compared:
+                    self._compare(steps[place])
+                compared |= steps.keys()
+                continue
+            if len(close) > 1:
+                chains = [
+                    [(part.spec, way.plan) for part, way in rival.runs.steps] for rival in close
+                ]
+                times = self._bench.chain_times_us(spec, chains)
+                for rival, time_us in zip(close, times or [], strict=False):
+                    rival.time_us = time_us
+                least = min(rival.time_us for rival in close)
+            near = [rival for rival in close if rival.time_us <= TIE * least]
+            winner = min(near, key=lambda rival: (rival.workspace_bytes, len(rival.runs.steps)))
+            if all([self._check(part.step, way, checked) for part, way in winner.runs.steps]):
+                return winner, rivals
+
+    def _check(self, step: _Step, way: _Way, checked: set[int]) -> bool:
+        """Whether a way does what it should; one that does not is thrown out."""
+        if way.plan is None or id(way.plan) in checked:
+            return True
+        why = self._bench.why_wrong(step.spec, way.plan) if way in step.ways else "wrong"
+        if why is None:
+            checked.add(id(way.plan))
+            return True
+        if way in step.ways:
+            step.ways.remove(way)
+            step.lost.append(self._lost(way, why))
+        return False
+
+    def _compare(self, step: _Step) -> None:
+        """Measure the fastest few ways of a step again, side by side."""
+        if len(step.ways) < 2:
+            return
+        least = min(way.time_us for way in step.ways)
+        near = sorted(
+            (way for way in step.ways if way.time_us <= FINALISTS * least),
+            key=lambda way: way.time_us,
+        )[:4]
+        if len(near) < 2:
+            return
+        again = self._bench.times_us(step.spec, [way.plan for way in near], FINAL_ROUNDS)
+        for way, time_us in zip(near, again, strict=True):
+            if not isinstance(time_us, str):
+                way.time_us = time_us
+
+    def _lost(self, way: _Way, reason: str) -> Decision:
+        subject = "torch" if way.choice is None else str(way.choice)
+        time_us = way.time_us if math.isfinite(way.time_us) else None
+        return Decision(subject, False, reason, way.choice, way.workspace_bytes, time_us)
+
+    def decisions(self, part: _Part, taken: _Way) -> tuple[Decision, ...]:
+        """Everything that was considered for a step."""
+        step = part.step
+        made = []
+        for way in sorted(step.ways, key=lambda way: way.time_us):
+            ratio = way.time_us / taken.time_us if taken.time_us else math.inf
+            lost = self._lost(
+                way,
+                f"{ratio:.2f} times the time of the one taken"
+                if ratio > TIE
+                else "as fast, with more workspace or later in cuDNN's order",
+            )
+            if way is taken:
+                time_us = way.time_us if math.isfinite(way.time_us) else None
+                lost = Decision(
+                    lost.subject, True, "the fastest", way.choice, way.workspace_bytes, time_us
+                )
+            made.append(lost)
+        return (*made, *step.lost)
+
+
+Progress = Callable[[int, int], None]
+
+
+def autotune(
+    spec: GraphSpec, policy: Policy, bench: Bench, progress: Progress | None = None
+) -> Selection:
+    """Choose by measuring. ``progress(done, known)`` is told how many plans were built.
+
+    Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
+    """
+    assert torch_only(spec) is None, "there is nothing to measure"
+    search = _Search(policy, bench)
+    if policy.fallback == "error":
+        roots = [_whole(search, spec)]
+        anchors = 1
+    else:
+        masked = additive_masks(spec)
+        graphs = [Graph(masked)]
+        other = channels_last(masked)
+        if other is not masked:
+            graphs.append(Graph(other))
+        roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
+        anchors = max(1, sum(map(graphs[0].is_anchor, work(masked.nodes))))
+    deadline = time.perf_counter() + policy.budget_s * anchors
+    for done, known in search.explore(roots, deadline):
+        if progress is not None:
+            progress(done, known)
+    winner, rivals = search.settle(roots[0].spec, roots)
+    steps, built = [], []
+    for number, (part, way) in enumerate(winner.runs.steps):
+        decisions = search.decisions(part, way)
+        if number == 0:
+            decisions = (*_of_cuts(winner, rivals), *decisions)
+        plan = None if way.choice is None else bench.replay(part.spec, way.choice)
+        time_us = way.time_us if math.isfinite(way.time_us) else None
+        steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
+        built.append(plan)
+    return Selection(tuple(steps), tuple(built))
+
+
+def _of_cuts(winner: _Rival, rivals: Sequence[_Rival]) -> list[Decision]:
+    """The ways to cut the graph that were compared, and what each took."""
+    if len(rivals) < 2:
+        return []
+    made = []
+    for rival in rivals:
+        taken = rival is winner
+        ratio = rival.time_us / winner.time_us if winner.time_us else math.inf
+        reason = "as fast, with more workspace or in more steps"
+        if taken or ratio > TIE:
+            reason = "the fastest way to cut it" if taken else f"{ratio:.2f} times the time"
+        time_us = rival.time_us if math.isfinite(rival.time_us) else None
+        need = rival.workspace_bytes
+        made.append(Decision(rival.label, taken, reason, None, need, time_us))
+    return made
+
+
+def _whole(search: _Search, spec: GraphSpec) -> _Part:
+    """The graph as one plan and nothing else. :class:`NotSupported` where there is none."""
+    graph = Graph(spec)
+    part = search.part(graph, work(spec.nodes))
+    part.cuts = ()
+    search.order[:] = [part]
+    part.size = 2  # no torch step
+    search.open(part)
+    while part.step.queue and not part.step.ways:
+        search.advance(part.step)
+    if not part.step.ways:
+        reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
+        raise NotSupported(f"graph '{spec.name}'", list(reasons))
+    return part

@@ -1,0 +1,1 @@
+"""Benchmarks: cases with what torch does for them."""

@@ -1,0 +1,155 @@
+"""Torch steps on a GPU: an op as eager torch runs it, writing into the tensor that it is given.
+
+The rules of :mod:`~cudnngraph.reference` say what an op means; they compute in float32. Here an op
+on 16-bit data runs in 16 bits, where torch's own kernels do the arithmetic in float32 all the same,
+and through torch's out variant where it has one. What has neither is left to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import reference
+from .ir import GraphSpec, Node
+
+Tensors = Sequence[torch.Tensor]
+OutRule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor], object]
+
+_aten: Any = torch.ops.aten
+
+
+def _out(function: Callable[..., object]) -> OutRule:
+    return lambda inputs, attrs, out: function(*inputs, out=out)
+
+
+def _per_channel(function: Callable[..., object]) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        x, vector = inputs
+        return function(x, vector.view(1, -1, *(1,) * (x.dim() - 2)), out=out)
+
+    return run
+
+
+OUT: Mapping[str, OutRule] = {
+    "identity": lambda inputs, attrs, out: out.copy_(inputs[0]),
+    "bias": _per_channel(torch.add),
+    "scale": _per_channel(torch.mul),
+    "relu": lambda inputs, attrs, out: torch.clamp_min(inputs[0], 0, out=out),
+    "leaky_relu": lambda inputs, attrs, out: _aten.leaky_relu.out(
+        inputs[0], attrs["negative_slope"], out=out
+    ),
+    "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
+    "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
+    "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
+    "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
+    "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
+    **{
+        name: _out(getattr(torch, name))
+        for name in (
+            *("sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf"),
+            *("add", "sub", "mul", "div", "pow", "minimum", "maximum", "matmul"),
+            *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+        )
+    },
+}
+# Without an out variant, but better run in 16 bits than in float32.
+_NATIVE = frozenset({"conv", "conv_transpose"})
+_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+
+
+def launcher(
+    spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
+) -> Callable[[], None]:
+    """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
+    run = _single(spec, inputs, outputs) or (lambda: reference.run_into(spec, inputs, outputs))
+    tensors = spec.tensors.values()
+    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
+        tensor.dtype == torch.float32 for tensor in tensors
+    ):
+        return lambda: _in_precision(run, allow_tf32)
+
+    def quietly() -> None:
+        with torch.no_grad():
+            run()
+
+    return quietly
+
+
+def _in_precision(run: Callable[[], None], allow_tf32: bool) -> None:
+    with torch.no_grad(), tf32(allow_tf32):
+        run()
+
+
+def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Callable[[], None] | None:
+    """A graph of one op (and its constants) by torch's own call, None where that will not do."""
+    nodes = [node for node in spec.nodes if node.op != "constant"]
+    if len(nodes) != 1 or len(nodes[0].results) != 1:
+        return None
+    (node,), (out,) = nodes, outputs
+    values = dict(zip(spec.inputs, inputs, strict=True))
+    for each in spec.nodes:
+        if each.op == "constant":
+            values[each.results[0]] = torch.tensor(each.attr("value"), dtype=torch.float64)
+    operands = [None if name is None else values[name] for name in node.inputs]
+    attrs = dict(node.attrs)
+    if node.op in OUT and _runs_in_own_dtype(node, spec):
+        rule = OUT[node.op]
+        return lambda: (rule(operands, attrs, out), None)[1]
+    kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
+    if node.op in _NATIVE and len(kinds) == 1:
+        compute = reference.RULES[node.op]
+        return lambda: (out.copy_(compute(operands, attrs)), None)[1]  # type: ignore[arg-type]
+    return None
+
+
+def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
+    """Whether torch's kernel, on these dtypes, computes in float32 and rounds once."""
+    if len(node.operands) != len(node.inputs):
+        return False
+    constants = {each.results[0] for each in spec.nodes if each.op == "constant"}
+    real = [spec.tensors[name].dtype for name in node.operands if name not in constants]
+    result = spec.tensors[node.results[0]].dtype
+    if not real or node.op == "identity":
+        return bool(real)
+    if node.op == "matmul":  # no mixed dtypes
+        return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})
+    if result == torch.bool:
+        return len(set(real)) == 1
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    if result not in floats or any(dtype not in floats for dtype in real):
+        return False
+    # One dtype throughout, or float32 operands among them, which torch promotes to.
+    return set(real) == {result} or torch.float32 in real
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """torch's own TF32 switches for a torch step, put back afterwards."""
+    newer: Any = torch.backends
+    switches: list[tuple[Any, str]] = [
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
+    wanted: bool | str = allowed
+    try:
+        before = [getattr(owner, name) for owner, name in switches]
+    except RuntimeError:  # the newer per-op switches are in use
+        switches = [
+            (newer.cudnn.conv, "fp32_precision"),
+            (newer.cuda.matmul, "fp32_precision"),
+        ]
+        wanted = "tf32" if allowed else "ieee"
+        before = [getattr(owner, name) for owner, name in switches]
+    try:
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, wanted)
+        yield
+    finally:
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, value)

@@ -1,0 +1,140 @@
+"""Graphs written as functions, compiled once for every set of shapes that they are called with."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, overload
+
+import torch
+
+from . import settings
+from .graph import Graph, Value
+from .policy import Policy
+from .runtime import Executable
+
+EXECUTABLES_KEPT = 1024
+
+Build = Callable[..., "Value | tuple[Value, ...]"]
+
+
+class Specialized:
+    """A function of a graph and values, called with tensors; see :func:`specialize`.
+
+    Keeps one :class:`~cudnngraph.Executable` for each combination of shapes, strides, dtypes and
+    devices of the tensors and of the other arguments; the oldest go when there are over
+    :data:`EXECUTABLES_KEPT`. May be used from several threads.
+    """
+
+    def __init__(self, build: Build, policy: Policy | None, options: dict[str, Any]) -> None:
+        self._build = build
+        self._policy = policy
+        self._options = options
+        self._names = [name for name in inspect.signature(build).parameters][1:]
+        given = (policy or Policy()).allow_tf32 if "allow_tf32" not in options else True
+        self._follows_tf32 = given is None
+        self._executables: dict[Hashable, Executable] = {}
+        self._lock = threading.Lock()
+        self.__name__ = getattr(build, "__name__", "graph")
+        self.__doc__ = build.__doc__
+
+    def __call__(self, *tensors: torch.Tensor | None, **static: Hashable) -> Any:
+        """Run on ``tensors``, in the order of the function's parameters; allocate the outputs.
+
+        Returns what the function returned, as tensors: one, or a named tuple.
+        """
+        executable = self.lookup(*tensors, **static)
+        return executable(*[tensor for tensor in tensors if tensor is not None])
+
+    def lookup(self, *tensors: torch.Tensor | None, **static: Hashable) -> Executable:
+        """The executable for tensors like these, compiled on the first such call.
+
+        Raises :class:`GraphError` where the graph does not fit them.
+        """
+        parts: list[Hashable] = [settings.current().backend]
+        for tensor in tensors:
+            if tensor is None:
+                parts.append(None)
+                continue
+            dtype = tensor.dtype
+            parts += (tensor.shape, tensor.stride(), dtype, tensor.device)
+            if self._follows_tf32 and dtype is torch.float32:
+                parts += _tf32_switches()
+        if static:
+            parts += sorted(static.items())
+        key = tuple(parts)
+        found = self._executables.get(key)
+        return found if found is not None else self._compile(key, tensors, static)
+
+    def _compile(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor | None, ...],
+        static: dict[str, Hashable],
+    ) -> Executable:
+        if len(tensors) > len(self._names):
+            most = len(self._names)
+            raise TypeError(f"{self.__name__} takes {most} arguments, {len(tensors)} were given")
+        graph = Graph(self.__name__ if self.__name__.isidentifier() else "graph")
+        values: list[Value | None] = []
+        for name, tensor in zip(self._names, tensors, strict=False):
+            values.append(None if tensor is None else graph.input(name, like=tensor))
+        results = self._build(graph, *values, **static)
+        for place, result in enumerate(results if isinstance(results, tuple) else (results,)):
+            graph.output(f"out{place}" if isinstance(results, tuple) else "out", result)
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        executable = graph.compile(device, policy=self._policy, **self._options)
+        with self._lock:
+            while len(self._executables) >= EXECUTABLES_KEPT:
+                del self._executables[next(iter(self._executables))]
+            return self._executables.setdefault(key, executable)
+
+    def __len__(self) -> int:
+        """How many executables are kept."""
+        return len(self._executables)
+
+    def clear(self) -> None:
+        """Forget the executables; plans stay in the cache."""
+        with self._lock:
+            self._executables.clear()
+
+    def __repr__(self) -> str:
+        return f"<specialized {self.__name__}, {len(self)} executable(s)>"
+
+
+def _tf32_switches() -> tuple[Hashable, ...]:
+    """torch's TF32 switches, the cheap way; the newer per-op ones where those are in use."""
+    try:
+        return (torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32())
+    except RuntimeError:
+        newer: Any = torch.backends
+        return (newer.cudnn.conv.fp32_precision, newer.cuda.matmul.fp32_precision)
+
+
+@overload
+def specialize(build: Build) -> Specialized: ...
+@overload
+def specialize(
+    *, policy: Policy | None = None, **options: Any
+) -> Callable[[Build], Specialized]: ...
+def specialize(
+    build: Build | None = None, *, policy: Policy | None = None, **options: Any
+) -> Specialized | Callable[[Build], Specialized]:
+    """Make a function that builds a graph callable with tensors.
+
+    ``build(graph, *values, **static)`` gets a :class:`~cudnngraph.Graph` and one
+    :class:`~cudnngraph.Value` for each tensor of the call, and returns the result, or a tuple of
+    them. It runs once for every new combination of shapes, strides, dtypes and devices; finding the
+    executable again takes about 2 µs. Keyword arguments of the call are handed through and belong
+    to the combination. Fields of :class:`~cudnngraph.Policy` may be given as keywords:
+
+        @cg.specialize(tune="autotune")
+        def block(g, x, w, b):
+            return g.relu(g.bias(g.conv(x, w, padding=1), b))
+
+        y = block(x, w, b)
+    """
+    if build is not None:
+        return Specialized(build, policy, options)
+    return lambda function: Specialized(function, policy, options)

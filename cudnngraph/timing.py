@@ -1,0 +1,120 @@
+"""The one timing protocol, of plan selection and of the benchmarks alike.
+
+Each contender is captured in a CUDA graph of several launches, so that the host's cost is not in
+the numbers. The graphs are replayed in turn, so that what drifts (clocks, neighbours) drifts for
+all; a contender that is clearly slower drops out early. The result is the median.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Launch = Callable[[], None]
+Sample = Callable[[], float]
+
+MAX_LAUNCHES = 20
+REPLAY_US = 400.0  # about how long one replay is to take
+ROUNDS = 9
+DROP_OVER = 1.25  # times the fastest: out after the second round
+
+
+def interleave(
+    samples: Sequence[Sample], *, rounds: int = ROUNDS, drop_over: float = DROP_OVER
+) -> list[float]:
+    """The median of each sampler over ``rounds``, taken in turn.
+
+    One whose median is over ``drop_over`` times the least after two rounds is sampled no more; its
+    median is that of two. The first sample of each is thrown away.
+    """
+    for sample in samples:
+        sample()
+    taken: list[list[float]] = [[] for _ in samples]
+    alive = list(range(len(samples)))
+    for number in range(rounds):
+        for place in alive:
+            taken[place].append(samples[place]())
+        if number >= 1:
+            medians = {place: statistics.median(taken[place]) for place in alive}
+            least = min(medians.values())
+            alive = [place for place in alive if medians[place] <= drop_over * least]
+    return [statistics.median(each) for each in taken]
+
+
+class Captured:
+    """Launches captured in a CUDA graph, timed by replaying it.
+
+    ``launches`` are called in turn, over and over, until the graph holds enough of them: one for
+    data that stays in the cache, several on rotating data for data that does not. Work that cannot
+    be captured is launched one by one between two events instead. What a launch raises goes
+    through.
+    """
+
+    def __init__(self, launches: Sequence[Launch], stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        event: Any = torch.cuda.Event
+        self._start, self._end = (event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            for launch in launches:
+                launch()
+            stream.synchronize()
+            once = self._elapsed_us(launches[0])
+            wanted = min(MAX_LAUNCHES, max(1, math.ceil(REPLAY_US / max(once, 1.0))))
+            self.count = max(wanted, len(launches))
+            self._graph = self._capture(launches)
+        self._launches = launches
+
+    def _capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for number in range(self.count):
+                launches[number % len(launches)]()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # the capture is broken, as was to be expected
+                graph.capture_end()
+            torch.cuda.synchronize()
+            return None
+        graph.capture_end()
+        return graph
+
+    def _elapsed_us(self, work: Launch) -> float:
+        """Time on the GPU of what ``work`` launches on the current stream."""
+        self._start.record()
+        work()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e3
+
+    def __call__(self) -> float:
+        """Microseconds of one launch, over one replay."""
+        with torch.cuda.stream(self._stream):
+            if self._graph is not None:
+                return self._elapsed_us(self._graph.replay) / self.count
+            return self._elapsed_us(self._all) / self.count
+
+    def _all(self) -> None:
+        for number in range(self.count):
+            self._launches[number % len(self._launches)]()
+
+
+def measure(
+    contenders: Sequence[Launch | Sequence[Launch]],
+    stream: torch.cuda.Stream,
+    *,
+    rounds: int = ROUNDS,
+    drop_over: float = DROP_OVER,
+) -> list[float]:
+    """Median microseconds of each contender on the GPU, measured side by side on ``stream``.
+
+    A contender is a launch, or several that do the same on rotating data. It is called with
+    ``stream`` current, a first time outside of any capture. What it raises goes through.
+    """
+    listed = [[each] if callable(each) else list(each) for each in contenders]
+    captured = [Captured(each, stream) for each in listed]
+    return interleave(captured, rounds=rounds, drop_over=drop_over)

@@ -1,0 +1,35 @@
+"""Every way to cut a graph into steps, by walking all cuts of all cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, product
+
+from cudnngraph.ir import GraphSpec
+from cudnngraph.partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+
+
+def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
+    """The groups of each way to run ``nodes``, the whole first, no two alike."""
+    found: dict[tuple[Group, ...], None] = {(nodes,): None}
+    for groups in cuts(graph, nodes):
+        for chosen in product(*(every_way(graph, group) for group in groups)):
+            found.setdefault(tuple(chain(*chosen)))
+    return list(found)
+
+
+def pieces(graph: Graph, way: Sequence[Group]) -> tuple[GraphSpec, ...]:
+    """The steps of a way, in order."""
+    return tuple(piece(graph, group) for group in way)
+
+
+def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
+    """The steps of every way to cut ``spec``, as it is; the whole first."""
+    graph = Graph(spec)
+    return [pieces(graph, way) for way in every_way(graph, work(spec.nodes))]
+
+
+def rewritten(spec: GraphSpec) -> list[GraphSpec]:
+    """The graph, and what the rewrites make of it where they change something."""
+    masked = additive_masks(spec)
+    return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())
