@@ -81,3 +81,26 @@ def by_autograd(
         name: torch.zeros_like(leaves[name]) if grad is None else grad
         for name, grad in zip(wrt, found, strict=True)
     }
+
+
+def by_torch(
+    case: Case,
+    inputs: Mapping[str, torch.Tensor],
+    grads: Mapping[str, torch.Tensor],
+    wrt: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
+    """Autograd through what a user of torch would write, in the dtype of the inputs."""
+    leaves = {
+        name: value.detach().clone().requires_grad_(name in wrt) for name, value in inputs.items()
+    }
+    outputs = case.eager(leaves)
+    found = torch.autograd.grad(
+        [outputs[name] for name in grads],
+        [leaves[name] for name in wrt],
+        [grad.to(outputs[name].dtype) for name, grad in grads.items()],
+        allow_unused=True,
+    )
+    return {
+        name: torch.zeros_like(leaves[name]) if grad is None else grad
+        for name, grad in zip(wrt, found, strict=True)
+    }

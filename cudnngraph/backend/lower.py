@@ -32,6 +32,7 @@ from ..ir import (
     numel,
 )
 from ..ops import OPS
+from ..validate import check_node
 
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
@@ -807,11 +808,15 @@ def _norm_backward(method: str) -> Rule:
         dy, x, weight, *statistics = ctx.operands(node)
         names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
         options = dict(zip(names, statistics, strict=True))
+        with_bias = node.outputs[2] is not None
         if method == "rmsnorm_backward":
-            options["has_dbias"] = node.outputs[2] is not None
-        return getattr(ctx.graph, method)(  # type: ignore[no-any-return]
+            options["has_dbias"] = with_bias
+        dx, dweight, dbias = getattr(ctx.graph, method)(
             grad=dy, input=x, scale=weight, name=node.name, **options
         )
+        if dbias is not None and not with_bias:
+            ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
+        return dx, dweight, dbias if with_bias else None
 
     return rule
 
@@ -1081,7 +1086,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         for node in spec.nodes:
             result = RULES[node.op](ctx, node)
             results = result if isinstance(result, (tuple, list)) else (result,)
-            for result_name, tensor in zip(node.outputs, results, strict=False):
+            for port, (result_name, tensor) in enumerate(zip(node.outputs, results, strict=False)):
                 if result_name is None:
                     continue
                 ctx.values[result_name] = tensor
@@ -1089,7 +1094,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                     continue
                 declared = _result_spec(spec, node, result_name)
                 if len(node.outputs) > 1 and result_name not in wanted:
-                    ctx.discard(tensor, declared)
+                    ctx.discard(tensor, replace(declared, dtype=_own_dtype(spec, node, port)))
                 else:
                     ctx.declare(tensor, declared)
         for uid, name in enumerate(spec.outputs, len(spec.inputs) + 1):
@@ -1107,6 +1112,17 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
     total = len(spec.inputs) + len(spec.outputs)
     return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
+
+
+def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:
+    """The dtype that a result has of itself, whatever it is kept in."""
+    ports = OPS[node.op].ports_of(len(node.inputs))
+    operands = {
+        name: None if operand is None else spec.tensors[operand]
+        for name, operand in zip(ports, node.inputs, strict=True)
+    }
+    result = check_node(node.op, node.name, operands, dict(node.attrs)).results[port]
+    return spec.tensors[str(node.outputs[port])].dtype if result is None else result.dtype
 
 
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:

@@ -16,7 +16,14 @@ from cudnngraph import grad, reference
 from cudnngraph.ir import GraphSpec, dense_strides, is_channels_last, memory_order
 from cudnngraph.ops import OPS
 from tests import numerics
-from tests.gradients import by_autograd, differentiable, floating_inputs, ours, upstream
+from tests.gradients import (
+    by_autograd,
+    by_torch,
+    differentiable,
+    floating_inputs,
+    ours,
+    upstream,
+)
 from tests.samples import (
     BF16,
     F16,
@@ -148,29 +155,6 @@ def test_the_gradient_at_the_samples_dtype_is_within_the_policy(case: Case) -> N
         numerics.check(
             mine[name], exact[name], case.dtype, eager[name], terms=terms, what=f"grad of {name}"
         )
-
-
-def by_torch(
-    case: Case,
-    inputs: Mapping[str, torch.Tensor],
-    grads: Mapping[str, torch.Tensor],
-    wrt: tuple[str, ...],
-) -> dict[str, torch.Tensor]:
-    """Autograd through what a user of torch would write, in the dtype of the inputs."""
-    leaves = {
-        name: value.detach().clone().requires_grad_(name in wrt) for name, value in inputs.items()
-    }
-    outputs = case.eager(leaves)
-    found = torch.autograd.grad(
-        [outputs[name] for name in grads],
-        [leaves[name] for name in wrt],
-        [grad.to(outputs[name].dtype) for name, grad in grads.items()],
-        allow_unused=True,
-    )
-    return {
-        name: torch.zeros_like(leaves[name]) if grad is None else grad
-        for name, grad in zip(wrt, found, strict=True)
-    }
 
 
 # -- random graphs ---------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def _expanded(spec: GraphSpec) -> bool:
 
 
 ATTENTION = ("sdpa", "sdpa_backward")
+NORMS = ("layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 
 
 def _sdpa(test: Callable[[GraphSpec, Node], bool], *ops: str) -> Callable[[GraphSpec], bool]:
@@ -167,8 +168,12 @@ def _batches_apart(spec: GraphSpec, node: Node) -> bool:
 
 def _norm(test: Callable[[TensorSpec, TensorSpec], bool]) -> Callable[[GraphSpec], bool]:
     def meets(spec: GraphSpec) -> bool:
-        nodes = _nodes(spec, "layer_norm", "rms_norm")
-        return any(test(*(spec.tensors[name] for name in node.operands[:2])) for node in nodes)
+        for node in _nodes(spec, *NORMS):
+            x, weight = _at(spec, node, "x"), _at(spec, node, "weight")
+            assert x is not None and weight is not None
+            if test(x, weight):
+                return True
+        return False
 
     return meets
 
@@ -232,7 +237,7 @@ TORCH = (
     ),
     Known(
         "cuDNN repeats a tensor only beside one of the full shape",
-        lambda spec: {node.op for node in spec.nodes} == {"expand"},
+        lambda spec: {node.op for node in spec.nodes} <= {"expand", "constant"},
     ),
     Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
@@ -304,6 +309,10 @@ CUT = (
         "16-bit products fuse with nothing before them",
         _product(lambda spec, node: not set(node.operands) <= set(spec.inputs)),
     ),
+    Known(
+        "the gradients of norms fuse with nothing",
+        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+    ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
         "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
@@ -357,7 +366,7 @@ def _real(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
 
 def _merges_dims(spec: GraphSpec) -> bool:
     """Whether the dims that cuDNN sees are others: pointwise ops, products, norms, reductions."""
-    merging = ("matmul", "layer_norm", "rms_norm", "reduction")
+    merging = ("matmul", *NORMS, "reduction")
     return all(node.op in merging for node in _anchors(spec))
 
 
