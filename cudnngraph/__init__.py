@@ -20,6 +20,7 @@ from .errors import (
     UnkeyableError,
 )
 from .explain import Explanation, explain
+from .grad import Gradient, differentiate
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
@@ -35,6 +36,7 @@ __all__ = [
     "CudnnGraphError",
     "Executable",
     "Explanation",
+    "Gradient",
     "Graph",
     "GraphError",
     "GraphSpec",
@@ -51,6 +53,7 @@ __all__ = [
     "Value",
     "cache_clear",
     "cache_stats",
+    "differentiate",
     "explain",
     "on_miss",
     "specialize",

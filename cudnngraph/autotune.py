@@ -16,6 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -25,9 +26,9 @@ from .backend.plan import Candidate, Choice, Plan, Proposals, replay
 from .errors import NotSupported, UnkeyableError
 from .ir import GraphSpec
 from .key import graph_key
-from .partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+from .partition import Graph, Group, channels_last, cuts, piece, prepared, work
 from .policy import Policy
-from .select import Decision, Selection, StepPlan, torch_only, why_apart
+from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import measure
 from .trial import Chain, Trial
 
@@ -65,11 +66,21 @@ class Bench(Protocol):
 
 
 class GpuBench:
-    """Trials on one GPU. Use it with that device current."""
+    """Trials on one GPU. Use it with that device current.
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    Measurements hold ``alone()``, so that processes which tune on the same GPU at the same time
+    take turns at it and only build in parallel.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._policy = policy
         self._device = device
+        self._alone = alone
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream(device)
         self._trials: OrderedDict[int, Trial] = OrderedDict()
@@ -94,7 +105,8 @@ class GpuBench:
         try:
             trial = self._trial(spec)
             launches = [trial.launch(plan) for plan in plans]
-            return list(measure(launches, self._stream, rounds=rounds))
+            with self._alone():
+                return list(measure(launches, self._stream, rounds=rounds))
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
 
@@ -105,7 +117,8 @@ class GpuBench:
         try:
             chain = Chain(spec, self._policy, self._device)
             launches = [chain.launch(steps) for steps in chains]
-            return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+            with self._alone():
+                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
         except torch.OutOfMemoryError:
             return None
 
@@ -221,6 +234,9 @@ class _Search:
                 digest = str(id(spec))
             step = self._steps.setdefault(digest, _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
+            if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
+                step.ways.append(_Way(0, None, None, 0, 0.0))
+                step.lost.append(FREE)
             self.order.append(found)
             found.cuts = tuple(
                 tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
@@ -491,13 +507,13 @@ def autotune(
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        masked = additive_masks(spec)
-        graphs = [Graph(masked)]
-        other = channels_last(masked)
-        if other is not masked:
+        spec = prepared(spec)
+        graphs = [Graph(spec)]
+        other = channels_last(spec)
+        if other is not spec:
             graphs.append(Graph(other))
         roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
-        anchors = max(1, sum(map(graphs[0].is_anchor, work(masked.nodes))))
+        anchors = max(1, sum(map(graphs[0].is_anchor, work(spec.nodes))))
     deadline = time.perf_counter() + policy.budget_s * anchors
     for done, known in search.explore(roots, deadline):
         if progress is not None:

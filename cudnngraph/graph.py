@@ -433,6 +433,36 @@ class Graph:
             name=name,
         )
 
+    def conv_wgrad(
+        self,
+        dy: Value,
+        x: Value,
+        *,
+        kernel: Ints,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of a convolution's weight, of ``conv(x, weight, ...)`` with the result's dy.
+
+        dy (N, K, out...), x (N, C, spatial...) of one dtype → (K, C/groups, kernel...);
+        ``kernel`` holds the weight's spatial sizes, which dy and x do not tell. The gradient of x
+        is ``conv_transpose(dy, weight, ...)``.
+        """
+        return self._one(
+            "conv_wgrad",
+            dy,
+            x,
+            kernel=kernel,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            name=name,
+        )
+
     # -- per channel ---------------------------------------------------------------------------
 
     def bias(self, x: Value, bias: Value, *, name: str | None = None) -> Value:
@@ -462,6 +492,82 @@ class Graph:
         return self._one(
             "batch_norm", x, running_mean, running_var, weight, bias, eps=eps, name=name
         )
+
+    def batch_norm_train(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value,
+        running_mean: Value | None = None,
+        running_var: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Batch normalisation with the batch's own statistics (F.batch_norm with training=True).
+
+        x (N, C, ...), the rest (C,) in x's dtype or float32 → (y, mean, inv_std), mean and
+        1 / sqrt(var + eps) of the batch, (C,) in float32, var biased. With the running statistics
+        two more: ``(1 - momentum) * running + momentum * batch``, there with the unbiased variance.
+        Gradients flow through y alone.
+        """
+        outputs = self._apply(
+            "batch_norm_train",
+            (x, weight, bias, running_mean, running_var),
+            {"eps": eps, "momentum": momentum},
+            name,
+        )
+        return tuple(outputs[:3] if running_mean is None and running_var is None else outputs)
+
+    def batch_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        weight: Value,
+        mean: Value,
+        inv_std: Value,
+        *,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dx, dweight, dbias) of :meth:`batch_norm_train` from its y's dy.
+
+        dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
+        """
+        return tuple(self._apply("batch_norm_backward", (dy, x, weight, mean, inv_std), {}, name))
+
+    # -- shape -----------------------------------------------------------------------------------
+
+    def reduction(
+        self,
+        x: Value,
+        dims: Ints | None = None,
+        mode: str = "sum",
+        keepdim: bool | Sequence[int] = False,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """The sum, mean, max or min of x over ``dims`` (None for all of them).
+
+        Reduced dims are dropped, or stay with size 1: all with ``keepdim=True``, or those that
+        ``keepdim`` lists.
+        """
+        return self._one("reduction", x, dims=dims, mode=mode, keepdim=keepdim, name=name)
+
+    def expand(
+        self,
+        x: Value,
+        shape: Sequence[int],
+        dims: Sequence[int] | None = None,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """x repeated to ``shape``; dim i of x becomes dim ``dims[i]``, its size that or 1.
+
+        ``dims`` ascends and defaults to the last ones, as torch's expand. ``(C,)`` with
+        ``dims=(1,)`` is set along the channels.
+        """
+        return self._one("expand", x, shape=shape, dims=dims, name=name)
 
     # -- normalisation over trailing dims ------------------------------------------------------
 
@@ -506,6 +612,47 @@ class Graph:
             "rms_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
         )
         return tuple(outputs) if return_stats is True else outputs[0]
+
+    def layer_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        weight: Value,
+        mean: Value,
+        inv_std: Value,
+        *,
+        bias_grad: bool = True,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dx, dweight, dbias) of :meth:`layer_norm` from its y's dy.
+
+        dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
+        ``bias_grad=False`` leaves the last one out.
+        """
+        outputs = self._apply(
+            "layer_norm_backward", (dy, x, weight, mean, inv_std), {"bias_grad": bias_grad}, name
+        )
+        return tuple(outputs if bias_grad is True else outputs[:2])
+
+    def rms_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        weight: Value,
+        inv_std: Value,
+        *,
+        bias_grad: bool = True,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dx, dweight, dbias) of :meth:`rms_norm` from its y's dy.
+
+        dy has the shape and dtype of x; inv_std is the one that the forward returned.
+        ``bias_grad=False`` leaves the last one out.
+        """
+        outputs = self._apply(
+            "rms_norm_backward", (dy, x, weight, inv_std), {"bias_grad": bias_grad}, name
+        )
+        return tuple(outputs if bias_grad is True else outputs[:2])
 
     # -- matrix product ------------------------------------------------------------------------
 
@@ -573,6 +720,24 @@ class Graph:
     ) -> Value:
         """x held within [min, max]; either bound may be None."""
         return self._one("clamp", x, min=min, max=max, name=name)
+
+    def relu_backward(
+        self, dy: Value, y: Value, negative_slope: float = 0.0, *, name: str | None = None
+    ) -> Value:
+        """dy where y > 0, else negative_slope * dy; y is the relu's result, or what went in."""
+        return self._one("relu_backward", dy, y, negative_slope=negative_slope, name=name)
+
+    def gelu_backward(self, dy: Value, x: Value, *, name: str | None = None) -> Value:
+        """dy times the slope of gelu at x."""
+        return self._one("gelu_backward", dy, x, name=name)
+
+    def gelu_tanh_backward(self, dy: Value, x: Value, *, name: str | None = None) -> Value:
+        """dy times the slope of gelu_tanh at x."""
+        return self._one("gelu_tanh_backward", dy, x, name=name)
+
+    def silu_backward(self, dy: Value, x: Value, *, name: str | None = None) -> Value:
+        """dy times the slope of silu at x."""
+        return self._one("silu_backward", dy, x, name=name)
 
     def relu6(self, x: Value) -> Value:
         """x held within [0, 6]."""
@@ -784,6 +949,45 @@ class Graph:
             name,
         )
         return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_backward(
+        self,
+        do: Value,
+        q: Value,
+        k: Value,
+        v: Value,
+        o: Value,
+        lse: Value,
+        attn_mask: Value | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        seq_len_q: Value | None = None,
+        seq_len_kv: Value | None = None,
+        mask_grad: bool = False,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dq, dk, dv) of :meth:`sdpa` from its o's gradient ``do``.
+
+        The other operands and keywords are those of the forward call, o and lse its results. With
+        ``mask_grad=True`` a fourth one, that of the additive mask, in the mask's shape. A row that
+        may attend to no key gives zeros; its lse is infinite of either sign.
+        """
+        outputs = self._apply(
+            "sdpa_backward",
+            (do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "mask_grad": mask_grad,
+            },
+            name,
+        )
+        return tuple(outputs if mask_grad is True else outputs[:3])
 
     # -- compositions --------------------------------------------------------------------------
 

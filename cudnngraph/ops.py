@@ -4,7 +4,8 @@ A rule gets a :class:`Call`, checks the operands, brings the attributes into the
 form and answers with a :class:`Result` per output port: shape, dtype and the order in which the
 dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
 result cannot be known. Adding an op means one row here, one in ``reference.RULES``, one in
-``backend.lower.RULES`` and its samples; a test asserts that the tables agree.
+``backend.lower.RULES``, one in ``grad.RULES`` and its samples; a test asserts that the tables
+agree.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
 S sequence, D head dim; M N rows and columns of a product, K what it sums over.
@@ -251,6 +252,18 @@ def _same_dtype(call: Call, first: str, *others: str) -> bool:
     return ok
 
 
+def _same_shape(call: Call, first: str, *others: str) -> bool:
+    ok = True
+    for port in others:
+        if call[port].shape != call[first].shape:
+            call.problem(
+                f"{port} '{call[port].name}' has shape {call[port].shape}",
+                f"{call[first].shape}, the shape of {first}",
+            )
+            ok = False
+    return ok
+
+
 def _param_dtype(call: Call, port: str, data: str = "x") -> bool:
     """Parameters share the dtype of the data or are float32 beside 16-bit data."""
     param, x = call[port], call[data]
@@ -409,6 +422,52 @@ def _conv_transpose(call: Call) -> list[Result] | None:
     return [Result((n, weight.shape[1] * groups, *out), x.dtype, _conv_order(x, weight))]
 
 
+def _conv_wgrad(call: Call) -> list[Result] | None:
+    _same_dtype(call, "x", "dy")
+    dy, x = call["dy"], call["x"]
+    rank = len(x.shape) - 2
+    groups = call.attrs["groups"]
+    if rank not in (1, 2, 3):
+        call.problem(
+            f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "3, 4 or 5: (N, C, spatial...)"
+        )
+    elif len(dy.shape) != len(x.shape):
+        call.problem(f"dy '{dy.name}' has {len(dy.shape)} dims {dy.shape}", f"{len(x.shape)} dims")
+    if not _whole(groups) or groups < 1:
+        call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
+    if call.problems:
+        return None
+    groups = call.attrs["groups"] = int(groups)
+    kernel = _int_tuple(call, "kernel", rank, 1)
+    stride = _int_tuple(call, "stride", rank, 1)
+    dilation = _int_tuple(call, "dilation", rank, 1)
+    if kernel is None or stride is None or dilation is None:
+        return None
+    padding = _padding(call, rank, kernel, stride, dilation)
+    if padding is None:
+        return None
+    for port, spec in (("x", x), ("dy", dy)):
+        if spec.shape[1] % groups:
+            call.problem(
+                f"{port} has {spec.shape[1]} channels, not a multiple of groups={groups}",
+                "a multiple of groups",
+            )
+    sizes = tuple(
+        (n + sum(pad) - d * (r - 1) - 1) // s + 1
+        for n, pad, d, r, s in zip(x.shape[2:], padding, dilation, kernel, stride, strict=True)
+    )
+    if dy.shape != (x.shape[0], dy.shape[1], *sizes):
+        call.problem(
+            f"dy '{dy.name}' has shape {dy.shape}",
+            f"(N, K, out...) = ({x.shape[0]}, K, {', '.join(map(str, sizes))}), "
+            "the convolution's result",
+        )
+    if call.problems:
+        return None
+    shape = (dy.shape[1], x.shape[1] // groups, *kernel)
+    return [Result(shape, x.dtype, _conv_order(x, dy))]
+
+
 # -- per-channel ops -------------------------------------------------------------------------------
 
 
@@ -453,6 +512,48 @@ def _batch_norm(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, _like_order(x))]
 
 
+def _statistics_dtype(x: TensorSpec) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _batch_norm_train(call: Call) -> list[Result | None] | None:
+    if not _has_channels(call):
+        return None
+    x = call["x"]
+    running = [port for port in ("running_mean", "running_var") if call.get(port) is not None]
+    ok = all([_channels(call, port) for port in ("weight", "bias", *running)])
+    if len(running) == 1:
+        call.problem(f"{running[0]} is given alone", "running_mean and running_var, or neither")
+        ok = False
+    values = x.numel // x.shape[1] if x.shape[1] else 0
+    if values < 2:
+        call.problem(
+            f"x '{x.name}' has {values} values per channel {x.shape}",
+            "at least 2, to have a variance",
+        )
+        ok = False
+    eps, momentum = _eps(call), _number(call, "momentum")
+    if eps is None or momentum is None or not ok:
+        return None
+    statistics = Result((x.shape[1],), _statistics_dtype(x), (0,))
+    following: list[Result | None] = [None, None]
+    if running:
+        specs = [call[port] for port in running]
+        following = [Result(s.shape, s.dtype, tuple(range(len(s.shape)))) for s in specs]
+    return [Result(x.shape, x.dtype, _like_order(x)), statistics, statistics, *following]
+
+
+def _batch_norm_backward(call: Call) -> list[Result] | None:
+    if not _has_channels(call):
+        return None
+    ok = all([_channels(call, port) for port in ("weight", "mean", "inv_std")])
+    if not _same_dtype(call, "x", "dy") or not _same_shape(call, "x", "dy") or not ok:
+        return None
+    x, weight = call["x"], call["weight"]
+    vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
+    return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
+
+
 # -- normalisation over trailing dims --------------------------------------------------------------
 
 
@@ -486,9 +587,41 @@ def _trailing_norm(*stats: str) -> InferRule:
             return None
         order = _like_order(x)
         lead = len(x.shape) - count
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        stat = Result((*x.shape[:lead], *(1,) * count), dtype, order)
+        stat = Result((*x.shape[:lead], *(1,) * count), _statistics_dtype(x), order)
         return [Result(x.shape, x.dtype, order), *(stat if wanted else None for _ in stats)]
+
+    return infer
+
+
+def _trailing_norm_backward(*stats: str) -> InferRule:
+    """``stats`` are the ports behind the weight: float32, x's shape with 1 for what is summed."""
+
+    def infer(call: Call) -> list[Result | None] | None:
+        x, weight = call["x"], call["weight"]
+        ok = _same_dtype(call, "x", "dy") and _same_shape(call, "x", "dy")
+        count = len(weight.shape)
+        if count == 0 or x.shape[-count:] != weight.shape:
+            call.problem(
+                f"weight '{weight.name}' has shape {weight.shape}",
+                f"the last dims of x '{x.name}' {x.shape}",
+            )
+            return None
+        ok &= _param_dtype(call, "weight")
+        shape = (*x.shape[: len(x.shape) - count], *(1,) * count)
+        for port in stats:
+            stat = call[port]
+            if stat.shape != shape or stat.dtype != _statistics_dtype(x):
+                call.problem(
+                    f"{port} '{stat.name}' is {dtype_name(stat.dtype)} {stat.shape}",
+                    f"{dtype_name(_statistics_dtype(x))} {shape}",
+                )
+                ok = False
+        before = len(call.problems)
+        with_bias = _flag(call, "bias_grad")
+        if not ok or len(call.problems) > before:
+            return None
+        vector = Result(weight.shape, weight.dtype, _like_order(weight))
+        return [Result(x.shape, x.dtype, _like_order(x)), vector, vector if with_bias else None]
 
     return infer
 
@@ -645,8 +778,110 @@ def _where(call: Call) -> list[Result] | None:
     return [Result(common[0], dtype, common[1])] if ok and dtype is not None and common else None
 
 
+def _activation_backward(port: str, *attrs: str) -> InferRule:
+    """The gradient dy through an activation whose input or output stands at ``port``."""
+
+    def infer(call: Call) -> list[Result] | None:
+        dtype = _promoted(call, ("dy", port))
+        same = _same_shape(call, port, "dy")
+        numbers_ = [_number(call, attr) for attr in attrs]
+        if dtype is None or not same or None in numbers_:
+            return None
+        dy = call["dy"]
+        return [Result(dy.shape, dtype, _like_order(dy))]
+
+    return infer
+
+
 def _constant(call: Call) -> list[Result] | None:
     return [Result((), torch.float32, ())] if _number(call, "value") is not None else None
+
+
+# -- shape -----------------------------------------------------------------------------------------
+
+MODES = ("sum", "mean", "max", "min")
+
+
+def _dims(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
+    """Canonical form: dims counted from the front, each once."""
+    many = (value,) if _whole(value) else value
+    if not isinstance(many, (tuple, list)) or not all(_whole(dim) for dim in many):
+        call.problem(f"{attr}={value!r} is not made of whole numbers", "a dim, or several")
+        return None
+    if any(not -rank <= dim < rank for dim in many):
+        call.problem(f"{attr}={value!r} is out of range", f"dims of a tensor of {rank} dims")
+        return None
+    front = tuple(int(dim) % rank for dim in many)
+    if len(set(front)) != len(front):
+        call.problem(f"{attr}={value!r} names a dim twice", "each dim once")
+        return None
+    return front
+
+
+def _reduction(call: Call) -> list[Result] | None:
+    ok = _float_operand(call, "x")
+    x, mode = call["x"], call.attrs["mode"]
+    rank = len(x.shape)
+    if mode not in MODES:
+        call.problem(f"mode={mode!r} is unknown", " or ".join(map(repr, MODES)))
+        ok = False
+    given, keep = call.attrs["dims"], call.attrs["keepdim"]
+    dims = tuple(range(rank)) if given is None else _dims(call, "dims", given, rank)
+    if dims is None:
+        return None
+    dims = tuple(sorted(dims))
+    if not dims and rank:
+        call.problem(f"dims={given!r} names no dim", "at least one, or None for all")
+        ok = False
+    kept = (dims if keep else ()) if isinstance(keep, bool) else _dims(call, "keepdim", keep, rank)
+    if kept is None:
+        return None
+    if not set(kept) <= set(dims):
+        call.problem(f"keepdim={keep!r} names dims that are not reduced", f"some of {dims}")
+        ok = False
+    if mode != "sum" and any(x.shape[dim] == 0 for dim in dims):
+        call.problem(f"{mode} over no element of x '{x.name}' {x.shape}", "mode='sum'")
+        ok = False
+    if not ok:
+        return None
+    kept = tuple(sorted(kept))
+    call.attrs["dims"] = dims
+    # One canonical form: True for all and False for none, else the dims.
+    call.attrs["keepdim"] = bool(dims) if kept == dims else kept or False
+    stay = [dim for dim in range(rank) if dim not in dims or dim in kept]
+    shape = tuple(1 if dim in dims else x.shape[dim] for dim in stay)
+    order = tuple(stay.index(dim) for dim in _like_order(x) if dim in stay)
+    return [Result(shape, x.dtype, order)]
+
+
+def _expand(call: Call) -> list[Result] | None:
+    x, shape = call["x"], call.attrs["shape"]
+    if not isinstance(shape, (tuple, list, torch.Size)) or any(
+        not _whole(n) or n < 0 for n in shape
+    ):
+        call.problem(f"shape={shape!r} is not a shape", "whole numbers >= 0")
+        return None
+    shape = tuple(int(n) for n in shape)
+    rank, given = len(shape), call.attrs["dims"]
+    if given is None and len(x.shape) > rank:
+        call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", f"at most {rank}")
+        return None
+    last = tuple(range(rank - len(x.shape), rank))
+    dims = last if given is None else _dims(call, "dims", given, rank)
+    if dims is None:
+        return None
+    if len(dims) != len(x.shape) or list(dims) != sorted(dims):
+        call.problem(f"dims={given!r} for x {x.shape}", "the place of each dim of x, ascending")
+        return None
+    if any(n not in (1, shape[dim]) for n, dim in zip(x.shape, dims, strict=True)):
+        call.problem(
+            f"x '{x.name}' has shape {x.shape}",
+            f"1 or {tuple(shape[dim] for dim in dims)}, the sizes of dims {dims} of {shape}",
+        )
+        return None
+    call.attrs["shape"], call.attrs["dims"] = shape, dims
+    order = _like_order(x) if x.shape == shape else tuple(range(rank))
+    return [Result(shape, x.dtype, order)]
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -737,39 +972,73 @@ def _sdpa_window(call: Call) -> None:
     call.attrs["window"] = None if left is None and right is None else (left, right)
 
 
-def _sdpa(call: Call) -> list[Result | None] | None:
+def _sdpa_checked(call: Call, *data: str) -> bool:
+    """The checks that both directions share; ``data`` are the operands of the dtype of q."""
     before = len(call.problems)
-    _same_dtype(call, "q", "k", "v")
+    _same_dtype(call, "q", *data)
     causal = _flag(call, "is_causal")
-    want_lse = _flag(call, "return_lse")
     if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
         call.problem(
             f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
             " or ".join(map(repr, ALIGNMENTS)),
         )
     if not _sdpa_shapes(call):
-        return None
-    q, v = call["q"], call["v"]
+        return False
     _sdpa_mask(call)
     _sdpa_lengths(call)
     _sdpa_window(call)
     if call.attrs["scale"] is None:
-        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+        call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[3])
     else:
         _number(call, "scale")
     if len(call.problems) > before:
-        return None
+        return False
     # One canonical form: causal is the band with no key to the right of the diagonal.
     if causal and call.attrs["window"] is None:
         call.attrs["window"] = (None, 0)
     call.attrs["is_causal"] = False
     if call.attrs["window"] is None:
         call.attrs["diagonal_alignment"] = "top_left"
-    order = _like_order(q)
+    return True
+
+
+def _sdpa(call: Call) -> list[Result | None] | None:
+    want_lse = _flag(call, "return_lse")
+    if not _sdpa_checked(call, "k", "v") or call.problems:
+        return None
+    q, v = call["q"], call["v"]
     shape = (*q.shape[:3], v.shape[3])
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = Result(q.shape[:3], stats, (0, 1, 2)) if want_lse else None
-    return [Result(shape, q.dtype, order), lse]
+    lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
+    return [Result(shape, q.dtype, _like_order(q)), lse]
+
+
+def _sdpa_backward(call: Call) -> list[Result | None] | None:
+    want_mask = _flag(call, "mask_grad")
+    if not _sdpa_checked(call, "k", "v", "o", "do"):
+        return None
+    q, v, lse, mask = call["q"], call["v"], call["lse"], call.get("attn_mask")
+    shape = (*q.shape[:3], v.shape[3])
+    for port in ("o", "do"):
+        if call[port].shape != shape:
+            call.problem(
+                f"{port} '{call[port].name}' has shape {call[port].shape}",
+                f"(B, H, S_q, D_v) = {shape}",
+            )
+    if lse.shape != q.shape[:3] or lse.dtype != _statistics_dtype(q):
+        call.problem(
+            f"lse '{lse.name}' is {dtype_name(lse.dtype)} {lse.shape}",
+            f"{dtype_name(_statistics_dtype(q))} (B, H, S_q) = {q.shape[:3]}",
+        )
+    if want_mask and (mask is None or mask.dtype not in FLOATS):
+        call.problem(
+            "mask_grad=True without an additive mask", "attn_mask of a floating dtype", "leave it"
+        )
+    if call.problems:
+        return None
+    like = [Result(s.shape, s.dtype, _like_order(s)) for s in (q, call["k"], v)]
+    if not want_mask or mask is None:
+        return [*like, None]
+    return [*like, Result(mask.shape, mask.dtype, _like_order(mask))]
 
 
 # -- views and concatenation -----------------------------------------------------------------------
@@ -973,6 +1242,48 @@ def _rows() -> list[Op]:
             window=None,
             return_lse=False,
         ),
+        op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
+        op(
+            "layer_norm_backward",
+            "dy x weight mean inv_std",
+            _trailing_norm_backward("mean", "inv_std"),
+            outputs="dx dweight dbias",
+            bias_grad=True,
+        ),
+        op(
+            "rms_norm_backward",
+            "dy x weight inv_std",
+            _trailing_norm_backward("inv_std"),
+            outputs="dx dweight dbias",
+            bias_grad=True,
+        ),
+        op(
+            "sdpa_backward",
+            "do q k v o lse attn_mask? seq_len_q? seq_len_kv?",
+            _sdpa_backward,
+            outputs="dq dk dv dmask",
+            scale=None,
+            is_causal=False,
+            diagonal_alignment="top_left",
+            window=None,
+            mask_grad=False,
+        ),
+        op(
+            "batch_norm_train",
+            "x weight bias running_mean? running_var?",
+            _batch_norm_train,
+            outputs="y mean inv_std next_running_mean next_running_var",
+            eps=1e-5,
+            momentum=0.1,
+        ),
+        op(
+            "batch_norm_backward",
+            "dy x weight mean inv_std",
+            _batch_norm_backward,
+            outputs="dx dweight dbias",
+        ),
+        op("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False),
+        op("expand", "x", _expand, pointwise=True, shape=REQUIRED, dims=None),
         op(
             "batch_norm",
             "x running_mean running_var weight? bias?",
@@ -992,6 +1303,18 @@ def _rows() -> list[Op]:
         unary("tanh"),
         op("softplus", "x", _softplus, pointwise=True, beta=1.0),
         op("clamp", "x", _clamp, pointwise=True, min=None, max=None),
+        op(
+            "relu_backward",
+            "dy y",
+            _activation_backward("y", "negative_slope"),
+            outputs="dx",
+            pointwise=True,
+            negative_slope=0.0,
+        ),
+        *(
+            op(f"{name}_backward", "dy x", _activation_backward("x"), outputs="dx", pointwise=True)
+            for name in ("gelu", "gelu_tanh", "silu")
+        ),
         unary("identity"),
         unary("neg"),
         unary("abs"),

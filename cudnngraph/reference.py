@@ -8,6 +8,7 @@ yardstick for accuracy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,8 +71,38 @@ def _conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return F.pad(full, cut)
 
 
-def _channel(value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return _need(value).reshape(1, -1, *(1,) * (x.dim() - 2))
+def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, x = _need(inputs[0]), _need(inputs[1])
+    kernel, stride, dilation = attrs["kernel"], attrs["stride"], attrs["dilation"]
+    shape = (dy.shape[1], x.shape[1] // attrs["groups"], *kernel)
+    if dy.numel() == 0 or x.numel() == 0:
+        return x.new_zeros(shape)
+    # What the kernel reaches of the padded x; rows behind that meet no tap.
+    many = zip(dy.shape[2:], stride, dilation, kernel, x.shape[2:], attrs["padding"], strict=True)
+    sides = [
+        (before, (out - 1) * s + d * (r - 1) + 1 - n - before)
+        for out, s, d, r, n, (before, _) in many
+    ]
+    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    none = [0] * len(kernel)
+    _, weight, _ = torch.ops.aten.convolution_backward(
+        dy,
+        x,
+        x.new_zeros(()).expand(shape),
+        None,
+        stride,
+        none,
+        dilation,
+        False,
+        none,
+        attrs["groups"],
+        [False, True, False],
+    )
+    return _need(weight)
+
+
+def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
+    return _need(value).reshape(1, -1, *(1,) * (_need(x).dim() - 2))
 
 
 def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -83,6 +114,41 @@ def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     if inputs[4] is not None:
         y = y + _channel(inputs[4], x)
     return y
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _batch_norm_train(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight, bias = _need(inputs[0]), _channel(inputs[1], inputs[0]), inputs[2]
+    dims = _all_but_channels(x)
+    mean, var = x.mean(dims), x.var(dims, unbiased=False)
+    inv_std = torch.rsqrt(var + attrs["eps"])
+    y = (x - _channel(mean, x)) * _channel(inv_std, x) * weight + _channel(bias, x)
+    if inputs[3] is None or inputs[4] is None:
+        return y, mean, inv_std, None, None
+    momentum, count = attrs["momentum"], x.numel() // x.shape[1]
+    unbiased = var * (count / (count - 1))
+    following = [
+        (1 - momentum) * running + momentum * now.view(running.shape)
+        for running, now in ((inputs[3], mean), (inputs[4], unbiased))
+    ]
+    return y, mean, inv_std, *following
+
+
+def _batch_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy, x, weight = _need(inputs[0]), _need(inputs[1]), _need(inputs[2])
+    mean, inv_std = _channel(inputs[3], x), _channel(inputs[4], x)
+    dims, count = _all_but_channels(x), x.numel() // max(x.shape[1], 1)
+    normal = (x - mean) * inv_std
+    dbias = dy.sum(dims)
+    dweight = (dy * normal).sum(dims)
+    pull = (_channel(dbias, x) + normal * _channel(dweight, x)) / count
+    dx = _channel(weight, x) * inv_std * (dy - pull)
+    return dx, dweight.view(weight.shape), dbias.view(weight.shape)
 
 
 def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
@@ -108,6 +174,33 @@ def _rms_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor |
     return (y, inverse) if attrs["return_stats"] else (y, None)
 
 
+def _layer_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, mean, inverse = (_need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = (x - mean) * inverse, dy * weight
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _rms_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, inverse = (_need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = x * inverse, dy * weight
+    pull = normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    return x.sum(tuple(dims)) if dims else x  # torch's sum over no dim is one over all
+
+
 def band_offset(
     rows: torch.Tensor | int, keys: torch.Tensor | int, alignment: str
 ) -> torch.Tensor | int:
@@ -115,25 +208,22 @@ def band_offset(
     return 0 if alignment == "top_left" else keys - rows
 
 
-def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q, k, v = (_need(value) for value in inputs[:3])
-    mask, seq_q, seq_kv = inputs[3:]
-    batch, heads, rows, _ = q.shape
-    keys, repeat = k.shape[2], heads // k.shape[1]
-    k = k.repeat_interleave(repeat, dim=1)
-    v = v.repeat_interleave(repeat, dim=1)
+def _kept(
+    q: torch.Tensor, k: torch.Tensor, lengths: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which (row, key) pairs may meet, which rows are valid and which keys, all of rank 4.
+
+    ``lengths`` are seq_len_q and seq_len_kv; boolean masks are not in it.
+    """
+    rows, keys = q.shape[2], k.shape[2]
     row = torch.arange(rows, device=q.device).view(1, 1, rows, 1)
     col = torch.arange(keys, device=q.device).view(1, 1, 1, keys)
-    keep = torch.ones((1, 1, rows, keys), dtype=torch.bool, device=q.device)
-    length_q: torch.Tensor | int = rows
-    length_kv: torch.Tensor | int = keys
-    if seq_q is not None:
-        length_q = seq_q.view(batch, 1, 1, 1)
-        keep = keep & (row < length_q)
-    if seq_kv is not None:
-        length_kv = seq_kv.view(batch, 1, 1, 1)
-        keep = keep & (col < length_kv)
-        v = torch.where(col.view(1, 1, keys, 1) < length_kv, v, 0.0)  # padding may hold NaN
+    length_q, length_kv = (
+        whole if given is None else given.view(-1, 1, 1, 1)
+        for given, whole in zip(lengths, (rows, keys), strict=True)
+    )
+    valid_row, valid_key = row < length_q, col < length_kv
+    keep = valid_row & valid_key
     if attrs["window"] is not None:
         left, right = attrs["window"]
         diagonal = row + band_offset(length_q, length_kv, attrs["diagonal_alignment"])
@@ -141,16 +231,34 @@ def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torc
             keep = keep & (col <= diagonal + right)
         if left is not None:
             keep = keep & (col >= diagonal - left)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * attrs["scale"]
+    return keep, valid_row, valid_key.transpose(-1, -2)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """scale * q k^T + mask, -inf where two may not meet. q and k have as many heads."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if mask is not None:
         if mask.dtype == torch.bool:
             keep = keep & mask
         else:
             scores = scores + mask
-    scores = torch.where(keep, scores, -torch.inf)
+    return torch.where(keep, scores, -torch.inf)
+
+
+def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (_need(value) for value in inputs[:3])
+    keep, _, valid_key = _kept(q, k, inputs[4:], attrs)
+    if inputs[5] is not None:
+        v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
+    repeat = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(repeat, dim=1)
+    v = v.repeat_interleave(repeat, dim=1)
+    scores = _scores(q, k, inputs[3], keep, attrs["scale"])
     top = (
         scores.amax(dim=-1, keepdim=True)
-        if keys
+        if k.shape[2]
         else scores.new_full((*scores.shape[:3], 1), -torch.inf)
     )
     nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
@@ -161,6 +269,80 @@ def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     if not attrs["return_lse"]:
         return out, None
     return out, torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+
+
+def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """With P the attention weights, exp(scores - lse), and D the row sums of do * o:
+
+    dv = P^T do, dS = P * (do v^T - D), dq = scale * dS k, dk = scale * dS^T q, dmask = dS.
+    """
+    do, q, k, v, o, lse = (_need(value) for value in inputs[:6])
+    mask = inputs[6]
+    keep, valid_row, valid_key = _kept(q, k, inputs[7:], attrs)
+    # Padding may hold NaN: select, never multiply by 0.
+    do, q, o = (torch.where(valid_row, value, 0.0) for value in (do, q, o))
+    k, v = (torch.where(valid_key, value, 0.0) for value in (k, v))
+    heads, groups = q.shape[1], k.shape[1]
+    k = k.repeat_interleave(heads // groups, dim=1)
+    v = v.repeat_interleave(heads // groups, dim=1)
+    lse = lse.unsqueeze(-1)
+    scores = _scores(q, k, mask, keep & lse.isfinite(), attrs["scale"])
+    weights = torch.exp(scores - torch.where(lse.isfinite(), lse, 0.0))  # 0 in rows without a key
+    pull = (do * o).sum(dim=-1, keepdim=True)
+    dscores = weights * (torch.matmul(do, v.transpose(-1, -2)) - pull)
+    dq = torch.matmul(dscores, k) * attrs["scale"]
+    dk = torch.matmul(dscores.transpose(-1, -2), q) * attrs["scale"]
+    dv = torch.matmul(weights.transpose(-1, -2), do)
+    dk, dv = (grad.unflatten(1, (groups, heads // groups)).sum(dim=2) for grad in (dk, dv))
+    dmask = dscores.sum_to_size(_need(mask).shape) if attrs["mask_grad"] else None
+    return dq, dk, dv, dmask
+
+
+def _relu_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    slope = attrs["negative_slope"]
+    return torch.where(y > 0, dy, slope * dy if slope else 0.0)
+
+
+def _gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    normal = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return dy * (0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))) + x * normal)
+
+
+def _gelu_tanh_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    slope = math.sqrt(2.0 / math.pi)
+    tanh = torch.tanh(slope * (x + 0.044715 * x * x * x))
+    inner = slope * (1.0 + 3.0 * 0.044715 * x * x)
+    return dy * 0.5 * (1.0 + tanh + x * (1.0 - tanh * tanh) * inner)
+
+
+def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x)
+    return dy * gate * (1.0 + x * (1.0 - gate))
+
+
+_REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
+    if not dims:  # a number
+        return x
+    result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
+    kept = dims if keep is True else keep or ()
+    return result.squeeze([dim for dim in dims if dim not in kept])
+
+
+def _expand(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = _need(inputs[0])
+    sizes = dict(zip(attrs["dims"], x.shape, strict=True))
+    shape = attrs["shape"]
+    return x.reshape([sizes.get(dim, 1) for dim in range(len(shape))]).expand(shape)
 
 
 def _slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -179,10 +361,18 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 RULES: Mapping[str, Rule] = {
     "conv": _conv,
     "conv_transpose": _conv_transpose,
+    "conv_wgrad": _conv_wgrad,
     "matmul": _binary(torch.matmul),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
+    "sdpa_backward": _sdpa_backward,
+    "batch_norm_train": _batch_norm_train,
+    "batch_norm_backward": _batch_norm_backward,
+    "reduction": _reduction,
+    "expand": _expand,
     "batch_norm": _batch_norm,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
@@ -196,6 +386,10 @@ RULES: Mapping[str, Rule] = {
     "tanh": _unary(torch.tanh),
     "softplus": lambda inputs, attrs: F.softplus(_need(inputs[0]), attrs["beta"]),
     "clamp": lambda inputs, attrs: torch.clamp(_need(inputs[0]), attrs["min"], attrs["max"]),
+    "relu_backward": _relu_backward,
+    "gelu_backward": _binary(_gelu_backward),
+    "gelu_tanh_backward": _binary(_gelu_tanh_backward),
+    "silu_backward": _binary(_silu_backward),
     "identity": _unary(lambda x: x),
     "neg": _unary(torch.neg),
     "abs": _unary(torch.abs),

@@ -760,13 +760,18 @@ class Attention:
             return (s * d, 0, d, 1)
         return None
 
-    def build(self) -> cg.Graph:
-        g = cg.Graph("attention")
-        q, k, v = (
+    def declare(self, g: cg.Graph) -> tuple[list[cg.Value], dict[str, Any]]:
+        """q, k and v, and the keywords of attention."""
+        data = [
             g.input(name, shape, self.dtype, stride=self._stride(name, shape))
             for name, shape in (("q", self.q_shape), ("k", self.k_shape), ("v", self.v_shape))
-        )
-        options: dict[str, Any] = {}
+        ]
+        options: dict[str, Any] = {
+            "is_causal": self.causal,
+            "scale": self.scale,
+            "diagonal_alignment": self.alignment,
+            "window": self.window,
+        }
         if self.mask is not None:
             dtype = {"bool": torch.bool, "data": self.dtype, "fp32": F32}[self.mask]
             options["attn_mask"] = g.input("mask", self.mask_shape, dtype, stride=self.mask_stride)
@@ -774,17 +779,12 @@ class Attention:
             options["seq_len_q"] = g.input("len_q", (self.b,), torch.int32)
         if self.len_kv is not None:
             options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
-        result = g.sdpa(
-            q,
-            k,
-            v,
-            is_causal=self.causal,
-            scale=self.scale,
-            diagonal_alignment=self.alignment,
-            window=self.window,
-            return_lse=self.lse,
-            **options,
-        )
+        return data, options
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("attention")
+        data, options = self.declare(g)
+        result = g.sdpa(*data, return_lse=self.lse, **options)
         if self.lse:
             g.output("o", result[0])
             g.output("lse", result[1])
@@ -1753,6 +1753,477 @@ def _pointwise() -> Iterator[Case]:
     )
 
 
+# -- the ops of gradients --------------------------------------------------------------------------
+
+
+def _grads(
+    function: Callable[..., torch.Tensor], of: Sequence[torch.Tensor], upstream: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """torch autograd's gradients of ``function(*of)``."""
+    with torch.enable_grad():
+        leaves = [value.detach().clone().requires_grad_() for value in of]
+        return torch.autograd.grad(function(*leaves), leaves, upstream)
+
+
+def _gradient_case(
+    name: str,
+    dtype: torch.dtype,
+    build: Callable[[], cg.Graph],
+    eager: Callable[[Tensors], Tensors],
+    fills: Mapping[str, Fill] | None = None,
+    note: str = "",
+    terms: int = 1,
+) -> Case:
+    return Case(
+        f"gradients-{name}-{SHORT[dtype]}",
+        "gradients",
+        dtype,
+        build,
+        eager,
+        fills or {},
+        terms=terms,
+        note=note,
+    )
+
+
+def _wgrad_case(name: str, conv: Conv, note: str = "") -> Case:
+    """The weight's gradient of ``conv``, without its epilogue."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("wgrad")
+        dy = g.input("dy", conv.out, conv.dtype, **_at(conv.x_at))
+        x = g.input("x", conv.x, conv.dtype, **_at(conv.x_at))
+        dw = g.conv_wgrad(
+            dy,
+            x,
+            kernel=conv.kernel,
+            stride=conv.stride,
+            padding=conv.pairs,
+            dilation=conv.dilation,
+            groups=conv.groups,
+        )
+        g.output("dw", dw, **_at(conv.w_at))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        w = torch.zeros(conv.weight, dtype=t["x"].dtype, device=t["x"].device)
+        (dw,) = _grads(lambda w: conv._convolved(t["x"], w, None), [w], t["dy"])
+        return {"dw": dw}
+
+    terms = math.prod(conv.out) // conv.k
+    return _gradient_case(f"wgrad_{name}", conv.dtype, build, eager, note=note, terms=terms)
+
+
+def _wgrads() -> Iterator[Case]:
+    base = Conv((2, 16, 9, 10), 32, padding=1)
+    cases: dict[str, Conv] = {
+        "k3": base,
+        "k1": replace(base, kernel=1, padding=0),
+        "k3_s2": replace(base, stride=2),
+        "k5_dilation2": replace(base, kernel=5, dilation=2, padding=4),
+        "groups2": replace(base, groups=2),
+        "depthwise": replace(base, k=16, groups=16),
+        "asymmetric": replace(base, padding=((0, 1), (2, 1)), stride=2),
+        "c3_k7": Conv((2, 3, 20, 20), 16, 7, stride=2, padding=3),
+        "1d": Conv((2, 16, 40), 32, padding=1),
+        "3d": Conv((1, 16, 5, 6, 7), 16, padding=1),
+    }
+    for name, conv in cases.items():
+        yield _wgrad_case(name, conv)
+        yield _wgrad_case(name, replace(conv, dtype=F32, x_at=None, w_at=None))
+    for dtype in (BF16, F64):
+        yield _wgrad_case("k3", replace(base, dtype=dtype))
+    yield _wgrad_case("contiguous", replace(base, x_at=None, w_at=None))
+    yield _wgrad_case("last_to_contiguous", replace(base, w_at=None))
+
+
+_REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def _reduction_case(
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    dims: Shape | None,
+    mode: str = "sum",
+    keepdim: bool | Shape = False,
+    layout: Layout = "channels_last",
+    y_dtype: torch.dtype | None = None,
+    note: str = "",
+) -> Case:
+    def build() -> cg.Graph:
+        g = cg.Graph("reduction")
+        x = g.input("x", shape, dtype, **_at(layout))
+        g.output("y", g.reduction(x, dims, mode, keepdim), dtype=y_dtype)
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        every = tuple(range(len(shape))) if dims is None else dims
+        kept = keepdim if isinstance(keepdim, bool) else True
+        y = _REDUCTIONS[mode](t["x"], every, keepdim=kept)
+        if not isinstance(keepdim, bool):
+            y = y.squeeze([dim for dim in every if dim not in keepdim])
+        return {"y": y if y_dtype is None or y.dtype == F64 else y.to(y_dtype)}
+
+    terms = math.prod(shape[dim] for dim in (range(len(shape)) if dims is None else dims))
+    return _gradient_case(
+        f"{mode}_{name}", dtype, build, eager, {"x": normal(1.0, 0.5)}, note=note, terms=terms
+    )
+
+
+def _reductions() -> Iterator[Case]:
+    image = (4, 16, 6, 10)
+    for mode in ("sum", "mean", "max", "min"):
+        yield _reduction_case("channels", image, F32, (0, 2, 3), mode)
+        yield _reduction_case("channels", image, F16, (0, 2, 3), mode, y_dtype=F32)
+        yield _reduction_case("everything", image, F32, None, mode)
+    for dtype in (F16, BF16, F32, F64):
+        yield _reduction_case("kept", image, dtype, (0, 2, 3), keepdim=True)
+    yield _reduction_case("over_channels", image, F32, (1,), keepdim=True)
+    yield _reduction_case("pool", image, F32, (2, 3), "mean", note="dims between others")
+    yield _reduction_case("contiguous", image, F32, (0, 2, 3), layout=None)
+    yield _reduction_case("rows", (48, 64), F32, (1,), layout=None)
+    yield _reduction_case("columns", (48, 64), F32, (-2,), layout=None)
+    yield _reduction_case("some_kept", (3, 4, 8, 16), F32, (0, 1, 2), keepdim=(2,), layout=None)
+    yield _reduction_case("1d", (300,), F32, (0,), "mean", layout=None)
+
+    def fused() -> cg.Graph:
+        g = cg.Graph("bias_gradient")
+        dy, y = (g.input(name, image, F16, layout="channels_last") for name in ("dy", "y"))
+        g.output("db", g.reduction(g.relu_backward(dy, y), (0, 2, 3)), dtype=F32)
+        return g
+
+    yield _gradient_case(
+        "sum_behind_relu_backward",
+        F16,
+        fused,
+        lambda t: {"db": torch.where(t["y"] > 0, t["dy"].to(t["dy"].dtype), 0).sum((0, 2, 3))},
+        terms=240,
+        note="a bias's gradient",
+    )
+
+
+def _expands() -> Iterator[Case]:
+    image = (2, 16, 6, 10)
+    forms: dict[str, tuple[Shape, Shape | None]] = {
+        "channels": ((16,), (1,)),
+        "column": ((2, 1, 1, 1), None),
+    }
+    for dtype in (F16, F32):
+        for name, (shape, dims) in forms.items():
+
+            def build(
+                dtype: torch.dtype = dtype, shape: Shape = shape, dims: Shape | None = dims
+            ) -> cg.Graph:
+                g = cg.Graph("expand")
+                x = g.input("x", image, dtype, layout="channels_last")
+                g.output("y", x * g.expand(g.input("b", shape, dtype), image, dims))
+                return g
+
+            yield _gradient_case(
+                f"expand_{name}",
+                dtype,
+                build,
+                lambda t: {"y": t["x"] * (t["b"].view(-1, 1, 1) if t["b"].dim() == 1 else t["b"])},
+            )
+
+    def alone() -> cg.Graph:
+        g = cg.Graph("expand")
+        g.output("y", g.expand(g.input("x", (3, 8), F32), (3, 5, 8), (0, 2)))
+        return g
+
+    yield _gradient_case(
+        "expand_alone", F32, alone, lambda t: {"y": t["x"].unsqueeze(1).expand(3, 5, 8)}
+    )
+
+
+def _activation_gradients() -> Iterator[Case]:
+    image = (2, 16, 6, 10)
+    kinds: dict[str, tuple[Callable[..., torch.Tensor], dict[str, float]]] = {
+        "relu": (F.relu, {}),
+        "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), {"negative_slope": 0.2}),
+        "gelu": (F.gelu, {}),
+        "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), {}),
+        "silu": (F.silu, {}),
+    }
+    for name, (function, attrs) in kinds.items():
+        for dtype in (F16, BF16, F32, F64):
+
+            def build(
+                name: str = name, attrs: dict[str, float] = attrs, dtype: torch.dtype = dtype
+            ) -> cg.Graph:
+                g = cg.Graph("activation")
+                dy, x = (g.input(key, image, dtype, layout="channels_last") for key in ("dy", "x"))
+                method = "relu" if "relu" in name else name
+                g.output("dx", getattr(g, f"{method}_backward")(dy, x, **attrs))
+                return g
+
+            def eager(t: Tensors, function: Callable[..., torch.Tensor] = function) -> Tensors:
+                return {"dx": _grads(function, [t["x"]], t["dy"])[0]}
+
+            yield _gradient_case(f"{name}_backward", dtype, build, eager)
+
+
+@dataclass(frozen=True)
+class TrainingNorm:
+    """Batch normalisation in training; x (N, C, ...)."""
+
+    x: Shape = (4, 16, 6, 10)
+    dtype: torch.dtype = F32
+    params: torch.dtype = F32
+    running: bool = True
+    statistics: bool = True  # mean and inv_std are outputs too
+    layout: Layout = "channels_last"
+    eps: float = 1e-5
+    momentum: float = 0.1
+
+    def forward(self) -> cg.Graph:
+        g = cg.Graph("norm")
+        x = g.input("x", self.x, self.dtype, **_at(self.layout))
+        names = ["gamma", "beta"] + ["mean", "var"] * self.running
+        given = [g.input(name, (self.x[1],), self.params) for name in names]
+        results = g.batch_norm_train(x, *given, eps=self.eps, momentum=self.momentum)
+        g.output("y", results[0])
+        if self.statistics:
+            g.output("batch_mean", results[1])
+            g.output("inv_std", results[2])
+        if self.running:
+            g.output("next_mean", results[3])
+            g.output("next_var", results[4])
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        x = t["x"]
+        running = [t[name].clone() for name in ("mean", "var")] if self.running else [None, None]
+        wide = torch.promote_types(x.dtype, F32)
+        gamma, beta = (t[name].to(t["gamma"].dtype) for name in ("gamma", "beta"))
+        done = {"y": F.batch_norm(x, *running, gamma, beta, True, self.momentum, self.eps)}
+        if self.statistics:
+            dims = [dim for dim in range(x.dim()) if dim != 1]
+            var, mean = torch.var_mean(x.to(wide), dims, correction=0)
+            done |= {"batch_mean": mean, "inv_std": (var + self.eps).rsqrt()}
+        if self.running:
+            done |= dict(zip(("next_mean", "next_var"), running, strict=True))
+        return done
+
+    def backward(self) -> cg.Graph:
+        g = cg.Graph("norm_backward")
+        dy = g.input("dy", self.x, self.dtype, **_at(self.layout))
+        x = g.input("x", self.x, self.dtype, **_at(self.layout))
+        gamma, beta = (g.input(name, (self.x[1],), self.params) for name in ("gamma", "beta"))
+        _, mean, inv_std = g.batch_norm_train(x, gamma, beta, eps=self.eps)[:3]
+        grads = g.batch_norm_backward(dy, x, gamma, mean, inv_std)
+        for name, grad in zip(("dx", "dgamma", "dbeta"), grads, strict=True):
+            g.output(name, grad)
+        return g
+
+    def eager_backward(self, t: Tensors) -> Tensors:
+        grads = _grads(
+            lambda x, gamma, beta: F.batch_norm(x, None, None, gamma, beta, True, 0.1, self.eps),
+            [t["x"], t["gamma"], t["beta"]],
+            t["dy"],
+        )
+        return dict(zip(("dx", "dgamma", "dbeta"), grads, strict=True))
+
+    @property
+    def terms(self) -> int:
+        return math.prod(self.x) // self.x[1]
+
+
+def _training_norms() -> Iterator[Case]:
+    norm = TrainingNorm()
+    cases: dict[str, TrainingNorm] = {
+        "plain": norm,
+        "no_running": replace(norm, running=False),
+        "y_alone": replace(norm, running=False, statistics=False),
+        "contiguous": replace(norm, layout=None),
+        "rows": replace(norm, x=(24, 16), layout=None),
+        "1d": replace(norm, x=(4, 16, 20), layout=None),
+        "3d": replace(norm, x=(2, 16, 3, 4, 5)),
+        "momentum": replace(norm, momentum=0.3, eps=1e-3),
+        "half": replace(norm, dtype=F16),
+        "half_params": replace(norm, dtype=F16, params=F16),
+        "bfloat": replace(norm, dtype=BF16),
+        "double": replace(norm, dtype=F64, params=F64),
+    }
+    fills = {"gamma": uniform(0.5, 1.5), "var": uniform(0.5, 1.5), "x": normal(1.5, 0.5)}
+    for name, one in cases.items():
+        yield _gradient_case(
+            f"norm_{name}", one.dtype, one.forward, one.eager, fills, terms=one.terms
+        )
+        if one.statistics and one.running:
+            yield _gradient_case(
+                f"norm_backward_{name}",
+                one.dtype,
+                one.backward,
+                one.eager_backward,
+                fills,
+                terms=one.terms,
+            )
+
+
+def _trailing_norm_gradients() -> Iterator[Case]:
+    """The gradients of layer_norm and rms_norm, with the forward that gives their statistics."""
+    shapes: dict[str, tuple[Shape, Shape, Layout]] = {
+        "plain": ((4, 24, 64), (64,), None),
+        "two_dims": ((6, 5, 8, 16), (8, 16), None),
+        "flat": ((32, 128), (128,), None),
+    }
+    for kind in ("layer_norm", "rms_norm"):
+        for name, (shape, last, layout) in shapes.items():
+            for dtype, params, bias in (
+                (F16, F32, True),
+                (F16, F16, True),
+                (BF16, F32, False),
+                (F32, F32, True),
+                (F64, F64, True),
+            ):
+                if name != "plain" and dtype in (BF16, F64):
+                    continue
+
+                def build(
+                    kind: str = kind,
+                    shape: Shape = shape,
+                    last: Shape = last,
+                    layout: Layout = layout,
+                    dtype: torch.dtype = dtype,
+                    params: torch.dtype = params,
+                    bias: bool = bias,
+                ) -> cg.Graph:
+                    g = cg.Graph(f"{kind}_gradient")
+                    dy, x = (g.input(key, shape, dtype, **_at(layout)) for key in ("dy", "x"))
+                    w = g.input("w", last, params)
+                    _, *stats = getattr(g, kind)(x, w, return_stats=True)
+                    method = getattr(g, f"{kind}_backward")
+                    grads = method(dy, x, w, *stats, bias_grad=bias)
+                    for key, grad in zip(("dx", "dw", "db"), grads, strict=False):
+                        g.output(key, grad)
+                    return g
+
+                def eager(t: Tensors, kind: str = kind, bias: bool = bias) -> Tensors:
+                    w = t["w"].to(t["w"].dtype)
+                    zero = torch.zeros_like(w)
+
+                    def forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                        wide = torch.promote_types(x.dtype, w.dtype)
+                        run = F.layer_norm if kind == "layer_norm" else F.rms_norm
+                        y = run(x.to(wide), w.shape, w.to(wide), eps=1e-5)
+                        return (y + b).to(x.dtype)
+
+                    dx, dw, db = _grads(forward, [t["x"], w, zero], t["dy"])
+                    done = {"dx": dx, "dw": dw}
+                    return {**done, "db": db} if bias else done
+
+                vectors = "" if params == dtype else "_fp32_params"
+                yield _gradient_case(
+                    f"{kind}_{name}{vectors}",
+                    dtype,
+                    build,
+                    eager,
+                    {"w": uniform(0.5, 1.5), "x": normal(1.0, 0.3)},
+                    terms=math.prod(shape),
+                )
+
+
+def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
+    """Attention and its gradient in one graph, so that o and lse are those of q, k and v."""
+    with_mask = attention.mask in ("data", "fp32")
+
+    def build() -> cg.Graph:
+        g = cg.Graph("attention_gradient")
+        data, options = attention.declare(g)
+        do = g.input("do", (*attention.q_shape[:3], attention.v_shape[3]), attention.dtype)
+        o, lse = g.sdpa(*data, return_lse=True, **options)
+        grads = g.sdpa_backward(do, *data, o, lse, mask_grad=with_mask, **options)
+        for key, grad in zip(("dq", "dk", "dv", "dmask"), grads, strict=False):
+            g.output(key, grad)
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        names = ["q", "k", "v"] + ["mask"] * with_mask
+        grads = _grads(
+            lambda *leaves: attention.eager({**t, **dict(zip(names, leaves, strict=True))})["o"],
+            [t[key] for key in names],
+            t["do"],
+        )
+        return {f"d{key}": grad for key, grad in zip(names, grads, strict=True)}
+
+    case = _gradient_case(
+        f"attention_{name}",
+        attention.dtype,
+        build,
+        eager,
+        attention.fills,
+        note,
+        terms=max(attention.d, attention.keys),
+    )
+    return replace(case, packed=("q", "k", "v") if attention.memory == "packed" else ())
+
+
+def _attention_gradients() -> Iterator[Case]:
+    cases = {name: (attention, note) for name, attention, note in _attention_cases()}
+    wanted = [
+        "plain",
+        "scale",
+        "causal",
+        "causal_short_q",
+        "bottom_right_short_q",
+        "bottom_right_long_q",
+        "window_causal",
+        "window_both",
+        "mask_add",
+        "mask_add_1hsk",
+        "mask_add_b11k",
+        "mask_add_sk",
+        "mask_add_dead_rows",
+        "mask_add_fp32",
+        "mask_bool",
+        "mask_bool_dead_rows",
+        "lengths",
+        "lengths_zero",
+        "lengths_bottom_right",
+        "gqa_8_2",
+        "mqa",
+        "gqa_mask",
+        "d_v_32",
+        "d_128",
+        "d_20",
+        "s_192_mask",
+        "s_197",
+        "decode",
+        "decode_gqa",
+        "bshd",
+        "packed",
+        "expanded_kv",
+    ]
+    for name in wanted:
+        yield _attention_gradient(name, *cases[name])
+    again = {
+        BF16: ("plain", "causal", "mask_add", "gqa_8_2", "lengths"),
+        F32: ("plain", "causal", "mask_bool_dead_rows", "gqa_8_2"),
+        F64: ("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+    }
+    for dtype, names in again.items():
+        for name in names:
+            attention, note = cases[name]
+            yield _attention_gradient(name, replace(attention, dtype=dtype), note)
+
+
+def _gradients() -> Iterator[Case]:
+    yield from _wgrads()
+    yield from _reductions()
+    yield from _expands()
+    yield from _activation_gradients()
+    yield from _training_norms()
+    yield from _trailing_norm_gradients()
+    yield from _attention_gradients()
+
+
 # -- all of them -----------------------------------------------------------------------------------
 
 
@@ -1768,6 +2239,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_views(),
         *_sdpa(),
         *_pointwise(),
+        *_gradients(),
     )
     ids = [case.id for case in cases]
     twice = sorted({name for name in ids if ids.count(name) > 1})

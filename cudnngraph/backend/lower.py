@@ -32,12 +32,17 @@ from ..ir import (
     numel,
 )
 from ..ops import OPS
+from ..validate import check_node
 
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 MIN_ROW, MAX_ROW = 32, 1024
+# Anchors whose plans see merged dims.
+_MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
+# Anchors that cuDNN takes in two spatial dims at least.
+_SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Constant:
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
     ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch.
+    It also stands for a result that nobody asked for, which the library writes all the same.
     """
 
     uid: int
@@ -127,10 +133,11 @@ class _AnchorView:
     rank: int
     spread: bool
     channels_last: bool  # which of two readings an ambiguous layout takes
+    behind: int = 0  # dims of extent 1 behind the others
 
     @property
     def seen_rank(self) -> int:
-        return self.rank + self.spread
+        return self.rank + self.spread + self.behind
 
     def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         lead = self.rank - len(shape)
@@ -138,6 +145,8 @@ class _AnchorView:
         if self.spread:
             sizes.insert(2, 1)
             steps.insert(2, 1)
+        sizes += [1] * self.behind
+        steps += [1] * self.behind
         return sizes, _settle(sizes, steps, self.channels_last)
 
     virtual = dims
@@ -187,6 +196,24 @@ class _PointwiseView:
     def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
         merged, _ = self.dims(shape, stride)
         return merged, list(contiguous_strides(merged))
+
+
+@dataclass(frozen=True)
+class _ReductionView(_PointwiseView):
+    """Graphs of reductions: a matrix, rows and columns, as cuDNN takes them channels_last."""
+
+    seen_rank: int = 4
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        merged, strides = super().dims(shape, stride)
+        if not is_contiguous(merged, strides):
+            raise _Refused("the operands lie in memory in different orders, or with gaps")
+        image = [*merged, 1, 1]
+        return image, list(channels_last_strides(image))
+
+    def virtual(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        image = [*super().dims(shape, stride)[0], 1, 1]
+        return image, list(channels_last_strides(image))
 
 
 def _row_length(total: int) -> int:
@@ -261,16 +288,23 @@ def _view_of(spec: GraphSpec) -> _View:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
     real = [_placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
+    rank = max([rank, *(len(shape) for _, shape in _computed(spec))])
     if not anchors:
         return _pointwise_view(spec, rank, real)
     for node in anchors:
-        if node.op in ("matmul", "layer_norm", "rms_norm"):
+        if node.op in _MERGED:
             if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
                 raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
             return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
-    spread = rank == 3 and anchors[0].op in ("conv", "conv_transpose")
+    if all(node.op == "reduction" for node in anchors):
+        groups = _merged_dims(rank, [_padded(*place, rank) for place in real])
+        if len(groups) > 2:
+            raise _Refused("a reduction over dims between others")
+        return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
+    spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
-    return _AnchorView(rank, spread, strict)
+    flat = rank == 2 and anchors[0].op.startswith("batch_norm")
+    return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
 
 
 def _places(spec: GraphSpec, rank: int) -> dict[str, _Place]:
@@ -323,7 +357,8 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     cuDNN wants rows without gaps between them, in x and in all that is as large.
     """
     space, places = _space(spec, node, rank), _places(spec, rank)
-    first = rank - len(spec.tensors[node.operands[1]].shape)
+    weight = node.inputs[OPS[node.op].ports.index("weight")]
+    first = rank - len(spec.tensors[str(weight)].shape)
     order = memory_order(*places[node.operands[0]])
     rows = tuple(dim for dim in order if dim < first)
     columns = tuple(dim for dim in order if dim >= first)
@@ -342,18 +377,8 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     return view
 
 
-def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
-    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
-
-    cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
-    without an error): it reads every operand as row-major whatever its strides say, a vector that
-    is broadcast over two dims of three from the wrong place, and computed columns too. Those are
-    refused here.
-    """
-    full = [
-        ((1,) * (rank - len(shape)) + tuple(shape), (0,) * (rank - len(stride)) + tuple(stride))
-        for shape, stride in real
-    ]
+def _merged_dims(rank: int, full: Sequence[_Place]) -> list[list[int]]:
+    """Groups of dims, slowest first in the largest tensor's memory, that all tensors can merge."""
     space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
     shape, stride = max(full, key=lambda view: numel(view[0]))
     order = [dim for dim in memory_order(shape, stride) if space[dim] > 1]
@@ -375,6 +400,20 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _Poin
             groups[-1].append(dim)
         else:
             groups.append([dim])
+    return groups
+
+
+def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[_Place]) -> _PointwiseView:
+    """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
+
+    cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
+    without an error): it reads every operand as row-major whatever its strides say, a vector that
+    is broadcast over two dims of three from the wrong place, and computed columns too. Those are
+    refused here.
+    """
+    full = [_padded(*place, rank) for place in real]
+    space = tuple(max(shape[dim] for shape, _ in full) for dim in range(rank))
+    groups = _merged_dims(rank, full)
     if len(groups) > 3:
         raise _Refused(f"the operands broadcast in a pattern of {len(groups)} dims, cuDNN takes 3")
     view = _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
@@ -413,6 +452,7 @@ class Context:
     values: dict[str, Any] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
+    as_is: set[str] = field(default_factory=set)  # results of expand that are its operand
 
     def dtype(self, dtype: torch.dtype) -> Any:
         """The frontend's name of a dtype."""
@@ -487,6 +527,14 @@ class Context:
             name=f"constant_{uid}",
         )
 
+    def discard(self, tensor: Any, spec: TensorSpec) -> None:
+        """A result that nobody asked for: cuDNN writes it into memory of the plan's own."""
+        dims, strides = self.view.dims(spec.shape, spec.stride)
+        uid = self._next_uid()
+        self.extras.append(Constant(uid, spec.numel, 0.0, spec.dtype))
+        tensor.set_dim(dims).set_stride(strides).set_data_type(self.dtype(spec.dtype))
+        tensor.set_output(True).set_uid(uid)
+
 
 Rule = Callable[[Context, Node], "Sequence[Any] | Any"]
 
@@ -533,25 +581,50 @@ def _convolution(transposed: bool) -> Rule:
     return rule
 
 
-def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
-    q, k, v, mask, seq_q, seq_kv = ctx.operands(node)
-    names = [str(name) for name in node.inputs[:3]]
+def _conv_wgrad(ctx: Context, node: Node) -> Any:
+    dy, x = ctx.operands(node)
+    spread = ctx.view.spread
+    pre, post = _sides(node.attr("padding"), spread)
+    return ctx.graph.conv_wgrad(
+        image=x,
+        loss=dy,
+        pre_padding=pre,
+        post_padding=post,
+        stride=_spatial(node.attr("stride"), spread),
+        dilation=_spatial(node.attr("dilation"), spread),
+        name=node.name,
+    )
+
+
+def _distinct(ctx: Context, node: Node, ports: Sequence[str]) -> list[Any]:
+    """The graph inputs at ``ports``, each as a tensor of its own."""
+    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    names = [str(inputs[port]) for port in ports]
     if any(name not in ctx.spec.inputs for name in names):
         raise _Refused("attention of what the same graph computes")
-    k = ctx.alias(names[1]) if names[1] == names[0] else k
-    v = ctx.alias(names[2]) if names[2] in names[:2] else v
-    q_spec = ctx.spec.tensors[str(node.inputs[0])]
+    return [
+        ctx.alias(name) if name in names[:place] else ctx.values[name]
+        for place, name in enumerate(names)
+    ]
+
+
+def _attention_options(
+    ctx: Context, node: Node, mask: Any, seq_q: Any, seq_kv: Any
+) -> dict[str, Any]:
+    """The frontend's keywords that attention and its gradient share."""
+    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    q_spec = ctx.spec.tensors[str(inputs["q"])]
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
     if mask is not None:
-        mask_spec = ctx.spec.tensors[str(node.inputs[3])]
+        mask_spec = ctx.spec.tensors[str(inputs["attn_mask"])]
         if mask_spec.dtype == torch.bool:
             raise _Refused("cuDNN attention takes additive masks, not boolean ones")
         options["bias"] = mask
     if seq_q is not None or seq_kv is not None:
         batch, _, rows, _ = q_spec.shape
-        keys = ctx.spec.tensors[str(node.inputs[1])].shape[2]
+        keys = ctx.spec.tensors[str(inputs["k"])].shape[2]
         options["use_padding_mask"] = True
         options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
         options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
@@ -565,23 +638,125 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
             options["diagonal_band_left_bound"] = left + 1  # cuDNN counts the diagonal itself
         if right is not None:
             options["diagonal_band_right_bound"] = right
-    out, stats = ctx.graph.sdpa(
-        q=q,
-        k=k,
-        v=v,
-        attn_scale=node.attr("scale"),
-        generate_stats=node.attr("return_lse"),
-        name=node.name,
-        **options,
-    )
+    return options
+
+
+def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
+    _, _, _, mask, seq_q, seq_kv = ctx.operands(node)
+    q, k, v = _distinct(ctx, node, ("q", "k", "v"))
+    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    out, stats = ctx.graph.sdpa(q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options)
     return out, stats
+
+
+def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    *_, mask, seq_q, seq_kv = ctx.operands(node)
+    do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
+    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    dmask = None
+    if node.outputs[3] is not None:
+        tensor = ctx.spec.tensors[node.outputs[3]]
+        dims, strides = ctx.view.dims(tensor.shape, tensor.stride)
+        dmask = options["dBias"] = ctx.graph.tensor(
+            dim=dims, stride=strides, data_type=ctx.dtype(tensor.dtype), name=tensor.name
+        )
+    grads = ctx.graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=lse, **options)
+    return *grads, dmask
+
+
+def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
+    for port in ports:
+        name = node.inputs[port]
+        if name is not None and ctx.spec.tensors[name].dtype != torch.float32:
+            raise _Refused("cuDNN's batch norm takes parameters and statistics in float32")
+
+
+def _batch_norm_train(ctx: Context, node: Node) -> Sequence[Any]:
+    x, weight, bias, mean, var = ctx.operands(node)
+    _check_float32(ctx, node, 1, 2, 3, 4)
+    given = mean is not None
+    if not given:  # the binding does not go without
+        shape = [1] * ctx.view.seen_rank
+        shape[1] = ctx.spec.tensors[str(node.inputs[0])].shape[1]
+        mean = ctx.constant(shape, 0.0, torch.float32)
+        var = ctx.constant(shape, 1.0, torch.float32)
+    y, *statistics = ctx.graph.batchnorm(
+        input=x,
+        scale=weight,
+        bias=bias,
+        in_running_mean=mean,
+        in_running_var=var,
+        epsilon=ctx.host_scalar(node.attr("eps")),
+        momentum=ctx.host_scalar(node.attr("momentum")),
+        name=node.name,
+    )
+    if not given:
+        vector = _vector(ctx.spec.tensors[str(node.inputs[0])])
+        for unused in statistics[2:]:
+            ctx.discard(unused, vector)
+        statistics = statistics[:2]
+    return y, *statistics
+
+
+def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    dy, x, weight, mean, inv_std = ctx.operands(node)
+    _check_float32(ctx, node, 2, 3, 4)
+    return ctx.graph.batchnorm_backward(  # type: ignore[no-any-return]
+        grad=dy, input=x, scale=weight, mean=mean, inv_variance=inv_std, name=node.name
+    )
+
+
+def _reduction(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
+        raise _Refused("cuDNN reduces to float32 only")
+    modes, mode = ctx.frontend.reduction_mode, node.attr("mode")
+    if mode == "mean":  # cuDNN's own is refused (9.19)
+        source = ctx.spec.tensors[str(node.inputs[0])]
+        count = numel(source.shape[dim] for dim in node.attr("dims"))
+        x = ctx.temporary(ctx.graph.mul(x, ctx.scalar(1.0 / count)), source)
+    kind = {"sum": modes.ADD, "mean": modes.ADD, "max": modes.MAX, "min": modes.MIN}[mode]
+    return ctx.graph.reduction(input=x, mode=kind, name=node.name)
+
+
+def _expand(ctx: Context, node: Node) -> Any:
+    """Operands broadcast by themselves, so nothing is done: x takes part as it is."""
+    (x,) = ctx.operands(node)
+    source, (result,) = ctx.spec.tensors[str(node.inputs[0])], node.results
+    larger = source.numel != ctx.spec.tensors[result].numel
+    if result in ctx.spec.outputs and not larger:
+        return ctx.graph.identity(x, name=node.name)
+    ctx.as_is.add(result)
+    users = [user for user in ctx.spec.nodes if result in user.operands]
+    full = [_full_beside(ctx, user) for user in users]
+    if larger and (result in ctx.spec.outputs or not all(full)):
+        raise _Refused("a tensor is repeated, with nothing of the full shape beside it")
+    return x
+
+
+def _full_beside(ctx: Context, node: Node) -> bool:
+    """Whether an operand has the shape of the result as it stands."""
+    shape = ctx.spec.tensors[node.results[0]].shape
+    operands = [name for name in node.operands if name not in ctx.as_is]
+    return any(ctx.spec.tensors[name].shape == shape for name in operands)
+
+
+def _relu_backward(ctx: Context, node: Node) -> Any:
+    dy, y = ctx.operands(node)
+    slope = node.attr("negative_slope")
+    return ctx.graph.relu_backward(loss=dy, input=y, negative_slope=slope or None, name=node.name)
+
+
+def _vector(x: TensorSpec) -> TensorSpec:
+    """One float32 per channel of x, at its rank."""
+    shape = (1, x.shape[1], *(1,) * (len(x.shape) - 2))
+    return TensorSpec("", shape, channels_last_strides(shape), torch.float32)
 
 
 def _batch_norm(ctx: Context, node: Node) -> Any:
     x, mean, var, weight, bias = ctx.operands(node)
     like = ctx.spec.tensors[str(node.inputs[0])]
-    shape = (1, like.shape[1], *(1,) * (len(like.shape) - 2))
-    vector = TensorSpec("", shape, channels_last_strides(shape), torch.float32)
+    vector = _vector(like)
     inverse = ctx.temporary(ctx.graph.add(var, ctx.scalar(node.attr("eps"))), vector)
     inverse = ctx.temporary(ctx.graph.rsqrt(inverse), vector)
     y = ctx.temporary(ctx.graph.sub(x, mean), like)
@@ -622,6 +797,26 @@ def _norm(method: str) -> Rule:
             name=node.name,
         )
         return list(results) if training else list(results[:1])
+
+    return rule
+
+
+def _norm_backward(method: str) -> Rule:
+    """The gradients of a norm over trailing dims."""
+
+    def rule(ctx: Context, node: Node) -> Sequence[Any]:
+        dy, x, weight, *statistics = ctx.operands(node)
+        names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
+        options = dict(zip(names, statistics, strict=True))
+        with_bias = node.outputs[2] is not None
+        if method == "rmsnorm_backward":
+            options["has_dbias"] = with_bias
+        dx, dweight, dbias = getattr(ctx.graph, method)(
+            grad=dy, input=x, scale=weight, name=node.name, **options
+        )
+        if dbias is not None and not with_bias:
+            ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
+        return dx, dweight, dbias if with_bias else None
 
     return rule
 
@@ -712,10 +907,18 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
+    "conv_wgrad": _conv_wgrad,
     "matmul": _matmul,
     "layer_norm": _norm("layernorm"),
     "rms_norm": _norm("rmsnorm"),
+    "layer_norm_backward": _norm_backward("layernorm_backward"),
+    "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
+    "sdpa_backward": _sdpa_backward,
+    "batch_norm_train": _batch_norm_train,
+    "batch_norm_backward": _batch_norm_backward,
+    "reduction": _reduction,
+    "expand": _expand,
     "batch_norm": _batch_norm,
     "bias": _call("bias"),
     "scale": _call("scale"),
@@ -729,6 +932,10 @@ RULES: Mapping[str, Rule] = {
     "tanh": _call("tanh"),
     "softplus": _softplus,
     "clamp": _clamp,
+    "relu_backward": _relu_backward,
+    "gelu_backward": _call("gelu_backward"),
+    "gelu_tanh_backward": _call("gelu_approx_tanh_backward"),
+    "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
@@ -767,8 +974,10 @@ _CHANNEL_PORTS = {
     "bias": ("bias",),
     "scale": ("scale",),
     "batch_norm": ("running_mean", "running_var", "weight", "bias"),
+    "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
+    "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
-_LENGTH_PORTS = {"sdpa": ("seq_len_q", "seq_len_kv")}
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
 
 
 def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -784,11 +993,46 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif node.op == "sdpa_backward" and port == "lse":
+                views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
+            elif node.op == "expand":
+                views.add(_set_out(tensor, node.attr("dims"), len(node.attr("shape"))))
             else:
                 views.add((_core(spec, tensor), tensor.stride))
+        if name in node.results:
+            result = _result_spec(spec, node, name)
+            views.add((result.shape, result.stride))
     if len(views) > 1:
-        raise _Refused(f"'{name}' is used both per channel and as it stands")
+        raise _Refused(f"'{name}' is used with its dims in two different places")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
+    """Shape and stride with the tensor's dims at ``dims``, and ones elsewhere."""
+    place = dict(zip(dims, zip(tensor.shape, tensor.stride, strict=True), strict=True))
+    sizes, steps = zip(*(place.get(dim, (1, 1)) for dim in range(rank)), strict=True)
+    return sizes, steps
+
+
+def _check_places(spec: GraphSpec) -> None:
+    """Refuse what is computed with its dims in one place and used with them in another."""
+    producer = {name: node for node in spec.nodes for name in node.results}
+    for node in spec.nodes:
+        for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+            if name not in producer:
+                continue
+            shape = spec.tensors[name].shape
+            made = _result_spec(spec, producer[name], name).shape
+            wanted: Shape = shape
+            if len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+                wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
+            elif node.op == "expand":
+                wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
+            rank = max(len(made), len(wanted))
+            if (1,) * (rank - len(made)) + tuple(made) != (1,) * (rank - len(wanted)) + tuple(
+                wanted
+            ):
+                raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
@@ -819,6 +1063,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         **graph_options,
     )
     try:
+        _check_places(spec)
         for node in spec.nodes:
             if RULES[node.op] is _torch_only:
                 _torch_only(None, node)
@@ -837,15 +1082,21 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 tensor = graph.cmp_gt(tensor, ctx.scalar(0.5))
                 ctx.virtual(tensor, spec.tensors[name])
             ctx.values[name] = tensor
+        wanted = {name for node in spec.nodes for name in node.operands} | set(spec.outputs)
         for node in spec.nodes:
             result = RULES[node.op](ctx, node)
             results = result if isinstance(result, (tuple, list)) else (result,)
-            for result_name, tensor in zip(node.outputs, results, strict=False):
+            for port, (result_name, tensor) in enumerate(zip(node.outputs, results, strict=False)):
                 if result_name is None:
                     continue
                 ctx.values[result_name] = tensor
-                if node.op != "constant":
-                    ctx.declare(tensor, _result_spec(spec, node, result_name))
+                if node.op == "constant" or result_name in ctx.as_is:
+                    continue
+                declared = _result_spec(spec, node, result_name)
+                if len(node.outputs) > 1 and result_name not in wanted:
+                    ctx.discard(tensor, replace(declared, dtype=_own_dtype(spec, node, port)))
+                else:
+                    ctx.declare(tensor, declared)
         for uid, name in enumerate(spec.outputs, len(spec.inputs) + 1):
             tensor = ctx.values[name]
             if spec.tensors[name].dtype == torch.bool:
@@ -863,11 +1114,33 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
 
 
+def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:
+    """The dtype that a result has of itself, whatever it is kept in."""
+    ports = OPS[node.op].ports_of(len(node.inputs))
+    operands = {
+        name: None if operand is None else spec.tensors[operand]
+        for name, operand in zip(ports, node.inputs, strict=True)
+    }
+    result = check_node(node.op, node.name, operands, dict(node.attrs)).results[port]
+    return spec.tensors[str(node.outputs[port])].dtype if result is None else result.dtype
+
+
 def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
+    """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
-    if node.op == "sdpa" and len(tensor.shape) == 3:  # the statistics: (B, H, S, 1)
-        return TensorSpec(name, (*tensor.shape, 1), (*tensor.stride, 1), tensor.dtype)
-    return tensor
+    shape, stride = tensor.shape, tensor.stride
+    if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
+        return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
+    if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
+    if node.op == "reduction":
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        keep, dims = node.attr("keepdim"), node.attr("dims")
+        dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
+        left = [dim for dim in range(rank) if dim not in dropped]
+        shape, stride = _set_out(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
+    return TensorSpec(name, shape, stride, tensor.dtype)
 
 
 def first_line(message: str) -> str:

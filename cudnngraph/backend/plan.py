@@ -260,13 +260,17 @@ def readable_reasons(message: str) -> list[str]:
     ]
 
 
+# Neither pointwise nor products: their engines carry the notes of tensor cores and use none.
+_SUMS = ("reduction", "batch_norm_train", "batch_norm_backward")
+
+
 def multiplies_float32(spec: GraphSpec) -> bool:
     """Whether an anchor reads float32. 16-bit data loses nothing in tensor cores, and pointwise
-    engines carry the same notes without rounding anything."""
+    engines and sums carry the same notes without rounding anything."""
     return any(
         spec.tensors[name].dtype == torch.float32
         for node in spec.nodes
-        if not OPS[node.op].pointwise
+        if not OPS[node.op].pointwise and node.op not in _SUMS
         for name in node.operands[:2]
     )
 

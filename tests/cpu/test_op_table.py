@@ -1,4 +1,4 @@
-"""The tables of ops agree: one row each in infer, reference and lower, a method, and samples."""
+"""The tables of ops agree: one row each in infer, reference, lower and grad, a method, and samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import reference
+from cudnngraph import grad, reference
 from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
 from cudnngraph.ops import OPS
@@ -21,6 +21,7 @@ NAMES = sorted(OPS)
 def test_the_tables_have_the_same_keys() -> None:
     assert set(reference.RULES) == set(OPS)
     assert set(lower.RULES) == set(OPS)
+    assert set(grad.RULES) == set(OPS)
 
 
 def test_the_tables_can_be_read_without_cudnn() -> None:
@@ -85,10 +86,17 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "transpose",
         "conv",
         "conv_transpose",
+        "conv_wgrad",
         "matmul",
+        "reduction",
+        "batch_norm_train",
+        "batch_norm_backward",
         "layer_norm",
+        "layer_norm_backward",
         "rms_norm",
+        "rms_norm_backward",
         "sdpa",
+        "sdpa_backward",
     }
 
 

@@ -26,9 +26,11 @@ from cudnngraph.ir import (
     TensorSpec,
     channels_last_strides,
     is_dense,
+    memory_order,
     same_layout,
 )
 from cudnngraph.ops import OPS
+from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
 TARGET = "nvidia-h200"
@@ -64,17 +66,56 @@ def _expanded(spec: GraphSpec) -> bool:
     return any(s == 0 and n > 1 for t in tensors for n, s in zip(t.shape, t.stride, strict=True))
 
 
-def _sdpa(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
-    return lambda spec: any(test(spec, node) for node in _nodes(spec, "sdpa"))
+ATTENTION = ("sdpa", "sdpa_backward")
+NORMS = ("layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
+
+
+def _sdpa(test: Callable[[GraphSpec, Node], bool], *ops: str) -> Callable[[GraphSpec], bool]:
+    return lambda spec: any(test(spec, node) for node in _nodes(spec, *(ops or ATTENTION)))
+
+
+def _at(spec: GraphSpec, node: Node, port: str) -> TensorSpec | None:
+    """The operand at ``port``."""
+    name = node.inputs[OPS[node.op].ports.index(port)]
+    return None if name is None else spec.tensors[name]
 
 
 def _long_bottom_right(spec: GraphSpec, node: Node) -> bool:
-    q, k = (spec.tensors[name] for name in node.operands[:2])
+    q, k = _at(spec, node, "q"), _at(spec, node, "k")
+    assert q is not None and k is not None
     return node.attr("diagonal_alignment") == "bottom_right" and q.shape[2] > k.shape[2]
 
 
 def _odd_head(spec: GraphSpec, node: Node) -> bool:
-    return any(spec.tensors[name].shape[3] % 8 for name in node.operands[:3])
+    data = [_at(spec, node, port) for port in "qkv"]
+    return any(tensor is not None and tensor.shape[3] % 8 for tensor in data)
+
+
+def _masked(*dtypes: torch.dtype) -> Callable[[GraphSpec, Node], bool]:
+    def test(spec: GraphSpec, node: Node) -> bool:
+        mask = _at(spec, node, "attn_mask")
+        return mask is not None and mask.dtype in dtypes
+
+    return test
+
+
+def _between(spec: GraphSpec, node: Node) -> bool:
+    """Whether the dims of a reduction are neither the slowest in memory nor the fastest."""
+    x = spec.tensors[node.operands[0]]
+    order = [d for d in memory_order(x.shape, x.stride) if x.shape[d] > 1]
+    reduced = [d in node.attr("dims") for d in order]
+    return sorted(reduced) != reduced and sorted(reduced, reverse=True) != reduced
+
+
+def _narrow_norm(spec: GraphSpec) -> bool:
+    nodes = _nodes(spec, "batch_norm_train", "batch_norm_backward")
+    return any(
+        tensor is not None and tensor.dtype != torch.float32
+        for node in nodes
+        for tensor in (
+            _at(spec, node, port) for port in OPS[node.op].ports if port not in ("x", "dy")
+        )
+    )
 
 
 def _computes_a_column(spec: GraphSpec) -> bool:
@@ -127,8 +168,12 @@ def _batches_apart(spec: GraphSpec, node: Node) -> bool:
 
 def _norm(test: Callable[[TensorSpec, TensorSpec], bool]) -> Callable[[GraphSpec], bool]:
     def meets(spec: GraphSpec) -> bool:
-        nodes = _nodes(spec, "layer_norm", "rms_norm")
-        return any(test(*(spec.tensors[name] for name in node.operands[:2])) for node in nodes)
+        for node in _nodes(spec, *NORMS):
+            x, weight = _at(spec, node, "x"), _at(spec, node, "weight")
+            assert x is not None and weight is not None
+            if test(x, weight):
+                return True
+        return False
 
     return meets
 
@@ -168,6 +213,33 @@ TORCH = (
         "attention takes 16-bit data only",
         _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
     ),
+    Known(
+        "the gradient of a float32 mask beside 16-bit data",
+        _sdpa(
+            lambda spec, node: node.attr("mask_grad") and _masked(torch.float32)(spec, node),
+            "sdpa_backward",
+        ),
+    ),
+    Known(
+        "attention's gradient takes additive masks, and nothing converts a boolean one yet",
+        _sdpa(_masked(torch.bool), "sdpa_backward"),
+    ),
+    Known(
+        "cuDNN reduces to float32",
+        lambda spec: any(
+            spec.tensors[node.results[0]].dtype != torch.float32
+            for node in _nodes(spec, "reduction")
+        ),
+    ),
+    Known(
+        "cuDNN reduces the rows or the columns of a matrix, not dims between others",
+        lambda spec: any(_between(spec, node) for node in _nodes(spec, "reduction")),
+    ),
+    Known(
+        "cuDNN repeats a tensor only beside one of the full shape",
+        lambda spec: {node.op for node in spec.nodes} <= {"expand", "constant"},
+    ),
+    Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
     Known("attention along the bottom-right diagonal takes S_q <= S_kv", _sdpa(_long_bottom_right)),
     Known(
@@ -179,6 +251,16 @@ TORCH = (
     Known(
         "a pointwise graph reads and writes in one order of memory",
         lambda spec: _pointwise(spec) and len(_memory_orders(spec)) > 1,
+    ),
+    Known(
+        "a pointwise graph takes no tensors with gaps",
+        lambda spec: (
+            _pointwise(spec)
+            and any(
+                not is_dense(tensor.shape, tensor.stride)
+                for tensor in (spec.tensors[name] for name in (*spec.inputs, *spec.outputs))
+            )
+        ),
     ),
     Known(
         "a computed column comes out wrong (cuDNN 9.19)",
@@ -227,6 +309,10 @@ CUT = (
         "16-bit products fuse with nothing before them",
         _product(lambda spec, node: not set(node.operands) <= set(spec.inputs)),
     ),
+    Known(
+        "the gradients of norms fuse with nothing",
+        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+    ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
         "in true float32 a residual that is changed before it is added comes out wrong (engine 8)",
@@ -235,14 +321,14 @@ CUT = (
             and any(_dtype(spec, node) == torch.float32 for node in _nodes(spec, "conv"))
         ),
     ),
-    Known("cuDNN fuses around one convolution or product", lambda spec: len(_anchors(spec)) > 1),
+    Known("cuDNN fuses around one anchor", lambda spec: len(_anchors(spec)) > 1),
     Known(
         "attention takes additive masks, boolean ones are converted first",
-        _sdpa(
-            lambda spec, node: (
-                node.inputs[3] is not None and spec.tensors[node.inputs[3]].dtype == torch.bool
-            )
-        ),
+        _sdpa(_masked(torch.bool), "sdpa"),
+    ),
+    Known(
+        "attention's gradient reads its operands from memory",
+        lambda spec: bool(_nodes(spec, "sdpa_backward")),
     ),
     Known(
         "fusion wants channels_last",
@@ -278,6 +364,12 @@ def _real(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
     return [(n, s) for n, s in zip(shape, stride, strict=True) if n > 1]
 
 
+def _merges_dims(spec: GraphSpec) -> bool:
+    """Whether the dims that cuDNN sees are others: pointwise ops, products, norms, reductions."""
+    merging = ("matmul", *NORMS, "reduction")
+    return all(node.op in merging for node in _anchors(spec))
+
+
 def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
     """Nothing was left to inference, and inputs and outputs lie where the spec says."""
     for node in lowered.graph.nodes:
@@ -290,7 +382,7 @@ def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
     for uid, name in zip(lowered.uids, names, strict=True):
         want, told = spec.tensors[name], lowered.graph.find_tensor(uid)
         assert _in_memory(told.dim, told.stride) == _in_memory(want.shape, want.stride), name
-        if _nodes(spec, "conv", "conv_transpose", "sdpa"):  # others merge and permute dims
+        if not _merges_dims(spec):
             assert _real(told.dim, told.stride) == _real(want.shape, want.stride), name
 
 
@@ -318,7 +410,28 @@ def test_cudnn_has_a_plan_for_every_step(
     lowerings: list[tuple[GraphSpec, Lowered]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    found = cg.explain(case.build(), TARGET, allow_tf32=False)
+    check_planned(case.build().spec(), lowerings, record_property)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("case", [case for case in CASES if differentiable(case)], ids=str)
+def test_cudnn_has_a_plan_for_every_step_of_the_gradient(
+    case: Case,
+    lowerings: list[tuple[GraphSpec, Lowered]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    spec = case.build().spec()
+    gradient = cg.differentiate(spec, floating_inputs(spec))
+    check_planned(gradient.backward, lowerings, record_property)
+
+
+def check_planned(
+    graph: GraphSpec,
+    lowerings: list[tuple[GraphSpec, Lowered]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Every step has a plan, or is refused for a reason that is listed; so for the cut."""
+    found = cg.explain(graph, TARGET, allow_tf32=False)
     for spec, lowered in lowerings:
         check_explicit(spec, lowered)
     used: list[str] = []

@@ -1,0 +1,106 @@
+"""Gradients two ways: by :func:`cudnngraph.differentiate`, and by torch autograd.
+
+``ours`` runs the forward and the backward graph with the reference executor. ``by_autograd`` runs
+the reference's rule of every op of the forward under torch autograd; it uses none of ``grad.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+import cudnngraph as cg
+from cudnngraph import reference
+from cudnngraph.ir import GraphSpec
+from tests.samples import Case
+
+Tensors = dict[str, torch.Tensor]
+
+
+def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
+    """What a graph can be differentiated by."""
+    return tuple(name for name in spec.inputs if spec.tensors[name].dtype.is_floating_point)
+
+
+def differentiable(case: Case) -> bool:
+    """Whether a sample has a gradient: not one of gradients' own ops, nor one of bools alone."""
+    bools = ("pointwise-comparisons", "view-bools")
+    return case.family != "gradients" and not case.id.startswith(bools)
+
+
+def upstream(gradient: cg.Gradient, seed: int = 0, dtype: torch.dtype | None = None) -> Tensors:
+    """A gradient for each output, by the output's name."""
+    gen = torch.Generator().manual_seed(seed)
+    made = {}
+    for output, name in gradient.incoming.items():
+        tensor = gradient.backward.tensors[name]
+        values = torch.randn(tensor.shape, generator=gen, dtype=torch.float64)
+        place = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype or tensor.dtype)
+        made[output] = place.copy_(values)
+    return made
+
+
+def ours(
+    gradient: cg.Gradient,
+    inputs: Mapping[str, torch.Tensor],
+    grads: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> Tensors:
+    """By input name. ``dtype`` as for ``reference.run``: float64 rounds nothing anywhere."""
+    forward, backward = gradient.forward, gradient.backward
+    outputs = reference.run(forward, [inputs[name] for name in forward.inputs], dtype)
+    known = {**inputs, **dict(zip(forward.outputs, outputs, strict=True))}
+    known |= {gradient.incoming[name]: grad for name, grad in grads.items()}
+    results = reference.run(backward, [known[name] for name in backward.inputs], dtype)
+    by_name = dict(zip(backward.outputs, results, strict=True))
+    return {name: by_name[grad] for name, grad in gradient.outgoing.items()}
+
+
+def by_autograd(
+    spec: GraphSpec,
+    inputs: Mapping[str, torch.Tensor],
+    grads: Mapping[str, torch.Tensor],
+    wrt: tuple[str, ...],
+) -> Tensors:
+    """In float64; a gradient that torch does not find is zero."""
+    leaves = {
+        name: value.double() if value.dtype.is_floating_point else value
+        for name, value in inputs.items()
+    }
+    leaves |= {name: leaves[name].detach().clone().requires_grad_() for name in wrt}
+    results = reference.run(spec, [leaves[name] for name in spec.inputs], torch.float64)
+    outputs = dict(zip(spec.outputs, results, strict=True))
+    found = torch.autograd.grad(
+        [outputs[name] for name in grads],
+        [leaves[name] for name in wrt],
+        [grad.double() for grad in grads.values()],
+        allow_unused=True,
+    )
+    return {
+        name: torch.zeros_like(leaves[name]) if grad is None else grad
+        for name, grad in zip(wrt, found, strict=True)
+    }
+
+
+def by_torch(
+    case: Case,
+    inputs: Mapping[str, torch.Tensor],
+    grads: Mapping[str, torch.Tensor],
+    wrt: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
+    """Autograd through what a user of torch would write, in the dtype of the inputs."""
+    leaves = {
+        name: value.detach().clone().requires_grad_(name in wrt) for name, value in inputs.items()
+    }
+    outputs = case.eager(leaves)
+    found = torch.autograd.grad(
+        [outputs[name] for name in grads],
+        [leaves[name] for name in wrt],
+        [grad.to(outputs[name].dtype) for name, grad in grads.items()],
+        allow_unused=True,
+    )
+    return {
+        name: torch.zeros_like(leaves[name]) if grad is None else grad
+        for name, grad in zip(wrt, found, strict=True)
+    }
