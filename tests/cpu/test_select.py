@@ -109,6 +109,127 @@ def one_relu(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Grap
     return g.spec()
 
 
+# -- what is better run apart ----------------------------------------------------------------------
+
+LAST = {"layout": "channels_last"}
+DEPTHWISE = "an epilogue makes a depthwise convolution many times slower"
+OVERLAP = "an epilogue slows a strided transposed convolution whose taps overlap"
+TWO = "2 anchors (conv) in one plan are refused, or slow"
+COMPUTED = "attention reads tensors, not results of the same plan"
+
+
+def conv(groups: int, channels: int = 8, op: str = "conv", **options: Any) -> GraphSpec:
+    """A convolution with a relu, kernel 3 × 3."""
+    g = cg.Graph("g")
+    shape = (8, 8 // groups, 3, 3) if op == "conv" else (channels, 8 // groups, 3, 3)
+    x = g.input("x", (2, channels, 6, 6), F16, **LAST)
+    w = g.input("w", shape, F16, **LAST)
+    g.output("y", g.relu(getattr(g, op)(x, w, groups=groups, padding=1, **options)))
+    return g.spec()
+
+
+def kernel(size: tuple[int, int], stride: tuple[int, int]) -> GraphSpec:
+    """A transposed convolution with a relu."""
+    g = cg.Graph("g")
+    x, w = g.input("x", (2, 8, 6, 6), F16, **LAST), g.input("w", (8, 8, *size), F16, **LAST)
+    g.output("y", g.relu(g.conv_transpose(x, w, stride=stride)))
+    return g.spec()
+
+
+def two_convolutions() -> GraphSpec:
+    g = cg.Graph("g")
+    x, w = g.input("x", (2, 8, 6, 6), F16, **LAST), g.input("w", (8, 8, 1, 1), F16, **LAST)
+    g.output("y", g.relu(g.conv(g.conv(x, w), w)))
+    return g.spec()
+
+
+def attention(*, scaled: bool = False, relu: bool = False) -> GraphSpec:
+    """Attention; of a scaled q, or with a relu behind it."""
+    g = cg.Graph("g")
+    q, k, v = (g.input(name, (2, 4, 16, 16), F16) for name in "qkv")
+    made = g.sdpa(q * 2.0 if scaled else q, k, v)
+    g.output("o", g.relu(made) if relu else made)
+    return g.spec()
+
+
+def alone(spec: GraphSpec) -> GraphSpec:
+    """The first op of a graph, as a graph."""
+    first = next(node for node in spec.nodes if node.op != "constant")
+    return spec.subgraph("alone", [first], list(first.results))
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (conv(1), None),
+        (conv(2), None),
+        (conv(8), DEPTHWISE),
+        (alone(conv(8)), None),
+        (conv(8, op="conv_transpose"), DEPTHWISE),
+        (conv(1, op="conv_transpose"), None),
+        (kernel((3, 3), (2, 2)), OVERLAP),
+        (kernel((4, 4), (2, 2)), OVERLAP),
+        (kernel((2, 2), (2, 2)), None),
+        (kernel((2, 3), (2, 2)), OVERLAP),
+        (kernel((3, 3), (1, 1)), None),
+        (kernel((1, 3), (1, 2)), OVERLAP),
+        (alone(kernel((3, 3), (2, 2))), None),
+        (two_convolutions(), TWO),
+        (attention(), None),
+        (attention(relu=True), None),
+        (attention(scaled=True), COMPUTED),
+        (attention(scaled=True, relu=True), COMPUTED),
+        (one_relu((4,), F16), None),
+    ],
+)
+def test_what_is_better_run_apart(spec: GraphSpec, why: str | None) -> None:
+    assert select.why_apart(spec) == why
+
+
+def test_what_is_better_run_apart_is_not_shown_to_cudnn_whole() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def takes(kinds: tuple[str, ...]) -> bool:
+        asked.append(kinds)
+        return True
+
+    selection = select.heuristic(conv(8), POLICY, builder(takes))
+    assert chosen(selection) == [(("conv",), "cuDNN"), (("relu",), "cuDNN")]
+    assert asked == [("conv",), ("relu",)]
+    first = selection.steps[0].decisions[0]
+    assert (first.subject, first.accepted, first.reason) == ("'g' as one plan", False, DEPTHWISE)
+
+
+def test_who_wants_one_plan_or_none_gets_what_is_better_run_apart() -> None:
+    policy = cg.Policy(allow_tf32=False, fallback="error")
+    selection = select.heuristic(conv(8), policy, builder(lambda kinds: True))
+    assert chosen(selection) == [(("conv", "relu"), "cuDNN")]
+
+
+def test_two_anchors_are_cut_into_the_coarsest_steps() -> None:
+    selection = select.heuristic(two_convolutions(), POLICY, builder(lambda kinds: True))
+    assert chosen(selection) == [(("conv",), "cuDNN"), (("conv", "relu"), "cuDNN")]
+
+
+def test_a_refused_step_of_a_cut_is_cut_again_and_the_others_are_not() -> None:
+    selection = select.heuristic(
+        two_convolutions(), POLICY, builder(lambda kinds: kinds != ("conv", "relu"))
+    )
+    assert chosen(selection) == [((op,), "cuDNN") for op in ("conv", "conv", "relu")]
+
+
+def test_a_boolean_mask_is_converted_in_a_step_before() -> None:
+    g = cg.Graph("g")
+    q, mask = g.input("q", (2, 4, 16, 16), F16), g.input("mask", (1, 1, 16, 16), torch.bool)
+    g.output("o", g.sdpa(q, q, q, mask))
+    selection = select.heuristic(g.spec(), POLICY, builder(lambda kinds: True))
+    assert chosen(selection) == [(("where",), "cuDNN"), (("sdpa",), "cuDNN")]
+    assert selection.steps[0].decisions[0].reason == COMPUTED
+
+
+# -- what cuDNN never sees -------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -36,7 +36,8 @@ def test_random_inputs_of_a_sample_are_as_declared_and_give_numbers(case: Case) 
         assert tensor.dtype == declared.dtype
     for result in reference.run(spec, inputs, torch.float64):
         assert not bool(result.isnan().any())
-        assert bool(result.isfinite().any()), "an lse of -inf is right where no key is in reach"
+        # An lse of -inf is right where no key is in reach.
+        assert not result.numel() or bool(result.isfinite().any())
 
 
 def graph(build: Callable[[cg.Graph], Any]) -> GraphSpec:

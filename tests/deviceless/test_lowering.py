@@ -304,7 +304,28 @@ def _broadcasts_within_rows(spec: GraphSpec) -> bool:
     return False
 
 
+def _depthwise(spec: GraphSpec) -> bool:
+    """Whether a convolution has a group for each of its input's channels."""
+    return any(
+        node.attr("groups") == spec.tensors[node.operands[0]].shape[1] > 1
+        for node in _nodes(spec, "conv", "conv_transpose")
+    )
+
+
+def _taps_overlap(spec: GraphSpec) -> bool:
+    """Whether a strided transposed convolution adds several products to one element."""
+    return any(
+        kernel > step > 1
+        for node in _nodes(spec, "conv_transpose")
+        for kernel, step in zip(
+            spec.tensors[node.operands[1]].shape[2:], node.attr("stride"), strict=True
+        )
+    )
+
+
 CUT = (
+    Known("an epilogue makes a depthwise convolution many times slower", _depthwise),
+    Known("an epilogue slows a strided transposed convolution", _taps_overlap),
     Known(
         "16-bit products fuse with nothing before them",
         _product(lambda spec, node: not set(node.operands) <= set(spec.inputs)),
