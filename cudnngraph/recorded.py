@@ -124,11 +124,12 @@ def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     steps: list[StepPlan] = []
     made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        mine = [name for name in step.nodes if name not in constants]
-        for name in mine:
+        mine = []
+        for name in (name for name in step.nodes if name not in constants):
             if name not in left:
                 raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
-        part = piece(graph, [left.pop(name) for name in mine])
+            mine.append(left.pop(name))
+        part = piece(graph, mine)
         if tuple(node.name for node in part.nodes) != step.nodes:
             raise StaleRecord(f"step {number} of the record has other ops than the graph")
         types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
