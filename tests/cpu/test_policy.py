@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph import settings
 from cudnngraph.eager import tf32
 from cudnngraph.runtime import resolve_policy
 
@@ -29,7 +30,7 @@ def tf32_switch() -> object:
 
 def test_the_defaults_ask_for_nothing_special() -> None:
     assert dataclasses.asdict(cg.Policy()) == {
-        "tune": "heuristic",
+        "tune": None,
         "allow_tf32": None,
         "deterministic": False,
         "workspace_limit": None,
@@ -52,7 +53,15 @@ def test_how_a_plan_is_found_does_not_change_what_it_is_cached_by(tune: str) -> 
     assert exe.key == graph().compile("cpu").key
 
 
-@pytest.mark.parametrize("tune", ["fastest", "", "Cached", None, True])
+def test_a_policy_that_is_silent_on_tuning_follows_the_setting() -> None:
+    for tune in ("heuristic", "autotune", "cached"):
+        with settings.override(tune=tune):
+            assert resolve_policy(None, {}, graph().spec()).tune == tune
+            asked = resolve_policy(cg.Policy(tune="heuristic"), {}, graph().spec())
+            assert asked.tune == "heuristic"
+
+
+@pytest.mark.parametrize("tune", ["fastest", "", "Cached", True])
 def test_another_tune_is_refused(tune: object) -> None:
     expected = "is unknown; expected 'heuristic', 'autotune' or 'cached'"
     with pytest.raises(cg.PolicyError, match=f"tune={tune!r} {expected}"):
