@@ -233,7 +233,7 @@ def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_bef
         seen.append(stands())
         return real(inputs, attrs)
 
-    monkeypatch.setattr(reference, "RULES", {**reference.RULES, "conv": conv})
+    monkeypatch.setattr(eager, "NATIVE", {**eager.NATIVE, "conv": conv})
     spec = single("conv", ((1, 2, 5, 5), F32), ((2, 2, 3, 3), F32))
     x, w = torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
     launch = eager.launcher(spec, [x, w], outputs_of(spec), allow_tf32=allowed)

@@ -36,7 +36,9 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_defaults_follow_the_xdg_cache_home() -> None:
     got = Settings.from_environ({"XDG_CACHE_HOME": "/var/x"})
-    assert got == Settings(cache_dir=Path("/var/x/cudnngraph"), log=None, backend="auto")
+    assert got == Settings(
+        cache_dir=Path("/var/x/cudnngraph"), log=None, backend="auto", tune="heuristic"
+    )
 
 
 @pytest.mark.parametrize("xdg", ["", "relative/path"])
@@ -66,8 +68,11 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_CACHE_DIR": "/data/plans",
         "CUDNNGRAPH_LOG": " DEBUG ",
         "CUDNNGRAPH_BACKEND": "Reference",
+        "CUDNNGRAPH_TUNE": "Autotune",
     }
-    want = Settings(cache_dir=Path("/data/plans"), log="debug", backend="reference")
+    want = Settings(
+        cache_dir=Path("/data/plans"), log="debug", backend="reference", tune="autotune"
+    )
     assert Settings.from_environ(environ) == want
 
 
