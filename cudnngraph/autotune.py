@@ -16,18 +16,19 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
-from .errors import NotSupported
+from .errors import NotSupported, UnkeyableError
 from .ir import GraphSpec
 from .key import graph_key
-from .partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+from .partition import Graph, Group, channels_last, cuts, piece, prepared, work
 from .policy import Policy
-from .select import Decision, Selection, StepPlan, torch_only, why_apart
+from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import measure
 from .trial import Chain, Trial
 
@@ -65,11 +66,21 @@ class Bench(Protocol):
 
 
 class GpuBench:
-    """Trials on one GPU. Use it with that device current."""
+    """Trials on one GPU. Use it with that device current.
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    Measurements hold ``alone()``, so that processes which tune on the same GPU at the same time
+    take turns at it and only build in parallel.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._policy = policy
         self._device = device
+        self._alone = alone
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream(device)
         self._trials: OrderedDict[int, Trial] = OrderedDict()
@@ -94,7 +105,8 @@ class GpuBench:
         try:
             trial = self._trial(spec)
             launches = [trial.launch(plan) for plan in plans]
-            return list(measure(launches, self._stream, rounds=rounds))
+            with self._alone():
+                return list(measure(launches, self._stream, rounds=rounds))
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
 
@@ -105,7 +117,8 @@ class GpuBench:
         try:
             chain = Chain(spec, self._policy, self._device)
             launches = [chain.launch(steps) for steps in chains]
-            return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+            with self._alone():
+                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
         except torch.OutOfMemoryError:
             return None
 
@@ -215,9 +228,15 @@ class _Search:
         found = self._parts.get(place)
         if found is None:
             spec = piece(graph, nodes)
-            digest = graph_key(spec, self._policy).digest
+            try:
+                digest = graph_key(spec, self._policy).digest
+            except UnkeyableError:  # the -inf of a converted mask: nothing is like it
+                digest = str(id(spec))
             step = self._steps.setdefault(digest, _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
+            if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
+                step.ways.append(_Way(0, None, None, 0, 0.0))
+                step.lost.append(FREE)
             self.order.append(found)
             found.cuts = tuple(
                 tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
@@ -249,7 +268,8 @@ class _Search:
         if step.proposals is not None or step.ways or step.lost:
             return
         subject = f"'{step.spec.name}' as one plan"
-        why = why_apart(step.spec)
+        # Who wants one plan or none gets it, slow as it may be.
+        why = None if self._policy.fallback == "error" else why_apart(step.spec)
         if why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
@@ -487,13 +507,13 @@ def autotune(
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        masked = additive_masks(spec)
-        graphs = [Graph(masked)]
-        other = channels_last(masked)
-        if other is not masked:
+        spec = prepared(spec)
+        graphs = [Graph(spec)]
+        other = channels_last(spec)
+        if other is not spec:
             graphs.append(Graph(other))
         roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
-        anchors = max(1, sum(map(graphs[0].is_anchor, work(masked.nodes))))
+        anchors = max(1, sum(map(graphs[0].is_anchor, work(spec.nodes))))
     deadline = time.perf_counter() + policy.budget_s * anchors
     for done, known in search.explore(roots, deadline):
         if progress is not None:
@@ -503,7 +523,8 @@ def autotune(
     for number, (part, way) in enumerate(winner.runs.steps):
         decisions = search.decisions(part, way)
         if number == 0:
-            decisions = (*_of_cuts(winner, rivals), *decisions)
+            compared = _of_cuts(winner, rivals)
+            decisions = (*compared, *_of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         time_us = way.time_us if math.isfinite(way.time_us) else None
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
@@ -542,3 +563,17 @@ def _whole(search: _Search, spec: GraphSpec) -> _Part:
         reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
         raise NotSupported(f"graph '{spec.name}'", list(reasons))
     return part
+
+
+def _of_others(search: _Search, winner: _Assembly) -> tuple[Decision, ...]:
+    """What was refused, failed or was wrong in parts that are no step in the end."""
+    mine = {id(part.step) for part, _ in winner.steps}
+    others = {id(part.step): part.step for part in search.order if id(part.step) not in mine}
+    return tuple(
+        lost
+        if lost.choice is None
+        else replace(lost, subject=f"{lost.subject} for '{step.spec.name}'", choice=None)
+        for step in others.values()
+        for lost in step.lost
+        if not lost.reason.startswith("not tried")
+    )

@@ -8,20 +8,24 @@ fault of the cache is a miss, never an exception, unless the policy says ``tune=
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from plans_cache.lock import LockTimeout
-from plans_cache.record import PlanRecord, RecordError, digest, entry_id
+from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
 from plans_cache.store import Hit, PlanStore, Stats
 
-from . import settings
+from . import ranks, settings
 from .backend import env
 from .backend.env import EnvKey
 from .backend.known_bad import why_bad
@@ -143,11 +147,50 @@ def selection_for(
 ) -> tuple[Selection, str]:
     """The selection for a canonical graph, and the tier that served it.
 
-    Raises :class:`PlanNotCached` where nothing does and ``policy.tune`` is "cached"; what ``build``
-    raises goes through.
+    Where ``torch.distributed`` runs, one rank looks it up or builds it, and the others take its
+    record. Raises :class:`PlanNotCached` where nothing serves and ``policy.tune`` is "cached"; what
+    ``build`` raises goes through.
     """
     environment = env.env_key(device_index)
     id = entry_id(key.digest, digest(env_components(environment)))
+
+    def here() -> tuple[Selection, str, PlanRecord]:
+        return _served(id, spec, policy, key, device_index, build)
+
+    def first() -> tuple[tuple[Selection, str], bytes]:
+        selection, tier, record = here()
+        return (selection, tier), record.to_json().encode()
+
+    def other(text: bytes) -> tuple[Selection, str]:
+        record = from_json(text)
+        if record.id != id:
+            raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
+        return _restored(record, None, "another rank", spec, device_index)
+
+    if ranks.several():
+        try:
+            return ranks.agree(f"{id}/{policy.tune}", first, other)
+        except (RecordError, StaleRecord) as error:
+            _log.warning("this rank chooses plans of its own for %s: %s", id[:16], error)
+    return here()[:2]
+
+
+def alone_on(device_index: int) -> AbstractContextManager[None]:
+    """The right to measure on a GPU, held by one process and thread at a time."""
+    name = str(torch.cuda.get_device_properties(device_index).uuid)
+    return store().building(hashlib.sha256(name.encode()).hexdigest())
+
+
+def _served(
+    id: str,
+    spec: GraphSpec,
+    policy: Policy,
+    key: Key,
+    device_index: int,
+    build: Callable[[], Selection],
+) -> tuple[Selection, str, PlanRecord]:
+    """The selection by this process's own means, the tier and the record."""
+    environment = env.env_key(device_index)
     plans = store()
     found = plans.get(id)
     useless: PlanRecord | None = None
@@ -155,7 +198,7 @@ def selection_for(
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            return _restored(found, spec, device_index)
+            return (*_restored(*_parts(found), spec, device_index), found.record)
         except StaleRecord as stale:
             reason, useless = f"stale: {stale}", found.record
     else:
@@ -173,32 +216,33 @@ def selection_for(
     def accepts(record: PlanRecord) -> bool:
         return record != useless and _tuned_enough(record, policy)
 
-    made: list[Selection] = []
+    made: list[tuple[Selection, PlanRecord]] = []
     failures: list[Exception] = []
 
-    def make() -> Selection:
+    def make() -> tuple[Selection, PlanRecord]:
         start = time.perf_counter()
         try:
-            made.append(build())
+            selection = build()
         except Exception as error:
             failures.append(error)
             raise
         COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        made.append((selection, to_record(spec, key, environment, policy, selection)))
         return made[-1]
 
     def record() -> tuple[PlanRecord, bytes | None]:
-        selection = make()
+        selection, text = make()
         try:
             blob = pack(selection.built)
         except Exception as error:  # the frontend's own errors have no common base
             _log.info("plans of %s are not serialized: %s", id[:16], error)
             blob = None
-        return to_record(spec, key, environment, policy, selection), blob
+        return text, blob
 
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return _restored(hit, spec, device_index)
+            return (*_restored(*_parts(hit), spec, device_index), hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -206,21 +250,28 @@ def selection_for(
         if error in failures:
             raise  # the build's own, not the cache's
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
-    return (made[-1] if made else make()), "built"
+    selection, kept = made[-1] if made else make()
+    return selection, "built", kept
 
 
 def _tuned_enough(record: PlanRecord, policy: Policy) -> bool:
     return policy.tune != "autotune" or record.policy.get("tune") == "autotune"
 
 
-def _restored(hit: Hit, spec: GraphSpec, device_index: int) -> tuple[Selection, str]:
+def _parts(hit: Hit) -> tuple[PlanRecord, bytes | None, str]:
+    return hit.record, hit.blob, hit.tier
+
+
+def _restored(
+    record: PlanRecord, blob: bytes | None, tier: str, spec: GraphSpec, device_index: int
+) -> tuple[Selection, str]:
     """A selection from a record. Raises :class:`StaleRecord` when it cannot be had from it."""
     start = time.perf_counter()
-    steps = steps_of(hit.record, spec)
+    steps = steps_of(record, spec)
     try:
-        parts = None if hit.blob is None else unpack(hit.blob, len(steps))
+        parts = None if blob is None else unpack(blob, len(steps))
     except ValueError as error:
-        _log.info("serialized plans of %s are left out: %s", hit.record.id[:16], error)
+        _log.info("serialized plans of %s are left out: %s", record.id[:16], error)
         parts = None
     how: set[str] = set()
     plans: list[Plan | None] = []
@@ -237,17 +288,17 @@ def _restored(hit: Hit, spec: GraphSpec, device_index: int) -> tuple[Selection, 
                 how.add("serialized")
                 continue
         except NotSupported as error:
-            _log.info("step %d of %s is replayed: %s", number, hit.record.id[:16], error)
+            _log.info("step %d of %s is replayed: %s", number, record.id[:16], error)
         try:
             plans.append(replay(step.spec, step.choice, device_index))
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
-    COUNTERS.served(hit.tier, load_ms=(time.perf_counter() - start) * 1e3)
-    word = "cache_hit" if hit.tier == "memory" else "persistent_cache_hit"
+    COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
-    _log.info("%s %s (%s, %s)", word, hit.record.id[:16], hit.tier, detail)
-    return Selection(steps, tuple(plans)), f"{hit.tier}, {detail}"
+    _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
+    return Selection(steps, tuple(plans)), f"{tier}, {detail}"
 
 
 def _not_cached(

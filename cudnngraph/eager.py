@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from . import reference
 from .ir import GraphSpec, Node
+from .ops import OPS
+from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
 OutRule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor], object]
@@ -45,6 +48,7 @@ OUT: Mapping[str, OutRule] = {
     "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
     "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
     "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
+    "concat": lambda inputs, attrs, out: torch.cat(list(inputs), attrs["dim"], out=out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     **{
@@ -56,8 +60,24 @@ OUT: Mapping[str, OutRule] = {
         )
     },
 }
+
 # Without an out variant, but better run in 16 bits than in float32.
-_NATIVE = frozenset({"conv", "conv_transpose"})
+NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
+    "conv": reference.RULES["conv"],  # type: ignore[dict-item]
+    "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
+    "layer_norm": lambda inputs, attrs: F.layer_norm(
+        inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
+    ),
+    "rms_norm": lambda inputs, attrs: _plus(
+        F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
+    ),
+}
+
+
+def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias
+
+
 _MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
 
 
@@ -77,6 +97,16 @@ def launcher(
             run()
 
     return quietly
+
+
+def view(node: Node, spec: GraphSpec, values: dict[str, torch.Tensor]) -> None:
+    """Add to ``values`` the result of a view op whose declared strides are those of the view."""
+    place = view_place(node, spec.tensors[node.operands[0]])
+    assert place is not None
+    source, result = values[node.operands[0]], spec.tensors[node.results[0]]
+    values[result.name] = source.as_strided(
+        result.shape, place[0], source.storage_offset() + place[1]
+    )
 
 
 def _in_precision(run: Callable[[], None], allow_tf32: bool) -> None:
@@ -99,10 +129,13 @@ def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Callable[[], 
     if node.op in OUT and _runs_in_own_dtype(node, spec):
         rule = OUT[node.op]
         return lambda: (rule(operands, attrs, out), None)[1]
+    if OPS[node.op].view:
+        show = reference.RULES[node.op]
+        return lambda: (out.copy_(show(operands, attrs)), None)[1]  # type: ignore[arg-type]
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
-    if node.op in _NATIVE and len(kinds) == 1:
-        compute = reference.RULES[node.op]
-        return lambda: (out.copy_(compute(operands, attrs)), None)[1]  # type: ignore[arg-type]
+    if node.op in NATIVE and len(kinds) == 1:
+        compute = NATIVE[node.op]
+        return lambda: (out.copy_(compute(operands, attrs)), None)[1]
     return None
 
 

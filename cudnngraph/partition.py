@@ -6,8 +6,9 @@ and pointwise groups apart, op by op. :func:`piece` makes the subgraph of a grou
 same subgraph whichever way led to it. Selection tries the whole first and goes down where cuDNN
 refuses, or measures.
 
-Two rewrites come before any cut: a boolean mask of attention becomes an additive one
-(:func:`additive_masks`), since cuDNN has no other; and a graph of convolutions may be run channels
+Rewrites come before any cut (:func:`prepared`): a boolean mask of attention becomes an additive
+one, since cuDNN has no other; a reshape, transpose or slice of what lies in memory becomes a view,
+another way to address it that costs nothing. A graph of convolutions may besides be run channels
 last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
 
 What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
@@ -32,6 +33,7 @@ from .ir import (
     contiguous_strides,
     is_channels_last,
     same_layout,
+    view_strides,
 )
 from .ops import OPS
 
@@ -79,6 +81,18 @@ class Graph:
     def is_anchor(self, node: Node) -> bool:
         """See :func:`is_anchor`."""
         return is_anchor(node, self.spec.tensors)
+
+    def takes_epilogue(self, node: Node) -> bool:
+        """Whether pointwise ops behind a node may be part of its plan."""
+        row = OPS[node.op]
+        return not (row.pointwise or row.view or node.op == "concat")
+
+    def is_free(self, node: Node) -> bool:
+        """Whether a node is a view: nothing has to run."""
+        if not OPS[node.op].view or node.results[0] in self.spec.outputs:
+            return False
+        names = (node.operands[0], node.results[0])
+        return is_view({n: self.passed.get(n, self.spec.tensors[n]) for n in names}, node)
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:
@@ -235,7 +249,8 @@ def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
     order: list[Group] = []
     for depth, kind, group in apart:
         if not kind:
-            epilogues[group[0].name] = []
+            if graph.takes_epilogue(group[0]):
+                epilogues[group[0].name] = []
             order.append(group)
             continue
         behind: dict[str, list[str]] = {}
@@ -278,6 +293,62 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 # -- rewrites --------------------------------------------------------------------------------------
+
+
+def prepared(spec: GraphSpec) -> GraphSpec:
+    """The graph that is cut: with additive masks, and views for what needs no copy."""
+    return views(additive_masks(spec))
+
+
+def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
+    """Strides and offset, in elements, at which a view op finds its result in its operand.
+
+    None for an op that is no view, a reshape that has to copy, and an offset that cuDNN's engines
+    do not take (they read 16 bytes at once).
+    """
+    stride, offset = list(source.stride), 0
+    if node.op == "transpose":
+        a, b = node.attr("dim0"), node.attr("dim1")
+        stride[a], stride[b] = stride[b], stride[a]
+    elif node.op == "permute":
+        stride = [stride[dim] for dim in node.attr("dims")]
+    elif node.op == "slice":
+        dim = node.attr("dim")
+        offset = node.attr("start") * stride[dim]
+        stride[dim] *= node.attr("step")
+    elif node.op == "reshape":
+        found = view_strides(source.shape, source.stride, node.attr("shape"))
+        if found is None:
+            return None
+        stride = list(found)
+    else:
+        return None
+    return None if offset * source.dtype.itemsize % 16 else (tuple(stride), offset)
+
+
+def is_view(tensors: Mapping[str, TensorSpec], node: Node) -> bool:
+    """Whether the result of a node, as declared, is its operand's memory."""
+    if not OPS[node.op].view:
+        return False
+    source, result = tensors[node.operands[0]], tensors[node.results[0]]
+    place = view_place(node, source)
+    return (
+        place is not None
+        and source.numel > 0
+        and source.dtype == result.dtype
+        and same_layout(result.shape, result.stride, place[0])
+    )
+
+
+def views(spec: GraphSpec) -> GraphSpec:
+    """The graph with the results of view ops where their operands lie."""
+    tensors = dict(spec.tensors)
+    for node in spec.nodes:
+        name = node.results[0]
+        place = view_place(node, tensors[node.operands[0]]) if OPS[node.op].view else None
+        if place is not None and name not in spec.outputs:
+            tensors[name] = replace(tensors[name], stride=place[0])
+    return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
 def additive_masks(spec: GraphSpec) -> GraphSpec:

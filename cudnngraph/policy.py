@@ -18,7 +18,8 @@ class Policy:
     - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "autotune"
       measures plans, and ways to cut the graph, on the GPU, once: the choice is kept in the cache.
       "cached" takes what an earlier run left in the cache and raises ``PlanNotCached`` where that
-      is nothing: the mode for serving. A tuned entry serves all three.
+      is nothing: the mode for serving. A tuned entry serves all three. None follows the setting
+      ``CUDNNGRAPH_TUNE``, which is "heuristic" unless it is set.
     - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switches as they
       stand at ``compile``: ``torch.backends.cudnn.allow_tf32`` for convolutions (torch's default:
       on), ``torch.backends.cuda.matmul.allow_tf32`` for attention (off).
@@ -32,7 +33,7 @@ class Policy:
       of the graph; every step's first plan is tried however long that takes.
     """
 
-    tune: Tune = "heuristic"
+    tune: Tune | None = None
     allow_tf32: bool | None = None
     deterministic: bool = False
     workspace_limit: int | None = None
@@ -42,7 +43,7 @@ class Policy:
     budget_s: float = 8.0
 
     def __post_init__(self) -> None:
-        if self.tune not in ("heuristic", "autotune", "cached"):
+        if self.tune not in (None, "heuristic", "autotune", "cached"):
             raise PolicyError(
                 f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"
             )

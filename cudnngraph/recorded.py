@@ -21,7 +21,7 @@ from .backend.plan import Choice, Plan
 from .ir import GraphSpec, print_spec
 from .key import Key, encode
 from .ops import is_default
-from .partition import Graph, additive_masks, channels_last, piece, work
+from .partition import Graph, channels_last, piece, prepared, work
 from .policy import Policy
 from .select import Decision, Selection, StepPlan
 
@@ -105,36 +105,43 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
 
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
-    named = {name for step in record.steps for name in step.nodes}
-    for variant in (spec, additive_masks(spec), channels_last(additive_masks(spec))):
-        graph = Graph(variant)
-        nodes = {node.name: node for node in work(variant.nodes)}
-        if nodes.keys() == named - {n.name for n in variant.nodes if n.op == "constant"}:
-            break
-    else:
-        raise StaleRecord("the record's steps are not made of the graph's ops")
+    ready = prepared(spec)
+    stale: StaleRecord | None = None
+    for variant in (ready, spec, channels_last(ready)):
+        try:
+            return _steps_in(record, variant)
+        except StaleRecord as error:
+            stale = stale or error
+    assert stale is not None
+    raise stale
+
+
+def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+    """The steps of a record for a graph as it is cut."""
+    graph = Graph(spec)
+    left = {node.name: node for node in work(spec.nodes)}
+    constants = {node.name for node in spec.nodes if node.op == "constant"}
     steps: list[StepPlan] = []
-    left = dict(nodes)
+    made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        mine = [name for name in step.nodes if name in nodes]
-        if not all(name in left for name in mine):
-            raise StaleRecord(f"step {number} of the record has an op that an earlier one has")
-        part = piece(graph, [left.pop(name) for name in nodes if name in mine])
+        mine = [name for name in step.nodes if name not in constants]
+        for name in mine:
+            if name not in left:
+                raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
+        part = piece(graph, [left.pop(name) for name in mine])
         if tuple(node.name for node in part.nodes) != step.nodes:
             raise StaleRecord(f"step {number} of the record has other ops than the graph")
         types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
         if tuple(types) != (*step.inputs, *step.outputs):
             raise StaleRecord(f"step {number} has other tensors than in the record")
+        if not made.issuperset(part.inputs):
+            raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
+        made |= set(part.outputs)
         choice = None if step.engine is None else Choice(step.engine, step.knobs)
         decisions = tuple(map(_decision, step.candidates))
         steps.append(StepPlan(part, choice, step.workspace_bytes, decisions, step.time_us))
     if left:
         raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
-    made = set(spec.inputs)
-    for number, found in enumerate(steps, 1):
-        if not made.issuperset(found.spec.inputs):
-            raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
-        made |= set(found.spec.outputs)
     return tuple(steps)
 
 

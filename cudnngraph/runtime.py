@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +32,11 @@ from .backend.plan import (
 )
 from .cache import CacheStats
 from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
-from .ir import GraphSpec, TensorSpec, print_spec, same_layout
+from .ir import GraphSpec, Node, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
 from .memory import Need, place
 from .ops import OPS, dtype_name, is_default
+from .partition import is_view
 from .policy import Policy
 from .progress import progress_bar
 from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
@@ -69,12 +71,15 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
 
 
 def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
-    """The policy with keyword options applied and torch's TF32 switches read for ``spec``."""
+    """The policy with keyword options applied; what it leaves open is read from the settings, and
+    from torch's TF32 switches for ``spec``."""
     known = [field.name for field in fields(Policy)]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
     policy = replace(policy or Policy(), **options)
+    if policy.tune is None:
+        policy = replace(policy, tune=settings.current().tune)
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
@@ -125,13 +130,24 @@ class Program:
         born: dict[str, int] = {}
         dies: dict[str, int] = {}
         self._between: dict[str, TensorSpec] = {}
+        self._views: dict[int, Node] = {}  # by the number of the step
+        base: dict[str, str] = {}
         for number, step in enumerate(self.steps):
+            for name in step.spec.inputs:
+                dies[base.get(name, name)] = number
+            (*_, node) = step.spec.nodes
+            if (
+                step.choice is None
+                and bound.isdisjoint(step.spec.outputs)
+                and is_view(step.spec.tensors, node)
+            ):
+                self._views[number] = node
+                base[node.results[0]] = base.get(node.operands[0], node.operands[0])
+                continue
             for name in step.spec.outputs:
                 if name not in bound:
                     self._between[name] = step.spec.tensors[name]
                     born[name] = dies[name] = number
-            for name in step.spec.inputs:
-                dies[name] = number
         needs = [
             Need(tensor.extent * tensor.dtype.itemsize, born[name], dies[name])
             for name, tensor in self._between.items()
@@ -164,12 +180,14 @@ class Program:
                 tensor = self._between[name]
                 flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
                 values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
-        return [
-            self._launch(step, plan, values, base + offset)
-            for step, plan, offset in zip(
-                self.steps, self._plans(), self._scratch_offsets, strict=True
-            )
-        ]
+        launches = []
+        steps = zip(self.steps, self._plans(), self._scratch_offsets, strict=True)
+        for number, (step, plan, offset) in enumerate(steps):
+            if number in self._views:
+                eager.view(self._views[number], step.spec, values)
+            else:
+                launches.append(self._launch(step, plan, values, base + offset))
+        return launches
 
     def _launch(
         self, step: StepPlan, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
@@ -255,7 +273,8 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         def build() -> Selection:
             if policy.tune == "autotune" and torch_only(spec) is None:
                 with progress_bar("tuning", after_s=2.0) as tell:
-                    return autotune(spec, policy, GpuBench(policy, device), tell)
+                    bench = GpuBench(policy, device, partial(cache.alone_on, index))
+                    return autotune(spec, policy, bench, tell)
             return heuristic(spec, policy, lambda part: build_first(part, policy, index))
 
         with torch.cuda.device(device):

@@ -16,7 +16,7 @@ import torch
 from .backend.plan import Choice, Outcome, Plan
 from .errors import NotSupported
 from .ir import GraphSpec, Node
-from .partition import Graph, Group, additive_masks, cuts, is_anchor, piece, work
+from .partition import Graph, Group, cuts, is_anchor, piece, prepared, work
 from .policy import Policy
 
 INT32_MAX = 2**31 - 1
@@ -55,6 +55,8 @@ class Selection:
     steps: tuple[StepPlan, ...]
     built: tuple[Plan | None, ...]
 
+
+FREE = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
 
@@ -134,6 +136,10 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
 
     def resolve(graph: Graph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
         part = piece(graph, nodes)
+        if len(nodes) == 1 and graph.is_free(nodes[0]):
+            steps.append(StepPlan(part, None, 0, (*earlier, FREE)))
+            built.append(None)
+            return
         found, refused = attempt(part)
         if found is not None:
             plan, outcomes = found
@@ -147,7 +153,7 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
         for index, group in enumerate(below[0] if below else ()):
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
-    spec = additive_masks(spec)
+    spec = prepared(spec)
     resolve(Graph(spec), work(spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
 

@@ -1,7 +1,7 @@
 """Every environment variable of the project, read once into one frozen dataclass.
 
-Settings say where things are kept and how to debug; they never change a result, and they are no
-part of a cache key. What changes results is in :class:`cudnngraph.Policy`.
+Settings say where things are kept, how plans are looked for and how to debug; they never change a
+result, and they are no part of a cache key. What changes results is in :class:`cudnngraph.Policy`.
 
     >>> with override(backend="reference"):
     ...     current().backend
@@ -24,6 +24,7 @@ from cudnngraph.errors import SettingsError
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BACKENDS = ("auto", "reference")
+TUNES = ("heuristic", "autotune", "cached")
 
 _LOGGERS = (logging.getLogger("cudnngraph"), logging.getLogger("plans_cache"))
 
@@ -35,6 +36,7 @@ class Settings:
     cache_dir: Path
     log: str | None
     backend: Literal["auto", "reference"]
+    tune: Literal["heuristic", "autotune", "cached"]
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -137,6 +139,16 @@ VARIABLES: tuple[Variable, ...] = (
         "executor too, to tell a wrong plan from a wrong graph.",
         parse=_one_of(BACKENDS),
         default=lambda environ: "auto",
+    ),
+    Variable(
+        name="CUDNNGRAPH_TUNE",
+        field="tune",
+        type_text=", ".join(f"`{tune}`" for tune in TUNES),
+        default_text="`heuristic`",
+        meaning="How plans are found for a policy that does not say: `autotune` measures what the "
+        "cache does not have, `cached` never builds by search.",
+        parse=_one_of(TUNES),
+        default=lambda environ: "heuristic",
     ),
 )
 

@@ -16,7 +16,8 @@ import torch
 from . import eager, reference
 from .backend import env
 from .backend.lower import first_line
-from .ir import GraphSpec, TensorSpec
+from .ir import GraphSpec, Node, TensorSpec
+from .partition import is_view
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -269,6 +270,10 @@ class Chain:
         workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
         launches: list[Callable[[], None]] = []
         for spec, plan in steps:
+            (*_, node) = spec.nodes
+            if plan is None and self._is_free(spec, node):
+                eager.view(node, spec, values)
+                continue
             for declared in (spec.tensors[name] for name in spec.outputs):
                 values[declared.name] = torch.empty_strided(
                     declared.shape, declared.stride, dtype=declared.dtype, device=self._device
@@ -282,6 +287,9 @@ class Chain:
                 launch()
 
         return run
+
+    def _is_free(self, spec: GraphSpec, node: Node) -> bool:
+        return node.results[0] not in self._spec.outputs and is_view(spec.tensors, node)
 
     def _step(
         self,

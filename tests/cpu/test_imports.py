@@ -25,7 +25,7 @@ LAYERS = (
     ("autotune", "recorded"),
     ("cache",),
     ("runtime",),
-    ("explain", "functional", "torch_ops"),
+    ("explain", "functional", "specialize", "torch_ops"),
     ("nn", "fuse"),
     ("bench", "cli"),
     ("__init__", "__main__"),

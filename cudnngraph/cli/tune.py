@@ -1,0 +1,217 @@
+"""``cudnngraph tune``: measure the plans of graphs ahead of time, so that the cache has them.
+
+What is tuned: every graph that a script compiles while it runs (``tune SCRIPT ARGS``, ``tune -m
+MODULE ARGS``), the graphs that a Python file declares (``tune --graphs FILE[:NAME]``), or those of
+a manifest (``tune MANIFEST.json``): ``{"graphs": [{"file": "graphs.py:block", "policy":
+{"allow_tf32": true}}]}``, files beside the manifest. Exit codes: 0 when all went well, 1 when
+something could not be tuned or there is no GPU, 2 for a call that makes no sense; a script's own
+code where a script is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cudnngraph import settings
+from cudnngraph.cli.entries import UsageError, clean, open_store
+from cudnngraph.cli.explain import Unusable, load
+from cudnngraph.cli.table import print_table
+from cudnngraph.errors import CudnnGraphError
+from cudnngraph.policy import Policy
+from cudnngraph.runtime import compile as compile_spec
+from plans_cache import PlanRecord
+
+_COLUMNS = ["graph", "steps", "time", "plans tried"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``tune`` and its arguments."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="measure plans ahead of time and keep them in the cache",
+        description="Tune every graph that a script compiles, that a Python file declares, or that "
+        "a manifest lists, on the GPU, and keep the plans in the cache.",
+        epilog="Exit code: 0 when all went well; 1 when something could not be tuned or there is "
+        "no GPU; 2 for a call that makes no sense; a script's own code where a script is run.",
+    )
+    parser.add_argument(
+        "--graphs",
+        action="append",
+        default=[],
+        metavar="FILE[:NAME]",
+        help="tune the graphs that FILE declares, as `cudnngraph explain` finds them",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="build plans in N processes; they take turns at the GPU to measure (--graphs and "
+        "manifests)",
+    )
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
+    parser.add_argument(
+        "target", nargs="?", metavar="SCRIPT|MANIFEST.json", help="what to run, or a manifest"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"
+    )
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of a process of --jobs: "0/4"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Graphs to tune: ``FILE[:NAME]`` and what their policy says."""
+
+    place: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune what is asked for and print what was found."""
+    try:
+        wanted = _wanted(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("error: torch sees no CUDA device, there is nothing to measure on", file=sys.stderr)
+        return 1
+    start = time.time()
+    code = _script(args) if wanted is None else _declared(args, wanted)
+    if args.share is None:
+        _print_tuned(start)
+    return code
+
+
+def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
+    """The graphs that are named; None where a script is to be run."""
+    if args.jobs < 1:
+        raise UsageError(f"--jobs {args.jobs}; expected 1 or more")
+    given = [bool(args.graphs), args.module is not None, args.target is not None]
+    if args.module is not None and args.target is not None:
+        args.arguments, given[2] = [args.target, *args.arguments], False
+    if sum(given) != 1:
+        raise UsageError("expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs")
+    if args.graphs:
+        return [Wanted(place) for place in args.graphs]
+    if args.target is not None and args.target.endswith(".json"):
+        return _manifest(Path(args.target))
+    if args.jobs > 1:
+        raise UsageError("--jobs is for --graphs and manifests: a script is one process")
+    return None
+
+
+def _manifest(path: Path) -> list[Wanted]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no manifest: {error}") from None
+    rows = content.get("graphs") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise UsageError(f'{path} is no manifest: expected {{"graphs": [{{"file": "FILE:NAME"}}]}}')
+    wanted = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("file"), str):
+            raise UsageError(f'{path}: graph {number} has no "file"')
+        policy = row.get("policy", {})
+        unknown = sorted(set(row) - {"file", "policy"})
+        if unknown or not isinstance(policy, dict):
+            what = f"an unknown field '{unknown[0]}'" if unknown else "a policy that is no object"
+            raise UsageError(f"{path}: graph {number} has {what}")
+        try:
+            Policy(**policy)
+        except (CudnnGraphError, TypeError) as error:
+            raise UsageError(f"{path}: graph {number}: {error}") from None
+        wanted.append(Wanted(str(path.parent / row["file"]), policy))
+    return wanted
+
+
+# -- a script --------------------------------------------------------------------------------------
+
+
+def _script(args: argparse.Namespace) -> int:
+    """Run a script with ``CUDNNGRAPH_TUNE=autotune``; its exit code."""
+    what = ["-m", args.module] if args.module is not None else [args.target]
+    environment = {**os.environ, "CUDNNGRAPH_TUNE": "autotune"}
+    return subprocess.run(
+        [sys.executable, *what, *args.arguments], env=environment, check=False
+    ).returncode
+
+
+# -- declared graphs -------------------------------------------------------------------------------
+
+
+def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
+    if args.jobs > 1:
+        return _in_processes(args)
+    failed = 0
+    mine, count = (int(part) for part in (args.share or "0/1").split("/"))
+    for number, (spec, policy) in enumerate(_specs(wanted)):
+        if number % count != mine:
+            continue
+        try:
+            compile_spec(spec, "cuda", policy=Policy(**{**policy, "tune": "autotune"}))
+        except CudnnGraphError as error:
+            print(f"error: graph '{spec.name}': {error}", file=sys.stderr)
+            failed += 1
+    return 1 if failed else 0
+
+
+def _specs(wanted: Sequence[Wanted]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    for each in wanted:
+        try:
+            graphs = load(each.place)
+        except Unusable as error:
+            raise CudnnGraphError(str(error)) from None
+        for graph in graphs:
+            yield getattr(graph, "spec", lambda graph=graph: graph)(), each.policy
+
+
+def _in_processes(args: argparse.Namespace) -> int:
+    """One process for each share of the graphs."""
+    what = [f"--graphs={place}" for place in args.graphs] or [args.target]
+    command = [sys.executable, "-m", "cudnngraph", "tune"]
+    running = [
+        subprocess.Popen([*command, f"--share={number}/{args.jobs}", *what])
+        for number in range(args.jobs)
+    ]
+    return max([process.wait() for process in running])
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+
+def _print_tuned(start: float) -> None:
+    """The entries that came into the cache since ``start``."""
+    store = open_store(settings.current().cache_dir)
+    found = [entry.record for entry in store.scan() if entry.record is not None]
+    new = [
+        each for each in found if each.created >= start and each.policy.get("tune") == "autotune"
+    ]
+    if not new:
+        print("nothing new was tuned: every graph has a tuned plan in the cache")
+        return
+    print_table(_COLUMNS, [_row(each) for each in sorted(new, key=lambda each: each.created)])
+
+
+def _row(record: PlanRecord) -> list[str]:
+    steps = [
+        " ".join(op for op in step.ops if op != "constant")
+        + ("" if step.kind == "cudnn" else " (torch)")
+        for step in record.steps
+    ]
+    tried = sum(each.time_us is not None for step in record.steps for each in step.candidates)
+    time_us = "" if record.time_us is None else f"{record.time_us:.1f} µs"
+    return [clean(record.summary), clean(" | ".join(steps)), time_us, str(tried)]
