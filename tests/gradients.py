@@ -13,7 +13,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.ir import GraphSpec
-from tests.samples import Case
+from tests import numerics
+from tests.samples import F64, Case, in_float64
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,3 +105,49 @@ def by_torch(
         name: torch.zeros_like(leaves[name]) if grad is None else grad
         for name, grad in zip(wrt, found, strict=True)
     }
+
+
+def check_at_dtype(
+    case: Case,
+    gradient: cg.Gradient,
+    inputs: Tensors,
+    saved: Tensors,
+    grads: Tensors,
+    results: Tensors,
+    what: str = "",
+) -> None:
+    """Assert that gradients at the dtype of ``case`` are within the policy.
+
+    Two bars. Given the very tensors that the forward has saved, the backward is within the bound of
+    its dtype of the same graph in float64. And it is no farther from the gradient in float64 than
+    torch at that dtype; there a relu that rounding has switched weighs alike in both.
+    """
+    spec, backward = case.build().spec(), gradient.backward
+    wrt = tuple(results)
+    clean = inputs
+    if "dirty" in case.id:  # torch's own gradient is NaN there
+        clean = {name: value.nan_to_num(0.0) for name, value in inputs.items()}
+    exact = by_torch(case, in_float64(clean), in_float64(grads), wrt)
+    try:
+        eager = by_torch(case, clean, grads, wrt)
+    except (NotImplementedError, RuntimeError):  # torch has no kernel for it on a GPU
+        eager = {}
+    given = {**inputs, **saved, **{gradient.incoming[name]: g for name, g in grads.items()}}
+    wide = in_float64({name: given[name] for name in backward.inputs})
+    same = dict(
+        zip(backward.outputs, reference.run(backward, list(wide.values()), F64), strict=True)
+    )
+    terms = max(case.terms, *(spec.tensors[name].numel for name in spec.outputs))
+    for name, result in results.items():
+        assert result.dtype == spec.tensors[name].dtype
+        if float(exact[name].norm()) < 1e-6:  # a softmax over one key has no gradient
+            assert float(result.double().norm()) < 1e-3
+            continue
+        # A float32 gradient beside 16-bit data comes of what anchors wrote in 16 bits.
+        narrow, label = result.to(case.dtype), f"grad of {name} {what}"
+        numerics.check(narrow, same[gradient.outgoing[name]], case.dtype, terms=terms, what=label)
+        if name in eager:
+            theirs = numerics.relative_error(eager[name].to(case.dtype), exact[name])
+            limit = max(numerics.TORCH_FACTOR * theirs, numerics.bound(case.dtype, terms=terms))
+            error = numerics.relative_error(narrow, exact[name])
+            assert error <= limit, f"{label}: {error:.3g} from float64, torch {theirs:.3g}"

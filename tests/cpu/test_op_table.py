@@ -1,4 +1,4 @@
-"""The tables of ops agree: one row each in infer, reference, lower and grad, a method, and samples."""
+"""The tables of ops agree: a row each in infer, reference, lower and grad, a method, samples."""
 
 from __future__ import annotations
 
