@@ -273,13 +273,14 @@ def _restored(
     except ValueError as error:
         _log.info("serialized plans of %s are left out: %s", record.id[:16], error)
         parts = None
+    tf32 = dict(record.key).get("policy.allow_tf32") == "true"
     how: set[str] = set()
     plans: list[Plan | None] = []
     for number, step in enumerate(steps):
         if step.choice is None:
             plans.append(None)
             continue
-        bad = why_bad(step.spec, step.choice.engine, env.cudnn_version())
+        bad = why_bad(step.spec, step.choice.engine, env.cudnn_version(), allow_tf32=tf32)
         if bad is not None:
             raise StaleRecord(bad)
         try:

@@ -115,9 +115,20 @@ class Graph:
                 is_data = port == 0 and tensor.dtype.is_floating_point
                 data[name] = dtype if is_data else tensor.dtype
                 tame = self.is_anchor(node) or node.op in _TAME
-                if is_data and tame and dtype in LOW_PRECISION and name not in self.spec.outputs:
+                if name in self.spec.outputs or name in self._wide:
+                    continue
+                if is_data and tame and dtype in LOW_PRECISION:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
+
+    @cached_property
+    def _wide(self) -> frozenset[str]:
+        """What pointwise ops make float32 outputs of: 16 bits in between would show in those."""
+        wide = {n for n in self.spec.outputs if self.spec.tensors[n].dtype == torch.float32}
+        for node in reversed(self.spec.nodes):
+            if OPS[node.op].pointwise and node.results[0] in wide:
+                wide |= set(node.operands)
+        return frozenset(wide)
 
     def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
         """The dtype of the data that a node works on: of its first operand for an anchor, else what

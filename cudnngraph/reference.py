@@ -452,8 +452,11 @@ def run(
     values: dict[str, torch.Tensor] = dict(zip(spec.inputs, inputs, strict=True))
     last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
     compute = spec.compute_dtype if dtype is None else dtype
+    device = inputs[0].device if inputs else torch.device("cpu")
     for index, node in enumerate(spec.nodes):
         operands = [None if name is None else values[name] for name in node.inputs]
+        if node.op == "expand" and operands[0] is not None and operands[0].dim() == 0:
+            operands = [torch.full((), operands[0].item(), dtype=compute, device=device)]
         for name, result in zip(node.outputs, apply(node, operands, compute), strict=False):
             if name is None or result is None:
                 continue

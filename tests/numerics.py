@@ -82,14 +82,15 @@ def bound(
 def floor(data: torch.dtype, result: torch.dtype, *, terms: int = 1) -> float:
     """What an output may always be off by, however close torch is.
 
-    One rounding of the result's dtype. Where float32 is computed in float32 there is more to it: an
-    elementary function is good to a unit in the last place, two roundings; and a plain running sum
-    of n terms of random sign is off by u sqrt(n / 6): step k adds an error of variance k u^2 / 3 to
-    a sum of variance n. A library that sums in blocks is closer, one that sums in order is right.
+    One rounding of the result's dtype. In float32, which is computed in float32, there is more to
+    it: an elementary function is good to a unit in the last place, two roundings; and where the
+    data are float32 too, a plain running sum of n terms of random sign is off by u sqrt(n / 6):
+    step k adds an error of variance k u^2 / 3 to a sum of variance n. A library that sums in blocks
+    is closer, one that sums in order is right.
     """
-    if data == result == torch.float32:
-        return ROUNDOFF[result] * max(2.0, math.sqrt(terms / 6))
-    return ROUNDOFF[result]
+    if result != torch.float32:
+        return ROUNDOFF[result]
+    return ROUNDOFF[result] * max(2.0, math.sqrt(terms / 6) if data == torch.float32 else 0.0)
 
 
 def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..ir import GraphSpec, Node, is_channels_last, numel
 from ..ops import OPS
 
@@ -21,6 +23,7 @@ class KnownBad:
     since: int
     until: int | None
     engines: frozenset[int]
+    with_tf32: bool  # also where TF32 is allowed
     applies: Callable[[GraphSpec], bool]
     reason: str
     source: str
@@ -60,6 +63,14 @@ def _attends_over_padding(spec: GraphSpec) -> bool:
     return any(node.op == "sdpa" and node.inputs[5] is not None for node in spec.nodes)
 
 
+def _multiplies_float32_matrices(spec: GraphSpec) -> bool:
+    """A matrix product of float32 data."""
+    return any(
+        node.op == "matmul" and spec.tensors[node.operands[0]].dtype == torch.float32
+        for node in spec.nodes
+    )
+
+
 def _adds_two_scaled(spec: GraphSpec) -> bool:
     """A convolution's result times something, plus another product."""
     producer = {name: node for node in spec.nodes for name in node.results}
@@ -84,6 +95,7 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({8}),
+        with_tf32=True,
         applies=_convolves_into_another_layout,
         reason="engine 8 writes channels_last whatever the strides of the output are",
         source="seen on an H200 with cuDNN 9.19.0: relative error over 1, or NaN",
@@ -92,6 +104,7 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({8}),
+        with_tf32=True,
         applies=_computes_beside_a_convolution,
         reason="engine 8 gets a residual wrong that is changed before it is added",
         source="seen on an H200 with cuDNN 9.19.0: relative error over 0.1, or NaN",
@@ -100,6 +113,7 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({2, 9}),
+        with_tf32=True,
         applies=_attends_over_padding,
         reason="engines 2 and 9 multiply keys past a sequence's end by 0, so NaN there spreads, "
         "and write nothing for a sequence without keys",
@@ -109,20 +123,33 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({0, 11, 52}),
+        with_tf32=True,
         applies=_adds_two_scaled,
         reason="the engines of conv * a + z * b + bias take the factors for host scalars and crash",
         source="seen on an H200 with cuDNN 9.19.0: segmentation fault in execute",
     ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({0}),
+        with_tf32=False,
+        applies=_multiplies_float32_matrices,
+        reason="engine 0 (cuBLASLt) multiplies float32 in TF32 and carries no note of it",
+        source="seen on an H200 with cuDNN 9.19.0: relative error 3e-4",
+    ),
 )
 
 
-def why_bad(spec: GraphSpec, engine: int, cudnn_version: int) -> str | None:
+def why_bad(
+    spec: GraphSpec, engine: int, cudnn_version: int, *, allow_tf32: bool = False
+) -> str | None:
     """The reason why plans of ``engine`` must not be used for ``spec``, or None."""
     for entry in TABLE:
         if (
             entry.since <= cudnn_version
             and (entry.until is None or cudnn_version < entry.until)
             and engine in entry.engines
+            and (entry.with_tf32 or not allow_tf32)
             and any(not OPS[node.op].pointwise for node in spec.nodes)
             and entry.applies(spec)
         ):

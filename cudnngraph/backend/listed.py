@@ -78,7 +78,9 @@ def examine(
             need = None if size is None else int(size.group(1))
             if _DESELECTED in str(error) and not message:
                 message = str(error)
-        bad = why_bad(spec, candidate.choice.engine, env.cudnn_version())
+        bad = why_bad(
+            spec, candidate.choice.engine, env.cudnn_version(), allow_tf32=bool(policy.allow_tf32)
+        )
         reason = bad or _why_not(message, need, policy)
         listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
     return tuple(listed)

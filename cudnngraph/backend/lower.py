@@ -651,6 +651,13 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
 
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     *_, mask, seq_q, seq_kv = ctx.operands(node)
+    if seq_q is not None or seq_kv is not None:
+        raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
+    name = node.inputs[OPS[node.op].ports.index("attn_mask")]
+    if name is not None:
+        rows = (1, *ctx.spec.tensors[name].shape)[-2]
+        if rows == 1 < ctx.spec.tensors[str(node.inputs[0])].shape[2]:
+            raise _Refused("cuDNN gets the gradient wrong under a mask that is broadcast over rows")
     do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
     options = _attention_options(ctx, node, mask, seq_q, seq_kv)
     dmask = None
@@ -770,6 +777,8 @@ def _batch_norm(ctx: Context, node: Node) -> Any:
 
 def _matmul(ctx: Context, node: Node) -> Any:
     x, y = ctx.operands(node)
+    if node.inputs[0] == node.inputs[1]:  # cuDNN gets a tensor times itself wrong
+        y = ctx.alias(str(node.inputs[1]))
     return ctx.graph.matmul(A=x, B=y, name=node.name)
 
 
@@ -805,6 +814,9 @@ def _norm_backward(method: str) -> Rule:
     """The gradients of a norm over trailing dims."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
+        if len([each for each in ctx.spec.nodes if each.op != "constant"]) > 1:
+            # cuDNN takes what follows and does not run it (seen on 9.19).
+            raise _Refused("the gradient of a norm shares a plan with nothing")
         dy, x, weight, *statistics = ctx.operands(node)
         names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
         options = dict(zip(names, statistics, strict=True))
@@ -828,6 +840,14 @@ def _call(method: str) -> Rule:
         return getattr(ctx.graph, method)(*ctx.operands(node), name=node.name)
 
     return rule
+
+
+def _gelu_tanh_backward(ctx: Context, node: Node) -> Any:
+    if ctx.spec.tensors[node.results[0]].dtype == torch.float32 and all(
+        ctx.spec.tensors[name].dtype == torch.float32 for name in ctx.spec.inputs
+    ):
+        raise _Refused("cuDNN's gradient of gelu_tanh is off by 2e-6, too far for float32")
+    return ctx.graph.gelu_approx_tanh_backward(*ctx.operands(node), name=node.name)
 
 
 def _logical(method: str) -> Rule:
@@ -934,7 +954,7 @@ RULES: Mapping[str, Rule] = {
     "clamp": _clamp,
     "relu_backward": _relu_backward,
     "gelu_backward": _call("gelu_backward"),
-    "gelu_tanh_backward": _call("gelu_approx_tanh_backward"),
+    "gelu_tanh_backward": _gelu_tanh_backward,
     "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
     "neg": _call("neg"),

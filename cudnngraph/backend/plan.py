@@ -347,7 +347,10 @@ class Proposals:
         """Build one, and launch it once; there is a plan when the outcome is accepted."""
         choice, graph = candidate.choice, self._lowered.graph
         why = why_excluded(candidate, self._policy) or why_bad(
-            self.spec, choice.engine, env.cudnn_version()
+            self.spec,
+            choice.engine,
+            env.cudnn_version(),
+            allow_tf32=bool(self._policy.allow_tf32),
         )
         if why is not None:
             return Outcome(candidate, False, why), None

@@ -105,7 +105,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(cache, "_hooks", [])
     monkeypatch.setattr(cache, "load", world.load)
     monkeypatch.setattr(cache, "replay", world.replay)
-    monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version: world.bad)
+    monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version, **options: world.bad)
     monkeypatch.setattr(env, "env_key", lambda index: world.environment)
     monkeypatch.setattr(env, "cudnn_version", lambda: world.environment.cudnn_version)
     monkeypatch.setattr(runtime, "build_first", world.build_first)

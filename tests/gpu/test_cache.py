@@ -184,7 +184,7 @@ def test_a_known_bad_plan_in_a_record_is_not_brought_back(
     conv(torch.float16, "silu").compile("cuda")
     asked: list[int] = []
 
-    def bad_once(spec: object, engine: int, version: int) -> str | None:
+    def bad_once(spec: object, engine: int, version: int, **options: bool) -> str | None:
         asked.append(engine)
         return "found out later" if len(asked) == 1 else None
 
