@@ -65,6 +65,7 @@ OUT: Mapping[str, OutRule] = {
 NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
     "conv": reference.RULES["conv"],  # type: ignore[dict-item]
     "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
+    "reduction": reference.RULES["reduction"],  # type: ignore[dict-item]
     "layer_norm": lambda inputs, attrs: F.layer_norm(
         inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
     ),
