@@ -240,8 +240,8 @@ def page(cold: dict, warm: dict, disk_bytes: int) -> str:
         f"Of the warm start {sum(warm['deserialize_ms']):.0f} ms are cuDNN's own deserialization, "
         f"{max(warm['deserialize_ms']):.0f} ms of them in the slowest plan: {_slowest(warm)}. The "
         f"rest, {total['warm'] - sum(warm['deserialize_ms']):.0f} ms, is "
-        f"{(total['warm'] - sum(warm['deserialize_ms'])) / 50:.2f} ms a plan for key, lookup, record "
-        "and checks.",
+        f"{(total['warm'] - sum(warm['deserialize_ms'])) / 50:.2f} ms a plan for key, record and "
+        "checks.",
         "",
         "From tensors to the executable, in memory (`cg.specialize(...).lookup`), host time: "
         + ", ".join(
