@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
+from .eager import runs_whole
 from .errors import NotSupported, UnkeyableError
 from .ir import GraphSpec
 from .key import graph_key
@@ -32,7 +33,7 @@ from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import measure
 from .trial import Chain, Trial
 
-TIE = 1.02  # within this factor the smaller workspace wins, then cuDNN's own order
+TIE = 1.02  # within this factor the smaller workspace wins
 HOPE = 2.0  # how much faster than its first plan a part's best plan may be
 PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
 GAIN = 0.98
@@ -170,12 +171,12 @@ class _Step:
     in_vain: int = 0
 
     def best(self) -> _Way | None:
-        """The fastest way; of those as fast, the smallest in memory, then the first."""
+        """The fastest way, or one that is nearly as fast and needs less workspace."""
         if not self.ways:
             return None
         least = min(way.time_us for way in self.ways)
         near = [way for way in self.ways if way.time_us <= TIE * least]
-        return min(near, key=lambda way: (way.workspace_bytes, way.rank))
+        return min(near, key=lambda way: (way.workspace_bytes, way.time_us, way.rank))
 
 
 @dataclass
@@ -288,7 +289,7 @@ class _Search:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:
             step.lost.append(Decision(subject, False, why))
-        if part.size == 1:
+        if part.size == 1 or runs_whole(step.spec):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
             step.ways.append(_Way(1 << 20, None, None, 0, time_us))
@@ -440,7 +441,7 @@ class _Search:
                     rival.time_us = time_us
                 least = min(rival.time_us for rival in close)
             near = [rival for rival in close if rival.time_us <= TIE * least]
-            winner = min(near, key=lambda rival: (rival.workspace_bytes, len(rival.runs.steps)))
+            winner = min(near, key=lambda rival: (rival.workspace_bytes, rival.time_us))
             if all([self._check(part.step, way, checked) for part, way in winner.runs.steps]):
                 return winner, rivals
 
@@ -491,7 +492,7 @@ class _Search:
                 way,
                 f"{ratio:.2f} times the time of the one taken"
                 if ratio > TIE
-                else "as fast, with more workspace or later in cuDNN's order",
+                else "as fast, with no less workspace",
             )
             if way is taken:
                 time_us = way.time_us if math.isfinite(way.time_us) else None
@@ -551,7 +552,7 @@ def _of_cuts(winner: _Rival, rivals: Sequence[_Rival]) -> list[Decision]:
     for rival in rivals:
         taken = rival is winner
         ratio = rival.time_us / winner.time_us if winner.time_us else math.inf
-        reason = "as fast, with more workspace or in more steps"
+        reason = "as fast, with no less workspace"
         if taken or ratio > TIE:
             reason = "the fastest way to cut it" if taken else f"{ratio:.2f} times the time"
         time_us = rival.time_us if math.isfinite(rival.time_us) else None
