@@ -107,7 +107,7 @@ def _port(node: Node, port: str) -> str | None:
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
     for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
-        name, data = _port(node, port), spec.tensors[str(_port(node, whole))]
+        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
         if name in given:
             given[name].fill_(-(-3 * data.shape[2] // 4))
 
