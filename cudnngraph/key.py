@@ -21,7 +21,7 @@ from .errors import UnkeyableError
 from .ir import GraphSpec, TensorSpec
 from .policy import SEARCH_FIELDS, Policy
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def encode(value: Any) -> Any:

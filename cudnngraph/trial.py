@@ -17,6 +17,7 @@ from . import eager, reference
 from .backend import env
 from .backend.lower import first_line
 from .ir import GraphSpec, Node, TensorSpec
+from .ops import OPS
 from .partition import is_view
 from .policy import Policy
 
@@ -70,10 +71,11 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), integers 1, which is a valid length.
+    """Inputs of the declared strides: floats within (-1, 1), integers 1.
 
-    Floats are within (0.5, 1.5) where an op wants them positive or divides; a boolean mask of
-    attention hides nothing.
+    Floats are within (0.5, 1.5) where an op wants them positive or divides. A boolean mask of
+    attention hides nothing, a quarter of its rows and of its keys is padding where it takes
+    lengths, and its gradient is given the o and lse that belong to the q, k and v.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
@@ -88,7 +90,48 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
         else:
             values = torch.ones(declared.shape, device=device)
         made.append(strided(declared, values, device))
+    given = dict(zip(spec.inputs, made, strict=True))
+    for node in spec.nodes:
+        if node.op in ("sdpa", "sdpa_backward"):
+            _set_lengths(spec, node, given)
+        if node.op == "sdpa_backward":
+            _set_results(node, given)
     return made
+
+
+def _port(node: Node, port: str) -> str | None:
+    """The name of the tensor at a port of a node."""
+    return node.inputs[OPS[node.op].ports.index(port)]
+
+
+def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make the lengths of attention three quarters of what they may be at most."""
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
+        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
+        if name in given:
+            given[name].fill_(-(-3 * data.shape[2] // 4))
+
+
+def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
+    forward = OPS["sdpa"]
+    ports = [_port(node, port) for port in forward.ports]
+    if not all(name is None or name in given for name in ports):
+        return
+    names = (str(_port(node, "o")), str(_port(node, "lse")))
+    q, k = given[str(ports[0])], given[str(ports[1])]
+    if math.prod(q.shape[:3]) * k.shape[2] > _LARGE_SCORES:  # too much work for data of a trial
+        if names[1] in given:
+            given[names[1]].fill_(math.log(k.shape[2]) + 1.0)
+        return
+    operands = [None if name is None else given[name] for name in ports]
+    attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
+    attrs["return_lse"] = True
+    attention = Node("sdpa", node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    for name, made in zip(names, reference.apply(attention, operands, torch.float64), strict=True):
+        if name in given and made is not None:
+            # cuDNN wants a large number for a row without a key, as grad.py gives it.
+            given[name].copy_(torch.where(made == -math.inf, 1e30, made))
 
 
 def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) -> torch.Tensor:

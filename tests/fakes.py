@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import cache, runtime, select, settings
+from cudnngraph.backend import env
+from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir import GraphSpec
+from cudnngraph.recorded import env_components
+from plans_cache.record import PlanRecord, from_json
+
+H200 = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
 
 
 def choice_for(spec: GraphSpec) -> Choice:
@@ -49,3 +64,85 @@ def builder(refuse: Callable[[GraphSpec], bool] = lambda spec: False) -> Callabl
         return FakePlan(choice, need), outcomes
 
     return build
+
+
+class World:
+    """What the fake library does, and what it was asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = H200
+        self.refuse: Callable[[GraphSpec], bool] = lambda spec: False
+        self.loadable = True
+        self.gone: set[int] = set()
+        self.bad: str | None = None
+        self.build_s = 0.0
+        self.built: list[str] = []
+        self.loaded: list[bytes] = []
+        self.replayed: list[Choice] = []
+        self.measured: list[str] = []
+
+    def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
+        self.built.append(spec.name)
+        time.sleep(self.build_s)
+        return builder(self.refuse)(spec)
+
+    def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
+        self.measured.append(spec.name)
+        tell(1, 1)
+        return select.heuristic(spec, policy, builder(self.refuse))
+
+    def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
+        self.loaded.append(blob)
+        if not self.loadable or blob != FakePlan(choice).serialize():
+            raise NotSupported("a serialized plan", ["it is of another version"])
+        return FakePlan(choice)
+
+    def replay(self, spec: GraphSpec, choice: Choice, index: int) -> FakePlan:
+        self.replayed.append(choice)
+        if choice.engine in self.gone:
+            raise NotSupported("a choice", [f"engine {choice.engine} has no such knobs"])
+        return FakePlan(choice)
+
+    def files(self, suffix: str) -> list[Path]:
+        root = self.directory / "v1"
+        return sorted(root.rglob(f"*.{suffix}"))
+
+    def file(self, suffix: str = "json") -> Path:
+        (path,) = self.files(suffix)
+        return path
+
+    def rewrite(self, **change: Any) -> None:
+        """Change fields of the only record's first step, as a program that means it would."""
+        record = from_json(self.file().read_text())
+        steps = (replace(record.steps[0], **change), *record.steps[1:])
+        self.file("blob").unlink()
+        self.file().write_text(replace(record, steps=steps, blob=None).to_json())
+
+    def move(self, environment: EnvKey) -> PlanRecord:
+        """Make the only entry one of another environment."""
+        record = from_json(self.file().read_text())
+        foreign = replace(record, env=env_components(environment), blob=None)
+        cache.store().remove(record.id)
+        cache.store().put(foreign)
+        return foreign
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A GPU that is not there, an empty directory, nothing in memory, counters at zero."""
+        monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
+        monkeypatch.setattr(settings, "_from_environ", None)
+        monkeypatch.setattr(cache, "COUNTERS", cache.Counters())
+        monkeypatch.setattr(cache, "_stores", {})
+        monkeypatch.setattr(cache, "_hooks", [])
+        monkeypatch.setattr(cache, "load", self.load)
+        monkeypatch.setattr(cache, "replay", self.replay)
+        monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version, **options: self.bad)
+        monkeypatch.setattr(env, "env_key", lambda index: self.environment)
+        monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
+        monkeypatch.setattr(runtime, "build_first", self.build_first)
+        monkeypatch.setattr(runtime, "autotune", self.autotune)
+        monkeypatch.setattr(runtime, "GpuBench", lambda *args: None)
+        monkeypatch.setattr(runtime, "refuse_during_capture", lambda: None)
+        monkeypatch.setattr(runtime, "_programs", type(runtime._programs)())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -221,6 +221,47 @@ def test_a_frozen_graph_does_not_follow_its_builder() -> None:
         spec.tensors["y"] = spec.tensors["x"]  # type: ignore[index]
 
 
+def test_the_frozen_graph_is_the_same_object_until_something_is_added() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (3,), F32)
+    g.output("y", x.relu())
+    first = g.spec()
+    assert g.spec() is first
+    g.compile("cpu")
+    assert g.spec() is first
+    x.neg()  # no output needs it, and yet it is a node more
+    second = g.spec()
+    assert second is not first and second == first
+    assert g.spec() is second
+    g.output("z", x.exp())
+    third = g.spec()
+    assert (third.outputs, first.outputs) == (("y", "z"), ("y",))
+    assert g.spec() is third
+
+
+def test_a_mistake_after_freezing_is_reported_and_again() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (3,), F32)
+    g.output("y", x.relu())
+    frozen = g.spec()
+    g.add(x, g.input("z", (4,), F32))
+    for _ in range(2):
+        with pytest.raises(cg.GraphError, match="add 'add'"):
+            g.spec()
+    assert frozen.outputs == ("y",)
+
+
+def test_an_input_that_is_added_and_not_used_is_reported() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (3,), F32).relu())
+    g.spec()
+    z = g.input("z", (3,), F32)
+    with pytest.raises(cg.GraphError, match="input 'z': is not used by any output"):
+        g.spec()
+    g.output("w", z.exp())
+    assert g.spec().inputs == ("x", "z")
+
+
 def test_what_no_output_needs_is_left_out() -> None:
     g = cg.Graph("g")
     x = g.input("x", (3,), F32)

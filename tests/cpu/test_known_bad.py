@@ -80,6 +80,28 @@ def test_engine_8_is_barred_where_a_residual_is_changed_before_it_is_added() -> 
     assert bad(residual(-1.5), 7) is None
 
 
+def product(dtype: torch.dtype) -> cg.GraphSpec:
+    g = cg.Graph("g")
+    x, w = g.input("x", (64, 32), dtype), g.input("w", (32, 16), dtype)
+    g.output("y", g.relu(x @ w))
+    return g.spec()
+
+
+def test_engine_0_is_barred_from_products_in_true_float32() -> None:
+    reason = bad(product(torch.float32), 0)
+    assert reason is not None and "multiplies float32 in TF32" in reason
+    assert bad(product(torch.float32), 4) is None
+    assert bad(product(torch.float16), 0) is None
+    assert bad(conv(), 0) is None
+
+
+def test_what_is_wrong_for_its_tf32_alone_is_right_where_tf32_is_allowed() -> None:
+    assert why_bad(product(torch.float32), 0, V919, allow_tf32=True) is None
+    assert [entry.with_tf32 for entry in TABLE].count(False) == 1
+    for allowed in (False, True):
+        assert why_bad(conv("contiguous"), 8, V919, allow_tf32=allowed) is not None
+
+
 def test_entries_hold_from_their_version_on() -> None:
     assert bad(conv("contiguous"), 8, version=91800) is None
     assert all(entry.since <= V919 and entry.source and entry.reason for entry in TABLE)

@@ -286,9 +286,20 @@ def test_data_in_float32_crosses_in_float32() -> None:
 def test_what_reads_float32_data_beside_16_bit_data_hands_on_float32() -> None:
     g = cg.Graph("g")
     x, z = g.input("x", (2, 8, 6, 6), F16), g.input("z", (2, 8, 6, 6), F32)
-    g.output("y", g.relu(g.tanh(x) + z))
+    g.output("y", g.relu(g.tanh(x) + z), dtype=F16)
     spec = g.spec()
     assert {name: tensor.dtype for name, tensor in Graph(spec).passed.items()} == {"tanh": F16}
+
+
+def test_what_pointwise_ops_make_a_float32_output_of_crosses_in_float32() -> None:
+    g = cg.Graph("g")
+    x, z = g.input("x", (2, 8, 6, 6), F16), g.input("z", (2, 8, 6, 6), F16)
+    w = g.input("w", (8, 8, 1, 1), F16)
+    y = g.tanh(g.conv(x, w)) + g.exp(z)
+    g.output("wide", g.relu(y), dtype=F32)
+    g.output("narrow", g.conv(g.silu(x), w), dtype=F32)
+    passed = Graph(g.spec()).passed
+    assert {name: tensor.dtype for name, tensor in passed.items()} == {"silu": F16}
 
 
 def test_a_vector_in_float32_makes_no_float32_of_an_image_in_16_bits() -> None:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.errors import SettingsError
 from cudnngraph.settings import Settings
@@ -94,6 +96,8 @@ def test_an_empty_value_means_unset(variable: settings.Variable) -> None:
         ("CUDNNGRAPH_LOG", "10", "one of debug, info"),
         ("CUDNNGRAPH_BACKEND", "cuda", "one of auto, reference"),
         ("CUDNNGRAPH_BACKEND", "1", "one of auto, reference"),
+        ("CUDNNGRAPH_TUNE", "fast", "one of heuristic, autotune, cached"),
+        ("CUDNNGRAPH_TUNE", "none", "one of heuristic, autotune, cached"),
         ("CUDNNGRAPH_CACHE_DIR", "plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "./plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "~nobody_of_this_name/x", "a path that can be expanded"),
@@ -234,3 +238,23 @@ def test_markdown_has_a_row_for_each_variable_and_no_broken_cell() -> None:
 def test_the_settings_cannot_be_changed_in_place() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.current().backend = "reference"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("tune", ["heuristic", "autotune", "cached"])
+def test_a_policy_that_does_not_say_follows_the_setting(tune: str) -> None:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (3,), torch.float32).relu())
+    with settings.override(tune=tune):
+        assert g.compile("cpu").policy.tune == tune
+        assert g.compile("cpu", policy=cg.Policy(deterministic=True)).policy.tune == tune
+        assert g.compile("cpu", tune="cached").policy.tune == "cached"
+        assert g.compile("cpu", policy=cg.Policy(tune="heuristic")).policy.tune == "heuristic"
+    assert g.compile("cpu").policy.tune == "heuristic"
+
+
+def test_the_setting_of_tune_is_no_part_of_the_key() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (3,), torch.float32).relu())
+    with settings.override(tune="autotune"):
+        tuned = g.compile("cpu").key
+    assert tuned == g.compile("cpu").key

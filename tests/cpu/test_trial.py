@@ -69,10 +69,77 @@ def test_bools_are_drawn_but_a_mask_hides_nothing() -> None:
     assert bool(mask.all())
 
 
-def test_lengths_are_valid() -> None:
-    spec = attention(lengths=True)
+@pytest.mark.parametrize(("rows", "length"), [(8, 6), (5, 4), (4, 3), (2, 2), (1, 1)])
+def test_a_quarter_of_a_sequence_is_padding(rows: int, length: int) -> None:
+    g = cg.Graph("attention")
+    q = g.input("q", (3, 4, rows, 16), F16)
+    k, v = (g.input(name, (3, 2, 8, 16), F16) for name in "kv")
+    lengths = {name: g.input(name, (3,), torch.int32) for name in ("seq_len_q", "seq_len_kv")}
+    g.output("o", g.sdpa(q, k, v, **lengths))
+    spec = g.spec()
     given = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))
-    assert given["seq_len_q"].tolist() == given["seq_len_kv"].tolist() == [1, 1, 1]
+    assert given["seq_len_q"].tolist() == [length] * 3
+    assert given["seq_len_kv"].tolist() == [6] * 3
+
+
+SHARED = {
+    "plain": {},
+    "mask": {"attn_mask": ((8, 8), F16)},
+    "bool": {"attn_mask": ((3, 1, 8, 8), torch.bool)},
+    "causal": {"is_causal": True},
+    "lengths": {"seq_len_q": ((3,), torch.int32), "seq_len_kv": ((3,), torch.int32)},
+}
+
+
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_the_gradient_of_attention_is_given_the_results_of_its_operands(
+    options: dict[str, Any],
+) -> None:
+    def build(backward: bool) -> GraphSpec:
+        g = cg.Graph("g")
+        q = g.input("q", (3, 4, 8, 16), F16)
+        k, v = (g.input(name, (3, 2, 8, 16), F16) for name in "kv")
+        given = {
+            name: g.input(name, *value) if isinstance(value, tuple) else value
+            for name, value in options.items()
+        }
+        if backward:
+            do, o = (g.input(name, (3, 4, 8, 16), F16) for name in ("do", "o"))
+            made = g.sdpa_backward(do, q, k, v, o, g.input("lse", (3, 4, 8), F32), **given)
+            names: tuple[str, ...] = ("dq", "dk", "dv")
+        else:
+            made = g.sdpa(q, k, v, return_lse=True, **given)
+            names = ("o", "lse")
+        for name, value in zip(names, made, strict=True):
+            g.output(name, value)
+        return g.spec()
+
+    spec, forward = build(True), build(False)
+    given = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))
+    o, lse = reference.run(forward, [given[name] for name in forward.inputs], torch.float64)
+    assert torch.equal(given["o"], o.half())
+    # A row without a key has a large number in place of -inf.
+    assert torch.equal(given["lse"], torch.where(lse == -math.inf, 1e30, lse).float())
+    assert bool((given["lse"] == 1e30).any()) is ("seq_len_q" in options)
+    for result in reference.run(spec, list(given.values()), torch.float64):
+        assert bool(result.isfinite().all()) and float(result.norm()) > 0.1
+
+
+def test_results_of_attention_that_are_no_inputs_are_left_alone() -> None:
+    g = cg.Graph("g")
+    q, k, v, do = (g.input(name, (1, 2, 8, 16), F16) for name in ("q", "k", "v", "do"))
+    o, lse = g.sdpa(q, k, v, return_lse=True)
+    for name, grad in zip(("dq", "dk", "dv"), g.sdpa_backward(do, q, k, v, o, lse), strict=True):
+        g.output(name, grad)
+    assert [tensor.shape for tensor in random_inputs(g.spec(), CPU)] == [q.shape] * 4
+    g = cg.Graph("g")
+    q, k, v, do, o = (g.input(name, (1, 2, 8, 16), F16) for name in ("q", "k", "v", "do", "o"))
+    made = g.sdpa_backward(do, g.relu(q), k, v, o, g.input("lse", (1, 2, 8), F32))
+    for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+        g.output(name, grad)
+    spec = g.spec()
+    given = dict(zip(spec.inputs, random_inputs(spec, CPU), strict=True))
+    assert float(given["lse"].abs().max()) <= 1.0, "random: its q is computed"
 
 
 def test_the_seed_makes_the_data() -> None:

@@ -99,6 +99,13 @@ def _masked(*dtypes: torch.dtype) -> Callable[[GraphSpec, Node], bool]:
     return test
 
 
+def _one_row_for_all(spec: GraphSpec, node: Node) -> bool:
+    """Whether an attention mask has one row for all rows of q."""
+    mask, q = _at(spec, node, "attn_mask"), _at(spec, node, "q")
+    assert q is not None
+    return mask is not None and (1, *mask.shape)[-2] == 1 < q.shape[2]
+
+
 def _between(spec: GraphSpec, node: Node) -> bool:
     """Whether the dims of a reduction are neither the slowest in memory nor the fastest."""
     x = spec.tensors[node.operands[0]]
@@ -223,6 +230,34 @@ TORCH = (
     Known(
         "attention's gradient takes additive masks, and nothing converts a boolean one yet",
         _sdpa(_masked(torch.bool), "sdpa_backward"),
+    ),
+    Known(
+        "attention's gradient lets NaN out of the padding that lengths leave",
+        _sdpa(
+            lambda spec, node: any(_at(spec, node, f"seq_len_{of}") for of in ("q", "kv")),
+            "sdpa_backward",
+        ),
+    ),
+    Known(
+        "attention's gradient comes out wrong under a mask that is broadcast over rows",
+        _sdpa(_one_row_for_all, "sdpa_backward"),
+    ),
+    Known(
+        "the gradient of gelu_tanh is too far off for float32",
+        lambda spec: any(
+            {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
+            == {torch.float32}
+            for node in _nodes(spec, "gelu_tanh_backward")
+        ),
+    ),
+    Known(
+        "a strided transposed convolution of 16-bit data is not written in float32",
+        lambda spec: any(
+            _dtype(spec, node) in (torch.float16, torch.bfloat16)
+            and spec.tensors[node.results[0]].dtype == torch.float32
+            and max(node.attr("stride")) > 1
+            for node in _nodes(spec, "conv_transpose")
+        ),
     ),
     Known(
         "cuDNN reduces to float32",

@@ -1,0 +1,173 @@
+"""A program of torch steps on the CPU: views between steps, and the memory that steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import runtime
+from cudnngraph.ir import GraphSpec
+from cudnngraph.runtime import Program, canonical
+from cudnngraph.select import FREE, heuristic
+from cudnngraph.trial import Chain
+from plans_cache.workspace import WorkspacePool
+from tests import numerics
+from tests.fakes import builder
+
+F32 = torch.float32
+CPU = torch.device("cpu")
+POLICY = cg.Policy(allow_tf32=False)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Scratch memory on the CPU, full of NaN at first; every block that was given out."""
+    given: list[torch.Tensor] = []
+
+    def allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
+        given.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
+        return given[-1]
+
+    monkeypatch.setattr(runtime, "WORKSPACE", WorkspacePool(allocate))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return given
+
+
+def in_steps(spec: GraphSpec) -> Program:
+    """The graph cut as far as it goes, every op a torch step or a view."""
+    spec = canonical(spec)
+    selection = heuristic(spec, POLICY, builder(lambda part: True))
+    return Program(spec, CPU, selection, POLICY, "built")
+
+
+def attention(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:
+    """Heads are cut out of one product: reshape, permute, slices, and back."""
+    qkv = (x @ w).reshape((2, 6, 3, 4, 8)).permute((2, 0, 3, 1, 4))
+    q, k, v = (qkv.slice(0, at, at + 1).reshape((2, 4, 6, 8)) for at in range(3))
+    return g.relu(g.sdpa(q, k, v).transpose(1, 2).reshape((2, 6, 32)))
+
+
+def torch_attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    qkv = (x @ w).reshape(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    out = torch.nn.functional.scaled_dot_product_attention(*qkv)
+    return out.transpose(1, 2).reshape(2, 6, 32).relu()
+
+
+def of_an_input(g: cg.Graph, x: cg.Value) -> cg.Value:
+    """Nothing is computed before the views, and there is an offset."""
+    return g.exp(x.slice(0, 1).slice(2, step=2).transpose(0, 2)) + 1.0
+
+
+def of_views(g: cg.Graph, x: cg.Value) -> cg.Value:
+    """A view that is read twice, a view of it, and a reshape that has to copy."""
+    part = g.tanh(x).slice(1, 1, 4)
+    turned = part.transpose(1, 2)
+    return g.neg(turned.reshape((20, 3))) * g.exp(part).transpose(1, 2).reshape((20, 3))
+
+
+def an_output(g: cg.Graph, x: cg.Value) -> cg.Value:
+    """The last op is a view: it writes into the caller's tensor."""
+    return g.sigmoid(x).permute((2, 0, 1)).slice(0, 1)
+
+
+GRAPHS: dict[str, tuple[Callable[..., cg.Value], Callable[..., torch.Tensor], Any, int]] = {
+    "attention": (attention, torch_attention, {"x": (2, 6, 32), "w": (32, 96)}, 3),
+    "of_an_input": (
+        of_an_input,
+        lambda x: x[1:, :, ::2].transpose(0, 2).exp() + 1.0,
+        {"x": (3, 4, 6)},
+        2,
+    ),
+    "of_views": (
+        of_views,
+        lambda x: (
+            -(x.tanh()[:, 1:4].transpose(1, 2).reshape(20, 3))
+            * x.tanh()[:, 1:4].exp().transpose(1, 2).reshape(20, 3)
+        ),
+        {"x": (4, 5, 5)},
+        7,  # the slice too: it begins at no multiple of 16 bytes
+    ),
+    "an_output": (an_output, lambda x: x.sigmoid().permute(2, 0, 1)[1:], {"x": (3, 4, 6)}, 2),
+}
+
+
+def declared(name: str) -> tuple[GraphSpec, dict[str, torch.Tensor], torch.Tensor]:
+    """The graph, inputs by name, and what torch makes of them in float64."""
+    build, by_torch, shapes, _ = GRAPHS[name]
+    gen = torch.Generator().manual_seed(3)
+    inputs = {key: 0.25 * torch.randn(shape, generator=gen) for key, shape in shapes.items()}
+    g = cg.Graph(name)
+    g.output("y", build(g, **{key: g.input(key, like=value) for key, value in inputs.items()}))
+    return g.spec(), inputs, by_torch(*(value.double() for value in inputs.values()))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_steps_with_views_between_them_compute_what_torch_does(
+    name: str, blocks: list[torch.Tensor]
+) -> None:
+    spec, inputs, want = declared(name)
+    program = in_steps(spec)
+    declared_y = spec.tensors["y"]
+    y = torch.empty_strided(declared_y.shape, declared_y.stride).fill_(77.0)
+    names = (*program.spec.inputs, *program.spec.outputs)
+    tensors = dict(zip(names, (*inputs.values(), y), strict=True))
+    launches = program.launches(tensors, 0)
+    assert len(launches) == GRAPHS[name][3], "views are no launches"
+    for _ in range(2):  # the second time on what the first one left in memory
+        for launch in launches:
+            launch(None)
+        numerics.check(y, want, F32, what=name)
+        y.fill_(77.0)
+    assert len(blocks) <= 1
+    free = [FREE in step.decisions for step in program.steps]
+    assert free.count(False) == len(launches)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_trial_of_the_whole_runs_the_same_steps(name: str) -> None:
+    """What selection times is what is run."""
+    spec, inputs, want = declared(name)
+    program = in_steps(spec)
+    chain = Chain(program.spec, POLICY, CPU)
+    for key, value in zip(program.spec.inputs, inputs.values(), strict=True):
+        chain._inputs[key].copy_(value)
+    written: list[torch.Tensor] = []
+    step = chain._step
+
+    def kept(part: GraphSpec, plan: Any, given: Any, outputs: Any, workspace: Any) -> Any:
+        written.extend(outputs)
+        return step(part, plan, given, outputs, workspace)
+
+    chain._step = kept  # type: ignore[method-assign]
+    chain.launch([(each.spec, None) for each in program.steps])()
+    assert len(written) == GRAPHS[name][3]
+    numerics.check(written[-1], want, F32, what=name)
+
+
+def test_a_view_keeps_the_memory_that_it_shows(blocks: list[torch.Tensor]) -> None:
+    """What lies behind a view is not given to another step while the view is still read."""
+    g = cg.Graph("late")
+    x = g.input("x", (4, 64), F32)
+    shown = g.exp(x).transpose(0, 1)
+    y = x
+    for _ in range(6):
+        y = g.tanh(y)
+    g.output("y", shown - y.transpose(0, 1))
+    program = in_steps(g.spec())
+    data = torch.linspace(-1, 1, 256).view(4, 64)
+    want = data.double()
+    for _ in range(6):
+        want = want.tanh()
+    want = data.double().exp().t() - want.t()
+    out = torch.empty(64, 4)
+    tensors = dict(zip((*program.spec.inputs, *program.spec.outputs), (data, out), strict=True))
+    for launch in program.launches(tensors, 0):
+        launch(None)
+    numerics.check(out.contiguous(), want, F32)
+    (block,) = blocks
+    assert program.scratch_bytes <= block.numel()
+    assert program.scratch_bytes == 3 * 1024, "two of the six and the one that is shown"
