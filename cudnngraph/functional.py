@@ -14,11 +14,11 @@ cast to its dtype, as for torch's own convolutions and attention.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
+from . import torch_ops
 from .errors import BindError, FeatureMissing, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
@@ -49,6 +49,7 @@ __all__ = [
 # -- the graphs ------------------------------------------------------------------------------------
 
 
+@torch_ops.function
 def conv_act(
     g: Graph,
     x: Value,
@@ -78,6 +79,7 @@ def conv_act(
     )
 
 
+@torch_ops.function
 def conv_norm_act(
     g: Graph,
     x: Value,
@@ -121,6 +123,7 @@ def conv_norm_act(
     return (y, *batch) if batch else y
 
 
+@torch_ops.function
 def attention(
     g: Graph,
     q: Value,
@@ -142,15 +145,29 @@ def attention(
 _DETERMINISTIC = Policy(deterministic=True)
 
 
-@cache
-def _specialized(build: Build, policy: Policy | None) -> Specialized:
-    return Specialized(build, policy, {"training": True})
+def _policy(given: Policy | None) -> Policy | None:
+    if given is None and torch.are_deterministic_algorithms_enabled():
+        return _DETERMINISTIC
+    return given
 
 
 def _compiled(build: Build, policy: Policy | None) -> Specialized:
-    if policy is None and torch.are_deterministic_algorithms_enabled():
-        policy = _DETERMINISTIC
-    return _specialized(build, policy)
+    return torch_ops.specialized(build, _policy(policy))
+
+
+def _call(
+    build: Build,
+    policy: Policy | None,
+    tensors: Sequence[Tensor | None],
+    static: Static,
+    results: int = 1,
+) -> Any:
+    """Run a graph's function: as an op where torch.compile traces, else directly, which is
+    cheaper. A tensor, or several."""
+    if torch.compiler.is_compiling():
+        made = torch_ops.call(build.__name__, tensors, static, _policy(policy), results)
+        return made[0] if results == 1 else made
+    return _compiled(build, policy)(*tensors, **static)
 
 
 def _into(
@@ -238,7 +255,7 @@ def _conv_act(
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
     x, weight = _one_layout(x, weight)
-    result: Tensor = _compiled(conv_act, policy)(x, weight, bias, residual, **static)
+    result: Tensor = _call(conv_act, policy, (x, weight, bias, residual), static)
     return result
 
 
@@ -582,12 +599,13 @@ def _conv_norm_act(
         if training:
             problem = Problem("out", "is given with training=True", "training=False")
             raise BindError("conv_bn_act", [problem])
-        tensors = (x, weight, bias, *running, *affine, residual)
-        return _into(conv_norm_act, policy, out, tensors, static)
+        given = (x, weight, bias, *running, *affine, residual)
+        return _into(conv_norm_act, policy, out, given, static)
     x, weight = _one_layout(x, weight)
-    call = _compiled(conv_norm_act, policy)
-    result = call(x, weight, bias, *running, *affine, residual, **static)
-    if isinstance(result, tuple):
+    updates = training and running[0] is not None
+    tensors = (x, weight, bias, *running, *affine, residual)
+    result = _call(conv_norm_act, policy, tensors, static, 3 if updates else 1)
+    if updates:
         result, *batch = result
         with torch.no_grad():
             for kept, now in zip(running, batch, strict=True):
@@ -763,7 +781,7 @@ def scaled_dot_product_attention(
             problem = Problem("out", "is given with return_lse=True", "one of the two")
             raise BindError("attention", [problem])
         return _into(attention, policy, out, tensors, static)
-    result = _compiled(attention, policy)(*tensors, **static)
+    result = _call(attention, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 
 

@@ -73,12 +73,8 @@ class Specialized:
         found = self._executables.get(key)
         return found if found is not None else self._compile(key, tensors, static)
 
-    def _compile(
-        self,
-        key: Hashable,
-        tensors: tuple[torch.Tensor | None, ...],
-        static: dict[str, Hashable],
-    ) -> Executable | Trainable:
+    def graph(self, *tensors: torch.Tensor | None, **static: Hashable) -> Graph:
+        """The graph for tensors like these, not compiled. Of the tensors only the form is read."""
         if len(tensors) > len(self._names):
             most = len(self._names)
             raise TypeError(f"{self.__name__} takes {most} arguments, {len(tensors)} were given")
@@ -89,6 +85,15 @@ class Specialized:
         results = self._build(graph, *values, **static)
         for place, result in enumerate(results if isinstance(results, tuple) else (results,)):
             graph.output(f"out{place}" if isinstance(results, tuple) else "out", result)
+        return graph
+
+    def _compile(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor | None, ...],
+        static: dict[str, Hashable],
+    ) -> Executable | Trainable:
+        graph = self.graph(*tensors, **static)
         device = next(tensor.device for tensor in tensors if tensor is not None)
         executable: Executable | Trainable = graph.compile(
             device, policy=self._policy, **self._options

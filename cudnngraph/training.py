@@ -133,10 +133,11 @@ class _Call(torch.autograd.Function):
         pair: Pair = ctx.pair
         gradient, saved = pair.gradient, ctx.saved_tensors
         given = dict(zip(gradient.saved, saved, strict=True))
+        device = pair.forward.device
         with torch.no_grad():
             for name, grad in zip(ctx.grad_names, grads, strict=True):
                 if name is not None:
-                    given[name] = laid_out(pair.gradient.backward.tensors[name], grad, pair)
+                    given[name] = laid_out(pair.gradient.backward.tensors[name], grad, device)
             results = pair.backward(**given)
         spec = pair.gradient.backward
         results = (results,) if len(spec.outputs) == 1 else tuple(results)
@@ -168,14 +169,13 @@ class _NoSecond(torch.autograd.Function):
         )
 
 
-def laid_out(spec: TensorSpec, grad: torch.Tensor | None, pair: Pair) -> torch.Tensor:
+def laid_out(spec: TensorSpec, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """An incoming gradient in the strides that the gradient graph declares; zeros for None.
 
     autograd's may be expanded (stride 0, of ``y.sum().backward()``) or lie in another order.
     """
     if grad is not None and same_layout(spec.shape, grad.stride(), spec.stride):
         return grad
-    device = pair.forward.device
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     return made.zero_() if grad is None else made.copy_(grad)
 

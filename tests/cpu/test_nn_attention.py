@@ -54,7 +54,7 @@ def place(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         ({"window": (2, 1)}, S, lambda r, c: (c >= r - 2) & (c <= r + 1)),
         ({"window": (3, None), "causal": True}, S, lambda r, c: (c >= r - 3) & (c <= r)),
     ],
-    ids=["full", "causal", "fewer-keys", "bottom-right", "bottom-right-fewer-keys", "window", "causal-window"],
+    ids=["full", "causal", "few", "bottom right", "bottom right few", "window", "causal window"],
 )
 def test_bands_are_those_of_a_mask(options: dict[str, Any], keys: int, band: Any) -> None:
     leaves = qkv(keys=keys)
