@@ -24,7 +24,7 @@ from torch import nn
 import cudnngraph as cg
 
 WIDTH = 8
-SIZE = 32  # of a patch, in pixels
+SIZE = 24  # of a patch, in pixels
 EVERY = 20  # steps between two lines of the table
 APART = 0.02  # largest relative distance between the losses
 
@@ -100,7 +100,7 @@ def pictures() -> list[torch.Tensor]:
 def batch(
     sources: list[torch.Tensor], count: int, gen: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``count`` patches (N, 1, SIZE, SIZE) of mean 0, and which picture each is of."""
+    """``count`` patches (N, 1, SIZE, SIZE) of like contrast, and which picture each is of."""
     which = torch.randint(len(sources), (count,), generator=gen)
     patches = []
     for number in which.tolist():
@@ -108,7 +108,7 @@ def batch(
         row = int(torch.randint(height - SIZE, (), generator=gen))
         column = int(torch.randint(width - SIZE, (), generator=gen))
         patch = sources[number][row : row + SIZE, column : column + SIZE]
-        patches.append((patch - patch.mean()).unsqueeze(0))
+        patches.append(((patch - patch.mean()) / (patch.std() + 0.1)).unsqueeze(0))
     return torch.stack(patches), which
 
 
@@ -116,7 +116,7 @@ def train(model: nn.Module, device: torch.device, steps: int, amp: bool) -> list
     """The loss of every step. Batches are the same on every call."""
     sources, gen = pictures(), torch.Generator().manual_seed(1)
     model.to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
     for _ in range(steps):
         x, which = (tensor.to(device) for tensor in batch(sources, 64, gen))
