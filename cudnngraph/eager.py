@@ -65,6 +65,7 @@ OUT: Mapping[str, OutRule] = {
 NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
     "conv": reference.RULES["conv"],  # type: ignore[dict-item]
     "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
+    "reduction": reference.RULES["reduction"],  # type: ignore[dict-item]
     "layer_norm": lambda inputs, attrs: F.layer_norm(
         inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
     ),
@@ -79,6 +80,51 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 _MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+
+
+def runs_whole(spec: GraphSpec) -> bool:
+    """Whether torch has one call for a graph of several ops."""
+    return _linear(spec) is not None
+
+
+def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
+    """The names of x, weight and bias of a linear layer, and the activation behind it.
+
+    A product of two matrices, a vector added, ReLU or tanh-GELU if any: cuBLASLt has it as one.
+    """
+    ops = [node.op for node in spec.nodes]
+    if ops[:2] != ["matmul", "add"] or ops[2:] not in ([], ["relu"], ["gelu_tanh"]):
+        return None
+    matmul, add, *rest = spec.nodes
+    x, y = matmul.operands
+    added = [name for name in add.operands if name != matmul.results[0]]
+    if len(added) != 1 or len(spec.outputs) != 1 or added[0] not in spec.inputs:
+        return None
+    (bias,) = added
+    if rest and rest[0].operands != add.results:
+        return None
+    tensors = spec.tensors
+    kinds = {tensors[name].dtype for name in (x, y, bias, *spec.outputs)}
+    ranks = [len(tensors[name].shape) for name in (x, y, bias)]
+    if ranks != [2, 2, 1] or len(kinds) != 1 or not kinds <= {torch.float16, torch.bfloat16}:
+        return None
+    if tensors[bias].shape[0] != tensors[y].shape[1]:
+        return None
+    return x, y, bias, rest[0].op if rest else None
+
+
+def _run_linear(
+    spec: GraphSpec, values: Mapping[str, torch.Tensor], out: torch.Tensor
+) -> Callable[[], None] | None:
+    found = _linear(spec)
+    if found is None:
+        return None
+    x, y, bias = (values[name] for name in found[:3])
+    activation = found[3]
+    if activation is None:
+        return lambda: (torch.addmm(bias, x, y, out=out), None)[1]
+    gelu = activation == "gelu_tanh"
+    return lambda: (_aten._addmm_activation.out(bias, x, y, use_gelu=gelu, out=out), None)[1]
 
 
 def launcher(
@@ -117,10 +163,10 @@ def _in_precision(run: Callable[[], None], allow_tf32: bool) -> None:
 def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Callable[[], None] | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
-    if len(nodes) != 1 or len(nodes[0].results) != 1:
-        return None
-    (node,), (out,) = nodes, outputs
     values = dict(zip(spec.inputs, inputs, strict=True))
+    if len(nodes) != 1 or len(nodes[0].results) != 1:
+        return _run_linear(spec, values, outputs[0])
+    (node,), (out,) = nodes, outputs
     for each in spec.nodes:
         if each.op == "constant":
             values[each.results[0]] = torch.tensor(each.attr("value"), dtype=torch.float64)

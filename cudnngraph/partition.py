@@ -46,7 +46,8 @@ _TAME = frozenset(
     {
         *("bias", "scale", "batch_norm", "add", "sub", "mul", "minimum", "maximum", "clamp"),
         *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
-        *("identity", "neg", "abs", "where"),
+        *("identity", "neg", "abs", "where", "expand"),
+        *("relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"),
     }
 )
 
@@ -102,29 +103,38 @@ class Graph:
     @cached_property
     def passed(self) -> Mapping[str, TensorSpec]:
         """Intermediates in 16 bits, as they are where they cross from one step to another."""
-        data: dict[str, torch.dtype] = {
-            name: self.spec.tensors[name].dtype for name in self.spec.inputs
-        }
         narrow: dict[str, TensorSpec] = {}
         for node in self.spec.nodes:
-            dtype = self._data_dtype(node, data)
-            for port, name in enumerate(node.outputs):
-                if name is None:
+            for name in node.results:
+                tensor, dtype = self.spec.tensors[name], self._data[name]
+                if name in self.spec.outputs or name in self._wide or dtype == tensor.dtype:
                     continue
-                tensor = self.spec.tensors[name]
-                is_data = port == 0 and tensor.dtype.is_floating_point
-                data[name] = dtype if is_data else tensor.dtype
-                tame = self.is_anchor(node) or node.op in _TAME
-                if name in self.spec.outputs or name in self._wide:
-                    continue
-                if is_data and tame and dtype in LOW_PRECISION:
+                if dtype in LOW_PRECISION and (self.is_anchor(node) or node.op in _TAME):
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
 
     @cached_property
+    def _data(self) -> Mapping[str, torch.dtype]:
+        """The dtype of the data that each tensor comes of; statistics are data of their own."""
+        data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
+        for node in self.spec.nodes:
+            dtype = self._data_dtype(node, data)
+            for port, name in enumerate(node.outputs):
+                if name is not None:
+                    tensor = self.spec.tensors[name]
+                    gradients = node.op == "sdpa_backward" and port < 3  # dq, dk, dv
+                    is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
+                    data[name] = dtype if is_data else tensor.dtype
+        return data
+
+    @cached_property
     def _wide(self) -> frozenset[str]:
-        """What pointwise ops make float32 outputs of: 16 bits in between would show in those."""
-        wide = {n for n in self.spec.outputs if self.spec.tensors[n].dtype == torch.float32}
+        """What pointwise ops make float32 outputs of 16-bit data of: roundings would show there."""
+        wide = {
+            name
+            for name in self.spec.outputs
+            if self.spec.tensors[name].dtype == torch.float32 and self._data[name] in LOW_PRECISION
+        }
         for node in reversed(self.spec.nodes):
             if OPS[node.op].pointwise and node.results[0] in wide:
                 wide |= set(node.operands)
@@ -366,9 +376,14 @@ def additive_masks(spec: GraphSpec) -> GraphSpec:
     """The graph with 0 or -inf added in attention where a boolean mask stood, for 16-bit data."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
-        if node.op != "sdpa" or node.inputs[3] is None:
+        if node.op not in ("sdpa", "sdpa_backward"):
             continue
-        mask, data = tensors[node.inputs[3]], tensors[str(node.inputs[0])].dtype
+        ports = OPS[node.op].ports
+        masked = ports.index("attn_mask")
+        name = node.inputs[masked]
+        if name is None:
+            continue
+        mask, data = tensors[name], tensors[str(node.inputs[ports.index("q")])].dtype
         if mask.dtype != torch.bool or data not in LOW_PRECISION:
             continue
         label = f"{node.results[0]}_mask"  # another attention may share the mask
@@ -376,7 +391,9 @@ def additive_masks(spec: GraphSpec) -> GraphSpec:
         keep, drop = f"{label}_keep", f"{label}_drop"
         tensors |= {name: TensorSpec(name, (), (), torch.float32) for name in (keep, drop)}
         tensors[added.name] = added
-        inputs = tuple(added.name if port == 3 else name for port, name in enumerate(node.inputs))
+        inputs = tuple(
+            added.name if port == masked else each for port, each in enumerate(node.inputs)
+        )
         nodes[place] = replace(node, inputs=inputs)
         nodes += [
             Node("constant", keep, (), (keep,), (("value", 0.0),)),

@@ -399,9 +399,10 @@ class Executable:
         self.key = key
         self._program = program
         self._names = canonical_tensor_names(spec)
-        self._result = _once(
-            spec, "result", lambda: namedtuple(f"{spec.name}_result", spec.outputs)
-        )
+        self._result: Any = None
+        if len(spec.outputs) > 1:  # making a class takes 0.3 ms
+            made: Callable[[], Any] = partial(namedtuple, f"{spec.name}_result", spec.outputs)
+            self._result = _once(spec, "result", made)
         # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
         # unless another output has a shape of its own, for which the input may be broadcast.
         self._in_place = (

@@ -179,6 +179,10 @@ def current() -> Settings:
     return _from_environ
 
 
+overridden: Callable[[], Settings | None] = _overridden.get
+"""The settings of the innermost :func:`override`, None outside of any; for hot paths."""
+
+
 @contextmanager
 def override(**changes: object) -> Iterator[Settings]:
     """Replace fields of :class:`Settings` within a ``with`` block, in this thread or task only.

@@ -9,10 +9,10 @@ from typing import Any, overload
 
 import torch
 
-from . import settings
 from .graph import Graph, Value
 from .policy import Policy
 from .runtime import Executable
+from .settings import overridden
 
 EXECUTABLES_KEPT = 1024
 
@@ -52,17 +52,22 @@ class Specialized:
 
         Raises :class:`GraphError` where the graph does not fit them.
         """
-        parts: list[Hashable] = [settings.current().backend]
+        parts: list[Hashable] = []
+        float32 = False
         for tensor in tensors:
             if tensor is None:
                 parts.append(None)
                 continue
             dtype = tensor.dtype
-            parts += (tensor.shape, tensor.stride(), dtype, tensor.device)
-            if self._follows_tf32 and dtype is torch.float32:
-                parts += _tf32_switches()
+            float32 = float32 or dtype is torch.float32
+            parts += (tensor.shape, tensor.stride(), dtype, tensor.get_device())
+        if float32 and self._follows_tf32:
+            parts += _tf32_switches()
         if static:
             parts += sorted(static.items())
+        special = overridden()
+        if special is not None:
+            parts.append(special.backend)
         key = tuple(parts)
         found = self._executables.get(key)
         return found if found is not None else self._compile(key, tensors, static)

@@ -2141,7 +2141,8 @@ def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
         o, lse = g.sdpa(*data, return_lse=True, **options)
         grads = g.sdpa_backward(do, *data, o, lse, mask_grad=with_mask, **options)
         for key, grad in zip(("dq", "dk", "dv", "dmask"), grads, strict=False):
-            g.output(key, grad)
+            # Beside 16-bit data the gradient of a float32 mask is no better than 16 bits: o is.
+            g.output(key, grad, dtype=attention.dtype)
         return g
 
     def eager(t: Tensors) -> Tensors:
@@ -2151,7 +2152,7 @@ def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
             [t[key] for key in names],
             t["do"],
         )
-        return {f"d{key}": grad for key, grad in zip(names, grads, strict=True)}
+        return {f"d{key}": grad.to(t["q"].dtype) for key, grad in zip(names, grads, strict=True)}
 
     case = _gradient_case(
         f"attention_{name}",

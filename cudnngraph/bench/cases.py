@@ -149,6 +149,23 @@ def two_convs() -> Case:
     return Case("two convolutions added relu", "conv", g, eager)
 
 
+def conv_norm() -> Case:
+    """Convolution, LayerNorm over the channels of each pixel, ReLU."""
+    g = Graph("conv_norm")
+    x = g.input("x", (32, 128, 28, 28), torch.float16, layout="channels_last")
+    w = g.input("w", (128, 128, 3, 3), torch.float16, layout="channels_last")
+    gamma, beta = (g.input(name, (128,), torch.float16) for name in ("gamma", "beta"))
+    y = g.permute(g.conv(x, w, padding=1), (0, 2, 3, 1))
+    y = g.permute(g.layer_norm(y, gamma, beta), (0, 3, 1, 2))
+    g.output("y", g.relu(y), layout="channels_last")
+
+    def eager(t: Tensors) -> torch.Tensor:
+        y = F.conv2d(t["x"], t["w"], padding=1).permute(0, 2, 3, 1)
+        return F.relu(F.layer_norm(y, (128,), t["gamma"], t["beta"]).permute(0, 3, 1, 2))
+
+    return Case("conv layer_norm relu", "conv", g, eager)
+
+
 def matmul(m: int, k: int, n: int, activation: str) -> Case:
     """A linear layer in bfloat16 with bias and activation; the weight is (n, k) as torch has it."""
     g = Graph("linear")
@@ -281,6 +298,7 @@ def selection_suite() -> list[Case]:
         conv_transpose(8, 64, 256, 128, 2, 2, 0),
         conv_transpose(8, 64, 256, 128, 3, 2, 1, 1),
         two_convs(),
+        conv_norm(),
         matmul(8192, 4096, 4096, "gelu_tanh"),
         matmul(8192, 4096, 4096, "relu"),
         swiglu(8192, 4096, 14336),

@@ -217,8 +217,8 @@ def page(cold: dict, warm: dict, second: dict, command: str) -> str:
     for name, values in ratios.items():
         geomean = math.exp(statistics.fmean(map(math.log, values)))
         lines.append(
-            f"- {name}: {1 / geomean:.2f} times faster than eager (geometric mean of {len(values)}); "
-            f"worst case {max(values):.2f} times eager's time."
+            f"- {name}: {1 / geomean:.2f} times faster than eager (geometric mean of "
+            f"{len(values)}); worst case {max(values):.2f} times eager's time."
         )
     searches = {
         name: {row["name"]: row["search_s"] for row in each["rows"] if "search_s" in row}

@@ -517,7 +517,9 @@ def test_where_every_plan_is_wrong_torch_runs_the_ops() -> None:
         "engine 0 (TILE=0)",
         "engine 0 (TILE=0) for 'block'",
         "engine 1 (TILE=1) for 'block'",
+        "engine 1 (TILE=1)",
         "engine 0 (TILE=0) for 'bias_relu'",
+        "engine 1 (TILE=1) for 'bias_relu'",
     }
 
 
