@@ -19,6 +19,7 @@ import cudnngraph as cg
 from cudnngraph import cli, settings
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.policy import SEARCH_FIELDS
+from tests.cpu import cache_example
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -162,6 +163,13 @@ def test_the_lines_on_the_plan_cache_run(capsys: pytest.CaptureFixture[str]) -> 
     exec(compile(code, "README.md", "exec"), names)
     names["remove"]()
     assert capsys.readouterr().out.startswith("{'")
+
+
+def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
+    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", README)
+    assert len(named) == 3
+    id = cache_example.records(0.0)["tuned"].id
+    assert {first or second for first, second in named} == {id[:8]}
 
 
 # -- links and commands ----------------------------------------------------------------------------
