@@ -43,7 +43,7 @@ SELECTION = {
     "trial": {"backend", "eager", "ir", "ops", "partition", "policy", "reference"},
     "select": {"backend", "errors", "ir", "partition", "policy"},
     "autotune": {
-        *("backend", "errors", "ir", "key", "partition", "policy"),
+        *("backend", "eager", "errors", "ir", "key", "partition", "policy"),
         *("select", "timing", "trial"),
     },
 }
