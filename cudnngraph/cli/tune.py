@@ -202,10 +202,9 @@ def _print_tuned(start: float, *, failed: bool) -> None:
     new = [
         each for each in found if each.created >= start and each.policy.get("tune") == "autotune"
     ]
-    if not new and failed:
-        return
     if not new:
-        print("nothing new was tuned: every graph has a tuned plan in the cache")
+        why = "" if failed else ": every graph has a tuned plan in the cache"
+        print(f"nothing new was tuned{why}")
         return
     print_table(_COLUMNS, [_row(each) for each in sorted(new, key=lambda each: each.created)])
 
