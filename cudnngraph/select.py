@@ -92,6 +92,9 @@ def why_apart(spec: GraphSpec) -> str | None:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"
+    data = spec.tensors[anchor.operands[0]].dtype
+    if any(spec.tensors[name].dtype != data for name in spec.outputs):
+        return None  # apart, the anchor would have to hand on float32, which few engines write
     if _depthwise(spec, anchor):
         return "an epilogue makes a depthwise convolution many times slower"
     if anchor.op == "conv_transpose":

@@ -65,10 +65,10 @@ class Specialized:
         if float32 and self._follows_tf32:
             parts += _tf32_switches()
         if static:
-            parts += sorted(static.items())
+            parts += [(name, type(value), value) for name, value in sorted(static.items())]
         special = overridden()
         if special is not None:
-            parts.append(special.backend)
+            parts += (special.backend, special.tune)
         key = tuple(parts)
         found = self._executables.get(key)
         return found if found is not None else self._compile(key, tensors, static)

@@ -7,6 +7,11 @@ import tempfile
 
 import pytest
 
+# Workers that share the cores gain nothing by torch's threads, which would spin for each other, in
+# the processes that they start neither. Before torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before any settings are read, and for the processes that tests start: no test touches the cache
 # of whoever runs it. Removed when the process ends.
 _CACHE = tempfile.TemporaryDirectory(prefix="cudnngraph-tests-")

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from cudnngraph.cli.entries import UsageError, clean, open_store
 from cudnngraph.cli.explain import Unusable, load
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import CudnnGraphError
+from cudnngraph.graph import Graph
 from cudnngraph.policy import Policy
 from cudnngraph.runtime import compile as compile_spec
 from plans_cache import PlanRecord
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.time()
     code = _script(args) if wanted is None else _declared(args, wanted)
     if args.share is None:
-        _print_tuned(start)
+        _print_tuned(start, failed=code != 0)
     return code
 
 
@@ -158,25 +159,26 @@ def _declared(args: argparse.Namespace, wanted: Sequence[Wanted]) -> int:
         return _in_processes(args)
     failed = 0
     mine, count = (int(part) for part in (args.share or "0/1").split("/"))
-    for number, (spec, policy) in enumerate(_specs(wanted)):
-        if number % count != mine:
-            continue
-        try:
-            compile_spec(spec, "cuda", policy=Policy(**{**policy, "tune": "autotune"}))
-        except CudnnGraphError as error:
-            print(f"error: graph '{spec.name}': {error}", file=sys.stderr)
-            failed += 1
-    return 1 if failed else 0
-
-
-def _specs(wanted: Sequence[Wanted]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    number = -1
     for each in wanted:
         try:
             graphs = load(each.place)
-        except Unusable as error:
-            raise CudnnGraphError(str(error)) from None
+        except (Unusable, CudnnGraphError) as error:
+            if mine == 0:
+                print(f"error: {error}", file=sys.stderr)
+            failed += 1
+            continue
         for graph in graphs:
-            yield getattr(graph, "spec", lambda graph=graph: graph)(), each.policy
+            number += 1
+            if number % count != mine:
+                continue
+            try:
+                spec = graph.spec() if isinstance(graph, Graph) else graph
+                compile_spec(spec, "cuda", policy=Policy(**{**each.policy, "tune": "autotune"}))
+            except CudnnGraphError as error:
+                print(f"error: graph '{graph.name}': {error}", file=sys.stderr)
+                failed += 1
+    return 1 if failed else 0
 
 
 def _in_processes(args: argparse.Namespace) -> int:
@@ -193,7 +195,7 @@ def _in_processes(args: argparse.Namespace) -> int:
 # -- what was found --------------------------------------------------------------------------------
 
 
-def _print_tuned(start: float) -> None:
+def _print_tuned(start: float, *, failed: bool) -> None:
     """The entries that came into the cache since ``start``."""
     store = open_store(settings.current().cache_dir)
     found = [entry.record for entry in store.scan() if entry.record is not None]
@@ -201,7 +203,8 @@ def _print_tuned(start: float) -> None:
         each for each in found if each.created >= start and each.policy.get("tune") == "autotune"
     ]
     if not new:
-        print("nothing new was tuned: every graph has a tuned plan in the cache")
+        why = "" if failed else ": every graph has a tuned plan in the cache"
+        print(f"nothing new was tuned{why}")
         return
     print_table(_COLUMNS, [_row(each) for each in sorted(new, key=lambda each: each.created)])
 

@@ -274,8 +274,11 @@ def main() -> None:
         cold, warm = run(cache), run(cache)
         disk_bytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     text = page(cold, warm, disk_bytes)
-    if args.out:
-        args.out.write_text(text)
+    if args.out:  # what a person wrote under "Notes" stays
+        _, mark, notes = (args.out.read_text() if args.out.exists() else "").partition(
+            "\n## Notes\n"
+        )
+        args.out.write_text(text + mark + notes)
     slowest = sorted(zip(warm["times_ms"], (g.name for g in graphs()), strict=True))[-12:]
     print("slowest, warm:", *(f"{name} {ms:.1f} ms" for ms, name in reversed(slowest)), sep="\n  ")
     print(text)

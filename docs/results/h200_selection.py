@@ -52,7 +52,8 @@ def shape(exe: cg.Executable) -> str:
     steps = []
     for step in exe.steps:
         ops = " ".join(node.op for node in step.spec.nodes if node.op != "constant")
-        steps.append(f"{ops} (torch)" if step.choice is None else ops)
+        how = "view" if step.time_us == 0.0 else "torch"
+        steps.append(f"{ops} ({how})" if step.choice is None else ops)
     return " \\| ".join(steps)
 
 
@@ -291,8 +292,11 @@ def main() -> None:
         second,
         "python docs/results/h200_selection.py --out docs/results/h200-selection.md",
     )
-    if args.out:
-        args.out.write_text(text)
+    if args.out:  # what a person wrote under "Notes" stays
+        _, mark, notes = (args.out.read_text() if args.out.exists() else "").partition(
+            "\n## Notes\n"
+        )
+        args.out.write_text(text + mark + notes)
     if args.json:
         args.json.write_text(json.dumps({"cold": cold, "warm": warm, "second": second}, indent=1))
     print(text)

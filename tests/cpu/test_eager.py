@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import eager, reference
@@ -203,6 +204,60 @@ def test_no_step_makes_a_graph_for_gradients() -> None:
         x, out = torch.ones(4, requires_grad=True), torch.empty(4)
         eager.launcher(spec, [x], [out], allow_tf32=False)()
         assert not out.requires_grad and out.grad_fn is None
+
+
+# -- a linear layer --------------------------------------------------------------------------------
+
+
+def linear(
+    act: str | None = None,
+    dtype: torch.dtype = F16,
+    bias: tuple[int, ...] = (24,),
+    bias_first: bool = False,
+    out: torch.dtype | None = None,
+) -> GraphSpec:
+    g = cg.Graph("linear")
+    x, w = g.input("x", (16, 32), dtype), g.input("w", (32, 24), dtype)
+    b = g.input("b", bias, dtype)
+    y = b + x @ w if bias_first else x @ w + b
+    g.output("y", y if act is None else getattr(g, act)(y), dtype=out or dtype)
+    return g.spec()
+
+
+@pytest.mark.parametrize("act", [None, "relu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("bias_first", [False, True])
+def test_a_linear_layer_is_one_call_of_torch(
+    act: str | None, dtype: torch.dtype, bias_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = linear(act, dtype, bias_first=bias_first)
+    assert eager.runs_whole(spec)
+    gen = torch.Generator().manual_seed(5)
+    values = {n: torch.randn(spec.tensors[n].shape, generator=gen).to(dtype) for n in spec.inputs}
+    inputs, (out,) = [values[name] for name in spec.inputs], outputs_of(spec)
+    launch = eager.launcher(spec, inputs, [out], allow_tf32=False)
+    monkeypatch.setattr(reference, "run_into", None)  # it is not the reference that runs
+    launch()
+    want = reference.run(spec, inputs, torch.float64)[0]
+    plain = values["x"] @ values["w"] + values["b"]
+    theirs = {"relu": torch.relu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh")}
+    numerics.check(out, want, dtype, theirs[act](plain) if act else plain, terms=32)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        linear("silu"),
+        linear("gelu"),
+        linear(dtype=F32),
+        linear(bias=(16, 24)),
+        linear(bias=(1,)),
+        linear("relu", out=F32),
+    ],
+    ids=["silu", "gelu", "float32", "residual", "number", "wide"],
+)
+def test_what_is_no_linear_layer_is_none(spec: GraphSpec) -> None:
+    assert not eager.runs_whole(spec)
 
 
 # -- TF32 ------------------------------------------------------------------------------------------

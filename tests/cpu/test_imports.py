@@ -43,10 +43,10 @@ SELECTION = {
     "progress": set(),
     "partition": {"ir", "ops"},
     "eager": {"ir", "ops", "partition", "reference"},
-    "trial": {"backend", "eager", "ir", "partition", "policy", "reference"},
+    "trial": {"backend", "eager", "ir", "ops", "partition", "policy", "reference"},
     "select": {"backend", "errors", "ir", "partition", "policy"},
     "autotune": {
-        *("backend", "errors", "ir", "key", "partition", "policy"),
+        *("backend", "eager", "errors", "ir", "key", "partition", "policy"),
         *("select", "timing", "trial"),
     },
 }

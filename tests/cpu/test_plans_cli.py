@@ -333,7 +333,7 @@ def test_verify_finds_a_graph_that_is_not_the_keys(
         ("inputs", "{}", "a tensor that is not there"),
         ("inputs", '{"%0":[[-1],[1],"torch.float16"]}', "no shape, strides and dtype"),
         ("compute_dtype", '"os.system"', "compute_dtype is 'os.system'"),
-        ("schema", "2", "has another 'schema'"),
+        ("schema", "1", "has another 'schema'"),
     ],
 )
 def test_a_key_that_is_no_graph_is_said_to_be_none(name: str, value: str, said: str) -> None:

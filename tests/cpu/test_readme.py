@@ -18,6 +18,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph import cli, settings
 from cudnngraph.errors import CudnnGraphError
+from cudnngraph.policy import SEARCH_FIELDS
+from tests.cpu import cache_example
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +47,8 @@ def pattern(block: str) -> re.Pattern[str]:
 
 def rows(text: str) -> list[list[str]]:
     """The cells of the first Markdown table in ``text``, without its head."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    (first, *_) = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    lines = first.splitlines()
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
@@ -74,7 +77,7 @@ def test_generated_tables_are_up_to_date(path: str, generate: ModuleType) -> Non
 
 
 def test_the_table_of_policy_fields_is_the_policys() -> None:
-    table = section("How a plan is chosen")
+    _, _, table = section("Plan selection").partition("`cg.Policy`, or keywords of `compile`:\n")
     stated = {name.strip("`"): default.strip("`") for name, default, _ in rows(table)}
     fields = dataclasses.fields(cg.Policy)
     assert stated == {field.name: repr(field.default).replace("'", '"') for field in fields}
@@ -129,6 +132,29 @@ def test_the_wrong_graph_gives_the_message_that_the_readme_shows() -> None:
     assert str(caught.value) + "\n" == shown
 
 
+@pytest.mark.parametrize("title", ["Plan selection", "Graphs as functions"])
+def test_the_lines_of_a_section_run_and_print_an_explanation(
+    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (code,) = blocks(section(title), "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "step 1: conv → bias → " in capsys.readouterr().out
+
+
+def test_what_is_said_of_the_key_is_what_is_in_it() -> None:
+    (said,) = re.findall(r"^`deterministic`,(.*?)and are not\.", README, re.DOTALL | re.MULTILINE)
+    inside, _, outside = ("`deterministic`" + said).partition("part\nof the key")
+    assert set(re.findall(r"`(\w+)`", outside)) == SEARCH_FIELDS
+    fields = {field.name for field in dataclasses.fields(cg.Policy)}
+    assert set(re.findall(r"`(\w+)`", inside)) == fields - SEARCH_FIELDS
+
+
+def test_every_value_of_tune_is_explained() -> None:
+    named = [row[0].strip('`"') for row in rows(section("Plan selection"))]
+    assert named == list(settings.TUNES)
+
+
 def test_the_lines_on_the_plan_cache_run(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks(section("The plan cache"), "python")
     g = cg.Graph("g")
@@ -155,6 +181,13 @@ def test_the_table_of_modules_names_modules() -> None:
     kinds = {name: kind for name, kind in public.items() if isinstance(kind, type)}
     modules = {name for name, kind in kinds.items() if issubclass(kind, torch.nn.Module)}
     assert set(named) == modules and len(named) == len(modules)
+
+
+def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
+    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", README)
+    assert len(named) == 3
+    id = cache_example.records(0.0)["tuned"].id
+    assert {first or second for first, second in named} == {id[:8]}
 
 
 # -- links and commands ----------------------------------------------------------------------------

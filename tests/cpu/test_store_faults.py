@@ -819,7 +819,7 @@ def test_a_clock_set_back_gives_no_negative_age_and_prunes_nothing(tmp_path: Pat
 
 
 def test_100_000_records_through_the_memory_stay_under_its_bytes() -> None:
-    bound = 2 << 20
+    bound, count = 2 << 20, 100_000
     store = open_store(None, max_bytes=bound, max_entries=10**9)
     for number in range(1000):  # fill it, before anything is counted
         store.put(record(number, candidates=0))
@@ -831,14 +831,14 @@ def test_100_000_records_through_the_memory_stay_under_its_bytes() -> None:
     finally:
         tracemalloc.stop()
     highest = 0
-    for number in range(3000, 100_000):
+    for number in range(3000, count):
         store.put(record(number, candidates=0))
         highest = max(highest, store._memory.bytes)
     stats = store.stats()
     assert 0.9 * bound < highest <= bound
     assert traced_bytes < bound  # the bound is one on memory, not only on what is counted
-    assert stats.entries + stats.evictions == 100_000
+    assert stats.entries + stats.evictions == count
     assert 500 < stats.entries < 2000
-    last, first = record(99_999, candidates=0), record(0, candidates=0)
+    last, first = record(count - 1, candidates=0), record(0, candidates=0)
     assert hit(store.get(last.id)).record == last
     assert isinstance(store.get(first.id), Miss)

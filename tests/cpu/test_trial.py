@@ -125,6 +125,24 @@ def test_the_gradient_of_attention_is_given_the_results_of_its_operands(
         assert bool(result.isfinite().all()) and float(result.norm()) > 0.1
 
 
+def test_for_large_attention_the_lse_is_about_that_of_even_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own would take the reference too long."""
+    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    g = cg.Graph("g")
+    q, k, v, do, o = (g.input(name, (1, 2, 8, 16), F16) for name in ("q", "k", "v", "do", "o"))
+    made = g.sdpa_backward(do, q, k, v, o, g.input("lse", (1, 2, 8), F32))
+    for name, grad in zip(("dq", "dk", "dv"), made, strict=True):
+        g.output(name, grad)
+    spec = g.spec()
+    inputs = random_inputs(spec, CPU)
+    given = dict(zip(spec.inputs, inputs, strict=True))
+    assert torch.equal(given["lse"], torch.full((1, 2, 8), math.log(8) + 1.0))
+    for result in reference.run(spec, inputs, torch.float64):
+        assert bool(result.isfinite().all()) and float(result.norm()) > 0.1
+
+
 def test_results_of_attention_that_are_no_inputs_are_left_alone() -> None:
     g = cg.Graph("g")
     q, k, v, do = (g.input(name, (1, 2, 8, 16), F16) for name in ("q", "k", "v", "do"))

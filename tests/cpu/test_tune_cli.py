@@ -218,10 +218,20 @@ def test_graphs_may_be_named_several_times(
 def test_a_file_that_has_no_such_graph_is_named(run: Cli, source: Path) -> None:
     assert run("--graphs", f"{source}:nothing") == (
         1,
-        "",
+        "nothing new was tuned\n",
         f"error: {source} defines no 'nothing'\n",
     )
-    assert run("--graphs", "nowhere.py") == (1, "", "error: there is no file nowhere.py\n")
+    code, _, err = run("--graphs", "nowhere.py")
+    assert (code, err) == (1, "error: there is no file nowhere.py\n")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_file_that_cannot_be_loaded_stops_no_other(
+    run: Cli, source: Path, compiled: list[tuple[str, str, Policy]]
+) -> None:
+    code, _, err = run("--graphs", "nowhere.py", "--graphs", f"{source}:g0")
+    assert (code, err) == (1, "error: there is no file nowhere.py\n")
+    assert [name for name, *_ in compiled] == ["g0"]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -312,7 +322,8 @@ def test_a_script_runs_with_its_arguments_and_the_setting_and_gives_its_code(
     first, *rest = out.splitlines()
     assert (got, err) == (code, "")
     assert json.loads(first) == ["autotune", [str(code), "--graphs", "x", "-m"], "__main__"]
-    assert rest == ["nothing new was tuned: every graph has a tuned plan in the cache"]
+    why = "" if code else ": every graph has a tuned plan in the cache"
+    assert rest == [f"nothing new was tuned{why}"]
 
 
 # -- what was found --------------------------------------------------------------------------------
