@@ -15,7 +15,7 @@ from .errors import FeatureMissing
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec, TensorSpec, same_layout
 from .policy import Policy
-from .runtime import Executable
+from .runtime import Executable, default_device, resolve_policy
 from .runtime import compile as compile_spec
 
 
@@ -50,15 +50,19 @@ class Trainable:
     :class:`~cudnngraph.FeatureMissing`.
     """
 
-    def __init__(self, spec: GraphSpec, inference: Executable) -> None:
+    def __init__(self, spec: GraphSpec, device: torch.device, policy: Policy) -> None:
         self.spec = spec
-        self.device = inference.device
-        self.policy = inference.policy
-        self.inference = inference
+        self.device = device
+        self.policy = policy
         self._floating = differentiable(spec)
         self._pairs: dict[tuple[str, ...], Pair] = {}
         self._lock = threading.Lock()
         self._result: Callable[..., Any] = _named(f"{spec.name}_result", spec.outputs)
+
+    @cached_property
+    def inference(self) -> Executable:
+        """The plain graph, which keeps nothing for a gradient."""
+        return compile_spec(self.spec, self.device, policy=self.policy)
 
     def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
@@ -188,4 +192,8 @@ def compile_training(
     options: Mapping[str, Any],
 ) -> Trainable:
     """A :class:`Trainable` for ``spec``."""
-    return Trainable(spec, compile_spec(spec, device, policy=policy, **options))
+    place = default_device() if device is None else torch.device(device)
+    made = Trainable(spec, place, resolve_policy(policy, options, spec))
+    if place.type != "cuda" or not torch.cuda.is_available():
+        made.inference  # noqa: B018  compiled at once where that is cheap, or says what is missing
+    return made

@@ -203,11 +203,14 @@ for name in ("_lazy_init", "init", "is_available", "current_device", "device_cou
     record(torch.cuda, name)
 before = set(sys.modules)
 import cudnngraph as cg
+modules_are_late = not {"cudnngraph.nn", "cudnngraph.functional"} & set(sys.modules)
 at_import = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 calls_at_import = list(calls)
 g = cg.Graph("g")
 g.output("y", g.input("x", (2, 3), torch.float32).relu())
 y = g.compile("cpu")(x=torch.ones(2, 3))
+conv = cg.FusedConvBlock(1, 1, 1)(torch.ones(2, 1, 2, 2))
+cg.functional.conv2d(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 1))
 print(json.dumps({
     "at_import": at_import,
     "ever": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
@@ -215,6 +218,8 @@ print(json.dumps({
     "calls": calls,
     "initialized": torch.cuda.is_initialized(),
     "sum": float(y.sum()),
+    "modules_are_late": modules_are_late,
+    "compiler": "torch._dynamo" in sys.modules,
 }))
 """
 
@@ -242,3 +247,10 @@ def test_running_on_the_cpu_needs_no_cuda_either(probe: dict[str, object]) -> No
     assert probe["sum"] == 6.0
     assert probe["calls"] == []
     assert not {"cudnn", "cuda"} & set(probe["ever"])  # type: ignore[call-overload]
+
+
+def test_modules_are_imported_when_asked_for_and_bring_no_compiler(
+    probe: dict[str, object],
+) -> None:
+    assert probe["modules_are_late"] is True
+    assert probe["compiler"] is False

@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import cudnngraph as cg
+from cudnngraph import training
 from tests.gradients import differentiable, floating_inputs, ours, upstream
 from tests.samples import F32, F64, Case, enumerate_cases, make_inputs
 
@@ -291,6 +292,28 @@ def test_the_policy_holds_for_both_graphs() -> None:
     g, _ = block()
     pair = g.compile("cpu", training=True, deterministic=True).pair(("x", "w"))
     assert pair.forward.policy.deterministic and pair.backward.policy.deterministic
+
+
+def test_on_a_gpu_nothing_is_compiled_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        training, "compile_spec", lambda spec, *args, **options: asked.append(spec.name)
+    )
+    g, _ = block()
+    exe = g.compile("cuda", training=True)
+    assert asked == []
+    exe.pair(("w",))
+    assert asked == ["block"]
+
+
+def test_mistakes_in_what_is_asked_for_are_told_at_once() -> None:
+    g, _ = block()
+    with pytest.raises(cg.PolicyError, match="unknown option speed"):
+        g.compile("cpu", training=True, speed=1)
+    if not torch.cuda.is_available():
+        with pytest.raises(cg.BackendUnavailable, match="torch sees no CUDA device"):
+            g.compile("cuda", training=True)
 
 
 def test_wrong_tensors_are_reported_as_by_an_executable() -> None:
