@@ -5,12 +5,16 @@ Importing this package imports neither ``cudnn`` nor ``cuda`` and makes no CUDA 
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .cache import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
     CaptureError,
     CudnnGraphError,
+    FeatureMissing,
     GraphError,
     NotSupported,
     PlanNotCached,
@@ -26,6 +30,11 @@ from .ir import GraphSpec, TensorSpec
 from .policy import Policy
 from .runtime import BoundCall, Executable, cache_clear, cache_stats, warm_up
 from .specialize import Specialized, specialize
+from .training import Trainable
+
+if TYPE_CHECKING:
+    from . import functional, nn
+    from .nn import FusedConvBlock, FusedConvTransposeBlock, FusedMultiheadAttention, FusedSDPA
 
 __all__ = [
     "BackendUnavailable",
@@ -36,6 +45,11 @@ __all__ = [
     "CudnnGraphError",
     "Executable",
     "Explanation",
+    "FeatureMissing",
+    "FusedConvBlock",
+    "FusedConvTransposeBlock",
+    "FusedMultiheadAttention",
+    "FusedSDPA",
     "Gradient",
     "Graph",
     "GraphError",
@@ -49,13 +63,32 @@ __all__ = [
     "SettingsError",
     "Specialized",
     "TensorSpec",
+    "Trainable",
     "UnkeyableError",
     "Value",
     "cache_clear",
     "cache_stats",
     "differentiate",
     "explain",
+    "functional",
+    "nn",
     "on_miss",
     "specialize",
     "warm_up",
 ]
+
+_MODULES = ("functional", "nn")
+_FROM_NN = ("FusedConvBlock", "FusedConvTransposeBlock", "FusedMultiheadAttention", "FusedSDPA")
+
+
+def __getattr__(name: str) -> Any:
+    """The modules that are imported when they are first asked for."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _FROM_NN:
+        return getattr(import_module(f"{__name__}.nn"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

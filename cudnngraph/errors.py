@@ -110,6 +110,10 @@ class PlanNotCached(CudnnGraphError, LookupError):
         super().__init__("\n".join(lines))
 
 
+class FeatureMissing(CudnnGraphError, NotImplementedError):
+    """What was asked for has no implementation: a second derivative, dropout in attention."""
+
+
 class NotSupported(CudnnGraphError, RuntimeError):
     """cuDNN refuses the graph.
 

@@ -67,6 +67,20 @@ def differentiate(graph: Graph | GraphSpec, wrt: Sequence[str]) -> Gradient:
     return final.finish()
 
 
+def differentiable(spec: GraphSpec) -> tuple[str, ...]:
+    """The floating inputs that lie on a way to a floating output, other than one of jumps."""
+    reached = {name for name in spec.outputs if spec.tensors[name].dtype.is_floating_point}
+    for node in reversed(spec.nodes):
+        rule = RULES[node.op]
+        if node.outputs[0] in reached and not (isinstance(rule, NoGradient) and rule.flat):
+            reached.update(node.operands)
+    return tuple(
+        name
+        for name in spec.inputs
+        if name in reached and spec.tensors[name].dtype.is_floating_point
+    )
+
+
 # -- before the walk -------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union, overload
 
 import torch
 
@@ -28,6 +28,7 @@ from .validate import check_dtype, check_name, check_node, check_shape, check_st
 
 if TYPE_CHECKING:
     from .runtime import Executable
+    from .training import Trainable
 
 Scalar = int | float
 Operand = Union["Value", Scalar]
@@ -1191,20 +1192,44 @@ class Graph:
             self.name, tensors, tuple(renamed), tuple(self._inputs), tuple(outputs), compute
         )
 
+    @overload
     def compile(
         self,
         device: torch.device | str | int | None = None,
         *,
         policy: Policy | None = None,
+        training: Literal[False] = False,
         **options: Any,
-    ) -> Executable:
+    ) -> Executable: ...
+    @overload
+    def compile(
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        policy: Policy | None = None,
+        training: Literal[True],
+        **options: Any,
+    ) -> Trainable: ...
+    def compile(
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        policy: Policy | None = None,
+        training: bool = False,
+        **options: Any,
+    ) -> Executable | Trainable:
         """An executable for this graph on ``device`` (default: "cuda" if there is one, else "cpu").
 
         On a CPU that is the reference executor, on CUDA cuDNN plans. Fields of
-        :class:`~cudnngraph.Policy` may be given as keywords: ``compile(allow_tf32=True)``. Raises
-        :class:`GraphError` with every mistake in the graph, :class:`NotSupported` with
+        :class:`~cudnngraph.Policy` may be given as keywords: ``compile(allow_tf32=True)``. With
+        ``training=True`` a :class:`~cudnngraph.Trainable`, which torch autograd differentiates.
+        Raises :class:`GraphError` with every mistake in the graph, :class:`NotSupported` with
         ``fallback="error"`` when cuDNN has no plan.
         """
+        if training:
+            from .training import compile_training
+
+            return compile_training(self.spec(), device, policy=policy, options=options)
         from .runtime import compile as compile_spec
 
         return compile_spec(self.spec(), device, policy=policy, **options)

@@ -195,10 +195,12 @@ class Program:
         inputs = [values[name] for name in step.spec.inputs]
         outputs = [values[name] for name in step.spec.outputs]
         if plan is None and self.device.type == "cpu":
-            return lambda handle: _run_reference(step.spec, inputs, outputs)
+            return lambda handle: _without_autocast(
+                "cpu", lambda: _run_reference(step.spec, inputs, outputs)
+            )
         if plan is None:
             run = eager.launcher(step.spec, inputs, outputs, allow_tf32=self._allow_tf32)
-            return lambda handle: run()
+            return lambda handle: _without_autocast("cuda", run)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         execute = plan.execute
         return lambda handle: execute(pointers, scratch, handle)
@@ -216,6 +218,15 @@ class Program:
                 _captured.append(launches)
             for launch in launches:
                 launch(handle)
+
+
+def _without_autocast(device_type: str, run: Callable[[], None]) -> None:
+    """The dtypes of torch steps are the graph's, whatever context the caller is in."""
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            run()
+    else:
+        run()
 
 
 def _run_reference(

@@ -13,6 +13,7 @@ from .graph import Graph, Value
 from .policy import Policy
 from .runtime import Executable
 from .settings import overridden
+from .training import Trainable
 
 EXECUTABLES_KEPT = 1024
 
@@ -34,7 +35,7 @@ class Specialized:
         self._names = [name for name in inspect.signature(build).parameters][1:]
         given = (policy or Policy()).allow_tf32 if "allow_tf32" not in options else True
         self._follows_tf32 = given is None
-        self._executables: dict[Hashable, Executable] = {}
+        self._executables: dict[Hashable, Executable | Trainable] = {}
         self._lock = threading.Lock()
         self.__name__ = getattr(build, "__name__", "graph")
         self.__doc__ = build.__doc__
@@ -47,7 +48,7 @@ class Specialized:
         executable = self.lookup(*tensors, **static)
         return executable(*[tensor for tensor in tensors if tensor is not None])
 
-    def lookup(self, *tensors: torch.Tensor | None, **static: Hashable) -> Executable:
+    def lookup(self, *tensors: torch.Tensor | None, **static: Hashable) -> Executable | Trainable:
         """The executable for tensors like these, compiled on the first such call.
 
         Raises :class:`GraphError` where the graph does not fit them.
@@ -72,12 +73,8 @@ class Specialized:
         found = self._executables.get(key)
         return found if found is not None else self._compile(key, tensors, static)
 
-    def _compile(
-        self,
-        key: Hashable,
-        tensors: tuple[torch.Tensor | None, ...],
-        static: dict[str, Hashable],
-    ) -> Executable:
+    def graph(self, *tensors: torch.Tensor | None, **static: Hashable) -> Graph:
+        """The graph for tensors like these, not compiled. Of the tensors only the form is read."""
         if len(tensors) > len(self._names):
             most = len(self._names)
             raise TypeError(f"{self.__name__} takes {most} arguments, {len(tensors)} were given")
@@ -88,8 +85,19 @@ class Specialized:
         results = self._build(graph, *values, **static)
         for place, result in enumerate(results if isinstance(results, tuple) else (results,)):
             graph.output(f"out{place}" if isinstance(results, tuple) else "out", result)
+        return graph
+
+    def _compile(
+        self,
+        key: Hashable,
+        tensors: tuple[torch.Tensor | None, ...],
+        static: dict[str, Hashable],
+    ) -> Executable | Trainable:
+        graph = self.graph(*tensors, **static)
         device = next(tensor.device for tensor in tensors if tensor is not None)
-        executable = graph.compile(device, policy=self._policy, **self._options)
+        executable: Executable | Trainable = graph.compile(
+            device, policy=self._policy, **self._options
+        )
         with self._lock:
             while len(self._executables) >= EXECUTABLES_KEPT:
                 del self._executables[next(iter(self._executables))]
@@ -132,7 +140,8 @@ def specialize(
     :class:`~cudnngraph.Value` for each tensor of the call, and returns the result, or a tuple of
     them. It runs once for every new combination of shapes, strides, dtypes and devices; finding the
     executable again takes about 2 µs. Keyword arguments of the call are handed through and belong
-    to the combination. Fields of :class:`~cudnngraph.Policy` may be given as keywords:
+    to the combination. ``training=True`` makes calls that torch autograd differentiates. Fields of
+    :class:`~cudnngraph.Policy` may be given as keywords:
 
         @cg.specialize(tune="autotune")
         def block(g, x, w, b):

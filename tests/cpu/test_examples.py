@@ -62,7 +62,36 @@ def quick(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"demo.py", "ten_lines.py"}
+    named = {"attention.py", "demo.py", "ten_lines.py", "train_pictures.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == named
+
+
+def test_training_on_pictures_follows_torch_and_learns(tmp_path: Path) -> None:
+    """The loss of every 20th of 200 steps is within 2 %; the script's exit code says so."""
+    done = run_example("train_pictures.py", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    table = [line.split() for line in lines if re.match(r" *\d+  \d", line)]
+    assert [int(row[0]) for row in table] == list(range(0, 200, 20))
+    assert all(abs(float(row[2]) / float(row[1]) - 1) < 0.02 for row in table)
+    theirs, ours = (float(value) for value in re.findall(r"([\d.]+)%", lines[-1]))
+    assert ours > 60 and abs(ours - theirs) < 5  # 25 % by chance
+
+
+def test_training_on_pictures_in_autocast_learns_as_much(tmp_path: Path) -> None:
+    done = run_example("train_pictures.py", "--device", "cpu", "--amp", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    theirs, ours = (float(v) for v in re.findall(r"([\d.]+)%", done.stdout.splitlines()[-1]))
+    assert ours > 60 and abs(ours - theirs) < 10
+
+
+def test_attention_learns_to_copy_and_agrees_with_torch(tmp_path: Path) -> None:
+    done = run_example("attention.py", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    module, copied, apart = done.stdout.splitlines()
+    assert module == "FusedSDPA(causal=True, window=(6, None))"
+    assert float(copied.split()[-1].rstrip("%")) >= 95.0
+    assert float(apart.split()[-1]) < 1e-5
 
 
 def test_ten_lines_has_ten_lines_and_prints_the_shape_and_the_plan(tmp_path: Path) -> None:

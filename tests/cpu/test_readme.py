@@ -172,6 +172,24 @@ def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
     assert {first or second for first, second in named} == {id[:8]}
 
 
+def test_the_lines_on_modules_run_and_print_what_the_readme_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = section("Modules")
+    (code,) = blocks(text, "python")
+    exec(compile(code, "README.md", "exec"), {})
+    (shown,) = blocks(text, "text")
+    assert capsys.readouterr().out == shown
+
+
+def test_the_table_of_modules_names_modules() -> None:
+    named = [row[0].strip("`") for row in rows(section("Modules"))]
+    public = {name: getattr(cg.nn, name) for name in cg.nn.__all__}
+    kinds = {name: kind for name, kind in public.items() if isinstance(kind, type)}
+    modules = {name for name, kind in kinds.items() if issubclass(kind, torch.nn.Module)}
+    assert set(named) == modules and len(named) == len(modules)
+
+
 # -- links and commands ----------------------------------------------------------------------------
 
 

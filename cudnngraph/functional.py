@@ -1,0 +1,793 @@
+"""Fused ops on tensors, with the signatures of torch.nn.functional and gradients.
+
+Each is one graph, compiled for every new combination of shapes, strides, dtypes and options
+(:func:`cudnngraph.specialize`). ``activation`` is a name of :data:`~cudnngraph.graph.ACTIVATIONS`
+or None, its attributes go as further keywords (``activation="leaky_relu", negative_slope=0.2``);
+``residual`` is added before it. ``out`` takes the result and has no gradient; the ``…_into`` forms
+allocate nothing, which on a GPU is so once the workspace has grown.
+
+``policy`` is a :class:`~cudnngraph.Policy`. None stands for the default one, with ``deterministic``
+as :func:`torch.use_deterministic_algorithms` says. Under ``torch.autocast`` x and the weights are
+cast to its dtype, as for torch's own convolutions and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from . import torch_ops
+from .errors import BindError, FeatureMissing, GraphError, Problem
+from .graph import Graph, Ints, Padding, Value
+from .policy import Policy
+from .specialize import Build, Specialized
+
+Tensor = torch.Tensor
+Static = dict[str, Any]
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_bias_act",
+    "conv_bias_act_into",
+    "conv_bn_act",
+    "conv_bn_act_into",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "conv_transpose_bias_act",
+    "conv_transpose_bias_act_into",
+    "conv_transpose_bn_act",
+    "scaled_dot_product_attention",
+    "scaled_dot_product_attention_into",
+]
+
+
+# -- the graphs ------------------------------------------------------------------------------------
+
+
+@torch_ops.function
+def conv_act(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    residual: Value | None,
+    *,
+    transposed: bool,
+    geometry: tuple[tuple[str, Any], ...],
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+) -> Value:
+    """act(alpha1 * conv(x, weight) + alpha2 * residual + bias)."""
+    compose = g.conv_transpose_bias_act if transposed else g.conv_bias_act
+    return compose(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        residual=residual,
+        alpha1=alpha1,
+        alpha2=alpha2,
+        **dict(geometry),
+        **dict(attrs),
+    )
+
+
+@torch_ops.function
+def conv_norm_act(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    bn_weight: Value | None,
+    bn_bias: Value | None,
+    residual: Value | None,
+    *,
+    transposed: bool,
+    geometry: tuple[tuple[str, Any], ...],
+    training: bool,
+    eps: float,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> Value | tuple[Value, ...]:
+    """act(batch_norm(conv(x, weight) + bias) + residual).
+
+    In training with running statistics also the batch's own, mean and unbiased variance: so the
+    momentum, which may change with every step, stays out of the graph.
+    """
+    convolve = g.conv_transpose if transposed else g.conv
+    y, batch = convolve(x, weight, **dict(geometry)), ()
+    y = y if bias is None else g.bias(y, bias)
+    if training:
+        y, _, _, *batch = g.batch_norm_train(  # type: ignore[assignment]
+            y,
+            bn_weight,  # type: ignore[arg-type]
+            bn_bias,  # type: ignore[arg-type]
+            running_mean,
+            running_var,
+            eps=eps,
+            momentum=1.0,
+        )
+    else:
+        y = g.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)  # type: ignore[arg-type]
+    y = y if residual is None else g.add(y, residual)
+    y = g.activation(y, activation, **dict(attrs))
+    return (y, *batch) if batch else y
+
+
+@torch_ops.function
+def attention(
+    g: Graph,
+    q: Value,
+    k: Value,
+    v: Value,
+    attn_mask: Value | None,
+    seq_len_q: Value | None,
+    seq_len_kv: Value | None,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """softmax(scale * q k^T + mask) v, and the lse where asked for."""
+    return g.sdpa(  # type: ignore[no-any-return]
+        q, k, v, attn_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, **options
+    )
+
+
+# -- calling them ----------------------------------------------------------------------------------
+
+_DETERMINISTIC = Policy(deterministic=True)
+
+
+def _policy(given: Policy | None) -> Policy | None:
+    if given is None and torch.are_deterministic_algorithms_enabled():
+        return _DETERMINISTIC
+    return given
+
+
+def _compiled(build: Build, policy: Policy | None) -> Specialized:
+    return torch_ops.specialized(build, _policy(policy))
+
+
+def _call(
+    build: Build,
+    policy: Policy | None,
+    tensors: Sequence[Tensor | None],
+    static: Static,
+    results: int = 1,
+) -> Any:
+    """Run a graph's function: as an op where torch.compile traces, else directly, which is
+    cheaper. A tensor, or several."""
+    if torch.compiler.is_compiling():
+        made = torch_ops.call(build.__name__, tensors, static, _policy(policy), results)
+        return made[0] if results == 1 else made
+    return _compiled(build, policy)(*tensors, **static)
+
+
+def _into(
+    build: Build, policy: Policy | None, out: Tensor, tensors: Sequence[Tensor | None], static: Any
+) -> Tensor:
+    """Run into ``out``, which gets no gradient: what requires one is refused, as by torch."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        problem = Problem(
+            "out", "is given where a tensor requires grad", "torch.no_grad(), or no out"
+        )
+        raise BindError(build.__name__, [problem])
+    _compiled(build, policy).lookup(*tensors, **static).run(*given, out)
+    return out
+
+
+def _fixed(value: Any) -> Hashable:
+    """Lists as tuples, so that an option can be part of a combination."""
+    return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _geometry(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _fixed(value)) for name, value in options.items())
+
+
+def _ranked(name: str, x: Tensor, rank: int) -> None:
+    if x.dim() != rank + 2:
+        dims = ", ".join(("D", "H", "W")[3 - rank :])
+        shape = tuple(x.shape)
+        problem = Problem(name, f"x has {x.dim()} dims {shape}", f"{rank + 2}: (N, C, {dims})")
+        raise GraphError(name, [problem])
+
+
+def cast(*tensors: Tensor | None) -> list[Any]:
+    """The tensors in autocast's dtype where autocast is on, as torch casts what it multiplies."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    ]
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both channels_last where either is, as torch's own convolutions do."""
+    layout = _CHANNELS_LAST.get(x.dim())
+    if layout is None or weight.dim() != x.dim():
+        return x, weight
+    for tensor in (x, weight):
+        if tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+            return x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+    return x, weight
+
+
+def _conv_act(
+    transposed: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: tuple[tuple[str, Any], ...],
+    activation: str | None,
+    attrs: Static,
+    policy: Policy | None,
+    out: Tensor | None,
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+) -> Tensor:
+    x, weight, bias = cast(x, weight, bias)
+    static = {
+        "transposed": transposed,
+        "geometry": geometry,
+        "activation": activation,
+        "attrs": tuple(sorted(attrs.items())),
+    }
+    if alpha1 != 1 or alpha2 != 1:
+        static |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
+    if out is not None:
+        return _into(conv_act, policy, out, (x, weight, bias, residual), static)
+    x, weight = _one_layout(x, weight)
+    result: Tensor = _call(conv_act, policy, (x, weight, bias, residual), static)
+    return result
+
+
+# -- convolution -----------------------------------------------------------------------------------
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv(input, weight) + residual + bias), as F.conv1d where neither is given."""
+    _ranked("conv1d", input, 1)
+    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return _conv_act(
+        False,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv(input, weight) + residual + bias), as F.conv2d where neither is given."""
+    _ranked("conv2d", input, 2)
+    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return _conv_act(
+        False,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv(input, weight) + residual + bias), as F.conv3d where neither is given."""
+    _ranked("conv3d", input, 3)
+    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return _conv_act(
+        False,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv_bias_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = "relu",
+    residual: Tensor | None = None,
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(alpha1 * conv(input, weight) + alpha2 * residual + bias) in 1, 2 or 3 spatial dims."""
+    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return _conv_act(
+        False,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+        alpha1,
+        alpha2,
+    )
+
+
+def conv_bias_act_into(
+    out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """:func:`conv_bias_act` into ``out``, whose strides are those that the call would give."""
+    return conv_bias_act(input, weight, bias, out=out, **options)
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose1d."""
+    _ranked("conv_transpose1d", input, 1)
+    geometry = _geometry(
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        groups=groups,
+        dilation=dilation,
+    )
+    return _conv_act(
+        True,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose2d."""
+    _ranked("conv_transpose2d", input, 2)
+    geometry = _geometry(
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        groups=groups,
+        dilation=dilation,
+    )
+    return _conv_act(
+        True,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose3d."""
+    _ranked("conv_transpose3d", input, 3)
+    geometry = _geometry(
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        groups=groups,
+        dilation=dilation,
+    )
+    return _conv_act(
+        True,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv_transpose_bias_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    activation: str | None = "relu",
+    residual: Tensor | None = None,
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(alpha1 * conv_transpose(input, weight) + alpha2 * residual + bias), 1 to 3 dims."""
+    geometry = _geometry(
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        groups=groups,
+        dilation=dilation,
+    )
+    return _conv_act(
+        True,
+        input,
+        weight,
+        bias,
+        residual,
+        geometry,
+        activation,
+        activation_attrs,
+        policy,
+        out,
+        alpha1,
+        alpha2,
+    )
+
+
+def conv_transpose_bias_act_into(
+    out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """:func:`conv_transpose_bias_act` into ``out``, of the strides that the call would give."""
+    return conv_transpose_bias_act(input, weight, bias, out=out, **options)
+
+
+# -- convolution and batch norm --------------------------------------------------------------------
+
+
+def _conv_norm_act(
+    transposed: bool,
+    x: Tensor,
+    weight: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    affine: tuple[Tensor | None, Tensor | None],
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | Tensor,
+    eps: float,
+    geometry: tuple[tuple[str, Any], ...],
+    activation: str | None,
+    residual: Tensor | None,
+    attrs: Static,
+    policy: Policy | None,
+    out: Tensor | None,
+) -> Tensor:
+    x, weight, bias = cast(x, weight, bias)
+    static = {
+        "transposed": transposed,
+        "geometry": geometry,
+        "training": training,
+        "eps": float(eps),
+        "activation": activation,
+        "attrs": tuple(sorted(attrs.items())),
+    }
+    if out is not None:
+        if training:
+            problem = Problem("out", "is given with training=True", "training=False")
+            raise BindError("conv_bn_act", [problem])
+        given = (x, weight, bias, *running, *affine, residual)
+        return _into(conv_norm_act, policy, out, given, static)
+    x, weight = _one_layout(x, weight)
+    updates = training and running[0] is not None
+    tensors = (x, weight, bias, *running, *affine, residual)
+    result = _call(conv_norm_act, policy, tensors, static, 3 if updates else 1)
+    if updates:
+        result, *batch = result
+        with torch.no_grad():
+            for kept, now in zip(running, batch, strict=True):
+                assert kept is not None
+                kept.lerp_(now, momentum)
+    return result  # type: ignore[no-any-return]
+
+
+def conv_bn_act(
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    activation: str | None = "relu",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(batch_norm(conv(input, weight) + bias) + residual) in 1, 2 or 3 spatial dims.
+
+    As F.batch_norm: with ``training=True`` by the batch's statistics, and the running ones, which
+    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias have to
+    be given; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
+    in the convolution's epilogue.
+    """
+    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return _conv_norm_act(
+        False,
+        input,
+        weight,
+        (running_mean, running_var),
+        (bn_weight, bn_bias),
+        bias,
+        training,
+        momentum,
+        eps,
+        geometry,
+        activation,
+        residual,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+def conv_bn_act_into(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`conv_bn_act` with ``training=False`` into ``out``, of the strides it would give."""
+    return conv_bn_act(
+        input, weight, running_mean, running_var, bn_weight, bn_bias, out=out, **options
+    )
+
+
+def conv_transpose_bn_act(
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    stride: Ints = 1,
+    padding: Padding = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    activation: str | None = "relu",
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """:func:`conv_bn_act` with a transposed convolution."""
+    geometry = _geometry(
+        stride=stride,
+        padding=padding,
+        output_padding=output_padding,
+        groups=groups,
+        dilation=dilation,
+    )
+    return _conv_norm_act(
+        True,
+        input,
+        weight,
+        (running_mean, running_var),
+        (bn_weight, bn_bias),
+        bias,
+        training,
+        momentum,
+        eps,
+        geometry,
+        activation,
+        residual,
+        activation_attrs,
+        policy,
+        out,
+    )
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Attention has no dropout here; raises :class:`FeatureMissing` for any but 0."""
+    if dropout_p != 0:
+        raise FeatureMissing(
+            f"dropout_p={dropout_p!r} in attention; only 0.0 is implemented: use "
+            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
+        )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "top_left",
+    seq_len_q: Tensor | None = None,
+    seq_len_kv: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    policy: Policy | None = None,
+) -> Any:
+    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths and the lse.
+
+    Keywords are those of :meth:`cudnngraph.Graph.sdpa`; with ``return_lse=True`` the pair (o, lse),
+    whose lse has no gradient. A row that may attend to no key gives zeros. Fewer heads of key and
+    value than of query are shared in groups, whatever ``enable_gqa`` says. A float mask that
+    requires grad gets one. Raises :class:`FeatureMissing` for ``dropout_p`` other than 0.
+    """
+    refuse_dropout(dropout_p)
+    query, key, value, attn_mask = cast(query, key, value, attn_mask)
+    static = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": _fixed(window),
+        "diagonal_alignment": diagonal_alignment,
+        "return_lse": return_lse,
+    }
+    tensors = (query, key, value, attn_mask, seq_len_q, seq_len_kv)
+    if out is not None:
+        if return_lse:
+            problem = Problem("out", "is given with return_lse=True", "one of the two")
+            raise BindError("attention", [problem])
+        return _into(attention, policy, out, tensors, static)
+    result = _call(attention, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result
+
+
+def scaled_dot_product_attention_into(
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    """:func:`scaled_dot_product_attention` into ``out``, which lies as query does."""
+    result: Tensor = scaled_dot_product_attention(query, key, value, out=out, **options)
+    return result

@@ -1,0 +1,192 @@
+"""Attention as modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import FeatureMissing, GraphError, Problem
+from ..functional import refuse_dropout, scaled_dot_product_attention
+from ..policy import Policy
+
+Window = tuple[int | None, int | None]
+
+
+class FusedSDPA(nn.Module):
+    """Scaled dot-product attention, softmax(scale * q k^T + mask) v, without parameters.
+
+    ``causal``, ``window``, ``scale`` and ``diagonal_alignment`` are those of
+    :meth:`cudnngraph.Graph.sdpa`. ``dropout`` has to be 0: raises :class:`FeatureMissing` else.
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        dropout: float = 0.0,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_dropout(dropout)
+        self.causal = causal
+        self.window = window
+        self.scale = scale
+        self.diagonal_alignment = diagonal_alignment
+        self.policy = policy
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        seq_len_q: torch.Tensor | None = None,
+        seq_len_kv: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) → (B, H, S_q, D_v).
+
+        H is a multiple of H_kv. ``attn_mask`` is bool (True attends) or added to the scores;
+        ``seq_len_q`` and ``seq_len_kv`` are (B,) int32. With ``return_lse=True`` the pair (o, lse).
+        """
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            is_causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            diagonal_alignment=self.diagonal_alignment,
+            seq_len_q=seq_len_q,
+            seq_len_kv=seq_len_kv,
+            return_lse=return_lse,
+            policy=self.policy,
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are not at their defaults."""
+        shown = {"causal": False, "window": None, "scale": None, "diagonal_alignment": "top_left"}
+        values = {name: getattr(self, name) for name in shown}
+        return ", ".join(f"{name}={v!r}" for name, v in values.items() if v != shown[name])
+
+
+class FusedMultiheadAttention(nn.Module):
+    """Self-attention with its projections, batch first.
+
+    Parameters have the names and shapes of ``nn.MultiheadAttention`` (``in_proj_weight``,
+    ``in_proj_bias``, ``out_proj``); with fewer ``num_kv_heads`` than ``num_heads`` the rows of
+    in_proj for k and v are fewer. q, k and v are slices of one product and are not copied.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        shared = num_heads if num_kv_heads is None else num_kv_heads
+        problems = [
+            Problem("attention", what, expected)
+            for wrong, what, expected in (
+                (
+                    num_heads < 1 or embed_dim % max(num_heads, 1),
+                    f"embed_dim={embed_dim} with num_heads={num_heads}",
+                    "embed_dim % num_heads == 0",
+                ),
+                (
+                    shared < 1 or num_heads % max(shared, 1),
+                    f"num_heads={num_heads} with num_kv_heads={shared}",
+                    "num_heads % num_kv_heads == 0",
+                ),
+            )
+            if wrong
+        ]
+        if problems:
+            raise GraphError(type(self).__name__, problems)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, shared
+        self.head_dim = embed_dim // num_heads
+        rows = (num_heads + 2 * shared) * self.head_dim
+        place = {"device": device, "dtype": dtype}
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **place))
+        self.in_proj_bias = nn.Parameter(torch.zeros(rows, **place)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
+        self.attend = FusedSDPA(causal=causal, window=window, dropout=dropout, policy=policy)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *,
+        seq_len: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x (B, S, E) → (B, S, E). ``attn_mask`` broadcasts to (B, H, S, S): bool (True attends,
+        as in scaled_dot_product_attention) or added to the scores. ``seq_len`` (B,) int32."""
+        batch, length, _ = x.shape
+        heads, shared, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        split = packed.view(batch, length, heads + 2 * shared, dim).transpose(1, 2)
+        q, k, v = torch.split(split, [heads, shared, shared], dim=1)
+        o = self.attend(q, k, v, attn_mask, seq_len_q=seq_len, seq_len_kv=seq_len)
+        out: torch.Tensor = self.out_proj(o.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: nn.MultiheadAttention,
+        *,
+        causal: bool = False,
+        window: Window | None = None,
+        policy: Policy | None = None,
+    ) -> FusedMultiheadAttention:
+        """The module that stands for torch's in self-attention; it takes over the parameters.
+
+        Raises :class:`FeatureMissing` where torch's has what this one has not.
+        """
+        missing = [
+            what
+            for wrong, what in (
+                (not module.batch_first, "batch_first=False"),
+                (module.dropout != 0, f"dropout={module.dropout}"),
+                (not module._qkv_same_embed_dim, "kdim or vdim other than embed_dim"),
+                (module.bias_k is not None, "add_bias_kv=True"),
+                (module.add_zero_attn, "add_zero_attn=True"),
+            )
+            if wrong
+        ]
+        if missing:
+            raise FeatureMissing(f"nn.MultiheadAttention with {', '.join(missing)}")
+        bias = module.in_proj_bias is not None
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            bias=bias,
+            causal=causal,
+            window=window,
+            device="meta",
+            policy=policy,
+        )
+        made.in_proj_weight, made.in_proj_bias = module.in_proj_weight, module.in_proj_bias
+        made.out_proj = module.out_proj
+        made.training = module.training
+        return made

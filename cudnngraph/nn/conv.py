@@ -1,0 +1,404 @@
+"""Convolution, batch norm, residual and activation as one module.
+
+A block holds the very modules of torch that it stands for, as its children "0", "1" and "2": they
+keep the parameters, the running statistics and the names in the state dict, and are never called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import functional
+from ..errors import GraphError, Problem
+from ..graph import ACTIVATIONS
+from ..policy import Policy
+
+CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED: tuple[type[nn.Module], ...] = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+Attrs = dict[str, Any]
+
+# torch's module → the activation's name in a graph and its attributes.
+ACTIVATION_OF: Mapping[type[nn.Module], Callable[[Any], tuple[str, Attrs]]] = {
+    nn.ReLU: lambda m: ("relu", {}),
+    nn.LeakyReLU: lambda m: ("leaky_relu", {"negative_slope": m.negative_slope}),
+    nn.ELU: lambda m: ("elu", {"alpha": m.alpha}),
+    nn.GELU: lambda m: ("gelu_tanh" if m.approximate == "tanh" else "gelu", {}),
+    nn.SiLU: lambda m: ("silu", {}),
+    nn.Sigmoid: lambda m: ("sigmoid", {}),
+    nn.Tanh: lambda m: ("tanh", {}),
+    nn.Softplus: lambda m: ("softplus", {"beta": m.beta}),
+    nn.Hardtanh: lambda m: ("clamp", {"min": m.min_val, "max": m.max_val}),
+    nn.ReLU6: lambda m: ("relu6", {}),
+    nn.Hardswish: lambda m: ("hardswish", {}),
+    nn.Identity: lambda m: ("identity", {}),
+}
+
+# An activation's name in a graph → torch's module, from its attributes.
+_MODULES: Mapping[str, Callable[..., nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "silu": nn.SiLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "softplus": nn.Softplus,
+    "clamp": lambda min, max: nn.Hardtanh(min, max),
+    "relu6": nn.ReLU6,
+    "hardswish": nn.Hardswish,
+    "identity": nn.Identity,
+}
+
+
+def activation_module(kind: str | nn.Module | None, attrs: Attrs) -> nn.Module | None:
+    """torch's module for an activation given by name; None for none."""
+    if kind is None or isinstance(kind, nn.Module):
+        return kind
+    if kind not in _MODULES:
+        known = ", ".join(ACTIVATIONS)
+        problem = Problem("activation", f"{kind!r} is unknown", f"one of {known}, None")
+        raise GraphError("block", [problem])
+    return _MODULES[kind](**attrs)
+
+
+def why_not(conv: nn.Module, bn: nn.Module | None, act: nn.Module | None) -> str:
+    """Why these modules cannot be one block, "" where they can."""
+    kinds = (*CONVS, *TRANSPOSED)
+    if type(conv) not in kinds:
+        return f"{type(conv).__name__} is no convolution of torch"
+    dims = (CONVS if type(conv) in CONVS else TRANSPOSED).index(type(conv)) + 1
+    if conv.padding_mode != "zeros":
+        return f"padding_mode='{conv.padding_mode}' is not 'zeros'"
+    for module in (conv, bn, act):
+        if module is not None and any(
+            getattr(module, name, None)
+            for name in (
+                "_forward_hooks",
+                "_forward_pre_hooks",
+                "_backward_hooks",
+                "_backward_pre_hooks",
+            )
+        ):
+            return f"{type(module).__name__} has hooks, which a block would not call"
+    if bn is not None:
+        if type(bn) is not NORMS[dims - 1]:
+            return f"{type(bn).__name__} is not {NORMS[dims - 1].__name__}"
+        if bn.weight is None or bn.bias is None:
+            return f"{type(bn).__name__} has no weight or no bias"
+        if bn.num_features != conv.out_channels:
+            return f"{type(bn).__name__} has {bn.num_features} features, not {conv.out_channels}"
+    if act is not None and type(act) not in ACTIVATION_OF:
+        return f"{type(act).__name__} is no activation of a graph"
+    if isinstance(act, nn.Softplus) and act.threshold != 20:
+        return f"Softplus has threshold={act.threshold}, not 20"
+    return ""
+
+
+class _Block(nn.Module):
+    """What both blocks share: the children, and the way to torch and back."""
+
+    _kinds: tuple[type[nn.Module], ...]
+    policy: Policy | None
+
+    def _hold(
+        self,
+        conv: nn.Module,
+        bn: nn.Module | None,
+        act: nn.Module | None,
+        policy: Policy | None,
+    ) -> None:
+        reason = why_not(conv, bn, act)
+        if not reason and type(conv) not in self._kinds:
+            reason = (
+                f"{type(conv).__name__} is none of {', '.join(k.__name__ for k in self._kinds)}"
+            )
+        if reason:
+            raise GraphError(type(self).__name__, [Problem("block", reason)])
+        self.policy = policy
+        self._with_norm = bn is not None
+        for place, child in enumerate(m for m in (conv, bn, act) if m is not None):
+            self.add_module(str(place), child)
+
+    @classmethod
+    def from_torch(
+        cls,
+        conv: nn.Module,
+        bn: nn.Module | None = None,
+        act: nn.Module | None = None,
+        *,
+        policy: Policy | None = None,
+    ) -> Any:
+        """The block that stands for torch's modules, which it takes over: parameters are shared.
+
+        Raises :class:`GraphError` where there is no such block, with the reason.
+        """
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block._hold(conv, bn, act, policy)
+        block.training = conv.training
+        return block
+
+    def to_torch(self) -> nn.Sequential:
+        """torch's own modules in a Sequential; parameters are shared. It takes no residual."""
+        made = nn.Sequential(*self.children())
+        made.training = self.training
+        return made
+
+    @property
+    def conv(self) -> Any:
+        """torch's convolution, which holds weight and bias."""
+        return self._modules["0"]
+
+    @property
+    def norm(self) -> Any:
+        """torch's batch norm, which holds its parameters and running statistics, or None."""
+        return self._modules["1"] if self._with_norm else None
+
+    @property
+    def activation(self) -> nn.Module | None:
+        """torch's activation, or None."""
+        return self._modules.get("2" if self._with_norm else "1")
+
+    def _named_activation(self) -> tuple[str | None, Attrs]:
+        act = self.activation
+        return (None, {}) if act is None else ACTIVATION_OF[type(act)](act)
+
+    def _normed(
+        self,
+        run: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        geometry: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """By the batch's statistics or the running ones, as torch's batch norm decides."""
+        bn, (kind, attrs) = self.norm, self._named_activation()
+        momentum = bn.momentum
+        if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
+            bn.num_batches_tracked.add_(1)
+            if momentum is None:  # a cumulative average; stays on the device
+                momentum = bn.num_batches_tracked.to(bn.running_mean.dtype).reciprocal()
+        kept = not bn.training or bn.track_running_stats
+        return run(
+            x,
+            self.conv.weight,
+            bn.running_mean if kept else None,
+            bn.running_var if kept else None,
+            bn.weight,
+            bn.bias,
+            bias=self.conv.bias,
+            training=bn.training or (bn.running_mean is None and bn.running_var is None),
+            momentum=0.0 if momentum is None else momentum,
+            eps=bn.eps,
+            activation=kind,
+            residual=residual,
+            policy=self.policy,
+            **geometry,
+            **attrs,
+        )
+
+
+def _built(
+    kinds: Sequence[Any],
+    dims: int,
+    channels: tuple[int, int],
+    geometry: Attrs,
+    norm: str | None,
+    norm_options: Attrs,
+    activation: str | nn.Module | None,
+    attrs: Attrs,
+    place: Attrs,
+) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """The modules that a block is made of."""
+    if dims not in (1, 2, 3):
+        raise GraphError("block", [Problem("block", f"dims={dims!r}", "1, 2 or 3")])
+    if norm not in ("batch", None):
+        raise GraphError("block", [Problem("block", f"norm={norm!r}", "'batch' or None")])
+    conv = kinds[dims - 1](*channels, **geometry, **place)
+    made: Any = NORMS[dims - 1]
+    bn = None if norm is None else made(channels[1], **norm_options, **place)
+    return conv, bn, activation_module(activation, attrs)
+
+
+class FusedConvBlock(_Block):
+    """act(batch_norm(conv(x)) + residual), in 1, 2 or 3 spatial dims (``dims``).
+
+    The arguments are those of torch's convolution and batch norm; ``norm=None`` leaves the norm
+    out, ``activation`` is a name of :data:`~cudnngraph.graph.ACTIVATIONS` with its attributes as
+    further keywords, a module of torch, or None. Training and evaluation, running statistics and
+    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives. The
+    batch's statistics are those of one process.
+
+    x (N, C, spatial...) → (N, K, out...) in x's layout: channels_last gives channels_last.
+    """
+
+    _kinds = CONVS
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | str | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        norm: str | None = "batch",
+        activation: str | nn.Module | None = "relu",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        dims: int = 2,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        policy: Policy | None = None,
+        **activation_attrs: Any,
+    ) -> None:
+        super().__init__()
+        modules = _built(
+            self._kinds,
+            dims,
+            (in_channels, out_channels),
+            {
+                "kernel_size": kernel_size,
+                "stride": stride,
+                "padding": padding,
+                "dilation": dilation,
+                "groups": groups,
+                "bias": bias,
+            },
+            norm,
+            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            activation,
+            activation_attrs,
+            {"device": device, "dtype": dtype},
+        )
+        self._hold(*modules, policy)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x (N, C, spatial...); ``residual`` has the result's shape."""
+        conv = self.conv
+        geometry = {
+            "stride": conv.stride,
+            "padding": conv.padding,
+            "dilation": conv.dilation,
+            "groups": conv.groups,
+        }
+        if self.norm is not None:
+            return self._normed(functional.conv_bn_act, x, residual, geometry)
+        kind, attrs = self._named_activation()
+        return functional.conv_bias_act(
+            x,
+            conv.weight,
+            conv.bias,
+            activation=kind,
+            residual=residual,
+            policy=self.policy,
+            **geometry,
+            **attrs,
+        )
+
+
+class FusedConvTransposeBlock(_Block):
+    """act(batch_norm(conv_transpose(x)) + residual); see :class:`FusedConvBlock`.
+
+    The arguments stand in the order of torch's ConvTranspose2d, then those of the norm.
+    """
+
+    _kinds = TRANSPOSED
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, ...] = 1,
+        norm: str | None = "batch",
+        activation: str | nn.Module | None = "relu",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        dims: int = 2,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        policy: Policy | None = None,
+        **activation_attrs: Any,
+    ) -> None:
+        super().__init__()
+        modules = _built(
+            self._kinds,
+            dims,
+            (in_channels, out_channels),
+            {
+                "kernel_size": kernel_size,
+                "stride": stride,
+                "padding": padding,
+                "output_padding": output_padding,
+                "groups": groups,
+                "bias": bias,
+                "dilation": dilation,
+            },
+            norm,
+            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            activation,
+            activation_attrs,
+            {"device": device, "dtype": dtype},
+        )
+        self._hold(*modules, policy)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        output_size: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """x (N, C, spatial...); ``output_size`` stands for an output_padding, as in torch."""
+        conv = self.conv
+        extra = conv.output_padding
+        if output_size is not None:
+            dims = len(conv.kernel_size)
+            extra = conv._output_padding(
+                x,
+                list(output_size),
+                conv.stride,
+                conv.padding,
+                conv.kernel_size,
+                dims,
+                conv.dilation,
+            )
+        geometry = {
+            "stride": conv.stride,
+            "padding": conv.padding,
+            "output_padding": tuple(extra),
+            "groups": conv.groups,
+            "dilation": conv.dilation,
+        }
+        if self.norm is not None:
+            return self._normed(functional.conv_transpose_bn_act, x, residual, geometry)
+        kind, attrs = self._named_activation()
+        return functional.conv_transpose_bias_act(
+            x,
+            conv.weight,
+            conv.bias,
+            activation=kind,
+            residual=residual,
+            policy=self.policy,
+            **geometry,
+            **attrs,
+        )

@@ -1,0 +1,191 @@
+"""Executables that torch autograd differentiates: a graph and its gradient graph, each compiled."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .errors import FeatureMissing
+from .grad import Gradient, differentiable, differentiate
+from .ir import GraphSpec, TensorSpec, same_layout
+from .policy import Policy
+from .runtime import Executable
+from .runtime import compile as compile_spec
+
+
+@dataclass
+class Pair:
+    """A graph and its gradient for some of the inputs, compiled.
+
+    ``forward`` returns the graph's outputs and behind them what else ``backward`` needs; the
+    latter is compiled when it is first asked for, by the thread that runs it.
+    """
+
+    gradient: Gradient
+    forward: Executable
+
+    @cached_property
+    def backward(self) -> Executable:
+        """From ``gradient.incoming`` and ``gradient.saved`` to ``gradient.outgoing``."""
+        forward = self.forward
+        return compile_spec(self.gradient.backward, forward.device, policy=forward.policy)
+
+
+class Trainable:
+    """A compiled graph whose call torch autograd can differentiate; see ``Graph.compile``.
+
+    Called like an :class:`~cudnngraph.Executable`, with which it shares ``spec``, ``device`` and
+    ``policy``. Where a floating input requires grad and grad mode is on, the forward keeps what the
+    gradient graph of just those inputs needs; else the plain graph runs, which keeps nothing. Each
+    graph is compiled when it is first needed. May be used from several threads.
+
+    Statistics (an lse, the batch's mean, the next running statistics) are outputs without a
+    gradient. A gradient has no gradient of its own: to ask for one raises
+    :class:`~cudnngraph.FeatureMissing`.
+    """
+
+    def __init__(self, spec: GraphSpec, inference: Executable) -> None:
+        self.spec = spec
+        self.device = inference.device
+        self.policy = inference.policy
+        self.inference = inference
+        self._floating = differentiable(spec)
+        self._pairs: dict[tuple[str, ...], Pair] = {}
+        self._lock = threading.Lock()
+        self._result: Callable[..., Any] = _named(f"{spec.name}_result", spec.outputs)
+
+    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+        """Run on inputs given by name, or in the order of declaration; allocate the outputs.
+
+        Returns the output, or a named tuple of them when there are several. Raises
+        :class:`BindError` with every mistake.
+        """
+        names = self.spec.inputs
+        given = {**dict(zip(names, args, strict=False)), **tensors}
+        complete = len(args) + len(tensors) == len(given) == len(names)
+        if not torch.is_grad_enabled() or not complete or not all(name in given for name in names):
+            return self.inference(*args, **tensors)
+        wrt = tuple(name for name in self._floating if getattr(given[name], "requires_grad", False))
+        if not wrt:
+            return self.inference(*args, **tensors)
+        results = _Call.apply(self.pair(wrt), len(self.spec.outputs), *(given[n] for n in names))  # type: ignore[no-untyped-call]
+        return results[0] if len(results) == 1 else self._result(*results)
+
+    def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
+        """Run on inputs and into outputs, all given, without a gradient."""
+        self.inference.run(*args, **tensors)
+
+    def pair(self, wrt: Sequence[str]) -> Pair:
+        """The executables for gradients of the inputs ``wrt``.
+
+        Raises :class:`GraphError` where an op on the way has no gradient.
+        """
+        key = tuple(wrt)
+        found = self._pairs.get(key)
+        if found is None:
+            gradient = differentiate(self.spec, key)
+            forward = compile_spec(gradient.forward, self.device, policy=self.policy)
+            with self._lock:
+                found = self._pairs.setdefault(key, Pair(gradient, forward))
+        return found
+
+    def explain(self) -> str:
+        """The plan of the graph, and of each gradient graph that has been needed."""
+        parts = [self.inference.explain()]
+        for pair in list(self._pairs.values()):
+            parts += [pair.forward.explain(), pair.backward.explain()]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        made = [f"({', '.join(wrt)})" for wrt in self._pairs]
+        return f"<Trainable {self.spec.name} on {self.device}, gradients of {', '.join(made)}>"
+
+
+def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:
+    return namedtuple(name, fields)
+
+
+class _Call(torch.autograd.Function):
+    """The forward of a :class:`Pair`; its backward is the other half."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, count: int, *tensors: torch.Tensor) -> Any:
+        gradient, spec = pair.gradient, pair.forward.spec
+        results = pair.forward(*tensors)
+        results = (results,) if len(spec.outputs) == 1 else tuple(results)
+        known = dict(zip((*spec.inputs, *spec.outputs), (*tensors, *results), strict=True))
+        ctx.save_for_backward(*(known[name] for name in gradient.saved))
+        ctx.set_materialize_grads(False)
+        ctx.pair = pair
+        outputs = spec.outputs[:count]
+        ctx.mark_non_differentiable(*(known[n] for n in outputs if n not in gradient.incoming))
+        ctx.grad_names = [gradient.incoming.get(name) for name in outputs]
+        return results[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        pair: Pair = ctx.pair
+        gradient, saved = pair.gradient, ctx.saved_tensors
+        given = dict(zip(gradient.saved, saved, strict=True))
+        device = pair.forward.device
+        with torch.no_grad():
+            for name, grad in zip(ctx.grad_names, grads, strict=True):
+                if name is not None:
+                    given[name] = laid_out(pair.gradient.backward.tensors[name], grad, device)
+            results = pair.backward(**given)
+        spec = pair.gradient.backward
+        results = (results,) if len(spec.outputs) == 1 else tuple(results)
+        if torch.is_grad_enabled():  # create_graph=True
+            reached = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
+            if len(gradient.forward.outputs) > len(ctx.grad_names):  # of these nothing is known
+                reached.append(torch.empty(0, requires_grad=True))
+            results = _NoSecond.apply(pair.forward.spec.name, len(results), *results, *reached)  # type: ignore[no-untyped-call]
+        made = dict(zip(spec.outputs, results, strict=True))
+        inputs = pair.forward.spec.inputs
+        by_input = {name: made[grad] for name, grad in gradient.outgoing.items()}
+        return (None, None, *(by_input.get(name) for name in inputs))
+
+
+class _NoSecond(torch.autograd.Function):
+    """Hands gradients on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.name = name
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise FeatureMissing(
+            f"graph '{ctx.name}': its gradient has no gradient of its own (double backward); "
+            "call autograd without create_graph=True, or use torch's own ops where second "
+            "derivatives are needed"
+        )
+
+
+def laid_out(spec: TensorSpec, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """An incoming gradient in the strides that the gradient graph declares; zeros for None.
+
+    autograd's may be expanded (stride 0, of ``y.sum().backward()``) or lie in another order.
+    """
+    if grad is not None and same_layout(spec.shape, grad.stride(), spec.stride):
+        return grad
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    return made.zero_() if grad is None else made.copy_(grad)
+
+
+def compile_training(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    options: Mapping[str, Any],
+) -> Trainable:
+    """A :class:`Trainable` for ``spec``."""
+    return Trainable(spec, compile_spec(spec, device, policy=policy, **options))

@@ -1,0 +1,336 @@
+"""The functions against torch's: results and gradients, layouts, out=, autocast, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from cudnngraph import functional as CF
+from cudnngraph.graph import ACTIVATIONS
+from tests import numerics
+from tests.samples import BF16, F16, F32, F64
+
+EXACT = 1e-9
+
+
+def made(*shapes: tuple[int, ...], dtype: torch.dtype = F64, seed: int = 0) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=gen, dtype=F64).to(dtype).requires_grad_() for s in shapes]
+
+
+def check(ours: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """Results and gradients are equal to float64's last digits."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    grad = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(9))
+    found = torch.autograd.grad(ours, leaves, grad)
+    expected = torch.autograd.grad(theirs, leaves, grad)
+    for a, b in zip((ours, *found), (theirs, *expected), strict=True):
+        assert a.shape == b.shape
+        assert float((a - b).detach().abs().max()) < EXACT
+
+
+CONVS = [
+    {},
+    {"stride": 2, "padding": 1},
+    {"padding": 2, "dilation": 2},
+    {"groups": 2, "padding": 1},
+    {"padding": "same"},
+    {"padding": "valid"},
+]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("options", CONVS, ids=str)
+def test_conv_is_torchs(dims: int, options: dict[str, Any]) -> None:
+    groups = options.get("groups", 1)
+    leaves = made((2, 4, *(7,) * dims), (6, 4 // groups, *(3,) * dims), (6,))
+    ours, theirs = (getattr(module, f"conv{dims}d") for module in (CF, F))
+    check(ours(*leaves, **options), theirs(*leaves, **options), leaves)
+    check(ours(*leaves[:2], **options), theirs(*leaves[:2], **options), leaves[:2])
+
+
+def test_conv_takes_torchs_positional_arguments() -> None:
+    leaves = made((2, 4, 7, 7), (6, 2, 3, 3), (6,))
+    given = ([2, 1], [1, 2], 1, 2)
+    check(CF.conv2d(*leaves, *given), F.conv2d(*leaves, *given), leaves)
+    x, w, b = made((2, 4, 5, 5), (4, 3, 3, 3), (6,))
+    turned = (2, 1, 1, 2, 1)
+    check(CF.conv_transpose2d(x, w, b, *turned), F.conv_transpose2d(x, w, b, *turned), [x, w, b])
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2, "dilation": 2}],
+    ids=str,
+)
+def test_conv_transpose_is_torchs(dims: int, options: dict[str, Any]) -> None:
+    groups = options.get("groups", 1)
+    leaves = made((2, 4, *(4,) * dims), (4, 6 // groups, *(3,) * dims), (6,))
+    name = f"conv_transpose{dims}d"
+    check(getattr(CF, name)(*leaves, **options), getattr(F, name)(*leaves, **options), leaves)
+
+
+TORCHS = {
+    "relu": F.relu,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "elu": lambda x: F.elu(x, 0.7),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": lambda x: F.softplus(x, 0.5),
+    "clamp": lambda x: torch.clamp(x, -0.5, 0.5),
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "identity": lambda x: x,
+}
+ATTRS: dict[str, dict[str, float]] = {
+    "leaky_relu": {"negative_slope": 0.2},
+    "elu": {"alpha": 0.7},
+    "softplus": {"beta": 0.5},
+    "clamp": {"min": -0.5, "max": 0.5},
+}
+
+
+def test_every_activation_is_tested_below() -> None:
+    assert set(TORCHS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_activation_and_residual_follow_the_bias(kind: str) -> None:
+    x, w, b, z = leaves = made((2, 3, 6, 6), (4, 3, 3, 3), (4,), (2, 4, 6, 6))
+    attrs = ATTRS.get(kind, {})
+    theirs = TORCHS[kind](F.conv2d(x, w, b, padding=1) + z)
+    ours = CF.conv2d(x, w, b, padding=1, activation=kind, residual=z, **attrs)
+    check(ours, theirs, leaves)
+    same = CF.conv_bias_act(x, w, b, padding=1, activation=kind, residual=z, **attrs)
+    assert torch.equal(same, ours)
+
+
+def test_the_factors_of_conv_bias_act() -> None:
+    x, w, b, z = leaves = made((2, 3, 6, 6), (4, 3, 3, 3), (4,), (2, 4, 6, 6))
+    theirs = torch.relu(0.5 * F.conv2d(x, w, padding=1) + 2.0 * z + b.view(1, -1, 1, 1))
+    check(CF.conv_bias_act(x, w, b, padding=1, residual=z, alpha1=0.5, alpha2=2.0), theirs, leaves)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_conv_bn_act_is_torchs_and_updates_the_running_statistics(
+    training: bool, transposed: bool
+) -> None:
+    x, w, b, gamma, beta, z = leaves = made(
+        (3, 4, 6, 6), (4, 4, 3, 3), (4,), (4,), (4,), (3, 4, 6, 6)
+    )
+    running = [torch.rand(4, dtype=F64) + 0.5 for _ in range(2)]
+    mine = [t.clone() for t in running]
+    conv, run = (
+        (F.conv_transpose2d, CF.conv_transpose_bn_act) if transposed else (F.conv2d, CF.conv_bn_act)
+    )
+    normed = F.batch_norm(conv(x, w, b, padding=1), *running, gamma, beta, training, 0.3, 1e-3)
+    ours = run(
+        x,
+        w,
+        *mine,
+        gamma,
+        beta,
+        bias=b,
+        training=training,
+        momentum=0.3,
+        eps=1e-3,
+        padding=1,
+        residual=z,
+    )
+    check(ours, torch.relu(normed + z), leaves)
+    for a, c in zip(mine, running, strict=True):
+        assert float((a - c).abs().max()) < EXACT
+
+
+def test_a_momentum_that_changes_compiles_nothing() -> None:
+    x, w, gamma, beta = made((3, 4, 6, 6), (4, 4, 3, 3), (4,), (4,))
+    mean, var = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
+    calls = CF._compiled(CF.conv_norm_act, None)
+    CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=0.5)
+    before = len(calls)
+    for step in range(1, 4):
+        CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=1.0 / step)
+    assert len(calls) == before
+
+
+# -- layouts and dtypes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "both"])
+def test_channels_last_in_gives_channels_last_out(which: str) -> None:
+    x, w = made((2, 4, 6, 6), (6, 4, 3, 3))
+    last = torch.channels_last
+    given = [
+        t.contiguous(memory_format=last) if which in (name, "both") else t
+        for name, t in (("x", x), ("weight", w))
+    ]
+    theirs = F.conv2d(*given, padding=1)
+    ours = CF.conv2d(*given, padding=1)
+    assert ours.is_contiguous(memory_format=last) and not ours.is_contiguous()
+    assert ours.stride() == theirs.stride()
+    check(ours, theirs, [x, w])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_results_and_gradients_at_lower_precision_are_within_the_policy(
+    dtype: torch.dtype,
+) -> None:
+    shapes = ((2, 8, 7, 7), (6, 8, 3, 3), (6,), (2, 6, 7, 7))
+    leaves = made(*shapes, dtype=dtype)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    grad = torch.randn(2, 6, 7, 7, dtype=F64).to(dtype)
+
+    def by_torch(x: Any, w: Any, b: Any, z: Any) -> torch.Tensor:
+        return F.silu(F.conv2d(x, w, b, padding=1) + z)
+
+    x, w, b, z = leaves
+    ours = CF.conv2d(x, w, b, padding=1, activation="silu", residual=z)
+    exact, eager = by_torch(*wide), by_torch(*leaves)
+    numerics.check(ours, exact, dtype, eager, terms=72)
+    found = torch.autograd.grad(ours, leaves, grad)
+    right = torch.autograd.grad(exact, wide, grad.double())
+    theirs = torch.autograd.grad(eager, leaves, grad)
+    for name, a, b_, c in zip("xwbz", found, right, theirs, strict=True):
+        assert a.dtype == dtype
+        # The policy for gradients of a chain: no farther from float64 than torch, or the bound.
+        error = numerics.relative_error(a, b_)
+        limit = numerics.TORCH_FACTOR * numerics.relative_error(c, b_)
+        assert error <= max(limit, numerics.bound(dtype, terms=98)), name
+
+
+def test_autocast_casts_as_torchs_own_ops_do() -> None:
+    x, w, b = made((2, 3, 6, 6), (4, 3, 3, 3), (4,), dtype=F32)
+    gamma, beta = made((4,), (4,), dtype=F32)
+    with torch.autocast("cpu", BF16):
+        ours, theirs = CF.conv2d(x, w, b), F.conv2d(x, w, b)
+        normed = CF.conv_bn_act(x, w, None, None, gamma, beta, training=True)
+    assert ours.dtype == theirs.dtype == normed.dtype == BF16
+    assert numerics.relative_error(ours, theirs.double()) < numerics.bound(BF16)
+    ours.float().sum().backward()
+    assert w.grad is not None and w.grad.dtype == F32
+    q, k, v = made((2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8), dtype=F32)
+    with torch.autocast("cpu", BF16):
+        assert CF.scaled_dot_product_attention(q, k, v).dtype == BF16
+    wide = [t.double() for t in (x, w)]
+    with torch.autocast("cpu", BF16):
+        assert CF.conv2d(*wide).dtype == F64
+
+
+# -- out= ------------------------------------------------------------------------------------------
+
+
+def test_out_and_into_write_to_the_given_tensor() -> None:
+    x, w, b, z = (t.detach() for t in made((2, 3, 6, 6), (4, 3, 3, 3), (4,), (2, 4, 6, 6)))
+    out = torch.full((2, 4, 6, 6), torch.nan, dtype=F64)
+    expected = torch.relu(F.conv2d(x, w, b, padding=1) + z)
+    assert CF.conv_bias_act_into(out, x, w, b, padding=1, residual=z) is out
+    assert float((out - expected).abs().max()) < EXACT
+    out.fill_(torch.nan)
+    assert CF.conv2d(x, w, b, padding=1, activation="relu", residual=z, out=out) is out
+    assert float((out - expected).abs().max()) < EXACT
+
+
+def test_the_other_into_forms() -> None:
+    x, w = (t.detach() for t in made((2, 4, 5, 5), (4, 4, 3, 3)))
+    mean, var = torch.rand(4, dtype=F64), torch.rand(4, dtype=F64) + 0.5
+    out = torch.empty(2, 4, 5, 5, dtype=F64)
+    CF.conv_transpose_bias_act_into(out, x, w, padding=1)
+    assert float((out - torch.relu(F.conv_transpose2d(x, w, padding=1))).abs().max()) < EXACT
+    CF.conv_bn_act_into(out, x, w, mean, var, padding=1)
+    normed = F.batch_norm(F.conv2d(x, w, padding=1), mean, var)
+    assert float((out - torch.relu(normed)).abs().max()) < EXACT
+    q, k, v = (t.detach() for t in made((2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)))
+    o = torch.empty_like(q)
+    CF.scaled_dot_product_attention_into(o, q, k, v, is_causal=True)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert float((o - theirs).abs().max()) < EXACT
+
+
+def test_out_is_refused_where_it_would_lose_a_gradient_or_does_not_fit() -> None:
+    x, w = made((2, 3, 6, 6), (4, 3, 3, 3))
+    out = torch.empty(2, 4, 4, 4, dtype=F64)
+    with pytest.raises(cg.BindError, match="out: is given where a tensor requires grad"):
+        CF.conv2d(x, w, out=out)
+    with torch.no_grad():
+        CF.conv2d(x, w, out=out)
+        with pytest.raises(cg.BindError, match=r"'out': has shape \(2, 4, 4, 5\)"):
+            CF.conv2d(x, w, out=torch.empty(2, 4, 4, 5, dtype=F64))
+        with pytest.raises(cg.BindError, match="out: is given with training=True"):
+            CF.conv_bn_act(x, w, None, None, training=True, out=out)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_is_torchs(causal: bool, mask: str | None) -> None:
+    q, k, v, bias = made((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5), (2, 1, 6, 6))
+    keep = torch.rand(6, 6) > 0.4
+    keep |= torch.eye(6, dtype=torch.bool)
+    given = {"bool": keep, "float": bias, None: None}[mask]
+    band = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(6, 6).bool()
+    theirs_mask: Any = band if given is None else given & band if mask == "bool" else None
+    if mask == "float":
+        theirs_mask = bias.masked_fill(~band, -torch.inf)
+    theirs = F.scaled_dot_product_attention(q, k, v, theirs_mask, scale=0.3)
+    ours = CF.scaled_dot_product_attention(q, k, v, given, is_causal=causal, scale=0.3)
+    check(ours, theirs, [q, k, v, *([bias] if mask == "float" else [])])
+
+
+def test_attention_shares_heads_and_returns_the_lse() -> None:
+    q, k, v = made((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    theirs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    ours, lse = CF.scaled_dot_product_attention(q, k, v, enable_gqa=True, return_lse=True)
+    check(ours, theirs, [q, k, v])
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
+    assert float((lse - scores.logsumexp(-1)).detach().abs().max()) < EXACT
+    assert not lse.requires_grad
+
+
+def test_dropout_is_refused_with_what_to_do() -> None:
+    q = torch.ones(1, 1, 2, 8)
+    with pytest.raises(cg.FeatureMissing, match=r"^dropout_p=0.1 in attention; only 0.0 is"):
+        CF.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+
+
+# -- policies and mistakes -------------------------------------------------------------------------
+
+
+def test_deterministic_follows_torchs_switch() -> None:
+    x = torch.ones(1, 1, 3, 3)
+    assert CF._compiled(CF.conv_act, None)._policy is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        policy = CF._compiled(CF.conv_act, None)._policy
+        assert policy is not None and policy.deterministic
+        assert CF.conv2d(x, x).item() == 9.0
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_mistake_is_told_as_that_of_a_graph() -> None:
+    x, w = made((2, 3, 6, 6), (4, 2, 3, 3))
+    with pytest.raises(cg.GraphError, match="weight has 2 input channels per group, x has 3"):
+        CF.conv2d(x, w)
+    with pytest.raises(cg.GraphError, match=r"conv1d: x has 4 dims .*; expected 3: \(N, C, W\)"):
+        CF.conv1d(x, w)
+    with pytest.raises(cg.GraphError, match="'swish' is unknown; expected one of relu"):
+        CF.conv2d(x[:, :2], w, activation="swish")
+
+
+def test_an_empty_batch_has_an_empty_result_and_zero_gradients() -> None:
+    x, w = made((0, 3, 6, 6), (4, 3, 3, 3))
+    y = CF.conv2d(x, w, activation="relu")
+    assert y.shape == (0, 4, 4, 4)
+    y.sum().backward()
+    assert w.grad is not None and not w.grad.any() and x.grad is not None

@@ -1,0 +1,197 @@
+"""The attention modules against torch's, and against scores written out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from tests.samples import F64
+
+EXACT = 1e-9
+S = 7
+
+
+def qkv(heads: int = 4, shared: int = 4, keys: int = S, dim_v: int = 8) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    shapes = [(3, heads, S, 8), (3, shared, keys, 8), (3, shared, keys, dim_v)]
+    return [torch.randn(s, generator=gen, dtype=F64).requires_grad_() for s in shapes]
+
+
+def written_out(q: Any, k: Any, v: Any, keep: torch.Tensor, scale: float | None = None) -> Any:
+    """torch's attention over a boolean mask, with zeros in rows without a key."""
+    nothing = ~keep.any(-1, keepdim=True)
+    o = F.scaled_dot_product_attention(q, k, v, keep | nothing, scale=scale, enable_gqa=True)
+    return o.masked_fill(nothing, 0.0)
+
+
+def check(ours: Any, theirs: Any, leaves: list[torch.Tensor]) -> None:
+    grad = torch.randn(theirs.shape, dtype=F64)
+    found = torch.autograd.grad(ours, leaves, grad)
+    right = torch.autograd.grad(theirs, leaves, grad)
+    for a, b in zip((ours, *found), (theirs, *right), strict=True):
+        assert a.shape == b.shape and float((a - b).detach().abs().max()) < EXACT
+
+
+def place(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(rows).view(-1, 1), torch.arange(keys).view(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "band"),
+    [
+        ({}, S, lambda r, c: (c >= 0) & (r >= 0)),
+        ({"causal": True}, S, lambda r, c: c <= r),
+        ({"causal": True}, 4, lambda r, c: c <= r),
+        ({"causal": True, "diagonal_alignment": "bottom_right"}, 9, lambda r, c: c <= r + 2),
+        ({"causal": True, "diagonal_alignment": "bottom_right"}, 4, lambda r, c: c <= r - 3),
+        ({"window": (2, 1)}, S, lambda r, c: (c >= r - 2) & (c <= r + 1)),
+        ({"window": (3, None), "causal": True}, S, lambda r, c: (c >= r - 3) & (c <= r)),
+    ],
+    ids=["full", "causal", "few", "bottom right", "bottom right few", "window", "causal window"],
+)
+def test_bands_are_those_of_a_mask(options: dict[str, Any], keys: int, band: Any) -> None:
+    leaves = qkv(keys=keys)
+    module = cg.FusedSDPA(scale=0.4, **options)
+    keep = band(*place(S, keys)).expand(3, 1, S, keys)
+    check(module(*leaves), written_out(*leaves, keep, 0.4), leaves)
+
+
+@pytest.mark.parametrize("shared", [4, 2, 1])
+def test_heads_are_shared_in_groups(shared: int) -> None:
+    leaves = qkv(shared=shared, dim_v=5)
+    theirs = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    check(cg.FusedSDPA(causal=True)(*leaves), theirs, leaves)
+
+
+def test_lengths_of_sequences_cut_rows_and_keys() -> None:
+    leaves = qkv()
+    rows, keys = torch.tensor([7, 3, 0]), torch.tensor([5, 7, 2])
+    r, c = place(S, S)
+    keep = (r < rows.view(-1, 1, 1, 1)) & (c < keys.view(-1, 1, 1, 1))
+    ours = cg.FusedSDPA()(*leaves, seq_len_q=rows.int(), seq_len_kv=keys.int())
+    check(ours, written_out(*leaves, keep), leaves)
+
+
+def test_a_mask_of_floats_gets_a_gradient_also_where_it_broadcasts() -> None:
+    leaves = qkv()
+    bias = torch.randn(1, 4, 1, S, dtype=F64, requires_grad=True)
+    theirs = F.scaled_dot_product_attention(*leaves, bias)
+    check(cg.FusedSDPA()(*leaves, bias), theirs, [*leaves, bias])
+
+
+def test_a_row_without_a_key_gives_zeros_and_no_nan() -> None:
+    leaves = qkv()
+    keep = torch.ones(S, S, dtype=torch.bool)
+    keep[2] = False
+    o, lse = cg.FusedSDPA()(*leaves, keep, return_lse=True)
+    assert not o[:, :, 2].detach().any() and bool((lse[:, :, 2] == -torch.inf).all())
+    o.sum().backward()
+    assert all(bool(t.grad.isfinite().all()) for t in leaves)  # type: ignore[union-attr]
+
+
+def test_expanded_and_packed_operands_and_a_gradient_of_stride_0() -> None:
+    packed = torch.randn(3, S, 3, 4, 8, dtype=F64, requires_grad=True)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    ours, theirs = cg.FusedSDPA()(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    check(ours, theirs, [packed])
+    k1 = torch.randn(1, 1, S, 8, dtype=F64, requires_grad=True)
+    k2 = k1.expand(3, 4, S, 8)
+    q = torch.randn(3, 4, S, 8, dtype=F64)
+    ours, theirs = (f(q, k2, k2) for f in (cg.FusedSDPA(), F.scaled_dot_product_attention))
+    for reduce in (torch.sum, lambda y: y.square().sum()):  # the first one's gradient is expanded
+        (found,) = torch.autograd.grad(reduce(ours), k1, retain_graph=True)
+        (right,) = torch.autograd.grad(reduce(theirs), k1, retain_graph=True)
+        assert float((found - right).abs().max()) < EXACT
+
+
+def test_the_output_lies_as_q_does() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    sideways = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert cg.FusedSDPA()(sideways, k, v).stride() == sideways.stride()
+
+
+def test_dropout_is_refused_when_a_module_is_made() -> None:
+    with pytest.raises(cg.FeatureMissing, match=r"dropout_p=0\.1 in attention"):
+        cg.FusedSDPA(dropout=0.1)
+    with pytest.raises(cg.FeatureMissing, match=r"dropout_p=0\.2 in attention"):
+        cg.FusedMultiheadAttention(8, 2, dropout=0.2)
+
+
+# -- with projections ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_multihead_attention_is_torchs_with_the_same_state_dict(bias: bool) -> None:
+    theirs = nn.MultiheadAttention(16, 4, bias=bias, batch_first=True, dtype=F64)
+    ours = cg.FusedMultiheadAttention(16, 4, bias=bias, dtype=F64)
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 5, 16, dtype=F64, requires_grad=True)
+    keep = torch.rand(5, 5) > 0.3
+    keep |= torch.eye(5, dtype=torch.bool)
+    expected, _ = theirs(x, x, x, attn_mask=~keep)
+    y, grad = ours(x, keep), torch.randn(2, 5, 16, dtype=F64)
+    names = [name for name, _ in ours.named_parameters()]
+    other = dict(theirs.named_parameters())
+    found = torch.autograd.grad(y, [x, *ours.parameters()], grad)
+    right = torch.autograd.grad(expected, [x, *(other[name] for name in names)], grad)
+    for a, b in zip((y, *found), (expected, *right), strict=True):
+        assert float((a - b).detach().abs().max()) < EXACT
+
+
+def test_multihead_attention_from_torch_shares_the_parameters() -> None:
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True, dtype=F64).eval()
+    ours = cg.FusedMultiheadAttention.from_torch(theirs, causal=True)
+    assert ours.in_proj_weight is theirs.in_proj_weight and not ours.training
+    x = torch.randn(2, 5, 16, dtype=F64)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=F64)
+    expected, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
+    assert float((ours(x) - expected).detach().abs().max()) < EXACT
+
+
+def test_multihead_attention_with_fewer_heads_of_k_and_v_and_lengths() -> None:
+    ours = cg.FusedMultiheadAttention(16, 4, 2, dtype=F64)
+    assert ours.in_proj_weight.shape == (32, 16)
+    x = torch.randn(2, 5, 16, dtype=F64)
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    y = ours(x, seq_len=lengths)
+    short = ours(x[1:, :3])
+    assert float((y[1, :3] - short[0]).detach().abs().max()) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nn.MultiheadAttention with batch_first=False"),
+        (
+            {"dropout": 0.1, "add_zero_attn": True, "batch_first": True},
+            "nn.MultiheadAttention with dropout=0.1, add_zero_attn=True",
+        ),
+    ],
+)
+def test_what_torchs_module_has_more_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(cg.FeatureMissing, match=f"^{message}$"):
+        cg.FusedMultiheadAttention.from_torch(nn.MultiheadAttention(8, 2, **options))
+
+
+def test_head_counts_that_do_not_divide_are_named() -> None:
+    with pytest.raises(cg.GraphError, match="embed_dim=10 with num_heads=4"):
+        cg.FusedMultiheadAttention(10, 4)
+    with pytest.raises(cg.GraphError, match="num_heads=4 with num_kv_heads=3"):
+        cg.FusedMultiheadAttention(8, 4, 3)
+
+
+def test_copies_and_repr() -> None:
+    module = cg.FusedSDPA(causal=True, window=(3, None))
+    leaves = qkv()
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(*leaves), module(*leaves))
+    assert repr(module) == "FusedSDPA(causal=True, window=(3, None))"

@@ -1,0 +1,166 @@
+"""The functions under torch.compile and torch.export: one op each, with the real strides."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph import functional as CF
+from cudnngraph import torch_ops
+from tests.samples import F32, F64
+
+EXACT = 1e-9
+GEOMETRY = "(('stride',1,),('padding',1,),('dilation',1,),('groups',1,),)"
+CONV = f"(('transposed',False,),('geometry',{GEOMETRY},),('activation','relu',),('attrs',(),),)"
+
+
+def conv_call(channels_last: bool = False, wrt: tuple[bool, ...] = (True, True)) -> tuple[Any, ...]:
+    """Arguments of the op for relu(conv(x, w, padding=1))."""
+    gen = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=gen) for s in ((2, 3, 5, 5), (4, 3, 3, 3)))
+    if channels_last:
+        x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+    x.requires_grad_(wrt[0])
+    w.requires_grad_(wrt[1])
+    return [x, w], "conv_act", [True, True, False, False], CONV, "None", list(wrt)
+
+
+def compiled(function: Any) -> Any:
+    """Traced as a whole, differentiated ahead of time, run as it is: needs no C compiler."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("wrt", [(True, True), (False, True), (False, False)], ids=str)
+def test_opcheck_of_the_forward(wrt: tuple[bool, bool], channels_last: bool) -> None:
+    torch.library.opcheck(torch_ops.forward, conv_call(channels_last, wrt))
+
+
+def test_opcheck_of_the_backward() -> None:
+    given = conv_call()
+    tensors = [t.detach() for t in given[0]]
+    text = torch_ops._described(tensors, *given[1:])
+    made = torch_ops._made(text)
+    results = torch_ops.forward(tensors, *given[1:])
+    known = dict(zip(made.forward.inputs, tensors, strict=True))
+    known |= dict(zip(made.forward.outputs, results, strict=True))
+    known |= {name: torch.ones_like(results[0]) for name in made.backward.incoming.values()}
+    ordered = [known[name] for name in made.backward.backward.inputs]
+    torch.library.opcheck(torch_ops.backward, (ordered, text))
+
+
+def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
+    q = torch.randn(2, 4, 3, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, 3, 8, requires_grad=True) for _ in range(2))
+    options = "(('is_causal',True,),('scale',None,),('window',None,),('return_lse',True,),)"
+    keep = torch.ones(3, 3, dtype=torch.bool)
+    there = [True, True, True, True, False, False]
+    wrt = [True, True, True, False]
+    given = ([q, k, v, keep], "attention", there, options, "None", wrt)
+    torch.library.opcheck(torch_ops.forward, given)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_of_blocks_compiles_without_a_break(training: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        cg.FusedConvBlock(3, 4, 3, padding=1),
+        cg.FusedConvTransposeBlock(
+            4, 2, 2, stride=2, norm=None, activation="leaky_relu", negative_slope=0.2
+        ),
+        cg.FusedConvBlock(2, 4, 3, padding="same", momentum=None, track_running_stats=True),
+    ).double()
+    plain.train(training)
+    other = copy.deepcopy(plain)
+    fast = compiled(other)
+    for _ in range(3):
+        x = torch.randn(2, 3, 6, 6, dtype=F64)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = fast(a), plain(b)
+        assert y.stride() == expected.stride()
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert float((y - expected).detach().abs().max()) < EXACT
+        assert float((a.grad - b.grad).abs().max()) < EXACT  # type: ignore[operator]
+    for p, q in zip(other.parameters(), plain.parameters(), strict=True):
+        assert float((p.grad - q.grad).abs().max()) < EXACT  # type: ignore[operator]
+    for s, t in zip(other.buffers(), plain.buffers(), strict=True):
+        assert float((s.double() - t.double()).abs().max()) < EXACT
+    assert int(other[0].norm.num_batches_tracked) == (3 if training else 0)
+
+
+def test_attention_compiles_without_a_break() -> None:
+    plain = cg.FusedMultiheadAttention(16, 4, 2, causal=True, window=(2, None), dtype=F64)
+    x = torch.randn(2, 5, 16, dtype=F64, requires_grad=True)
+    lengths = torch.tensor([5, 2], dtype=torch.int32)
+    leaves = [x, *plain.parameters()]
+    y, expected = compiled(plain)(x, seq_len=lengths), plain(x, seq_len=lengths)
+    found = torch.autograd.grad(y.square().sum(), leaves)
+    right = torch.autograd.grad(expected.square().sum(), leaves)
+    for a, b in zip((y, *found), (expected, *right), strict=True):
+        assert float((a - b).detach().abs().max()) < EXACT
+
+
+def test_a_compiled_function_takes_sizes_that_change() -> None:
+    w = torch.randn(4, 3, 3, 3, dtype=F64)
+    fast = compiled(lambda x: CF.conv2d(x, w, activation="silu", padding=[1, 1]))
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, 3, 6, 6, dtype=F64)
+        assert torch.equal(fast(x), CF.conv2d(x, w, activation="silu", padding=1))
+
+
+def test_autocast_and_channels_last_hold_under_compile() -> None:
+    block = cg.FusedConvBlock(3, 4, 3, norm=None)
+    fast = compiled(block)
+    x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = fast(x), block(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    assert y.stride() == expected.stride() and y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_only_the_needed_gradients_are_part_of_a_compiled_graph() -> None:
+    tensors, *rest = conv_call(wrt=(False, True))
+    made = torch_ops._made(torch_ops._described(tensors, *rest))
+    assert made.backward.backward.outputs == ("grad_weight",)
+    results = torch_ops.forward(tensors, *rest)
+    (grad,) = torch.autograd.grad(results[0].sum(), tensors[1])
+    expected = torch.autograd.grad(
+        CF.conv2d(*tensors, padding=1, activation="relu").sum(), tensors[1]
+    )
+    assert torch.equal(grad, expected[0])
+
+
+def test_double_backward_of_the_op_says_what_is_missing() -> None:
+    tensors, *rest = conv_call()
+    y = torch_ops.forward(tensors, *rest)[0]
+    (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(cg.FeatureMissing, match=r"graph 'conv_act': its gradient has no gradient"):
+        torch.autograd.grad(dx.sum(), tensors[1])
+
+
+def test_a_policy_reaches_the_executables_of_the_op() -> None:
+    policy = cg.Policy(deterministic=True, workspace_limit=1 << 20, exclude_engines=("eng8",))
+    made = torch_ops._made(
+        torch_ops._described(
+            conv_call()[0], *conv_call()[1:4], torch_ops._policy_text(policy), [True, False]
+        )
+    )
+    assert made.policy == policy
+    assert made.executable("backward", torch.device("cpu")).policy.deterministic
+
+
+def test_an_exported_model_has_the_op_and_computes_the_same() -> None:
+    block = cg.FusedConvBlock(3, 4, 3).eval()
+    x = torch.randn(2, 3, 6, 6)
+    program = torch.export.export(block, (x,))
+    targets = [node.target for node in program.graph.nodes]
+    assert torch.ops.cudnngraph.forward.default in targets
+    assert torch.equal(program.module()(x), block(x))
+    assert program.module()(x).dtype == F32

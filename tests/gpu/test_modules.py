@@ -1,0 +1,248 @@
+"""The modules on a GPU: against torch autograd at each dtype, captured, repeated, in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from tests import numerics
+from tests.samples import BF16, F16, F32
+
+DTYPES = [F32, F16, BF16]
+LAST = torch.channels_last
+
+
+def within(
+    ours: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    theirs: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    names: Sequence[str],
+    terms: int,
+    exact_of_theirs: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """No farther from float64 than torch at the same dtype, times the factor, or the bound."""
+    yardsticks = zip(exact, exact_of_theirs or exact, strict=True)
+    for name, a, c, (b, d) in zip(names, ours, theirs, yardsticks, strict=True):
+        assert a.shape == b.shape and a.dtype == c.dtype
+        limit = max(
+            numerics.TORCH_FACTOR * numerics.relative_error(c.to(dtype), d),
+            numerics.bound(dtype, terms=terms),
+        )
+        error = numerics.relative_error(a.to(dtype), b)
+        assert error <= limit, f"{name}: {error:.3g} from float64, allowed {limit:.3g}"
+
+
+def by_torch(
+    block: Any, x: torch.Tensor, z: torch.Tensor | None, positive: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By torch's modules. ``positive`` says where a relu lets through, in place of its operand."""
+    y = block.conv(x)
+    y = y if block.norm is None else block.norm(y)
+    y = y if z is None else y + z
+    if positive is not None and isinstance(block.activation, torch.nn.ReLU):
+        return torch.where(positive, y, 0.0)
+    return block.activation(y)  # type: ignore[no-any-return]
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "block": {},
+    "no norm": {"norm": None},
+    "stride": {"stride": 2},
+    "groups": {"groups": 4, "activation": "silu"},
+    "dilation": {"dilation": 2, "padding": 2},
+    "1x1": {"kernel_size": 1, "padding": 0, "bias": False},
+    "transposed": {"kernel_size": 4, "stride": 2, "transposed": True},
+}
+
+
+def make(label: str) -> Any:
+    torch.manual_seed(0)
+    options = {"kernel_size": 3, "padding": 1, **BLOCKS[label]}
+    kind = cg.FusedConvTransposeBlock if options.pop("transposed", 0) else cg.FusedConvBlock
+    block = kind(32, 64, **options).to(memory_format=LAST)
+    if block.norm is not None:
+        for tensor in (block.norm.weight, block.norm.bias, block.norm.running_mean):
+            torch.nn.init.normal_(tensor)
+        torch.nn.init.uniform_(block.norm.running_var, 0.5, 2.0)
+    return block
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("label", BLOCKS)
+def test_a_block_and_its_gradients_are_within_the_policy(
+    label: str, training: bool, residual: bool, dtype: torch.dtype
+) -> None:
+    """A relu that rounding switches is a step in the gradient. So each side is compared with
+    float64 gradients through the relu as that side has it."""
+    base = make(label).train(training)
+    shape = base.conv(torch.zeros(8, 32, 14, 14)).shape
+    x64 = torch.randn(8, 32, 14, 14).to(dtype).double().to(memory_format=LAST)
+    z64 = torch.randn(shape).to(dtype).double().to(memory_format=LAST) if residual else None
+    grad = torch.randn(shape).to(dtype).double().to(memory_format=LAST)
+    names: list[str] = []
+
+    def results(run: Any, place: str, kind: torch.dtype, *more: Any) -> list[torch.Tensor]:
+        model = copy.deepcopy(base).to(dtype).to(place, kind)
+        x = x64.to(place, kind).requires_grad_()
+        z = None if z64 is None else z64.to(place, kind).requires_grad_()
+        y = run(model, x, z, *more)
+        # A norm takes the bias before it away: its gradient is rounding alone.
+        kept = {n: p for n, p in model.named_parameters() if n != "0.bias" or model.norm is None}
+        given = {"x": x, **({} if z is None else {"z": z}), **kept}
+        found = torch.autograd.grad(y, list(given.values()), grad.to(place, kind))
+        running = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        names[:] = ["y", *given, *running]
+        return [y.detach(), *found, *running.values()]
+
+    ours = results(lambda model, *given: model(*given), "cuda", dtype)
+    theirs = results(by_torch, "cuda", dtype)
+    assert ours[0].is_contiguous(memory_format=LAST)
+    exact, exact_of_theirs = (
+        results(by_torch, "cpu", torch.float64, (side[0] > 0).cpu()) for side in (ours, theirs)
+    )
+    within(ours, exact, theirs, dtype, names, 8 * 28 * 28, exact_of_theirs)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shared", "length"),
+    [({}, 8, 128), ({"causal": True}, 8, 192), ({"causal": True}, 2, 256), ({}, 1, 64)],
+    ids=["full", "causal", "grouped", "one head"],
+)
+def test_attention_and_its_gradients_are_within_the_policy(
+    options: dict[str, Any], shared: int, length: int, dtype: torch.dtype
+) -> None:
+    gen = torch.Generator().manual_seed(0)
+    shapes = ((2, 8, length, 64), (2, shared, length, 64), (2, shared, length, 64))
+    wide = [torch.randn(s, generator=gen).to(dtype).double() for s in shapes]
+    grad = torch.randn(shapes[0], generator=gen).to(dtype).double()
+    attend = cg.FusedSDPA(**options)
+
+    def torchs(q: Any, k: Any, v: Any) -> torch.Tensor:
+        causal = bool(options.get("causal"))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    results = []
+    for place, kind, run in (
+        ("cuda", dtype, attend),
+        ("cpu", torch.float64, torchs),
+        ("cuda", dtype, torchs),
+    ):
+        leaves = [t.to(place, kind).requires_grad_() for t in wide]
+        y = run(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, grad.to(place, kind))])
+    ours, exact, theirs = results
+    within(ours, exact, theirs, dtype, ["o", "q", "k", "v"], length * 64)
+
+
+def test_a_gradient_of_stride_0_and_packed_operands() -> None:
+    packed = torch.randn(2, 128, 3, 4, 64, device="cuda", dtype=BF16, requires_grad=True)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    (found,) = torch.autograd.grad(cg.FusedSDPA()(q, k, v).sum(), packed)
+    (right,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), packed)
+    wide = packed.detach().double().cpu().requires_grad_()
+    y = F.scaled_dot_product_attention(*wide.permute(2, 0, 3, 1, 4))
+    (exact,) = torch.autograd.grad(y.sum(), wide)
+    within([found], [exact], [right], BF16, ["packed"], 128 * 64)
+
+
+def step(block: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    y = block(x)
+    return [y, *torch.autograd.grad(y.square().mean(), [x, *block.parameters()])]
+
+
+def test_deterministic_repeats_are_equal_bit_by_bit() -> None:
+    block = make("block").to("cuda", F16)
+    block.policy = cg.Policy(deterministic=True)
+    x = torch.randn(8, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+    x.requires_grad_()
+    first = step(block, x)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, step(block, x), strict=True))
+
+
+def test_forward_and_backward_are_captured_in_a_cuda_graph() -> None:
+    block = make("block").to("cuda", F16)
+    x = torch.randn(8, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+    x.requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(block, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = step(block, x)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, step(block, x), strict=True):
+        assert numerics.relative_error(a, b.double()) <= numerics.bound(F16)
+
+
+def test_no_more_memory_is_held_between_forward_and_backward_than_torch_holds() -> None:
+    block = make("block").to("cuda", F16)
+    x = torch.randn(32, 32, 28, 28, device="cuda", dtype=F16).to(memory_format=LAST)
+    x.requires_grad_()
+    held = []
+    for run in (block, lambda x: by_torch(block, x, None)):
+        for _ in range(3):
+            run(x).sum().backward()
+        block.zero_grad()
+        x.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = run(x)
+        held.append(torch.cuda.memory_allocated() - before)
+        del y
+    assert 0 < held[0] <= held[1]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_autocast_trains_float32_parameters(dtype: torch.dtype) -> None:
+    block = make("block").cuda()
+    x = torch.randn(8, 32, 14, 14, device="cuda").to(memory_format=LAST)
+    with torch.autocast("cuda", dtype):
+        y, theirs = block(x), by_torch(block, x, None)
+    assert y.dtype == theirs.dtype == dtype
+    y.float().sum().backward()
+    assert all(p.grad.dtype == F32 for p in block.parameters())
+
+
+def test_torch_compile_runs_the_block_as_one_op() -> None:
+    block = make("block").to("cuda", F16)
+    other = copy.deepcopy(block)
+    x = torch.randn(8, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+    x.requires_grad_()
+    fast = torch.compile(other, fullgraph=True)
+    names = ["y", "x", *dict(block.named_parameters())]
+    for name, a, b in zip(names, step(block, x), step(fast, x), strict=True):
+        assert a.stride() == b.stride()
+        if name != "0.bias":
+            assert numerics.relative_error(a, b.double()) <= 2 * numerics.bound(F16), name
+
+
+def test_out_is_written_in_place_and_allocates_nothing() -> None:
+    x = torch.randn(8, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+    w = torch.randn(64, 32, 3, 3, device="cuda", dtype=F16).to(memory_format=LAST)
+    b = torch.randn(64, device="cuda", dtype=F16)
+    out = cg.functional.conv_bias_act(x, w, b, padding=1)
+    expected = out.clone()
+    out.zero_()
+    cg.functional.conv_bias_act_into(out, x, w, b, padding=1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    cg.functional.conv_bias_act_into(out, x, w, b, padding=1)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert torch.equal(out, expected)
