@@ -165,6 +165,13 @@ def test_the_lines_on_the_plan_cache_run(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.startswith("{'")
 
 
+def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
+    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", README)
+    assert len(named) == 3
+    id = cache_example.records(0.0)["tuned"].id
+    assert {first or second for first, second in named} == {id[:8]}
+
+
 def test_the_lines_on_modules_run_and_print_what_the_readme_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -181,13 +188,6 @@ def test_the_table_of_modules_names_modules() -> None:
     kinds = {name: kind for name, kind in public.items() if isinstance(kind, type)}
     modules = {name for name, kind in kinds.items() if issubclass(kind, torch.nn.Module)}
     assert set(named) == modules and len(named) == len(modules)
-
-
-def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
-    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", README)
-    assert len(named) == 3
-    id = cache_example.records(0.0)["tuned"].id
-    assert {first or second for first, second in named} == {id[:8]}
 
 
 # -- links and commands ----------------------------------------------------------------------------
