@@ -213,6 +213,17 @@ class _Rival:
         return max(way.workspace_bytes for _, way in self.runs.steps)
 
 
+def _measured(time_us: float) -> float | None:
+    """A time as it is recorded: None where nothing could be measured."""
+    return time_us if math.isfinite(time_us) else None
+
+
+def _decided(way: _Way, reason: str, *, accepted: bool = False) -> Decision:
+    subject = "torch" if way.choice is None else str(way.choice)
+    need, time_us = way.workspace_bytes, _measured(way.time_us)
+    return Decision(subject, accepted, reason, way.choice, need, time_us)
+
+
 def _joined(parts: Sequence[_Assembly]) -> _Assembly:
     """The parts one after the other."""
     return _Assembly(
@@ -449,15 +460,16 @@ class _Search:
         """Whether a way does what it should; one that does not is thrown out."""
         if way.plan is None or id(way.plan) in checked:
             return True
-        why = self._bench.why_wrong(step.spec, way.plan) if way in step.ways else "wrong"
+        if way not in step.ways:  # another part of the same step has thrown it out
+            return False
+        why = self._bench.why_wrong(step.spec, way.plan)
         if why is None:
             checked.add(id(way.plan))
             return True
-        if way in step.ways:
-            step.ways.remove(way)
-            step.lost.append(self._lost(way, why))
-            while step.queue and all(each.plan is None for each in step.ways):
-                self.advance(step)  # the rest of the list is better than no plan
+        step.ways.remove(way)
+        step.lost.append(_decided(way, why))
+        while step.queue and all(each.plan is None for each in step.ways):
+            self.advance(step)  # the rest of the list is better than no plan
         return False
 
     def _compare(self, step: _Step) -> None:
@@ -476,11 +488,6 @@ class _Search:
             if not isinstance(time_us, str):
                 way.time_us = time_us
 
-    def _lost(self, way: _Way, reason: str) -> Decision:
-        subject = "torch" if way.choice is None else str(way.choice)
-        time_us = way.time_us if math.isfinite(way.time_us) else None
-        return Decision(subject, False, reason, way.choice, way.workspace_bytes, time_us)
-
     def decisions(self, part: _Part, taken: _Way) -> tuple[Decision, ...]:
         """Everything that was considered for a step."""
         step = part.step
@@ -488,18 +495,14 @@ class _Search:
         made = []
         for way in sorted(step.ways, key=lambda way: way.time_us):
             ratio = way.time_us / taken.time_us if taken.time_us else math.inf
-            lost = self._lost(
-                way,
-                f"{ratio:.2f} times the time of the one taken"
-                if ratio > TIE
-                else "as fast, with no less workspace",
-            )
-            if way is taken:
-                time_us = way.time_us if math.isfinite(way.time_us) else None
-                lost = Decision(
-                    lost.subject, True, "the fastest", way.choice, way.workspace_bytes, time_us
+            reason = "as fast, with no less workspace"
+            if way is taken or ratio > TIE:
+                reason = (
+                    "the fastest"
+                    if way is taken
+                    else f"{ratio:.2f} times the time of the one taken"
                 )
-            made.append(lost)
+            made.append(_decided(way, reason, accepted=way is taken))
         return (*made, *step.lost)
 
 
@@ -538,7 +541,7 @@ def autotune(
             compared = _of_cuts(winner, rivals)
             decisions = (*compared, *_of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
-        time_us = way.time_us if math.isfinite(way.time_us) else None
+        time_us = _measured(way.time_us)
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
         built.append(plan)
     return Selection(tuple(steps), tuple(built))
@@ -553,10 +556,11 @@ def _of_cuts(winner: _Rival, rivals: Sequence[_Rival]) -> list[Decision]:
         taken = rival is winner
         ratio = rival.time_us / winner.time_us if winner.time_us else math.inf
         reason = "as fast, with no less workspace"
-        if taken or ratio > TIE:
-            reason = "the fastest way to cut it" if taken else f"{ratio:.2f} times the time"
-        time_us = rival.time_us if math.isfinite(rival.time_us) else None
-        need = rival.workspace_bytes
+        if taken:
+            reason = "the fastest way to cut it"
+        elif ratio > TIE:
+            reason = f"{ratio:.2f} times the time"
+        need, time_us = rival.workspace_bytes, _measured(rival.time_us)
         made.append(Decision(rival.label, taken, reason, None, need, time_us))
     return made
 

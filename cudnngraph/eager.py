@@ -20,6 +20,7 @@ from .ops import OPS
 from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
+Run = Callable[[], object]
 OutRule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor], object]
 
 _aten: Any = torch.ops.aten
@@ -115,16 +116,16 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
 
 def _run_linear(
     spec: GraphSpec, values: Mapping[str, torch.Tensor], out: torch.Tensor
-) -> Callable[[], None] | None:
+) -> Run | None:
     found = _linear(spec)
     if found is None:
         return None
     x, y, bias = (values[name] for name in found[:3])
     activation = found[3]
     if activation is None:
-        return lambda: (torch.addmm(bias, x, y, out=out), None)[1]
+        return lambda: torch.addmm(bias, x, y, out=out)
     gelu = activation == "gelu_tanh"
-    return lambda: (_aten._addmm_activation.out(bias, x, y, use_gelu=gelu, out=out), None)[1]
+    return lambda: _aten._addmm_activation.out(bias, x, y, use_gelu=gelu, out=out)
 
 
 def launcher(
@@ -155,12 +156,12 @@ def view(node: Node, spec: GraphSpec, values: dict[str, torch.Tensor]) -> None:
     )
 
 
-def _in_precision(run: Callable[[], None], allow_tf32: bool) -> None:
+def _in_precision(run: Run, allow_tf32: bool) -> None:
     with torch.no_grad(), tf32(allow_tf32):
         run()
 
 
-def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Callable[[], None] | None:
+def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Run | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
     values = dict(zip(spec.inputs, inputs, strict=True))
@@ -174,14 +175,14 @@ def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Callable[[], 
     attrs = dict(node.attrs)
     if node.op in OUT and _runs_in_own_dtype(node, spec):
         rule = OUT[node.op]
-        return lambda: (rule(operands, attrs, out), None)[1]
+        return lambda: rule(operands, attrs, out)
     if OPS[node.op].view:
         show = reference.RULES[node.op]
-        return lambda: (out.copy_(show(operands, attrs)), None)[1]  # type: ignore[arg-type]
+        return lambda: out.copy_(show(operands, attrs))  # type: ignore[arg-type]
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
     if node.op in NATIVE and len(kinds) == 1:
         compute = NATIVE[node.op]
-        return lambda: (out.copy_(compute(operands, attrs)), None)[1]
+        return lambda: out.copy_(compute(operands, attrs))
     return None
 
 

@@ -23,10 +23,10 @@ class KnownBad:
     since: int
     until: int | None
     engines: frozenset[int]
-    with_tf32: bool  # also where TF32 is allowed
     applies: Callable[[GraphSpec], bool]
     reason: str
     source: str
+    with_tf32: bool = True  # also where TF32 is allowed
 
 
 def _convolves_into_another_layout(spec: GraphSpec) -> bool:
@@ -95,7 +95,6 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({8}),
-        with_tf32=True,
         applies=_convolves_into_another_layout,
         reason="engine 8 writes channels_last whatever the strides of the output are",
         source="seen on an H200 with cuDNN 9.19.0: relative error over 1, or NaN",
@@ -104,7 +103,6 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({8}),
-        with_tf32=True,
         applies=_computes_beside_a_convolution,
         reason="engine 8 gets a residual wrong that is changed before it is added",
         source="seen on an H200 with cuDNN 9.19.0: relative error over 0.1, or NaN",
@@ -113,7 +111,6 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({2, 9}),
-        with_tf32=True,
         applies=_attends_over_padding,
         reason="engines 2 and 9 multiply keys past a sequence's end by 0, so NaN there spreads, "
         "and write nothing for a sequence without keys",
@@ -123,7 +120,6 @@ TABLE: tuple[KnownBad, ...] = (
         since=91900,
         until=None,
         engines=frozenset({0, 11, 52}),
-        with_tf32=True,
         applies=_adds_two_scaled,
         reason="the engines of conv * a + z * b + bias take the factors for host scalars and crash",
         source="seen on an H200 with cuDNN 9.19.0: segmentation fault in execute",

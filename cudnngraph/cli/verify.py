@@ -27,19 +27,12 @@ from cudnngraph.policy import Policy
 from cudnngraph.recorded import StaleRecord, env_components, steps_of
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
+from cudnngraph.trial import launcher, random_inputs, relative_error, strided, tolerance
 from plans_cache import PlanRecord, PlanStore
 
 RunStep = Callable[[StepPlan, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
-# Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
-TOLERANCE: Mapping[torch.dtype, float] = {
-    torch.float32: 1e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-}
-TF32_TOLERANCE = 2e-3
 MAX_TENSOR_BYTES = 1 << 30
-_POSITIVE = {"batch_norm", "div", "log", "pow", "reciprocal", "rsqrt", "sqrt"}
 
 
 @dataclass(frozen=True)
@@ -96,14 +89,14 @@ def check_plans(record: PlanRecord, steps: Sequence[StepPlan], run_step: RunStep
         large = [t for t in step.spec.tensors.values() if _bytes(t) > MAX_TENSOR_BYTES]
         if large:
             return Verdict("skipped", f"step {number} has a tensor over {MAX_TENSOR_BYTES} bytes")
-        inputs = random_inputs(step.spec)
+        inputs = random_inputs(step.spec, torch.device("cpu"))
         try:
             outputs = run_step(step, inputs)
         except (CudnnGraphError, RuntimeError) as error:
             return Verdict("failed", f"step {number} does not run: {_first_line(str(error))}")
         wanted = reference.run(step.spec, inputs, torch.float64)
         for name, out, ref in zip(step.spec.outputs, outputs, wanted, strict=True):
-            error_, bound = relative_error(out, ref), _tolerance(step.spec, out.dtype, tf32)
+            error_, bound = relative_error(out, ref), tolerance(out.dtype, tf32=tf32)
             worst = max(worst, error_)
             if not error_ <= bound:
                 return Verdict(
@@ -119,60 +112,6 @@ def _bytes(spec: TensorSpec) -> int:
 
 def _first_line(text: str) -> str:
     return clean(next(iter(text.splitlines()), ""))
-
-
-def _tolerance(spec: GraphSpec, dtype: torch.dtype, tf32: bool) -> float:
-    if not dtype.is_floating_point:
-        return 0.0
-    if dtype == torch.float32 and tf32:
-        return TF32_TOLERANCE
-    return TOLERANCE[dtype]
-
-
-def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
-    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not."""
-    wide, ref = out.to(torch.float64), ref64.to(torch.float64)
-    finite = ref.isfinite()
-    mine, theirs = wide[~finite], ref[~finite]
-    if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-        return float("inf")
-    distance, size = float((wide - ref)[finite].norm()), float(ref[finite].norm())
-    if distance == 0.0:
-        return 0.0
-    return distance / size if size and distance == distance else float("inf")
-
-
-def random_inputs(spec: GraphSpec, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), integers 1, which is a valid length.
-
-    Floats are within (0.5, 1.5) where an op wants them positive or divides; a mask of attention
-    hides nothing.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    ops = {node.op for node in spec.nodes}
-    shift = (0.5, 1.0) if ops & _POSITIVE else (-1.0, 2.0)
-    made = []
-    for declared in (spec.tensors[name] for name in spec.inputs):
-        values = torch.rand(declared.shape, generator=generator)
-        if declared.dtype.is_floating_point:
-            values = shift[0] + shift[1] * values
-        elif declared.dtype == torch.bool and "sdpa" not in ops:
-            values = values < 0.5
-        else:
-            values = torch.ones(declared.shape)
-        made.append(strided(declared, values, torch.device("cpu")))
-    return made
-
-
-def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` in memory as ``declared`` lays it out; what it repeats is stored once."""
-    out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype, device=device)
-    core = out
-    for dim, stride in enumerate(declared.stride):
-        if stride == 0 and declared.shape[dim] > 1:
-            core, values = core.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    core.copy_(values)
-    return out
 
 
 # -- the graph of a key ----------------------------------------------------------------------------
@@ -293,9 +232,7 @@ def on_gpu(device_index: int) -> RunStep:
                     )
                 )
             block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
-            pointers = plan.pointers([each.data_ptr() for each in (*given, *outputs)])
-            handle = env.handle_on_current_stream(device_index)
-            plan.execute(pointers, block.data_ptr(), handle)
+            launcher(plan, (*given, *outputs), block, device)()
             torch.cuda.synchronize(device)
             return [each.cpu() for each in outputs]
 
