@@ -2,8 +2,8 @@
 
 It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every
 op is computed in the graph's compute dtype from operands converted to it; the result is then
-rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the
-yardstick for accuracy.
+rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere but
+where rounding is what an op means (``quantize``): the yardstick for accuracy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,17 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _need(value: torch.Tensor | None) -> torch.Tensor:
     assert value is not None
     return value
+
+
+def _exactly(rule: Callable[[Tensors, Mapping[str, Any]], torch.Tensor]) -> Rule:
+    """A rule of products, on int8 operands too: sums in float64, which holds them all, as int32."""
+
+    def run(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+        if _need(inputs[0]).dtype != torch.int8:
+            return rule(inputs, attrs)
+        return rule([_need(value).double() for value in inputs], attrs).to(torch.int32)
+
+    return run
 
 
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -99,6 +110,34 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
         [False, True, False],
     )
     return _need(weight)
+
+
+def _along(scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A scale so that it broadcasts: one for all of x, or one for each index of ``dim``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape([-1 if place == dim else 1 for place in range(x.dim())])
+
+
+def _dequantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), _need(inputs[1])
+    return x.to(scale.dtype) * _along(scale, x, attrs["dim"])
+
+
+def _quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), inputs[1]
+    if scale is not None:
+        x = x / _along(scale, x, attrs["dim"])
+    return saturated(x, getattr(torch, attrs["dtype"]))
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
+    beyond."""
+    if dtype == torch.int8:
+        return x.round().clamp(-128, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
 
 
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
@@ -326,13 +365,14 @@ _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "mean": torch.mean,
     "max": torch.amax,
     "min": torch.amin,
+    "amax": lambda x, dims, keepdim: torch.amax(x.abs(), dims, keepdim=keepdim),
 }
 
 
 def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
     if not dims:  # a number
-        return x
+        return x.abs() if attrs["mode"] == "amax" else x
     result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
     kept = dims if keep is True else keep or ()
     return result.squeeze([dim for dim in dims if dim not in kept])
@@ -359,10 +399,10 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 
 
 RULES: Mapping[str, Rule] = {
-    "conv": _conv,
-    "conv_transpose": _conv_transpose,
+    "conv": _exactly(_conv),
+    "conv_transpose": _exactly(_conv_transpose),
     "conv_wgrad": _conv_wgrad,
-    "matmul": _binary(torch.matmul),
+    "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "layer_norm_backward": _layer_norm_backward,
@@ -374,6 +414,8 @@ RULES: Mapping[str, Rule] = {
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),

@@ -25,9 +25,10 @@ def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
 
 
 def differentiable(case: Case) -> bool:
-    """Whether a sample has a gradient: not one of gradients' own ops, nor one of bools alone."""
+    """Whether a sample has a gradient: not one of gradients' own ops, of bools alone, of 8 bits."""
     bools = ("pointwise-comparisons", "view-bools")
-    return case.family != "gradients" and not case.id.startswith(bools)
+    none = ("gradients", "int8", "fp8")
+    return case.family not in none and not case.id.startswith(bools)
 
 
 def upstream(gradient: cg.Gradient, seed: int = 0, dtype: torch.dtype | None = None) -> Tensors:

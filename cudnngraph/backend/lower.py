@@ -31,13 +31,14 @@ from ..ir import (
     memory_order,
     numel,
 )
-from ..ops import OPS
+from ..ops import FP8, OPS, QUANTIZED
 from ..validate import check_node
 
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
 # Anchors whose plans see merged dims.
 _MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
@@ -100,6 +101,8 @@ def _dtypes(frontend: Any) -> dict[torch.dtype, Any]:
         torch.float32: kinds.FLOAT,
         torch.float16: kinds.HALF,
         torch.bfloat16: kinds.BFLOAT16,
+        torch.float8_e4m3fn: kinds.FP8_E4M3,
+        torch.float8_e5m2: kinds.FP8_E5M2,
         torch.int32: kinds.INT32,
         torch.int64: kinds.INT64,
         torch.int8: kinds.INT8,
@@ -293,7 +296,9 @@ def _view_of(spec: GraphSpec) -> _View:
         return _pointwise_view(spec, rank, real)
     for node in anchors:
         if node.op in _MERGED:
-            if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
+            if any(other.op != "reduction" for other in anchors if other is not node) or (
+                len(anchors) > 1 and node.op != "matmul"
+            ):  # two products in one plan took 12 times as long as torch (9.19)
                 raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
             return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
     if all(node.op == "reduction" for node in anchors):
@@ -574,11 +579,45 @@ def _convolution(transposed: bool) -> Rule:
             "dilation": _spatial(node.attr("dilation"), spread),
             "name": node.name,
         }
+        kind = _check_narrow(ctx, node)
+        if kind == torch.int8:
+            if transposed:
+                raise _Refused("cuDNN has no transposed convolution of int8")
+            options["compute_data_type"] = ctx.dtype(torch.int32)
         if transposed:  # dx of the convolution whose filter is this weight
             return ctx.graph.conv_dgrad(loss=x, filter=weight, **options)
         return ctx.graph.conv_fprop(image=x, weight=weight, **options)
 
     return rule
+
+
+def _check_narrow(ctx: Context, node: Node) -> torch.dtype:
+    """Refuse layouts that cuDNN takes for no 8-bit convolution; the dtype of its data."""
+    x, weight = (ctx.spec.tensors[name] for name in node.operands)
+    if x.dtype not in QUANTIZED:
+        return x.dtype
+    fused = x.dtype in FP8 or len(ctx.spec.nodes) > 1
+    names = [*node.operands[: 1 if node.op == "conv_transpose" else 2], *ctx.spec.outputs]
+    for tensor in (ctx.spec.tensors[name] for name in names if fused):
+        if tensor.numel > 1 and not is_channels_last(tensor.shape, tensor.stride):
+            raise _Refused(
+                f"'{tensor.name}' is not channels_last, as 8-bit convolutions want it; "
+                "declare it with layout='channels_last'"
+            )
+    groups = node.attr("groups")
+    if fused and groups > 1 and x.shape[1] // groups % 4:
+        raise _Refused(
+            f"{x.shape[1] // groups} channels in each of {groups} groups; 8-bit convolutions take "
+            "a multiple of 4"
+        )
+    if x.dtype in FP8 and node.op == "conv_transpose":
+        order = (*range(2, len(weight.shape)), 0)
+        if weight.stride != dense_strides(weight.shape, (1, *order)):
+            raise _Refused(
+                f"the weight '{weight.name}' of a transposed convolution in FP8 has its first dim "
+                f"fastest in memory; declare stride={dense_strides(weight.shape, (1, *order))}"
+            )
+    return x.dtype
 
 
 def _conv_wgrad(ctx: Context, node: Node) -> Any:
@@ -713,6 +752,32 @@ def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
     )
 
 
+# Added to a number below 2^22 and taken away again, this rounds it to the nearest whole one, ties
+# to even: float32 has no fractions at 2^23.
+_ROUNDER = 1.5 * 2.0**23
+
+
+def _dequantize(ctx: Context, node: Node) -> Any:
+    return ctx.graph.mul(*ctx.operands(node), name=node.name)
+
+
+def _quantize(ctx: Context, node: Node) -> Any:
+    """Rounds and saturates by arithmetic for int8; FP8 conversions do both of themselves."""
+    x, scale = ctx.operands(node)
+    result, like = node.results[0], ctx.spec.tensors[str(node.inputs[0])]
+    if any(result in each.operands for each in ctx.spec.nodes):
+        raise _Refused("what is quantised is rounded where it leaves a plan, not within")
+    g = ctx.graph
+    if node.attr("dtype") != "int8":
+        return g.identity(x, name=node.name) if scale is None else g.div(x, scale, name=node.name)
+    if scale is not None:
+        x = ctx.temporary(g.div(x, scale), like)
+    x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
+    x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
+    x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)
+    return g.sub(x, ctx.scalar(_ROUNDER), name=node.name)
+
+
 def _reduction(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
@@ -722,7 +787,13 @@ def _reduction(ctx: Context, node: Node) -> Any:
         source = ctx.spec.tensors[str(node.inputs[0])]
         count = numel(source.shape[dim] for dim in node.attr("dims"))
         x = ctx.temporary(ctx.graph.mul(x, ctx.scalar(1.0 / count)), source)
-    kind = {"sum": modes.ADD, "mean": modes.ADD, "max": modes.MAX, "min": modes.MIN}[mode]
+    kind = {
+        "sum": modes.ADD,
+        "mean": modes.ADD,
+        "max": modes.MAX,
+        "min": modes.MIN,
+        "amax": modes.AMAX,
+    }[mode]
     return ctx.graph.reduction(input=x, mode=kind, name=node.name)
 
 
@@ -779,6 +850,9 @@ def _matmul(ctx: Context, node: Node) -> Any:
     x, y = ctx.operands(node)
     if node.inputs[0] == node.inputs[1]:  # cuDNN gets a tensor times itself wrong
         y = ctx.alias(str(node.inputs[1]))
+    if ctx.spec.tensors[str(node.inputs[0])].dtype == torch.int8:
+        kind = ctx.dtype(torch.int32)
+        return ctx.graph.matmul(A=x, B=y, compute_data_type=kind, name=node.name)
     return ctx.graph.matmul(A=x, B=y, name=node.name)
 
 
@@ -940,6 +1014,8 @@ RULES: Mapping[str, Rule] = {
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": _call("bias"),
     "scale": _call("scale"),
     "relu": _call("relu"),
@@ -997,6 +1073,7 @@ _CHANNEL_PORTS = {
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
+_SCALED = ("dequantize", "quantize")
 _LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
 
 
@@ -1008,7 +1085,9 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
         for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if operand != name:
                 continue
-            if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                views.add(_scale_place(spec, node, tensor))
+            elif len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
@@ -1025,6 +1104,14 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     if len(views) > 1:
         raise _Refused(f"'{name}' is used with its dims in two different places")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _scale_place(spec: GraphSpec, node: Node, scale: TensorSpec) -> tuple[Shape, Shape]:
+    """Shape and stride of a quantisation's scale: one for all of x, or along one of its dims."""
+    rank = len(spec.tensors[str(node.inputs[0])].shape)
+    if scale.numel == 1:
+        return (1,) * rank, (1,) * rank
+    return _set_out(scale, (node.attr("dim"),), rank)
 
 
 def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
@@ -1044,7 +1131,9 @@ def _check_places(spec: GraphSpec) -> None:
             shape = spec.tensors[name].shape
             made = _result_spec(spec, producer[name], name).shape
             wanted: Shape = shape
-            if len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                wanted = _scale_place(spec, node, spec.tensors[name])[0]
+            elif len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
             elif node.op == "expand":
                 wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
@@ -1075,6 +1164,11 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 f"graph '{spec.name}'",
                 [f"'{name}' is {tensor.dtype}, which cuDNN graphs do not take"],
             )
+    if any(tensor.dtype in FP8 for tensor in spec.tensors.values()):
+        major, minor = divmod(graph_options.get("sm_version") or _capability(), 10)
+        if (major, minor) < FP8_CAPABILITY:
+            reason = f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}"
+            raise NotSupported(f"graph '{spec.name}'", [f"{reason}; declare float16 data"])
     graph = frontend.pygraph(
         name=spec.name,
         io_data_type=frontend.data_type.FLOAT,
@@ -1132,6 +1226,12 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         raise NotSupported(f"graph '{spec.name}'", [first_line(str(error))], str(error)) from None
     total = len(spec.inputs) + len(spec.outputs)
     return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
+
+
+def _capability() -> int:
+    """Of the current GPU, as 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:

@@ -44,7 +44,7 @@ SELECTION = {
     "partition": {"ir", "ops"},
     "eager": {"ir", "ops", "partition", "reference"},
     "trial": {"backend", "eager", "ir", "ops", "partition", "policy", "reference"},
-    "select": {"backend", "errors", "ir", "partition", "policy"},
+    "select": {"backend", "errors", "ir", "ops", "partition", "policy"},
     "autotune": {
         *("backend", "eager", "errors", "ir", "key", "partition", "policy"),
         *("select", "timing", "trial"),
