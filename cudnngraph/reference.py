@@ -484,8 +484,7 @@ def _prepare(
             if last_use[name] == index and name not in spec.outputs
         }
         operands = tuple(place[name] for name in node.inputs)
-        is_expand = node.op == "expand"
-        steps.append((RULES[node.op], dict(node.attrs), operands, is_expand, results, tuple(gone)))
+        steps.append((node.op, dict(node.attrs), operands, results, tuple(gone)))
     outputs = tuple(place[name] for name in spec.outputs)
     behind = [None] * (len(place) - 1 - len(spec.inputs))
     many = len(spec.inputs)
@@ -495,11 +494,11 @@ def _prepare(
             raise ValueError(f"{len(inputs)} tensors for {many} inputs")
         values: list[torch.Tensor | None] = [None, *inputs, *behind]
         device = inputs[0].device if inputs else torch.device("cpu")
-        for rule, attrs, operands, is_expand, results, gone in steps:
+        for op, attrs, operands, results, gone in steps:
             given = [values[at] for at in operands]
-            if is_expand and _need(given[0]).dim() == 0:
+            if op == "expand" and _need(given[0]).dim() == 0:
                 given = [torch.full((), _need(given[0]).item(), dtype=compute, device=device)]
-            made = rule(_widened(given, compute), attrs)
+            made = RULES[op](_widened(given, compute), attrs)
             several = made if isinstance(made, tuple) else (made,)
             for number, at, kept in results:
                 value = several[number]

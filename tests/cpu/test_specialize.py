@@ -138,6 +138,14 @@ def test_the_device_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f.lookup(there) is asked[1] and len(asked) == 2
 
 
+def test_a_tensor_without_data_is_not_taken_for_one_on_the_cpu() -> None:
+    f = cg.specialize(lambda g, x: g.relu(x))
+    x = torch.ones(2)
+    f(x)
+    with pytest.raises(cg.PolicyError, match="device='meta'; expected a CPU or a CUDA device"):
+        f(x.to("meta"))
+
+
 def test_static_arguments_belong_to_the_call_whatever_their_order() -> None:
     seen: list[dict[str, int]] = []
 
