@@ -121,8 +121,9 @@ def test_the_device_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu(torch.Tensor):
         """A tensor that says it is on the GPU of its number of elements."""
 
-        def get_device(self) -> int:
-            return self.numel() // 2
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda", self.numel() // 2)
 
     asked: list[object] = []
 
