@@ -83,7 +83,9 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 # Out variants that write the dtype of their operand alone.
 _NO_CAST = frozenset({"relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "clamp"})
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+_MULTIPLIES = frozenset(
+    {"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_fp8", "sdpa_backward"}
+)
 
 
 def runs_whole(spec: GraphSpec) -> bool:

@@ -1027,6 +1027,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "conv_wgrad": _conv_wgrad,
     "sdpa": _sdpa,
     "sdpa_backward": _second("sdpa_backward"),
+    "sdpa_fp8": NoGradient("has no gradient: 8-bit data are constants; sdpa has one"),
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,

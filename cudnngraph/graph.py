@@ -1018,6 +1018,56 @@ class Graph:
         )
         return tuple(outputs) if return_lse is True else outputs[0]
 
+    def sdpa_fp8(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        descale_q: Value,
+        descale_k: Value,
+        descale_v: Value,
+        descale_s: Value,
+        scale_s: Value,
+        scale_o: Value,
+        *,
+        seq_len_q: Value | None = None,
+        seq_len_kv: Value | None = None,
+        dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Attention of FP8 data: softmax(scale * (q descale_q) (k descale_k)^T) v descale_v.
+
+        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v), all float8_e4m3fn or all
+        float8_e5m2; scales and descales float32 on the GPU, one number each. The exponentials of a
+        row's scores, at most 1, are multiplied by ``scale_s`` and rounded to FP8; what they are
+        summed up to with v is multiplied by ``descale_s`` and ``descale_v``. → (o, amax_s, amax_o):
+        o (B, H, S_q, D_v) in q's dtype (``dtype`` can say so), multiplied by ``scale_o``, rounded
+        and saturated; the largest weight and the largest size in o before ``scale_o``, float32 ().
+        With ``return_lse=True`` (o, lse, amax_s, amax_o). The rest as in :meth:`sdpa`.
+        """
+        outputs = self._apply(
+            "sdpa_fp8",
+            (
+                *(q, k, v, descale_q, descale_k, descale_v),
+                *(descale_s, scale_s, scale_o, seq_len_q, seq_len_kv),
+            ),
+            {
+                "dtype": dtype,
+                "scale": scale,
+                "is_causal": is_causal,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs if return_lse is True else (outputs[0], *outputs[2:]))
+
     def sdpa_backward(
         self,
         do: Value,

@@ -1134,6 +1134,70 @@ def _sdpa(call: Call) -> list[Result | None] | None:
     return [Result(shape, q.dtype, _like_order(q)), lse]
 
 
+FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _sdpa_fp8_operands(call: Call) -> None:
+    """Data of one FP8 dtype, which is that of the result; scales of one float32 each."""
+    q = call["q"]
+    for port in ("q", "k", "v"):
+        spec = call[port]
+        if spec.dtype not in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
+                "float8_e4m3fn or float8_e5m2",
+                "quantize it, or use sdpa",
+            )
+        elif spec.dtype != q.dtype and q.dtype in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, q '{q.name}' is "
+                f"{dtype_name(q.dtype)}",
+                "one dtype",
+            )
+    for port in FP8_SCALES:
+        spec = call[port]
+        if spec.dtype != torch.float32 or spec.shape not in ((), (1,)):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "float32 () or (1,): one number",
+            )
+    given = call.attrs["dtype"]
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if name not in (None, dtype_name(q.dtype)):
+        call.problem(f"dtype={given!r}", f"None or torch.{dtype_name(q.dtype)}, that of q")
+    call.attrs["dtype"] = dtype_name(q.dtype)
+
+
+def _sdpa_fp8(call: Call) -> list[Result | None] | None:
+    want_lse, causal = _flag(call, "return_lse"), _flag(call, "is_causal")
+    _sdpa_fp8_operands(call)
+    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
+        call.problem(
+            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
+            " or ".join(map(repr, ALIGNMENTS)),
+        )
+    if not _sdpa_shapes(call):
+        return None
+    _sdpa_lengths(call)
+    _sdpa_window(call)
+    q, v = call["q"], call["v"]
+    if call.attrs["scale"] is None:
+        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+    else:
+        _number(call, "scale")
+    if call.problems:
+        return None
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None:
+        call.attrs["diagonal_alignment"] = "top_left"
+    shape = (*q.shape[:3], v.shape[3])
+    lse = Result(q.shape[:3], torch.float32, (0, 1, 2)) if want_lse else None
+    largest = Result((), torch.float32, ())
+    return [Result(shape, q.dtype, _like_order(q)), lse, largest, largest]
+
+
 def _sdpa_backward(call: Call) -> list[Result | None] | None:
     want_mask = _flag(call, "mask_grad")
     if not _sdpa_checked(call, "k", "v", "o", "do"):
@@ -1358,6 +1422,18 @@ def _rows() -> list[Op]:
             "q k v attn_mask? seq_len_q? seq_len_kv?",
             _sdpa,
             outputs="o lse",
+            scale=None,
+            is_causal=False,
+            diagonal_alignment="top_left",
+            window=None,
+            return_lse=False,
+        ),
+        op(
+            "sdpa_fp8",
+            f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
+            _sdpa_fp8,
+            outputs="o lse amax_s amax_o",
+            dtype=None,
             scale=None,
             is_causal=False,
             diagonal_alignment="top_left",

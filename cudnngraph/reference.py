@@ -316,6 +316,40 @@ def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     return out, torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
 
 
+def _sdpa_fp8(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Attention of FP8 data: with P = exp(scores - their largest in the row), l its row sums,
+
+    scores = (q descale_q) (k descale_k)^T scale, o = fp8(scale_o fp8(scale_s P) v descale_s
+    descale_v / l). amax_s is the largest of P / l, amax_o that of |o| before scale_o.
+    """
+    q, k, v, descale_q, descale_k, descale_v, descale_s, scale_s, scale_o = (
+        _need(value) if place < 3 else _need(value).reshape(())
+        for place, value in enumerate(inputs[:9])
+    )
+    fp8 = getattr(torch, attrs["dtype"])
+    keep, _, valid_key = _kept(q, k, inputs[9:], attrs)[:3]
+    if inputs[10] is not None:
+        v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (value.repeat_interleave(repeat, dim=1) for value in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (descale_q * descale_k * attrs["scale"])
+    scores = torch.where(keep, scores, -torch.inf)
+    floor = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = torch.cat([scores, floor], -1).amax(dim=-1, keepdim=True)  # also of no key
+    nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
+    weights = torch.exp(scores - torch.where(nothing, 0.0, top))
+    total = torch.where(nothing, 1.0, weights.sum(dim=-1, keepdim=True))
+    rounded = saturated(weights * scale_s, fp8).to(weights.dtype)
+    out = torch.matmul(rounded, v) * (descale_s * descale_v) / total
+    out = torch.where(nothing, 0.0, out)
+    amax_s, amax_o = (
+        value.abs().amax() if value.numel() else value.new_zeros(())
+        for value in (weights / total, out)
+    )
+    lse = torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+    return saturated(out * scale_o, fp8), lse if attrs["return_lse"] else None, amax_s, amax_o
+
+
 def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """With P the attention weights, exp(scores - lse), and D the row sums of do * o:
 
@@ -414,6 +448,7 @@ RULES: Mapping[str, Rule] = {
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,

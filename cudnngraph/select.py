@@ -91,7 +91,7 @@ def why_apart(spec: GraphSpec) -> str | None:
     if not anchors or len(nodes) == 1:
         return None
     (anchor,) = anchors
-    if anchor.op == "sdpa":
+    if anchor.op in ("sdpa", "sdpa_fp8"):
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"

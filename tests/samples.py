@@ -2539,7 +2539,141 @@ def _conversions(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+@dataclass(frozen=True)
+class Attention8:
+    """Attention of FP8 data; q (b, h, s, d), k and v (b, h_kv, keys, d and d_v)."""
+
+    dtype: torch.dtype = E4
+    b: int = 2
+    h: int = 4
+    s: int = 64
+    d: int = 32
+    h_kv: int | None = None
+    keys: int | None = None
+    d_v: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    alignment: str = "top_left"
+    len_kv: tuple[int, ...] | None = None
+    scale: float | None = None
+    lse: bool = False
+    bshd: bool = False  # heads behind rows in memory
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        kv, keys = self.h_kv or self.h, self.keys or self.s
+        return {
+            "q": (self.b, self.h, self.s, self.d),
+            "k": (self.b, kv, keys, self.d),
+            "v": (self.b, kv, keys, self.d_v or self.d),
+        }
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("attention")
+        order = (0, 2, 1, 3) if self.bshd else (0, 1, 2, 3)
+        data = [
+            g.input(name, shape, self.dtype, stride=dense_strides(shape, order))
+            for name, shape in self.shapes.items()
+        ]
+        scales = [g.input(name, (), F32) for name in _SCALES_8]
+        lengths = None if self.len_kv is None else g.input("len_kv", (self.b,), torch.int32)
+        o, *rest = g.sdpa_fp8(
+            *data,
+            *scales,
+            seq_len_kv=lengths,
+            scale=self.scale,
+            is_causal=self.causal,
+            window=self.window,
+            diagonal_alignment=self.alignment,
+            return_lse=self.lse,
+        )
+        g.output("o", o)
+        if self.lse:
+            g.output("lse", rest[0])
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """The weights are not rounded here: what that makes is part of what o may be off by."""
+        wide = t["descale_q"].dtype
+        q, k, v = (t[name].to(wide) * t[f"descale_{name}"] for name in "qkv")
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scores = q @ k.transpose(-1, -2) * (self.d**-0.5 if self.scale is None else self.scale)
+        row = torch.arange(q.shape[2], device=q.device).view(-1, 1)
+        key = torch.arange(k.shape[2], device=q.device)
+        shift = k.shape[2] - q.shape[2] if self.alignment == "bottom_right" else 0
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if right is not None:
+            kept &= key <= row + shift + right
+        if left is not None:
+            kept &= key >= row + shift - left
+        if self.len_kv is not None:
+            kept &= key < t["len_kv"].view(-1, 1, 1, 1)
+        scores = scores.masked_fill(~kept, -torch.inf)
+        o = torch.softmax(scores, -1) @ v * (t["scale_s"] * t["descale_s"] * t["scale_o"])
+        most = torch.finfo(self.dtype).max
+        o = o.clamp(-most, most)
+        found = {"o": o if wide == F64 else o.to(self.dtype)}
+        return {**found, "lse": torch.logsumexp(scores, -1)} if self.lse else found
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        """Scales that use the range of the 8 bits."""
+        fills = {name: uniform(0.5, 1.5) for name in ("descale_q", "descale_k", "descale_v")}
+        fills |= {"scale_s": uniform(200.0, 400.0), "descale_s": uniform(1 / 400, 1 / 200)}
+        fills["scale_o"] = uniform(50.0, 100.0)
+        if self.len_kv is not None:
+            fills["len_kv"] = exactly(self.len_kv)
+        return fills
+
+
+_SCALES_8 = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _attentions_8() -> Iterator[Case]:
+    one = Attention8()
+    cases: list[tuple[str, Attention8, str]] = [
+        ("plain", one, ""),
+        ("causal", replace(one, causal=True), ""),
+        ("lse", replace(one, lse=True), ""),
+        ("causal_lse", replace(one, causal=True, lse=True), ""),
+        ("window", replace(one, causal=True, window=(16, 0)), ""),
+        ("gqa_4_2", replace(one, h_kv=2), ""),
+        ("mqa", replace(one, h_kv=1, causal=True), ""),
+        ("d_64", replace(one, d=64), ""),
+        ("d_128", replace(one, d=128, causal=True), ""),
+        ("d_256", replace(one, d=256), ""),
+        ("d_v_64", replace(one, d_v=64), "d_v unlike d"),
+        ("d_40", replace(one, d=40), "not a multiple of 16"),
+        ("s_197", replace(one, s=197), "no multiple of anything"),
+        ("s_320", replace(one, s=320, causal=True), "several tiles of keys"),
+        ("keys_over_rows", replace(one, keys=160), ""),
+        ("rows_over_keys", replace(one, s=160, keys=64, causal=True), ""),
+        ("bottom_right", replace(one, keys=160, causal=True, alignment="bottom_right"), ""),
+        ("decode", replace(one, s=1, keys=128), "one row"),
+        ("bshd", replace(one, bshd=True, causal=True), "heads behind rows in memory"),
+        ("scale", replace(one, scale=0.05), ""),
+        ("lengths", replace(one, len_kv=(64, 20)), ""),
+        ("e5m2", replace(one, dtype=E5), ""),
+        ("e5m2_causal", replace(one, dtype=E5, causal=True, d=128), ""),
+    ]
+    for name, case, note in cases:
+        yield Case(
+            f"fp8-sdpa-{name}-{SHORT[case.dtype]}",
+            "fp8",
+            case.dtype,
+            case.build,
+            case.eager,
+            fills=case.fills,
+            terms=max(case.shapes["k"][2:]),
+            note=note,
+        )
+
+
 def _quantized() -> Iterator[Case]:
+    yield from _attentions_8()
     for dtype in (I8, E4):
         yield from _quantized_convs(dtype)
         yield from _quantized_products(dtype)

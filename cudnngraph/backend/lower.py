@@ -688,6 +688,36 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
     return out, stats
 
 
+def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
+    ports = OPS[node.op].ports
+    names = dict(zip(ports, node.inputs, strict=True))
+    q, k = (ctx.spec.tensors[str(names[port])] for port in "qk")
+    depths = {ctx.spec.tensors[str(names[port])].shape[3] for port in "qkv"}
+    if any(depth % 16 or depth > 256 for depth in depths):
+        raise _Refused(
+            f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
+        )
+    options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
+    seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
+    if seq_q is not None or seq_kv is not None:
+        ones = [q.shape[0], 1, 1, 1]
+        options["use_padding_mask"] = True
+        options["seq_len_q"] = seq_q or ctx.constant(ones, q.shape[2], torch.int32)
+        options["seq_len_kv"] = seq_kv or ctx.constant(ones, k.shape[2], torch.int32)
+    if node.attr("window") is not None:
+        left, right = node.attr("window")
+        kinds = ctx.frontend.diagonal_alignment
+        top_left = node.attr("diagonal_alignment") == "top_left"
+        options["diagonal_alignment"] = kinds.TOP_LEFT if top_left else kinds.BOTTOM_RIGHT
+        if left is not None:
+            options["left_bound"] = left + 1  # cuDNN counts the diagonal itself
+        if right is not None:
+            options["right_bound"] = right
+    data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))
+    results = ctx.graph.sdpa_fp8(**data, generate_stats=node.attr("return_lse"), **options)
+    return list(results)
+
+
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     *_, mask, seq_q, seq_kv = ctx.operands(node)
     if seq_q is not None or seq_kv is not None:
@@ -1021,6 +1051,7 @@ RULES: Mapping[str, Rule] = {
     "layer_norm_backward": _norm_backward("layernorm_backward"),
     "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
@@ -1089,7 +1120,7 @@ _CHANNEL_PORTS = {
     "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
 _SCALED = ("dequantize", "quantize")
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_fp8", "sdpa_backward")}
 
 
 def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -1264,7 +1295,7 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
     shape, stride = tensor.shape, tensor.stride
-    if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
+    if node.op in ("sdpa", "sdpa_fp8") and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
     if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)

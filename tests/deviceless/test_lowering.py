@@ -255,6 +255,25 @@ TORCH = (
         ),
     ),
     Known(
+        "FP8 attention takes head dims that are multiples of 16",
+        _sdpa(
+            lambda spec, node: any(spec.tensors[name].shape[3] % 16 for name in node.operands[:3]),
+            "sdpa_fp8",
+        ),
+    ),
+    Known(
+        "FP8 attention takes more than one row",
+        _sdpa(lambda spec, node: spec.tensors[node.operands[0]].shape[2] == 1, "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has the bottom-right diagonal from Blackwell on",
+        _sdpa(lambda spec, node: node.attr("diagonal_alignment") == "bottom_right", "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has engines alone that let NaN out of the padding behind lengths",
+        _sdpa(lambda spec, node: _at(spec, node, "seq_len_kv") is not None, "sdpa_fp8"),
+    ),
+    Known(
         "attention takes 16-bit data only",
         _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
     ),

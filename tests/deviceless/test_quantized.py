@@ -123,3 +123,41 @@ def test_what_is_rounded_is_not_used_further_in_a_plan() -> None:
     g.output("y", g.dequantize(g.quantize(x, s, dtype=I8), s))
     assert reasons(g) == ("what is quantised is rounded where it leaves a plan, not within",)
     assert [step.ops for step in cg.explain(g, TARGET).steps] == [("quantize",), ("dequantize",)]
+
+
+def attention(**options: object) -> cg.Graph:
+    g = cg.Graph("attention")
+    shape = options.pop("shape", (2, 4, 256, 128))
+    q, k, v = (g.input(name, shape, E4) for name in "qkv")  # type: ignore[arg-type]
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    given = [g.input(name, (), F32) for name in names]
+    o, amax_s, amax_o = g.sdpa_fp8(q, k, v, *given, **options)  # type: ignore[arg-type]
+    for name, value in {"o": o, "amax_s": amax_s, "amax_o": amax_o}.items():
+        g.output(name, value)
+    return g
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (64, 0)}], ids=str)
+def test_attention_in_fp8_is_one_plan_with_its_largest_numbers(options: dict[str, object]) -> None:
+    found = cg.explain(attention(**options), TARGET)
+    assert found.whole
+    assert {plan.engine for plan in found.steps[0].plans} == {2}
+
+
+@pytest.mark.usefixtures("driver")
+def test_one_tensor_may_be_several_operands_of_attention() -> None:
+    g = cg.Graph("attention")
+    x, one = g.input("x", (2, 4, 256, 128), E4), g.input("one", (), F32)
+    g.output("o", g.sdpa_fp8(x, x, x, *[one] * 6)[0])
+    lowered, candidates = propose_for(g.spec(), TARGET)
+    assert candidates
+    assert sum(type(extra).__name__ == "Alias" for extra in lowered.extras) == 7
+
+
+def test_what_attention_in_fp8_is_refused_for() -> None:
+    assert reasons(attention(shape=(2, 4, 256, 72))) == (
+        "head dims [72]; cuDNN's FP8 attention takes multiples of 16 up to 256",
+    )
+    (reason,) = reasons(attention(is_causal=True, diagonal_alignment="bottom_right"))
+    assert "only supported on Blackwell" in reason
