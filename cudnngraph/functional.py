@@ -22,6 +22,7 @@ from . import torch_ops
 from .errors import BindError, FeatureMissing, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
+from .runtime import Over
 from .specialize import Build, Specialized, Static
 
 Tensor = torch.Tensor
@@ -96,11 +97,12 @@ def conv_norm_act(
     eps: float,
     activation: str | None,
     attrs: tuple[tuple[str, Any], ...],
+    momentum: float = 1.0,
 ) -> Value | tuple[Value, ...]:
     """act(batch_norm(conv(x, weight) + bias) + residual).
 
-    In training with running statistics also the batch's own, mean and unbiased variance: so the
-    momentum, which may change with every step, stays out of the graph.
+    In training with running statistics also the next ones; with a momentum of 1.0 those are the
+    batch's own mean and unbiased variance.
     """
     convolve = g.conv_transpose if transposed else g.conv
     y, batch = convolve(x, weight, **dict(geometry)), ()
@@ -113,7 +115,7 @@ def conv_norm_act(
             running_mean,
             running_var,
             eps=eps,
-            momentum=1.0,
+            momentum=momentum,
         )
     else:
         y = g.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)  # type: ignore[arg-type]
@@ -160,13 +162,14 @@ def run_graph(
     tensors: Sequence[Tensor | None],
     static: Static,
     results: int = 1,
+    over: Over = (),
 ) -> Any:
     """Run a graph's function: as an op where torch.compile traces, else directly, which is
-    cheaper. A tensor, or several."""
+    cheaper. A tensor, or several; ``over`` as of :meth:`Executable.call`."""
     if torch.compiler.is_compiling():
         made = torch_ops.call(build.__name__, tensors, static.values, _policy(policy), results)
         return made[0] if results == 1 else made
-    return _compiled(build, policy).call(tensors, static)
+    return _compiled(build, policy).call(tensors, static, over)
 
 
 def _into(
@@ -244,9 +247,35 @@ def norm_options(
     attrs: tuple[tuple[str, Any], ...],
     training: bool,
     eps: float,
+    momentum: float | None = None,
 ) -> dict[str, Any]:
-    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`."""
-    return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`.
+
+    A momentum is given where the graph is to update the running statistics in place.
+    """
+    made = {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    return made if momentum is None else {**made, "momentum": momentum}
+
+
+MOMENTA_KEPT = 4
+_momenta: set[float] = set()
+
+
+def fixed_momentum(momentum: float | Tensor, running: Tensor | None) -> float | None:
+    """A momentum that may be part of a graph: the first few that come, outside of torch.compile.
+
+    One that changes with every step would make a graph for each; those are applied behind it, and
+    so are those of running statistics in 16 bits or not there.
+    """
+    if type(momentum) is not float or running is None or running.dtype.itemsize < 4:
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    if momentum not in _momenta:
+        if len(_momenta) >= MOMENTA_KEPT:
+            return None
+        _momenta.add(momentum)
+    return momentum
 
 
 def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -538,6 +567,11 @@ def run_conv_norm_act(
     if not training or mean is None or var is None:
         return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
+    if "momentum" in static.values:
+        place = 2 + (bias is not None)
+        result = run_graph(conv_norm_act, policy, given, static, over=((1, place), (2, place + 1)))
+        torch.autograd.graph.increment_version((mean, var))
+        return result
     result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
     update_running(mean, var, now_mean, now_var, momentum)
     return result
@@ -609,7 +643,13 @@ def conv_bn_act(
     """
     geometry = (stride, padding, dilation, groups)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)
@@ -657,7 +697,13 @@ def conv_transpose_bn_act(
     """:func:`conv_bn_act` with a transposed convolution."""
     geometry = (stride, padding, output_padding, groups, dilation)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)

@@ -516,6 +516,8 @@ def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # -- executables -----------------------------------------------------------------------------------
 
+Over = tuple[tuple[int, int], ...]
+
 
 class Executable:
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
@@ -566,10 +568,15 @@ class Executable:
             return self.call(self._checked(args, tensors))
         return self.call(ordered, checked=False)
 
-    def call(self, tensors: Sequence[torch.Tensor], *, checked: bool = True) -> Any:
-        """Like a call, on inputs in order, that are known to fit where ``checked`` says so."""
-        results = self.outputs_for(tensors, checked=checked)
-        return results[0] if len(results) == 1 else self._result(*results)
+    def call(
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
+    ) -> Any:
+        """Like a call, on inputs in order, that are known to fit where ``checked`` says so.
+
+        With ``over``, of :meth:`outputs_for`, the first output alone is returned.
+        """
+        results = self.outputs_for(tensors, checked=checked, over=over)
+        return results[0] if over or len(results) == 1 else self._result(*results)
 
     def _checked(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         problems: list[Problem] = []
@@ -587,9 +594,13 @@ class Executable:
         return _fit(tensors, self._input_forms, self.device)
 
     def outputs_for(
-        self, tensors: Sequence[torch.Tensor], *, checked: bool = True
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
     ) -> list[torch.Tensor]:
-        """The outputs in order, newly allocated, for inputs in order; see :meth:`call`."""
+        """The outputs in order, newly allocated, for inputs in order; see :meth:`call`.
+
+        ``over`` has pairs of an output and an input of the same form: running statistics, which
+        the output overwrites in place.
+        """
         if not checked and not self.fits(tensors):
             tensors = self._checked(tensors, {})
         device, program = self.device, self._program
@@ -598,13 +609,25 @@ class Executable:
             for at, tensor in enumerate(values):
                 if tensor.data_ptr() % ALIGNMENT_BYTES:
                     values[at] = _aligned_copy(tensor)
-        outputs = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype in self._output_forms
-        ]
+        if over:
+            places = dict(over)
+            outputs = [
+                values[places[at]]
+                if at in places
+                else torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for at, (shape, stride, dtype) in enumerate(self._output_forms)
+            ]
+        else:
+            outputs = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype in self._output_forms
+            ]
         values += outputs
         order = self._order
         program.run(values if order is None else [values[at] for at in order])
+        for output, at in over:
+            if outputs[output] is not tensors[at]:  # that was a copy at an aligned address
+                tensors[at].copy_(outputs[output])
         return outputs
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
