@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import reference
+from . import reference, resample
 from .ir import GraphSpec, Node
 from .ops import OPS
 from .partition import view_place
@@ -52,6 +52,7 @@ OUT: Mapping[str, OutRule] = {
     "concat": lambda inputs, attrs, out: torch.cat(list(inputs), attrs["dim"], out=out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
+    **resample.INTO,
     **{
         name: _out(getattr(torch, name))
         for name in (
@@ -73,6 +74,7 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     "rms_norm": lambda inputs, attrs: _plus(
         F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
     ),
+    **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
 }
 
 

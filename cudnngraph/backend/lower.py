@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import resample
 from ..errors import NotSupported
 from ..ir import (
     GraphSpec,
@@ -924,6 +925,14 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
 
 
+def _no_resample(ctx: Context | None, node: Node) -> Any:
+    """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
+
+
+_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (_torch_only, _no_resample)
+
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
@@ -988,6 +997,7 @@ RULES: Mapping[str, Rule] = {
     "permute": _torch_only,
     "slice": _torch_only,
     "concat": _torch_only,
+    **{name: _no_resample for name in resample.RULES},
 }
 
 _CHANNEL_PORTS = {
@@ -1085,8 +1095,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     try:
         _check_places(spec)
         for node in spec.nodes:
-            if RULES[node.op] is _torch_only:
-                _torch_only(None, node)
+            for refuse in _REFUSALS:
+                if RULES[node.op] is refuse:
+                    refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
