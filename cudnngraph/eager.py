@@ -33,7 +33,9 @@ def _out(function: Callable[..., object]) -> OutRule:
 def _per_channel(function: Callable[..., object]) -> OutRule:
     def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
         x, vector = inputs
-        return function(x, vector.view(1, -1, *(1,) * (x.dim() - 2)), out=out)
+        if vector.dim() == 1:
+            vector = vector.view(1, -1, *(1,) * (x.dim() - 2))
+        return function(x, vector, out=out)
 
     return run
 
@@ -68,6 +70,9 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     "conv": reference.RULES["conv"],  # type: ignore[dict-item]
     "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
     "reduction": reference.RULES["reduction"],  # type: ignore[dict-item]
+    "instance_norm": lambda inputs, attrs: F.instance_norm(
+        inputs[0], weight=_vector(inputs[1]), bias=_vector(inputs[2]), eps=attrs["eps"]
+    ),
     "layer_norm": lambda inputs, attrs: F.layer_norm(
         inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
     ),
@@ -76,6 +81,10 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     ),
     **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
 }
+
+
+def _vector(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.flatten()
 
 
 def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

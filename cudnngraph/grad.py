@@ -148,7 +148,10 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
-_STATISTICS = {"sdpa": "return_lse", "layer_norm": "return_stats", "rms_norm": "return_stats"}
+_STATISTICS = {
+    "sdpa": "return_lse",
+    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
+}
 
 
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
@@ -535,8 +538,10 @@ class Context:
 
     def per_channel(self, value: Value, port: str) -> Value:
         """``value`` summed to the shape of a per-channel operand."""
-        dims = [dim for dim in range(len(value.shape)) if dim != 1]
-        return self.g.reduction(value, dims, "sum", keepdim=len(self.spec(port).shape) > 1)
+        shape = self.spec(port).shape
+        of_images = len(shape) > 1 and shape[0] > 1
+        dims = [dim for dim in range(len(value.shape)) if dim > 1 or (dim == 0 and not of_images)]
+        return self.g.reduction(value, dims, "sum", keepdim=len(shape) > 1) if dims else value
 
     def column(self, port: str) -> Value:
         """A per-channel operand at the rank of x: (1, C, 1, ...)."""
@@ -741,6 +746,25 @@ def _batch_norm(ctx: Context) -> Gradients:
         ),
         "bias": lambda: ctx.per_channel(ctx.dy, "bias"),
     }
+
+
+def _instance_norm(ctx: Context) -> Gradients:
+    @cache
+    def all_() -> list[Value]:
+        weight = None
+        if ctx.name("weight") is not None:
+            weight = ctx.build.narrow(ctx["weight"], ctx.spec("weight").dtype)
+        kind = torch.float64 if ctx.spec("x").dtype == torch.float64 else torch.float32
+        mean, inv_std = (ctx.build.narrow(ctx.result(place), kind) for place in (1, 2))
+        return ctx.anchor("instance_norm_backward", (ctx.dy, ctx["x"]), mean, inv_std, weight)
+
+    def bias() -> Value:
+        """A sum of dy alone, where nothing else is needed."""
+        if any(ctx.needs(port) for port in ("x", "weight")):
+            return _revector(ctx, all_()[2], ctx.spec("bias").shape)
+        return ctx.per_channel(ctx.dy, "bias")
+
+    return {"x": lambda: all_()[0], "weight": lambda: all_()[1], "bias": bias}
 
 
 def _trailing_norm(op: str, statistics: int) -> GradRule:
@@ -1006,6 +1030,8 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _second("instance_norm_backward"),
     "layer_norm": _trailing_norm("layer_norm_backward", 2),
     "layer_norm_backward": _second("layer_norm_backward"),
     "rms_norm": _trailing_norm("rms_norm_backward", 1),

@@ -22,6 +22,7 @@ from .ir import (
     contiguous_strides,
     is_channels_last,
     is_contiguous,
+    numel,
     print_spec,
 )
 from .ops import FLOATS, OPS, dtype_name, is_default
@@ -469,11 +470,17 @@ class Graph:
     # -- per channel ---------------------------------------------------------------------------
 
     def bias(self, x: Value, bias: Value, *, name: str | None = None) -> Value:
-        """x + bias, bias (C,) along dim 1 of x (N, C, ...). bias has x's dtype, or float32."""
+        """x + bias, bias (C,) along dim 1 of x (N, C, ...). bias has x's dtype, or float32.
+
+        Also (1, C, 1, ...) and, for each image its own, (N, C, 1, ...).
+        """
         return self._one("bias", x, bias, name=name)
 
     def scale(self, x: Value, scale: Value, *, name: str | None = None) -> Value:
-        """x * scale, scale (C,) along dim 1 of x (N, C, ...). scale has x's dtype, or float32."""
+        """x * scale, scale (C,) along dim 1 of x (N, C, ...). scale has x's dtype, or float32.
+
+        Also (1, C, 1, ...) and, for each image its own, (N, C, 1, ...).
+        """
         return self._one("scale", x, scale, name=name)
 
     def batch_norm(
@@ -538,6 +545,84 @@ class Graph:
         dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
         """
         return tuple(self._apply("batch_norm_backward", (dy, x, weight, mean, inv_std), {}, name))
+
+    def instance_norm(
+        self,
+        x: Value,
+        weight: Value | None = None,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Normalisation of each channel of each image (F.instance_norm without running statistics).
+
+        ``(x - mean) / sqrt(var + eps) * weight + bias`` over the spatial dims of x (N, C, ...);
+        weight and bias, both or neither, (C,) in x's dtype or float32. → y like x; with
+        ``return_stats=True`` the three (y, mean, inv_std), the latter two float32, (N, C, 1, ...).
+        """
+        outputs = self._apply(
+            "instance_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    def instance_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        mean: Value,
+        inv_std: Value,
+        weight: Value | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Gradients (dx, dweight, dbias) of :meth:`instance_norm` from its y's dy.
+
+        dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
+        Without a weight dx alone.
+        """
+        outputs = self._apply("instance_norm_backward", (dy, x, mean, inv_std, weight), {}, name)
+        return outputs[0] if weight is None else tuple(outputs)
+
+    def group_norm(
+        self,
+        x: Value,
+        num_groups: int,
+        weight: Value | None = None,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+    ) -> Value:
+        """F.group_norm: each group of channels of each image, then * weight + bias per channel.
+
+        x (N, C, ...), weight and bias (C,) in x's dtype or float32. An :meth:`instance_norm` over
+        groups in the place of channels, x seen as (N, num_groups, ...): a channels_last x is copied
+        for it, and y is contiguous.
+        """
+        spec = x.spec
+        ok = isinstance(num_groups, int) and not isinstance(num_groups, bool) and num_groups > 0
+        if spec is None or len(spec.shape) < 2 or not ok or spec.shape[1] % num_groups:
+            if spec is not None:
+                what = f"x '{spec.name}' has shape {spec.shape}, num_groups={num_groups!r}"
+                self.problems.append(
+                    Problem("group_norm", what, "(N, C, ...) with C % num_groups == 0")
+                )
+            return self._unknown(*(v for v in (x, weight, bias) if v is not None))
+        n, c = spec.shape[:2]
+        if num_groups == c and (weight is None) == (bias is None) and spec.shape[2:]:
+            return self.instance_norm(x, weight, bias, eps=eps)  # type: ignore[no-any-return]
+        width = numel(spec.shape[1:]) // num_groups
+        y = self.instance_norm(self.reshape(x, (n, num_groups, width)), eps=eps)
+        y = self.reshape(y, spec.shape)
+        # cuDNN gets a vector wrong that broadcasts over images and elements, so it is repeated for
+        # each image: a column beside the matrix that a contiguous image is.
+        shape = (n, c, *(1,) * (len(spec.shape) - 2))
+        for apply, vector in ((self.scale, weight), (self.bias, bias)):
+            if vector is not None:
+                each = self.expand(vector, (n, c), (1,))
+                y = apply(y, self.reshape(each, shape))
+        return y
 
     # -- shape -----------------------------------------------------------------------------------
 
@@ -1520,6 +1605,7 @@ METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "group_norm",
     "linear",
     "pixel_shuffle",
     "pixel_unshuffle",

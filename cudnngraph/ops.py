@@ -473,13 +473,16 @@ def _conv_wgrad(call: Call) -> list[Result] | None:
 # -- per-channel ops -------------------------------------------------------------------------------
 
 
-def _channels(call: Call, port: str) -> bool:
-    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x."""
+def _channels(call: Call, port: str, *, of_images: bool = False) -> bool:
+    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x.
+
+    With ``of_images`` it may have N at dim 0 too: other numbers for each image.
+    """
     spec, x = call[port], call["x"]
     ok = _param_dtype(call, port)
-    c = x.shape[1]
-    full = (1, c, *(1,) * (len(x.shape) - 2))
-    if spec.shape not in ((c,), full):
+    n, c = x.shape[:2]
+    ones = (1,) * (len(x.shape) - 2)
+    if spec.shape not in ((c,), (1, c, *ones), *([(n, c, *ones)] if of_images else ())):
         call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"({c},), the channels of x")
         ok = False
     return ok
@@ -495,7 +498,7 @@ def _has_channels(call: Call) -> bool:
 
 def _per_channel(port: str) -> InferRule:
     def infer(call: Call) -> list[Result] | None:
-        if not _has_channels(call) or not _channels(call, port):
+        if not _has_channels(call) or not _channels(call, port, of_images=True):
             return None
         x = call["x"]
         return [Result(x.shape, x.dtype, _like_order(x))]
@@ -553,6 +556,62 @@ def _batch_norm_backward(call: Call) -> list[Result] | None:
         return None
     x, weight = call["x"], call["weight"]
     vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
+    return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
+
+
+# -- normalisation of each channel of each image ---------------------------------------------------
+
+
+def _per_image(call: Call) -> bool:
+    """The checks that instance norm and its gradient share."""
+    x = call["x"]
+    if len(x.shape) < 3:
+        call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "at least 3: (N, C, ...)")
+        return False
+    ok = _float_operand(call, "x")
+    given = [port for port in ("weight", "bias") if call.inputs.get(port) is not None]
+    if given and "bias" in call.inputs and len(given) == 1:
+        call.problem(f"{given[0]} is given alone", "weight and bias, or neither")
+        ok = False
+    return all([_channels(call, port) for port in given]) and ok
+
+
+def _image_statistic(x: TensorSpec) -> Result:
+    """One number for each channel of each image, at the rank of x."""
+    shape = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    return Result(shape, _statistics_dtype(x), _like_order(x))
+
+
+def _instance_norm(call: Call) -> list[Result | None] | None:
+    ok = _per_image(call)
+    before = len(call.problems)
+    wanted = _flag(call, "return_stats")
+    if _eps(call) is None or not ok or len(call.problems) > before:
+        return None
+    x = call["x"]
+    stat = _image_statistic(x) if wanted else None
+    return [Result(x.shape, x.dtype, _like_order(x)), stat, stat]
+
+
+def _instance_norm_backward(call: Call) -> list[Result | None] | None:
+    if not _per_image(call):
+        return None
+    ok = _same_dtype(call, "x", "dy") and _same_shape(call, "x", "dy")
+    x, weight = call["x"], call.get("weight")
+    stat = _image_statistic(x)
+    for port in ("mean", "inv_std"):
+        spec = call[port]
+        if (spec.shape, spec.dtype) != (stat.shape, stat.dtype):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                f"{dtype_name(stat.dtype)} {stat.shape}",
+            )
+            ok = False
+    if not ok:
+        return None
+    vector = None
+    if weight is not None:
+        vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
     return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
 
 
@@ -1464,6 +1523,20 @@ def _rows() -> list[Op]:
             "batch_norm_backward",
             "dy x weight mean inv_std",
             _batch_norm_backward,
+            outputs="dx dweight dbias",
+        ),
+        op(
+            "instance_norm",
+            "x weight? bias?",
+            _instance_norm,
+            outputs="y mean inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
+        op(
+            "instance_norm_backward",
+            "dy x mean inv_std weight?",
+            _instance_norm_backward,
             outputs="dx dweight dbias",
         ),
         op("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False),

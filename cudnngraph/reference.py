@@ -103,7 +103,9 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
-    return _need(value).reshape(1, -1, *(1,) * (_need(x).dim() - 2))
+    """A per-channel operand at the rank of x."""
+    vector, rank = _need(value), _need(x).dim()
+    return vector.reshape(1, -1, *(1,) * (rank - 2)) if vector.dim() == 1 else vector
 
 
 def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -150,6 +152,33 @@ def _batch_norm_backward(
     pull = (_channel(dbias, x) + normal * _channel(dweight, x)) / count
     dx = _channel(weight, x) * inv_std * (dy - pull)
     return dx, dweight.view(weight.shape), dbias.view(weight.shape)
+
+
+def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, dims = _need(inputs[0]), list(range(2, _need(inputs[0]).dim()))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse
+    if inputs[1] is not None:
+        y = y * _channel(inputs[1], x) + _channel(inputs[2], x)
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _instance_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, mean, inverse = (_need(value) for value in inputs[:4])
+    weight, dims = inputs[4], list(range(2, x.dim()))
+    normal = (x - mean) * inverse
+    scaled = dy if weight is None else dy * _channel(weight, x)
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dx = inverse * (scaled - pull)
+    if weight is None:
+        return dx, None, None
+    over = _all_but_channels(x)
+    return dx, (dy * normal).sum(over).view(weight.shape), dy.sum(over).view(weight.shape)
 
 
 def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
@@ -372,6 +401,8 @@ RULES: Mapping[str, Rule] = {
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _instance_norm_backward,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,

@@ -508,6 +508,24 @@ def _conv_epilogues() -> Iterator[Case]:
     yield _conv_case("residual_gelu", replace(conv, dtype=F64, residual=True, act="gelu"))
 
 
+def _of_images(dtype: torch.dtype, vectors: torch.dtype, layout: Layout) -> Case:
+    """A scale and a bias of its own for each image, as diffusion models condition on a step."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("of_images")
+        x = g.input("x", (2, 16, 6, 10), dtype, **_at(layout))
+        s, b = (g.input(key, (2, 16, 1, 1), vectors) for key in ("s", "b"))
+        g.output("y", g.bias(g.scale(x, s), b).silu())
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        wide = torch.promote_types(t["x"].dtype, t["s"].dtype)
+        return {"y": F.silu(t["x"].to(wide) * t["s"] + t["b"]).to(t["x"].dtype)}
+
+    name = f"{'nchw' if layout is None else 'nhwc'}_{SHORT[vectors]}_vectors"
+    return Case(f"pointwise-of_images_{name}-{SHORT[dtype]}", "pointwise", dtype, build, eager)
+
+
 def _chain(dtype: torch.dtype) -> Case:
     """Two convolutions in one graph, the second on the output of the first."""
 
@@ -1387,6 +1405,162 @@ def _norms() -> Iterator[Case]:
         )
 
 
+# -- instance and group norms ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageNorm:
+    """A norm over the elements of each channel, or of ``groups`` groups of channels, of an image.
+
+    ``params`` is the dtype of weight and bias, None for none; ``residual`` is added in front.
+    """
+
+    x: Shape
+    dtype: torch.dtype = F16
+    groups: int = 0
+    params: torch.dtype | None = F32
+    at: Layout = None
+    eps: float = 1e-5
+    residual: bool = False
+    act: str | None = None
+    stats: bool = False
+
+    def declare(self, g: cg.Graph) -> dict[str, cg.Value]:
+        """x, weight and bias, and the residual."""
+        made = {"x": g.input("x", self.x, self.dtype, **_at(self.at))}
+        if self.params is not None:
+            made |= {key: g.input(key, (self.x[1],), self.params) for key in ("w", "b")}
+        if self.residual:
+            made["z"] = g.input("z", self.x, self.dtype, **_at(self.at))
+        return made
+
+    def build(self) -> cg.Graph:
+        """The graph of the forward."""
+        g = cg.Graph("norm")
+        v = self.declare(g)
+        x = v["x"] + v["z"] if self.residual else v["x"]
+        params = (v.get("w"), v.get("b"))
+        if self.stats:
+            y, mean, inv_std = g.instance_norm(x, *params, eps=self.eps, return_stats=True)
+            g.output("mean", mean)
+            g.output("inv_std", inv_std)
+        elif self.groups:
+            y = g.group_norm(x, self.groups, *params, eps=self.eps)
+        else:
+            y = g.instance_norm(x, *params, eps=self.eps)
+        g.output("y", g.activation(y, self.act))
+        return g
+
+    def forward(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        """torch's own norm, in the wider of the dtypes of x and the parameters."""
+        wide = torch.promote_types(x.dtype, params[0].dtype) if params else x.dtype
+        w, b = (p.to(wide) for p in params) if params else (None, None)
+        groups = self.groups or self.x[1]
+        return F.group_norm(x.to(wide), groups, w, b, self.eps).to(x.dtype)
+
+    def eager(self, t: Tensors) -> Tensors:
+        """What a user of torch would write."""
+        x = t["x"] + t["z"] if self.residual else t["x"]
+        y = self.forward(x, *(t[key] for key in ("w", "b") if key in t))
+        made = {"y": activate(y, self.act, {})}
+        if self.stats:
+            wide = x.to(torch.promote_types(x.dtype, F32))
+            dims = tuple(range(2, x.dim()))
+            var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+            made |= {"mean": mean, "inv_std": torch.rsqrt(var + self.eps)}
+        return made
+
+    def backward(self) -> cg.Graph:
+        """The gradient of instance norm, with the forward that gives its statistics."""
+        g = cg.Graph("norm_gradient")
+        v = self.declare(g)
+        dy = g.input("dy", self.x, self.dtype, **_at(self.at))
+        params = (v.get("w"), v.get("b"))
+        y, mean, inv_std = g.instance_norm(v["x"], *params, eps=self.eps, return_stats=True)
+        g.output("y", y)
+        grads = g.instance_norm_backward(dy, v["x"], mean, inv_std, v.get("w"))
+        many = grads if isinstance(grads, tuple) else (grads,)
+        for key, grad in zip(("dx", "dw", "db"), many, strict=False):
+            g.output(key, grad)
+        return g
+
+    def eager_backward(self, t: Tensors) -> Tensors:
+        """torch autograd."""
+        of = [t[key] for key in ("x", "w", "b") if key in t]
+        grads = _grads(self.forward, of, t["dy"])
+        made = dict(zip(("dx", "dw", "db"), grads, strict=False))
+        return {**made, "y": self.forward(*of)}
+
+
+_IMAGE_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(2.0, 0.5)}
+
+
+def _image_norms() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"instance_{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (
+                ("nchw", F32, None),
+                ("nhwc", dtype, last),
+                ("without_affine", None, last),
+            )
+        },
+        "instance_relu": ImageNorm(image, act="relu", at=last),
+        "instance_residual_silu": ImageNorm(image, residual=True, act="silu"),
+        "instance_stats": ImageNorm(image, stats=True, at=last),
+        "instance_stats_relu": ImageNorm(image, BF16, stats=True, act="relu"),
+        "instance_line": ImageNorm((3, 16, 50)),
+        "instance_volume": ImageNorm((2, 8, 5, 6, 7), at=last, eps=1e-3),
+        "instance_gaps": ImageNorm(image, at=(4000, 200, 12, 1)),
+        "instance_float64": ImageNorm(image, F64, params=F64),
+        "instance_no_images": ImageNorm((0, 16, 12, 10)),
+        **{
+            f"group_{SHORT[dtype]}": ImageNorm(image, dtype, 4, params=params)
+            for dtype, params in ((F16, F32), (BF16, BF16), (F32, F32))
+        },
+        "group_residual_silu": ImageNorm(image, BF16, 4, params=BF16, residual=True, act="silu"),
+        "group_channels_last": ImageNorm(image, F16, 4, at=last),
+        "group_one": ImageNorm(image, F16, 1),
+        "group_each": ImageNorm(image, F16, 16),
+        "group_without_affine": ImageNorm(image, F32, 4, params=None),
+        "group_line": ImageNorm((3, 16, 50), F32, 4),
+        "group_flat": ImageNorm((6, 64), F32, 4),
+        "group_float64": ImageNorm(image, F64, 4, params=F64),
+    }
+    for name, norm in norms.items():
+        terms = math.prod(norm.x) // max(norm.x[0], 1)
+        label = f"image_norm-{name}"
+        yield Case(
+            label, "image_norm", norm.dtype, norm.build, norm.eager, _IMAGE_FILLS, terms=terms
+        )
+
+
+def _image_norm_gradients() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (("nchw", F32, None), ("nhwc", dtype, last))
+        },
+        "without_affine": ImageNorm(image, F16, params=None),
+        "line": ImageNorm((3, 16, 50), F16),
+        "volume": ImageNorm((2, 8, 5, 6, 7), BF16, at=last),
+        "float64": ImageNorm(image, F64, params=F64, at=last),
+    }
+    for name, norm in norms.items():
+        yield _gradient_case(
+            f"instance_norm_{name}",
+            norm.dtype,
+            norm.backward,
+            norm.eager_backward,
+            _IMAGE_FILLS,
+            terms=math.prod(norm.x),
+        )
+
+
 # -- views and concatenation -----------------------------------------------------------------------
 
 
@@ -1762,6 +1936,10 @@ def _unary_tail(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
 
 def _pointwise() -> Iterator[Case]:
     image = (2, 16, 6, 10)
+    for layout in (None, "channels_last"):
+        yield _of_images(F16, F32, layout)
+        yield _of_images(BF16, BF16, layout)
+        yield _of_images(F64, F64, layout)
     for dtype in (F16, BF16, F32):
         x = {"x": (image, dtype, "channels_last")}
         both: Inputs = {**x, "y": (image, dtype, "channels_last")}
@@ -2391,6 +2569,7 @@ def _gradients() -> Iterator[Case]:
     yield from _activation_gradients()
     yield from _training_norms()
     yield from _trailing_norm_gradients()
+    yield from _image_norm_gradients()
     yield from _attention_gradients()
 
 
@@ -2406,6 +2585,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_conv_transpose(),
         *_matmul(),
         *_norms(),
+        *_image_norms(),
         *_views(),
         *_resamples(),
         *_sdpa(),

@@ -102,6 +102,8 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reduction",
         "batch_norm_train",
         "batch_norm_backward",
+        "instance_norm",
+        "instance_norm_backward",
         "layer_norm",
         "layer_norm_backward",
         "rms_norm",

@@ -220,6 +220,14 @@ TORCH = (
         "cuDNN's Python frontend has no resampling",
         lambda spec: bool(_nodes(spec, *resample.RULES)),
     ),
+    Known(
+        "an instance norm takes images of one layout, without gaps",
+        lambda spec: any(
+            not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)
+            for node in _nodes(spec, "instance_norm", "instance_norm_backward")
+            for name in node.operands[:2]
+        ),
+    ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
         "attention takes 16-bit data only",
@@ -372,7 +380,16 @@ CUT = (
     ),
     Known(
         "the gradients of norms fuse with nothing",
-        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+        lambda spec: bool(
+            _nodes(spec, "layer_norm_backward", "rms_norm_backward", "instance_norm_backward")
+        ),
+    ),
+    Known(
+        "an instance norm fuses with a relu behind it alone",
+        lambda spec: (
+            bool(_nodes(spec, "instance_norm"))
+            and {node.op for node in spec.nodes} != {"instance_norm", "relu"}
+        ),
     ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
