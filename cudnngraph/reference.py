@@ -119,6 +119,12 @@ def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return y
 
 
+def _batch_norm_apply(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = _need(inputs[0])
+    mean, inv_std, weight, bias = (_channel(each, x) for each in inputs[1:])
+    return (x - mean) * inv_std * weight + bias
+
+
 def _all_but_channels(x: torch.Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
@@ -406,6 +412,7 @@ RULES: Mapping[str, Rule] = {
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
+    "batch_norm_apply": _batch_norm_apply,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),
