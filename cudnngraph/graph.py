@@ -1480,6 +1480,38 @@ class Graph:
         """silu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
         return self.mul(self.silu(self.matmul(x, w_gate)), self.matmul(x, w_up))
 
+    def geglu(self, x: Value, w_gate: Value, w_up: Value, approximate: str = "none") -> Value:
+        """gelu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
+        return self.mul(self.gelu(self.matmul(x, w_gate), approximate), self.matmul(x, w_up))
+
+    def mlp(
+        self,
+        x: Value,
+        up: Value,
+        up_bias: Value | None,
+        down: Value,
+        down_bias: Value | None = None,
+        *,
+        gate: Value | None = None,
+        gate_bias: Value | None = None,
+        activation: str | None = "gelu",
+        **activation_attrs: Any,
+    ) -> Value:
+        """Two linear layers, down(act(up(x))), or with a gate down(act(gate(x)) * up(x)).
+
+        x (..., K); up and gate (F, K) and down (N, F) as F.linear has them, biases (F,) and (N,)
+        → (..., N).
+        """
+        inner = self.linear(x, up, up_bias)
+        if gate is None:
+            inner = self.activation(inner, activation, **activation_attrs)
+        else:
+            opened = self.activation(
+                self.linear(x, gate, gate_bias), activation, **activation_attrs
+            )
+            inner = self.mul(opened, inner)
+        return self.linear(inner, down, down_bias)
+
     # -- freezing ------------------------------------------------------------------------------
 
     def spec(self) -> GraphSpec:
@@ -1620,8 +1652,10 @@ METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "geglu",
     "group_norm",
     "linear",
+    "mlp",
     "pixel_shuffle",
     "pixel_unshuffle",
     "swiglu",

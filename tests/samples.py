@@ -1611,6 +1611,34 @@ def _joined(
     )
 
 
+def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
+    """Both layers of a transformer's feed-forward part, SwiGLU where gated."""
+    names = ("up", "gate") if gated else ("up",)
+    shapes: Inputs = {
+        "x": ((4, 24, 64), dtype, None),
+        **{name: ((96, 64), dtype, None) for name in names},
+        **{f"{name}_bias": ((96,), dtype, None) for name in names},
+        "down": ((40, 96), dtype, None),
+        "down_bias": ((40,), dtype, None),
+    }
+
+    def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+        act = "silu" if gated else "gelu"
+        more = {key: v[key] for key in ("gate", "gate_bias") if key in v}
+        y = g.mlp(v["x"], v["up"], v["up_bias"], v["down"], v["down_bias"], activation=act, **more)
+        return {"y": y}
+
+    def eager(t: Tensors) -> Tensors:
+        inner = F.linear(t["x"], t["up"], t["up_bias"])
+        inner = F.silu(F.linear(t["x"], t["gate"], t["gate_bias"])) * inner if gated else inner
+        inner = inner if gated else F.gelu(inner)
+        return {"y": F.linear(inner, t["down"], t["down_bias"])}
+
+    fills = {name: normal(1.0 / 8.0) for name in ("up", "gate")} | {"down": normal(0.1)}
+    name = "mlp_gated" if gated else "mlp"
+    return _table_case("view", name, shapes, declare, eager, fills, terms=96)
+
+
 def _views() -> Iterator[Case]:
     image, last = (2, 16, 6, 10), "channels_last"
     for dtype in (F16, BF16, F32):
@@ -1740,6 +1768,10 @@ def _views() -> Iterator[Case]:
         {"gate": normal(1.0 / 8.0), "up": normal(1.0 / 8.0)},
         terms=64,
     )
+    for gated in (False, True):
+        yield _mlp_case(F16, gated)
+        yield _mlp_case(BF16, gated)
+        yield _mlp_case(F64, gated)
 
 
 # -- pooling and interpolation ---------------------------------------------------------------------
