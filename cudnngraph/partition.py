@@ -7,8 +7,9 @@ same subgraph whichever way led to it. Selection tries the whole first and goes 
 refuses, or measures.
 
 Rewrites come before any cut (:func:`prepared`): a boolean mask of attention becomes an additive
-one, since cuDNN has no other; a 16-bit sum becomes a float32 one that is rounded; a reshape, transpose or slice of what lies in memory becomes a view,
-another way to address it that costs nothing. A graph of convolutions may besides be run channels
+one, since cuDNN has no other; a 16-bit sum becomes a float32 one that is rounded; a reshape,
+transpose or slice of what lies in memory becomes a view, another way to address it that costs
+nothing. A graph of convolutions may besides be run channels
 last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
 
 What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
@@ -359,7 +360,7 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: with additive masks, float32 sums, and views for what needs no copy."""
+    """The graph that is cut: additive masks, float32 sums, and views for what needs no copy."""
     return views(wide_sums(additive_masks(spec)))
 
 

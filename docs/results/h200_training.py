@@ -202,10 +202,10 @@ def measured(case: Case) -> dict[str, object]:
     search_s = time.perf_counter() - start
     theirs = case.step(first, grad)
     differences = [
-        float((a - b).double().norm() / b.double().norm())
+        float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
         for a, b in zip(ours, theirs, strict=True)
     ]
-    del ours, theirs, pairs
+    del ours, theirs
     launches = [lambda name=name: case.step(name, grad) for name in case.forwards]
     stream = torch.cuda.current_stream()
     captured = [timing.Captured([launch], stream) for launch in launches]
