@@ -322,6 +322,23 @@ def norm_options(
     return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
 
 
+def norm_act_options(
+    kind: str,
+    eps: float,
+    num_groups: int,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> dict[str, Any]:
+    """The options of :func:`norm_act`."""
+    made = {"kind": kind, "eps": float(eps), **product_options(activation, attrs)}
+    return {**made, "num_groups": num_groups} if kind == "group_norm" else made
+
+
+def product_options(activation: str | None, attrs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The options of :func:`linear_act` and :func:`gated_mlp`."""
+    return {"activation": activation, "attrs": attrs}
+
+
 def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attrs.items())) if attrs else ()
 
@@ -712,15 +729,9 @@ def _norm(
     activation: str | None,
     attrs: dict[str, Any],
     policy: Policy | None,
-    **more: int,
+    num_groups: int = 0,
 ) -> Any:
-    static = {
-        "kind": kind,
-        "eps": float(eps),
-        "activation": activation,
-        "attrs": tuple(sorted(attrs.items())),
-        **more,
-    }
+    static = static_of(norm_act_options, kind, eps, num_groups, activation, _sorted(attrs))
     tensors = (x, residual, weight, bias)
     result = _call(norm_act, policy, tensors, static, 1 if residual is None else 2)
     return result if residual is None else tuple(result)
@@ -812,7 +823,7 @@ def group_norm(
         activation,
         activation_attrs,
         policy,
-        num_groups=num_groups,
+        num_groups,
     )
 
 
@@ -856,7 +867,7 @@ def linear(
 ) -> Tensor:
     """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
     x, weight, bias, residual = cast(input, weight, bias, residual)
-    static = {"activation": activation, "attrs": tuple(sorted(activation_attrs.items()))}
+    static = static_of(product_options, activation, _sorted(activation_attrs))
     residual = None if residual is None else _rows(residual)
     y: Tensor = _call(linear_act, policy, (_rows(x), weight, bias, residual), static)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -881,7 +892,7 @@ def mlp(
     of act(gate's) * up's.
     """
     tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
-    static = {"activation": activation, "attrs": tuple(sorted(activation_attrs.items()))}
+    static = static_of(product_options, activation, _sorted(activation_attrs))
     y: Tensor = _call(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
     return y.view(*input.shape[:-1], down.shape[0])
 
