@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .nn import (
         FusedConvBlock,
         FusedConvTransposeBlock,
+        FusedDepthwiseSeparable,
         FusedLayerNorm,
         FusedMLP,
         FusedMultiheadAttention,
@@ -56,6 +57,7 @@ __all__ = [
     "FeatureMissing",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
     "FusedLayerNorm",
     "FusedMLP",
     "FusedMultiheadAttention",

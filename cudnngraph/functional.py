@@ -168,6 +168,46 @@ def norm_act(
 
 
 @torch_ops.function
+def separable(
+    g: Graph,
+    x: Value,
+    residual: Value | None,
+    weight: Value,
+    bias: Value | None,
+    mean: Value | None,
+    var: Value | None,
+    bn_weight: Value | None,
+    bn_bias: Value | None,
+    weight_1: Value,
+    bias_1: Value | None,
+    mean_1: Value | None,
+    var_1: Value | None,
+    bn_weight_1: Value | None,
+    bn_bias_1: Value | None,
+    *,
+    stages: tuple[tuple[tuple[str, Any], ...], ...],
+) -> Value | tuple[Value, ...]:
+    """A convolution behind another, each with what :func:`conv_norm_act` has; with their batches'
+    statistics where those are to be kept."""
+    batch: list[Value] = []
+    tensors = (
+        (weight, bias, mean, var, bn_weight, bn_bias, None),
+        (weight_1, bias_1, mean_1, var_1, bn_weight_1, bn_bias_1, residual),
+    )
+    for options, (w, b, *norm, added) in zip(stages, tensors, strict=True):
+        given: Any = dict(options)
+        if norm[2] is None and norm[0] is None:
+            for word in ("training", "eps"):
+                given.pop(word)
+            x = conv_act(g, x, w, b, added, **given)  # type: ignore[assignment]
+            continue
+        made = conv_norm_act(g, x, w, b, *norm, added, **given)
+        x, *now = made if isinstance(made, tuple) else (made,)
+        batch += now
+    return (x, *batch) if batch else x
+
+
+@torch_ops.function
 def linear_act(
     g: Graph,
     x: Value,
@@ -629,6 +669,40 @@ def run_conv_norm_act(
         else:
             torch._foreach_lerp_((mean, var), (now_mean, now_var), momentum)
     return result
+
+
+Update = tuple[Tensor, Tensor, float | Tensor]
+
+
+def run_separable(
+    static: Static,
+    x: Tensor,
+    residual: Tensor | None,
+    parts: Sequence[Sequence[Tensor | None]],
+    updates: Sequence[Update],
+    policy: Policy | None,
+) -> Tensor:
+    """:func:`separable` on its tensors. ``updates`` are the running statistics to update in place,
+    with their momentum."""
+    first, second = parts
+    x, w, b, w_1, b_1 = cast(x, *first[:2], *second[:2])
+    x, w = _one_layout(x, w)
+    x, w_1 = _one_layout(x, w_1)
+    given = (x, residual, w, b, *first[2:], w_1, b_1, *second[2:])
+    result = _call(separable, policy, given, static, 1 + 2 * len(updates))
+    if not updates:
+        return result  # type: ignore[no-any-return]
+    y, *batch = result
+    with torch.no_grad():
+        for place, (mean, var, momentum) in enumerate(updates):
+            mean.lerp_(batch[2 * place], momentum)
+            var.lerp_(batch[2 * place + 1], momentum)
+    return y  # type: ignore[no-any-return]
+
+
+def stages_options(*stages: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of :func:`separable`; each stage has those of :func:`norm_options`."""
+    return {"stages": tuple(tuple(norm_options(*stage).items()) for stage in stages)}
 
 
 def conv_bn_act(

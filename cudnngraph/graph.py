@@ -1471,6 +1471,41 @@ class Graph:
         )
         return self._epilogue(y, bias, residual, alpha1, alpha2, activation, activation_attrs)
 
+    def depthwise_separable(
+        self,
+        x: Value,
+        depthwise: Value,
+        pointwise: Value,
+        depthwise_bias: Value | None = None,
+        pointwise_bias: Value | None = None,
+        *,
+        activation: str | None = "relu",
+        pointwise_activation: str | None = "relu",
+        residual: Value | None = None,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+    ) -> Value:
+        """A convolution of each channel by itself, then one of 1 x 1 over the channels.
+
+        x (N, C, spatial...), depthwise (C M, 1, kernel...), pointwise (K, C M, 1, ...) → (N, K,
+        out...): ``act(conv(act(conv(x, depthwise) + bias), pointwise) + residual + bias)``.
+        """
+        groups = 1 if x.spec is None or len(x.spec.shape) < 2 else x.spec.shape[1]
+        y = self.conv_bias_act(
+            x,
+            depthwise,
+            depthwise_bias,
+            activation=activation,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+        )
+        return self.conv_bias_act(
+            y, pointwise, pointwise_bias, activation=pointwise_activation, residual=residual
+        )
+
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """x weight^T + bias (F.linear): x (..., K), weight (N, K), bias (N,) → (..., N)."""
         y = self.matmul(x, self.transpose(weight, 0, 1))
@@ -1652,6 +1687,7 @@ METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "depthwise_separable",
     "geglu",
     "group_norm",
     "linear",

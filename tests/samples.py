@@ -556,6 +556,27 @@ def _chain(dtype: torch.dtype) -> Case:
     )
 
 
+def _separable(dtype: torch.dtype) -> Case:
+    """A convolution of each channel by itself, then one of 1 x 1."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("separable")
+        x = g.input("x", (2, 32, 14, 12), dtype, layout="channels_last")
+        d = g.input("d", (32, 1, 3, 3), dtype, layout="channels_last")
+        p = g.input("p", (48, 32, 1, 1), dtype, layout="channels_last")
+        a, b = g.input("a", (32,), dtype), g.input("b", (48,), dtype)
+        g.output("y", g.depthwise_separable(x, d, p, a, b, activation="relu6", padding=1))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.relu6(F.conv2d(t["x"], t["d"], t["a"], padding=1, groups=32))
+        return {"y": F.relu(F.conv2d(y, t["p"], t["b"]))}
+
+    fills = {"d": normal(1.0 / 3.0), "p": normal(1.0 / 6.0)}
+    name = f"conv_bias_act-separable-{SHORT[dtype]}"
+    return Case(name, "conv_bias_act", dtype, build, eager, fills, terms=32)
+
+
 def _branches(dtype: torch.dtype) -> Case:
     """Two convolutions of one input, added: cuDNN refuses it as one plan."""
 
@@ -620,6 +641,7 @@ def _conv_bias_act() -> Iterator[Case]:
     yield from _conv_layouts()
     yield from _conv_epilogues()
     yield from (_chain(F16), _chain(F32), _branches(F16), _branches(F32))
+    yield from (_separable(F16), _separable(BF16), _separable(F32))
     yield from (_scaled(F16, F16), _scaled(F16, F32), _scaled(F32, F32))
 
 

@@ -6,11 +6,13 @@ from .attention import FusedMultiheadAttention, FusedSDPA
 from .conv import FusedConvBlock, FusedConvTransposeBlock
 from .mlp import FusedMLP
 from .norm import FusedLayerNorm, FusedRMSNorm
+from .separable import FusedDepthwiseSeparable
 from .swap import Report, Swap, replace
 
 __all__ = [
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
     "FusedLayerNorm",
     "FusedMLP",
     "FusedMultiheadAttention",

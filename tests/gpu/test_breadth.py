@@ -16,6 +16,14 @@ from tests import numerics
 from tests.samples import BF16, F16, F32
 
 DTYPES = [F32, F16, BF16]
+LAST = torch.channels_last
+
+
+def separable(**options: Any) -> nn.Module:
+    """Smooth, so that no rounding switches a relu in one of the two."""
+    smooth = {"activation": "silu", "pointwise_activation": "silu"}
+    return cg.FusedDepthwiseSeparable(32, 48, **smooth, **options).to(memory_format=LAST)
+
 
 # A module, what torch's modules do with its parameters, and the shapes of what it takes.
 Module = tuple[Callable[[], nn.Module], Callable[..., Any], tuple[tuple[int, ...], ...]]
@@ -31,6 +39,16 @@ MODULES: dict[str, Module] = {
         lambda: cg.FusedRMSNorm(256),
         lambda m, x, z: (nn.RMSNorm.forward(m, x + z), x + z),
         ((4, 32, 256), (4, 32, 256)),
+    ),
+    "separable": (
+        lambda: separable(norm=None, bias=True),
+        lambda m, x: m.to_torch()(x),
+        ((4, 32, 14, 12),),
+    ),
+    "separable by running statistics": (
+        lambda: separable(stride=2).eval(),
+        lambda m, x: m.to_torch()(x),
+        ((4, 32, 14, 12),),
     ),
     "mlp": (
         lambda: cg.FusedMLP(64, 256),
