@@ -565,12 +565,13 @@ def _separable(dtype: torch.dtype) -> Case:
         d = g.input("d", (32, 1, 3, 3), dtype, layout="channels_last")
         p = g.input("p", (48, 32, 1, 1), dtype, layout="channels_last")
         a, b = g.input("a", (32,), dtype), g.input("b", (48,), dtype)
-        g.output("y", g.depthwise_separable(x, d, p, a, b, activation="relu6", padding=1))
+        acts = {"activation": "silu", "pointwise_activation": "gelu"}
+        g.output("y", g.depthwise_separable(x, d, p, a, b, padding=1, **acts))
         return g
 
     def eager(t: Tensors) -> Tensors:
-        y = F.relu6(F.conv2d(t["x"], t["d"], t["a"], padding=1, groups=32))
-        return {"y": F.relu(F.conv2d(y, t["p"], t["b"]))}
+        y = F.silu(F.conv2d(t["x"], t["d"], t["a"], padding=1, groups=32))
+        return {"y": F.gelu(F.conv2d(y, t["p"], t["b"]))}
 
     fills = {"d": normal(1.0 / 3.0), "p": normal(1.0 / 6.0)}
     name = f"conv_bias_act-separable-{SHORT[dtype]}"
