@@ -41,7 +41,29 @@ def _per_channel(function: Callable[..., object]) -> OutRule:
     return run
 
 
+def _softmax(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        (x,) = inputs
+        if x.is_contiguous() and out.is_contiguous():
+            return function.out(x, attrs["dim"], False, out=out)
+        return out.copy_(function(x, attrs["dim"], False))
+
+    return run
+
+
+def _softmax_backward(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        dy, y = inputs
+        return out.copy_(function(dy, y, attrs["dim"], y.dtype))
+
+    return run
+
+
 OUT: Mapping[str, OutRule] = {
+    "softmax": _softmax(_aten._softmax),
+    "log_softmax": _softmax(_aten._log_softmax),
+    "softmax_backward": _softmax_backward(_aten._softmax_backward_data),
+    "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
     "identity": lambda inputs, attrs, out: out.copy_(inputs[0]),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),
@@ -80,6 +102,8 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     "rms_norm": lambda inputs, attrs: _plus(
         F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
     ),
+    "nll_loss": reference.RULES["nll_loss"],  # type: ignore[dict-item]
+    "nll_loss_backward": reference.RULES["nll_loss_backward"],  # type: ignore[dict-item]
     **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
 }
 
@@ -224,6 +248,7 @@ def _rule(node: Node, spec: GraphSpec) -> OutRule | None:
         show: Any = reference.RULES[node.op]
         return lambda inputs, attrs, out: out.copy_(show(inputs, attrs))
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
+    kinds -= {torch.int64}  # classes
     if node.op in NATIVE and len(kinds) == 1:
         compute = NATIVE[node.op]
         return lambda inputs, attrs, out: out.copy_(compute(inputs, attrs))

@@ -886,6 +886,21 @@ def _of_image(op: str, *also: str) -> GradRule:
     return rule
 
 
+def _from_result(op: str) -> GradRule:
+    """An op whose gradient reads its result."""
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = dict(ctx.node.attrs)
+        return {"x": lambda: ctx.anchor(op, (ctx.dy, ctx.result()), **attrs)[0]}
+
+    return rule
+
+
+def _nll_loss(ctx: Context) -> Gradients:
+    attrs = {**dict(ctx.node.attrs), "shape": ctx.spec("x").shape}
+    return {"x": lambda: ctx.anchor("nll_loss_backward", (ctx.dy,), ctx["target"], **attrs)[0]}
+
+
 def _back_to(op: str) -> GradRule:
     """The gradient of an op that is linear: the op itself."""
 
@@ -1092,6 +1107,12 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "permute": _permuted,
     "slice": _slice,
     "concat": _concat,
+    "softmax": _from_result("softmax_backward"),
+    "softmax_backward": _second("softmax_backward"),
+    "log_softmax": _from_result("log_softmax_backward"),
+    "log_softmax_backward": _second("log_softmax_backward"),
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _second("nll_loss_backward"),
     "max_pool": _of_image("max_pool_backward", "x"),
     "max_pool_backward": _second("max_pool_backward"),
     "avg_pool": _of_image("avg_pool_backward"),
@@ -1127,6 +1148,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "gelu_tanh_backward": _second("gelu_tanh_backward"),
     "silu_backward": _second("silu_backward"),
     "identity": lambda c: {"x": lambda: c.dy},
+    "to_float": NoGradient("is of whole numbers", flat=True),
     "neg": lambda c: {"x": lambda: -c.dy},
     "abs": _abs,
     "exp": _from_y(lambda c, y: c.dy * y),

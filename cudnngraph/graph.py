@@ -884,6 +884,10 @@ class Graph:
         """x itself; with ``output(dtype=..., layout=...)`` a conversion."""
         return self._one("identity", x, name=name)
 
+    def to_float(self, x: Value, *, name: str | None = None) -> Value:
+        """x (uint8, int8 or int32) as float32."""
+        return self._one("to_float", x, name=name)
+
     def neg(self, x: Value, *, name: str | None = None) -> Value:
         """-x."""
         return self._one("neg", x, name=name)
@@ -1002,6 +1006,75 @@ class Graph:
             )
             return Value(self, "?", None)
         return self._one("concat", *many, dim=dim, name=name)
+
+    # -- softmax and its loss ------------------------------------------------------------------
+
+    def softmax(self, x: Value, dim: int, *, name: str | None = None) -> Value:
+        """exp(x) over its sum along ``dim`` (F.softmax)."""
+        return self._one("softmax", x, dim=dim, name=name)
+
+    def softmax_backward(self, dy: Value, y: Value, dim: int, *, name: str | None = None) -> Value:
+        """Gradient of :meth:`softmax` from dy and its result y."""
+        return self._one("softmax_backward", dy, y, dim=dim, name=name)
+
+    def log_softmax(self, x: Value, dim: int, *, name: str | None = None) -> Value:
+        """The logarithm of :meth:`softmax` along ``dim`` (F.log_softmax)."""
+        return self._one("log_softmax", x, dim=dim, name=name)
+
+    def log_softmax_backward(
+        self, dy: Value, y: Value, dim: int, *, name: str | None = None
+    ) -> Value:
+        """Gradient of :meth:`log_softmax` from dy and its result y."""
+        return self._one("log_softmax_backward", dy, y, dim=dim, name=name)
+
+    def nll_loss(
+        self,
+        x: Value,
+        target: Value,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """-x at each row's class (F.nll_loss without weights).
+
+        x (N, C, ...) logarithms of probabilities, target (N, ...) int64 → a number for the "mean"
+        or the "sum" over rows whose class is not ``ignore_index``, (N, ...) for "none".
+        """
+        return self._one(
+            "nll_loss", x, target, reduction=reduction, ignore_index=ignore_index, name=name
+        )
+
+    def nll_loss_backward(
+        self,
+        dy: Value,
+        target: Value,
+        shape: Sequence[int],
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`nll_loss` from its result's dy; ``shape`` is that of x."""
+        return self._one(
+            "nll_loss_backward",
+            dy,
+            target,
+            shape=shape,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            name=name,
+        )
+
+    def cross_entropy(
+        self,
+        x: Value,
+        target: Value,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+    ) -> Value:
+        """F.cross_entropy of x (N, C, ...) and classes (N, ...) int64, without weights."""
+        return self.nll_loss(self.log_softmax(x, 1), target, reduction, ignore_index)
 
     # -- pooling and interpolation -------------------------------------------------------------
 
@@ -1547,6 +1620,65 @@ class Graph:
             inner = self.mul(opened, inner)
         return self.linear(inner, down, down_bias)
 
+    def dropout(self, x: Value, keep: Value, p: float) -> Value:
+        """x / (1 - p) where ``keep`` (bool, that of x's shape) holds, else 0.
+
+        ``keep`` is drawn outside, true with probability 1 - p, so that the graph has no state.
+        """
+        if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= float(p) < 1:
+            self.problems.append(Problem("dropout", f"p={p!r}", "0 <= p < 1"))
+            return self._unknown(x)
+        return self.where(keep, self.mul(x, 1.0 / (1.0 - float(p))), 0.0)
+
+    def normalize_images(self, x: Value, scale: Value, shift: Value) -> Value:
+        """Pixels x (N, H, W, C) uint8 → x * scale + shift, (N, C, H, W) in the same memory order.
+
+        scale and shift (W, C) float32: the numbers of each channel, repeated for each column, for
+        cuDNN is slow on rows of three elements. For ``(x / 255 - mean) / std`` they are
+        ``1 / (255 * std)`` and ``-mean / std``. float32; an output in float16 is one pass too.
+        """
+        spec = x.spec
+        if spec is not None and len(spec.shape) != 4:
+            what = f"x '{spec.name}' has shape {spec.shape}"
+            self.problems.append(Problem("normalize_images", what, "(N, H, W, C)"))
+            return self._unknown(scale, shift)
+        images = self.to_float(self.permute(x, (0, 3, 1, 2)))
+        rows = [
+            self.permute(self.reshape(v, (1, 1, *v.spec.shape[-2:])), (0, 3, 1, 2))
+            if v.spec is not None and len(v.spec.shape) == 2
+            else v
+            for v in (scale, shift)
+        ]
+        return self.add(self.mul(images, rows[0]), rows[1])
+
+    def adamw(
+        self,
+        param: Value,
+        grad: Value,
+        exp_avg: Value,
+        exp_avg_sq: Value,
+        lr: Value,
+        bias_correction1: Value,
+        bias_correction2: Value,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> tuple[Value, Value, Value]:
+        """One step of torch.optim.AdamW → the next (param, exp_avg, exp_avg_sq).
+
+        The first four are of one shape, float32; lr and the bias corrections ``1 - beta ** step``
+        have one element each, so that they may change from step to step. All pointwise: outputs of
+        the strides of the inputs may be written over them.
+        """
+        beta1, beta2 = betas
+        first = self.add(self.mul(exp_avg, beta1), self.mul(grad, 1.0 - beta1))
+        second = self.add(self.mul(exp_avg_sq, beta2), self.mul(self.mul(grad, grad), 1.0 - beta2))
+        spread = self.add(self.sqrt(self.div(second, bias_correction2)), eps)
+        step = self.div(self.div(first, bias_correction1), spread)
+        decayed = self.sub(param, self.mul(param, self.mul(lr, weight_decay)))
+        return self.sub(decayed, self.mul(step, lr)), first, second
+
     # -- freezing ------------------------------------------------------------------------------
 
     def spec(self) -> GraphSpec:
@@ -1687,11 +1819,14 @@ METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "cross_entropy",
     "depthwise_separable",
+    "dropout",
     "geglu",
     "group_norm",
     "linear",
     "mlp",
+    "normalize_images",
     "pixel_shuffle",
     "pixel_unshuffle",
     "swiglu",

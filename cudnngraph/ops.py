@@ -863,6 +863,14 @@ def _activation_backward(port: str, *attrs: str) -> InferRule:
     return infer
 
 
+def _to_float(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if x.dtype not in (torch.uint8, torch.int8, torch.int32):
+        call.problem(f"x '{x.name}' is {dtype_name(x.dtype)}", "uint8, int8 or int32")
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
 def _constant(call: Call) -> list[Result] | None:
     return [Result((), torch.float32, ())] if _number(call, "value") is not None else None
 
@@ -952,6 +960,75 @@ def _expand(call: Call) -> list[Result] | None:
     call.attrs["shape"], call.attrs["dims"] = shape, dims
     order = _like_order(x) if x.shape == shape else tuple(range(rank))
     return [Result(shape, x.dtype, order)]
+
+
+# -- softmax and its loss --------------------------------------------------------------------------
+
+
+def _softmax(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = _float_operand(call, "x")
+    if _dim(call, "dim", len(x.shape)) is None or not ok:
+        return None
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
+def _softmax_backward(call: Call) -> list[Result] | None:
+    dy, y = call["dy"], call["y"]
+    ok = _same_dtype(call, "y", "dy") and _same_shape(call, "y", "dy")
+    if _dim(call, "dim", len(y.shape)) is None or not ok:
+        return None
+    return [Result(dy.shape, dy.dtype, _like_order(y))]
+
+
+REDUCTIONS_OF_LOSS = ("mean", "sum", "none")
+
+
+def _loss_options(call: Call, classes: tuple[int, ...]) -> bool:
+    """Checks what a loss over (N, C, ...) and its gradient share."""
+    before = len(call.problems)
+    target, reduction = call["target"], call.attrs["reduction"]
+    if reduction not in REDUCTIONS_OF_LOSS:
+        known = " or ".join(map(repr, REDUCTIONS_OF_LOSS))
+        call.problem(f"reduction={reduction!r} is unknown", known)
+    if not _whole(call.attrs["ignore_index"]):
+        call.problem(f"ignore_index={call.attrs['ignore_index']!r}", "a whole number")
+    if len(classes) < 2 or classes[1] < 1:
+        call.problem(f"x has shape {classes}", "(N, C, ...) with at least one class")
+    elif target.shape != (classes[0], *classes[2:]):
+        call.problem(
+            f"target '{target.name}' has shape {target.shape}",
+            f"{(classes[0], *classes[2:])}, a class for each row of x {classes}",
+        )
+    if target.dtype != torch.int64:
+        call.problem(f"target '{target.name}' is {dtype_name(target.dtype)}", "int64", "convert it")
+    if len(call.problems) > before:
+        return False
+    call.attrs["ignore_index"] = int(call.attrs["ignore_index"])
+    return True
+
+
+def _loss_shape(call: Call) -> tuple[int, ...]:
+    return call["target"].shape if call.attrs["reduction"] == "none" else ()
+
+
+def _nll_loss(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if not _float_operand(call, "x") or not _loss_options(call, x.shape):
+        return None
+    shape = _loss_shape(call)
+    return [Result(shape, x.dtype, tuple(range(len(shape))))]
+
+
+def _nll_loss_backward(call: Call) -> list[Result] | None:
+    dy, shape = call["dy"], _whole_tuple(call, "shape")
+    if shape is None or not _float_operand(call, "dy") or not _loss_options(call, shape):
+        return None
+    call.attrs["shape"] = shape
+    if dy.shape != _loss_shape(call):
+        call.problem(f"dy '{dy.name}' has shape {dy.shape}", f"{_loss_shape(call)}, the loss's")
+        return None
+    return [Result(shape, dy.dtype, tuple(range(len(shape))))]
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -1431,6 +1508,7 @@ _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _POOL: dict[str, Any] = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _MAX: dict[str, Any] = {**_POOL, "dilation": 1, "ceil_mode": False}
 _AVG: dict[str, Any] = {**_POOL, "ceil_mode": False, "count_include_pad": True}
+_LOSS: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
 _RESIZED: dict[str, Any] = {
     "size": None,
     "scale_factor": None,
@@ -1583,6 +1661,7 @@ def _rows() -> list[Op]:
             for name in ("gelu", "gelu_tanh", "silu")
         ),
         unary("identity"),
+        op("to_float", "x", _to_float, pointwise=True),
         unary("neg"),
         unary("abs"),
         unary("exp"),
@@ -1605,6 +1684,31 @@ def _rows() -> list[Op]:
         op("permute", "x", _permute, view=True, dims=REQUIRED),
         op("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1),
         op("concat", "x*", _concat, torch_only=True, dim=0),
+        *(
+            row
+            for name in ("softmax", "log_softmax")
+            for row in (
+                op(name, "x", _softmax, torch_only=True, dim=REQUIRED),
+                op(
+                    f"{name}_backward",
+                    "dy y",
+                    _softmax_backward,
+                    outputs="dx",
+                    torch_only=True,
+                    dim=REQUIRED,
+                ),
+            )
+        ),
+        op("nll_loss", "x target", _nll_loss, torch_only=True, **_LOSS),
+        op(
+            "nll_loss_backward",
+            "dy target",
+            _nll_loss_backward,
+            outputs="dx",
+            torch_only=True,
+            shape=REQUIRED,
+            **_LOSS,
+        ),
         resample("max_pool", "x", _pool, **_MAX),
         resample("max_pool_backward", "dy x", _pool_backward, **_MAX),
         resample("avg_pool", "x", _pool, **_AVG),

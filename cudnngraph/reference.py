@@ -357,6 +357,42 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * gate * (1.0 + x * (1.0 - gate))
 
 
+def _softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return y * (dy - (dy * y).sum(attrs["dim"], keepdim=True))
+
+
+def _log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return dy - torch.exp(y) * dy.sum(attrs["dim"], keepdim=True)
+
+
+def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    counts = target != attrs["ignore_index"]
+    return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+
+
+def _nll_loss(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -x.gather(1, place).squeeze(1)
+    each = each.to(torch.promote_types(each.dtype, torch.float32))  # 16 bits hold no sum
+    each = torch.where(counts, each, torch.zeros_like(each))
+    if attrs["reduction"] == "none":
+        return each
+    return each.sum() / counts.sum() if attrs["reduction"] == "mean" else each.sum()
+
+
+def _nll_loss_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """-dy at each row's class; over the number of rows that count for a mean."""
+    dy, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -dy / counts.sum() if attrs["reduction"] == "mean" else -dy
+    each = torch.where(counts, each, torch.zeros_like(each))
+    return dy.new_zeros(attrs["shape"]).scatter_(1, place, each.unsqueeze(1))
+
+
 _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
@@ -430,6 +466,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _binary(_gelu_tanh_backward),
     "silu_backward": _binary(_silu_backward),
     "identity": _unary(lambda x: x),
+    "to_float": _unary(lambda x: x.to(torch.float32)),
     "neg": _unary(torch.neg),
     "abs": _unary(torch.abs),
     "exp": _unary(torch.exp),
@@ -462,6 +499,12 @@ RULES: Mapping[str, Rule] = {
     "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
+    "softmax": lambda inputs, attrs: torch.softmax(_need(inputs[0]), attrs["dim"]),
+    "softmax_backward": _softmax_backward,
+    "log_softmax": lambda inputs, attrs: torch.log_softmax(_need(inputs[0]), attrs["dim"]),
+    "log_softmax_backward": _log_softmax_backward,
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
     **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }

@@ -982,7 +982,16 @@ def _no_resample(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
 
 
-_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (_torch_only, _no_resample)
+def _no_softmax(ctx: Context | None, node: Node) -> Any:
+    """By reductions and pointwise ops softmax passes over its data three times as often."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
+
+
+_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
+    _torch_only,
+    _no_resample,
+    _no_softmax,
+)
 
 
 RULES: Mapping[str, Rule] = {
@@ -1021,6 +1030,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _gelu_tanh_backward,
     "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
+    "to_float": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
     "exp": _call("exp"),
@@ -1053,6 +1063,11 @@ RULES: Mapping[str, Rule] = {
     "slice": _torch_only,
     "concat": _torch_only,
     **{name: _no_resample for name in resample.RULES},
+    **{
+        f"{name}{suffix}": _no_softmax
+        for name in ("softmax", "log_softmax", "nll_loss")
+        for suffix in ("", "_backward")
+    },
 }
 
 _CHANNEL_PORTS = {

@@ -17,6 +17,11 @@ from cudnngraph.ops import OPS
 from tests import samples
 
 NAMES = sorted(OPS)
+LOSSES = {
+    f"{name}{suffix}"
+    for name in ("softmax", "log_softmax", "nll_loss")
+    for suffix in ("", "_backward")
+}
 
 
 def test_the_tables_have_the_same_keys() -> None:
@@ -74,7 +79,7 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", *resample.RULES}
+    assert torch_only == {"concat", *LOSSES, *resample.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
         with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
@@ -95,6 +100,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "slice",
         "transpose",
         *resample.RULES,
+        *LOSSES,
         "conv",
         "conv_transpose",
         "conv_wgrad",

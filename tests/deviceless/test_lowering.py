@@ -221,6 +221,10 @@ TORCH = (
         lambda spec: bool(_nodes(spec, *resample.RULES)),
     ),
     Known(
+        "cuDNN's Python frontend has softmax in attention alone",
+        lambda spec: any(node.op.startswith(("softmax", "log_soft", "nll")) for node in spec.nodes),
+    ),
+    Known(
         "an instance norm takes images of one layout, without gaps",
         lambda spec: any(
             not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)

@@ -97,3 +97,52 @@ def test_a_module_and_its_gradients_are_within_the_policy(name: str, dtype: torc
             numerics.TORCH_FACTOR * torch_error, numerics.bound(dtype, terms=given[0].numel())
         )
         assert error <= limit, f"result {place}: {error:.3g} from float64, allowed {limit:.3g}"
+
+
+def test_adamw_in_place_is_torchs() -> None:
+    """Ten steps, params and both averages written over; every element is read before."""
+    n = (1 << 20) + 8
+    torch.manual_seed(0)
+    g = cg.Graph("adamw")
+    given = [g.input(name, (n,), F32) for name in ("p", "grad", "m", "v")]
+    numbers = [g.input(name, (1,), F32) for name in ("lr", "c1", "c2")]
+    for name, value in zip(("p_", "m_", "v_"), g.adamw(*given, *numbers), strict=True):
+        g.output(name, value)
+    exe = g.compile("cuda")
+    assert len(exe.steps) == 1 and exe.steps[0].choice is not None
+    theirs = torch.randn(n, device="cuda", dtype=torch.float64, requires_grad=True)
+    p = theirs.detach().float()
+    theirs.data.copy_(p)
+    m, v, grad = (torch.zeros(n, device="cuda") for _ in range(3))
+    lr, c1, c2 = (torch.zeros(1, device="cuda") for _ in range(3))
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2)
+    call = exe.bind(p=p, grad=grad, m=m, v=v, lr=lr, c1=c1, c2=c2, p_=p, m_=m, v_=v)
+    for step in range(1, 11):
+        grad.normal_()
+        theirs.grad = grad.double()
+        optimizer.step()
+        for tensor, value in ((lr, 1e-2), (c1, 1.0 - 0.9**step), (c2, 1.0 - 0.999**step)):
+            tensor.fill_(value)
+        call()
+    state = optimizer.state[theirs]
+    for ours, right in ((p, theirs.detach()), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+        assert numerics.relative_error(ours, right) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_pixels_become_images_in_one_plan(dtype: torch.dtype) -> None:
+    pixels = torch.randint(0, 256, (4, 64, 96, 3), dtype=torch.uint8, device="cuda")
+    mean, std = (
+        torch.tensor(v, device="cuda") for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    scale, shift = ((v.expand(96, 3).contiguous()) for v in (1.0 / (255.0 * std), -mean / std))
+    g = cg.Graph("pixels")
+    x = g.input("x", like=pixels)
+    s, b = g.input("s", like=scale), g.input("b", like=shift)
+    g.output("y", g.normalize_images(x, s, b), dtype=dtype)
+    exe = g.compile("cuda")
+    assert [step.choice is None for step in exe.steps if step.spec.nodes[-1].op == "add"] == [False]
+    y = exe(x=pixels, s=scale, b=shift)
+    want = ((pixels.double() / 255 - mean.double()) / std.double()).permute(0, 3, 1, 2)
+    assert y.is_contiguous(memory_format=LAST)
+    assert numerics.relative_error(y, want) <= numerics.ROUNDOFF[dtype] * 1.01
