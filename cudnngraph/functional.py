@@ -146,7 +146,7 @@ def attention(
 
 
 @torch_ops.function
-def norm_act(
+def summed_norm_act(
     g: Graph,
     x: Value,
     residual: Value | None,
@@ -196,12 +196,12 @@ def separable(
     )
     for options, (w, b, *norm, added) in zip(stages, tensors, strict=True):
         given: Any = dict(options)
-        if norm[2] is None and norm[0] is None:
+        if norm[0] is None and not given["training"]:  # no norm
             for word in ("training", "eps"):
                 given.pop(word)
             x = conv_act(g, x, w, b, added, **given)  # type: ignore[assignment]
             continue
-        made = conv_norm_act(g, x, w, b, *norm, added, **given)
+        made: Any = conv_norm_act(g, x, w, b, *norm, added, **given)
         x, *now = made if isinstance(made, tuple) else (made,)
         batch += now
     return (x, *batch) if batch else x
@@ -267,7 +267,7 @@ def _compiled(build: Build, policy: Policy | None) -> Specialized:
     return torch_ops.specialized(build, _policy(policy))
 
 
-def _call(
+def run_graph(
     build: Build,
     policy: Policy | None,
     tensors: Sequence[Tensor | None],
@@ -362,14 +362,14 @@ def norm_options(
     return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
 
 
-def norm_act_options(
+def summed_norm_options(
     kind: str,
     eps: float,
     num_groups: int,
     activation: str | None,
     attrs: tuple[tuple[str, Any], ...],
 ) -> dict[str, Any]:
-    """The options of :func:`norm_act`."""
+    """The options of :func:`summed_norm_act`."""
     made = {"kind": kind, "eps": float(eps), **product_options(activation, attrs)}
     return {**made, "num_groups": num_groups} if kind == "group_norm" else made
 
@@ -408,7 +408,7 @@ def cast(*tensors: Tensor | None) -> Sequence[Any]:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both channels_last where either is, as torch's own convolutions do."""
     layout = _CHANNELS_LAST.get(x.dim())
     if layout is None or weight.dim() != x.dim():
@@ -432,8 +432,8 @@ def run_conv_act(
     x, weight, bias = cast(x, weight, bias)
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
-    x, weight = _one_layout(x, weight)
-    result: Tensor = _call(conv_act, policy, (x, weight, bias, residual), static)
+    x, weight = one_layout(x, weight)
+    result: Tensor = run_graph(conv_act, policy, (x, weight, bias, residual), static)
     return result
 
 
@@ -656,18 +656,20 @@ def run_conv_norm_act(
             problem = Problem("out", "is given with training=True", "training=False")
             raise BindError("conv_bn_act", [problem])
         return _into(conv_norm_act, policy, out, (x, weight, bias, mean, var, *rest), static)
-    x, weight = _one_layout(x, weight)
+    x, weight = one_layout(x, weight)
+    if training and (rest[0] is None or rest[1] is None):
+        channels = weight.shape[0]
+        if static.values["transposed"]:
+            channels = weight.shape[1] * dict(static.values["geometry"])["groups"]  # type: ignore[call-overload]
+        ones, zeros = _no_affine(channels, x)
+        rest[0] = ones if rest[0] is None else rest[0]
+        rest[1] = zeros if rest[1] is None else rest[1]
     given = (x, weight, bias, mean, var, *rest)
     if not training or mean is None or var is None:
-        return _call(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
+        return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
-    result, now_mean, now_var = _call(conv_norm_act, policy, given, static, 3)
-    with torch.no_grad():
-        if isinstance(momentum, Tensor):
-            mean.lerp_(now_mean, momentum)
-            var.lerp_(now_var, momentum)
-        else:
-            torch._foreach_lerp_((mean, var), (now_mean, now_var), momentum)
+    result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
+    update_running(mean, var, now_mean, now_var, momentum)
     return result
 
 
@@ -686,23 +688,65 @@ def run_separable(
     with their momentum."""
     first, second = parts
     x, w, b, w_1, b_1 = cast(x, *first[:2], *second[:2])
-    x, w = _one_layout(x, w)
-    x, w_1 = _one_layout(x, w_1)
-    given = (x, residual, w, b, *first[2:], w_1, b_1, *second[2:])
-    result = _call(separable, policy, given, static, 1 + 2 * len(updates))
+    x, w = one_layout(x, w)
+    x, w_1 = one_layout(x, w_1)
+    norms = [list(part[2:]) for part in parts]
+    stages: Any = static.values["stages"]
+    for options, norm, weight in zip(stages, norms, (w, w_1), strict=True):
+        if dict(options)["training"]:
+            ones, zeros = _no_affine(weight.shape[0], x)
+            norm[2:] = [
+                given if given is not None else other
+                for given, other in zip(norm[2:], (ones, zeros), strict=True)
+            ]
+    given = (x, residual, w, b, *norms[0], w_1, b_1, *norms[1])
+    result = run_graph(separable, policy, given, static, 1 + 2 * len(updates))
     if not updates:
         return result  # type: ignore[no-any-return]
     y, *batch = result
-    with torch.no_grad():
-        for place, (mean, var, momentum) in enumerate(updates):
-            mean.lerp_(batch[2 * place], momentum)
-            var.lerp_(batch[2 * place + 1], momentum)
+    for place, (mean, var, momentum) in enumerate(updates):
+        update_running(mean, var, batch[2 * place], batch[2 * place + 1], momentum)
     return y  # type: ignore[no-any-return]
 
 
 def stages_options(*stages: tuple[Any, ...]) -> dict[str, Any]:
     """The options of :func:`separable`; each stage has those of :func:`norm_options`."""
     return {"stages": tuple(tuple(norm_options(*stage).items()) for stage in stages)}
+
+
+@torch.no_grad()
+def update_running(
+    mean: Tensor, var: Tensor, now_mean: Tensor, now_var: Tensor, momentum: float | Tensor
+) -> None:
+    """Move the running statistics towards the batch's, in place."""
+    if isinstance(momentum, Tensor):
+        mean.lerp_(now_mean.to(mean.dtype), momentum)
+        var.lerp_(now_var.to(var.dtype), momentum)
+    else:
+        now = (now_mean.to(mean.dtype), now_var.to(var.dtype))
+        torch._foreach_lerp_((mean, var), now, momentum)
+
+
+_vectors: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+
+def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones and zeros (K,) for a norm without weight or bias, in float32 or float64."""
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    key = (channels, wide, like.device)
+    found = _vectors.get(key)
+    if found is None:
+        options: Any = {"dtype": wide, "device": like.device}
+        if torch.compiler.is_compiling() or (
+            like.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # the memory would be that graph's
+            return torch.ones(channels, **options), torch.zeros(channels, **options)
+        with torch.inference_mode(False):
+            found = torch.ones(channels, **options), torch.zeros(channels, **options)
+        if len(_vectors) >= _STATICS_KEPT:
+            _vectors.clear()
+        _vectors[key] = found
+    return found
 
 
 def conv_bn_act(
@@ -730,8 +774,8 @@ def conv_bn_act(
     """act(batch_norm(conv(input, weight) + bias) + residual) in 1, 2 or 3 spatial dims.
 
     As F.batch_norm: with ``training=True`` by the batch's statistics, and the running ones, which
-    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias have to
-    be given; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
+    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias may be
+    None; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
     in the convolution's epilogue.
     """
     geometry = (stride, padding, dilation, groups)
@@ -805,9 +849,9 @@ def _norm(
     policy: Policy | None,
     num_groups: int = 0,
 ) -> Any:
-    static = static_of(norm_act_options, kind, eps, num_groups, activation, _sorted(attrs))
+    static = static_of(summed_norm_options, kind, eps, num_groups, activation, _sorted(attrs))
     tensors = (x, residual, weight, bias)
-    result = _call(norm_act, policy, tensors, static, 1 if residual is None else 2)
+    result = run_graph(summed_norm_act, policy, tensors, static, 1 if residual is None else 2)
     return result if residual is None else tuple(result)
 
 
@@ -943,7 +987,7 @@ def linear(
     x, weight, bias, residual = cast(input, weight, bias, residual)
     static = static_of(product_options, activation, _sorted(activation_attrs))
     residual = None if residual is None else _rows(residual)
-    y: Tensor = _call(linear_act, policy, (_rows(x), weight, bias, residual), static)
+    y: Tensor = run_graph(linear_act, policy, (_rows(x), weight, bias, residual), static)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -967,7 +1011,7 @@ def mlp(
     """
     tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
     static = static_of(product_options, activation, _sorted(activation_attrs))
-    y: Tensor = _call(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
+    y: Tensor = run_graph(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
     return y.view(*input.shape[:-1], down.shape[0])
 
 
@@ -1030,7 +1074,7 @@ def scaled_dot_product_attention(
             problem = Problem("out", "is given with return_lse=True", "one of the two")
             raise BindError("attention", [problem])
         return _into(attention, policy, out, tensors, static)
-    result = _call(attention, policy, tensors, static, 2 if return_lse else 1)
+    result = run_graph(attention, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 
 

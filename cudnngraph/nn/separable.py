@@ -10,6 +10,7 @@ from torch import nn
 from .. import functional
 from ..errors import GraphError, Problem
 from ..policy import Policy
+from . import sync
 from .conv import FusedConvBlock, _held, _named
 
 
@@ -38,6 +39,8 @@ class FusedDepthwiseSeparable(nn.Module):
         pointwise_activation: str | nn.Module | None = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
         dims: int = 2,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -49,6 +52,8 @@ class FusedDepthwiseSeparable(nn.Module):
             "norm": norm,
             "eps": eps,
             "momentum": momentum,
+            "affine": affine,
+            "track_running_stats": track_running_stats,
             "dims": dims,
             "device": device,
             "dtype": dtype,
@@ -109,8 +114,16 @@ class FusedDepthwiseSeparable(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...) → (N, K, out...); ``residual`` is added before the last activation.
 
-        By the batch's statistics or the running ones, as torch's batch norm decides.
+        By the batch's statistics or the running ones, as torch's batch norm decides. With
+        ``norm="sync"`` and several ranks the two blocks run one behind the other.
         """
+        norms = [block.norm for block in (self.depthwise, self.pointwise)]
+        if any(
+            type(bn) is nn.SyncBatchNorm and bn.training and sync.several_ranks(bn.process_group)
+            for bn in norms
+        ):
+            y: torch.Tensor = self.pointwise(self.depthwise(x), residual)
+            return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
         return functional.run_separable(
             functional.static_of(functional.stages_options, *(options for options, _, _ in stages)),

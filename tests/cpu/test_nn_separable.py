@@ -30,6 +30,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "bias alone": ({"norm": None, "bias": True, "activation": "silu"}, (4, 8, 9, 10)),
     "dilated": ({"dilation": 2, "padding": 2, "bias": True}, (4, 8, 9, 10)),
     "cumulative": ({"momentum": None}, (4, 8, 9, 10)),
+    "two norms without affine": ({"affine": False}, (4, 8, 9, 10)),
+    "no statistics kept": (
+        {"affine": False, "track_running_stats": False, "bias": True},
+        (4, 8, 9, 10),
+    ),
     "line": ({"dims": 1}, (4, 8, 20)),
     "volume": ({"dims": 3}, (2, 8, 4, 5, 6)),
 }
@@ -78,13 +83,13 @@ def test_a_residual_is_added_before_the_last_activation() -> None:
 
 def test_it_is_one_graph_and_channels_last_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    call = functional._call
+    call = functional.run_graph
 
     def counted(build: Any, *given: Any) -> Any:
         ran.append(build.__name__)
         return call(build, *given)
 
-    monkeypatch.setattr(functional, "_call", counted)
+    monkeypatch.setattr(functional, "run_graph", counted)
     module = cg.FusedDepthwiseSeparable(8, 6).eval()
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
     with torch.no_grad():
