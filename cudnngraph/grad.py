@@ -148,7 +148,10 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
-_STATISTICS = {"sdpa": "return_lse", "layer_norm": "return_stats", "rms_norm": "return_stats"}
+_STATISTICS = {
+    "sdpa": "return_lse",
+    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
+}
 
 
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
@@ -540,8 +543,10 @@ class Context:
 
     def per_channel(self, value: Value, port: str) -> Value:
         """``value`` summed to the shape of a per-channel operand."""
-        dims = [dim for dim in range(len(value.shape)) if dim != 1]
-        return self.g.reduction(value, dims, "sum", keepdim=len(self.spec(port).shape) > 1)
+        shape = self.spec(port).shape
+        of_images = len(shape) > 1 and shape[0] > 1
+        dims = [dim for dim in range(len(value.shape)) if dim > 1 or (dim == 0 and not of_images)]
+        return self.g.reduction(value, dims, "sum", keepdim=len(shape) > 1) if dims else value
 
     def column(self, port: str) -> Value:
         """A per-channel operand at the rank of x: (1, C, 1, ...)."""
@@ -748,6 +753,25 @@ def _batch_norm(ctx: Context) -> Gradients:
     }
 
 
+def _instance_norm(ctx: Context) -> Gradients:
+    @cache
+    def all_() -> list[Value]:
+        weight = None
+        if ctx.name("weight") is not None:
+            weight = ctx.build.narrow(ctx["weight"], ctx.spec("weight").dtype)
+        kind = torch.float64 if ctx.spec("x").dtype == torch.float64 else torch.float32
+        mean, inv_std = (ctx.build.narrow(ctx.result(place), kind) for place in (1, 2))
+        return ctx.anchor("instance_norm_backward", (ctx.dy, ctx["x"]), mean, inv_std, weight)
+
+    def bias() -> Value:
+        """A sum of dy alone, where nothing else is needed."""
+        if any(ctx.needs(port) for port in ("x", "weight")):
+            return _revector(ctx, all_()[2], ctx.spec("bias").shape)
+        return ctx.per_channel(ctx.dy, "bias")
+
+    return {"x": lambda: all_()[0], "weight": lambda: all_()[1], "bias": bias}
+
+
 def _trailing_norm(op: str, statistics: int) -> GradRule:
     """A norm over trailing dims, by the op that gives all its gradients."""
 
@@ -845,6 +869,46 @@ def _concat(ctx: Context) -> Gradients:
         rules[port] = lambda start=start, stop=stop: ctx.g.slice(ctx.dy, dim, start, stop)
         start = stop
     return rules
+
+
+def _of_image(op: str, *also: str) -> GradRule:
+    """A pool or an interpolation, by the op of its gradient: from dy, and from what ``also`` names.
+
+    A max pool saves no indices, which take 8 bytes an element: its gradient pools x again.
+    """
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = dict(ctx.node.attrs)
+        if not also:
+            attrs["input_size"] = ctx.spec("x").shape[2:]
+        return {"x": lambda: ctx.anchor(op, (ctx.dy, *(ctx[port] for port in also)), **attrs)[0]}
+
+    return rule
+
+
+def _from_result(op: str) -> GradRule:
+    """An op whose gradient reads its result."""
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = dict(ctx.node.attrs)
+        return {"x": lambda: ctx.anchor(op, (ctx.dy, ctx.result()), **attrs)[0]}
+
+    return rule
+
+
+def _nll_loss(ctx: Context) -> Gradients:
+    attrs = {**dict(ctx.node.attrs), "shape": ctx.spec("x").shape}
+    return {"x": lambda: ctx.anchor("nll_loss_backward", (ctx.dy,), ctx["target"], **attrs)[0]}
+
+
+def _back_to(op: str) -> GradRule:
+    """The gradient of an op that is linear: the op itself."""
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = {key: value for key, value in ctx.node.attrs if key != "input_size"}
+        return {"dy": lambda: ctx.anchor(op, (ctx.dy,), **attrs)[0]}
+
+    return rule
 
 
 def _reduction(ctx: Context) -> Gradients:
@@ -1028,6 +1092,8 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _second("instance_norm_backward"),
     "batch_norm_apply": _batch_norm_apply,
     "layer_norm": _trailing_norm("layer_norm_backward", 2),
     "layer_norm_backward": _second("layer_norm_backward"),
@@ -1041,6 +1107,22 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "permute": _permuted,
     "slice": _slice,
     "concat": _concat,
+    "softmax": _from_result("softmax_backward"),
+    "softmax_backward": _second("softmax_backward"),
+    "log_softmax": _from_result("log_softmax_backward"),
+    "log_softmax_backward": _second("log_softmax_backward"),
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _second("nll_loss_backward"),
+    "max_pool": _of_image("max_pool_backward", "x"),
+    "max_pool_backward": _second("max_pool_backward"),
+    "avg_pool": _of_image("avg_pool_backward"),
+    "avg_pool_backward": _back_to("avg_pool"),
+    "adaptive_avg_pool": _of_image("adaptive_avg_pool_backward"),
+    "adaptive_avg_pool_backward": _back_to("adaptive_avg_pool"),
+    "adaptive_max_pool": _of_image("adaptive_max_pool_backward", "x"),
+    "adaptive_max_pool_backward": _second("adaptive_max_pool_backward"),
+    "interpolate": _of_image("interpolate_backward"),
+    "interpolate_backward": _back_to("interpolate"),
     "reduction": _reduction,
     "expand": _expand,
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},
@@ -1066,6 +1148,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "gelu_tanh_backward": _second("gelu_tanh_backward"),
     "silu_backward": _second("silu_backward"),
     "identity": lambda c: {"x": lambda: c.dy},
+    "to_float": NoGradient("is of whole numbers", flat=True),
     "neg": lambda c: {"x": lambda: -c.dy},
     "abs": _abs,
     "exp": _from_y(lambda c, y: c.dy * y),

@@ -98,7 +98,7 @@ class Graph:
     def takes_epilogue(self, node: Node) -> bool:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
-        return not (row.pointwise or row.view or node.op == "concat")
+        return not (row.pointwise or row.view or row.torch_only)
 
     def takes_prologue(self, node: Node) -> bool:
         """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import resample
 from .ir import GraphSpec, Node
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -102,7 +103,9 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
-    return _need(value).reshape(1, -1, *(1,) * (_need(x).dim() - 2))
+    """A per-channel operand at the rank of x."""
+    vector, rank = _need(value), _need(x).dim()
+    return vector.reshape(1, -1, *(1,) * (rank - 2)) if vector.dim() == 1 else vector
 
 
 def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -155,6 +158,33 @@ def _batch_norm_backward(
     pull = (_channel(dbias, x) + normal * _channel(dweight, x)) / count
     dx = _channel(weight, x) * inv_std * (dy - pull)
     return dx, dweight.view(weight.shape), dbias.view(weight.shape)
+
+
+def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, dims = _need(inputs[0]), list(range(2, _need(inputs[0]).dim()))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse
+    if inputs[1] is not None:
+        y = y * _channel(inputs[1], x) + _channel(inputs[2], x)
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _instance_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, mean, inverse = (_need(value) for value in inputs[:4])
+    weight, dims = inputs[4], list(range(2, x.dim()))
+    normal = (x - mean) * inverse
+    scaled = dy if weight is None else dy * _channel(weight, x)
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dx = inverse * (scaled - pull)
+    if weight is None:
+        return dx, None, None
+    over = _all_but_channels(x)
+    return dx, (dy * normal).sum(over).view(weight.shape), dy.sum(over).view(weight.shape)
 
 
 def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
@@ -327,6 +357,42 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * gate * (1.0 + x * (1.0 - gate))
 
 
+def _softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return y * (dy - (dy * y).sum(attrs["dim"], keepdim=True))
+
+
+def _log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return dy - torch.exp(y) * dy.sum(attrs["dim"], keepdim=True)
+
+
+def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    counts = target != attrs["ignore_index"]
+    return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+
+
+def _nll_loss(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -x.gather(1, place).squeeze(1)
+    each = each.to(torch.promote_types(each.dtype, torch.float32))  # 16 bits hold no sum
+    each = torch.where(counts, each, torch.zeros_like(each))
+    if attrs["reduction"] == "none":
+        return each
+    return each.sum() / counts.sum() if attrs["reduction"] == "mean" else each.sum()
+
+
+def _nll_loss_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """-dy at each row's class; over the number of rows that count for a mean."""
+    dy, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -dy / counts.sum() if attrs["reduction"] == "mean" else -dy
+    each = torch.where(counts, each, torch.zeros_like(each))
+    return dy.new_zeros(attrs["shape"]).scatter_(1, place, each.unsqueeze(1))
+
+
 _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
@@ -377,6 +443,8 @@ RULES: Mapping[str, Rule] = {
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _instance_norm_backward,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
@@ -398,6 +466,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _binary(_gelu_tanh_backward),
     "silu_backward": _binary(_silu_backward),
     "identity": _unary(lambda x: x),
+    "to_float": _unary(lambda x: x.to(torch.float32)),
     "neg": _unary(torch.neg),
     "abs": _unary(torch.abs),
     "exp": _unary(torch.exp),
@@ -430,6 +499,13 @@ RULES: Mapping[str, Rule] = {
     "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
+    "softmax": lambda inputs, attrs: torch.softmax(_need(inputs[0]), attrs["dim"]),
+    "softmax_backward": _softmax_backward,
+    "log_softmax": lambda inputs, attrs: torch.log_softmax(_need(inputs[0]), attrs["dim"]),
+    "log_softmax_backward": _log_softmax_backward,
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

@@ -783,11 +783,13 @@ class Executable:
                     tensor.dtype,
                 ):
                     continue
+                steps = len(self._program.steps)
                 yield Problem(
                     f"output '{name}'",
                     f"overlaps input '{source}'",
                     "memory of its own",
-                    "only a graph of pointwise ops may write over an input, of the same stride",
+                    "only a graph of pointwise ops may write over an input, of the same stride"
+                    + (f", in one step; this one runs in {steps} steps" if steps > 1 else ""),
                 )
 
     # -- inspection ----------------------------------------------------------------------------

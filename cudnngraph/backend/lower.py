@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import resample
 from ..errors import NotSupported
 from ..ir import (
     GraphSpec,
@@ -42,7 +43,10 @@ MIN_ROW, MAX_ROW = 32, 1024
 # Anchors whose plans see merged dims.
 _MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 # Anchors that cuDNN takes in two spatial dims at least.
-_SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
+_SPREAD = (
+    *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
+    *("instance_norm", "instance_norm_backward"),
+)
 
 
 @dataclass(frozen=True)
@@ -795,11 +799,32 @@ def _matmul(ctx: Context, node: Node) -> Any:
     return ctx.graph.matmul(A=x, B=y, name=node.name)
 
 
+def _ones(ctx: Context, node: Node) -> Any:
+    """A weight for an instance norm that has none: the frontend wants one."""
+    vector = _vector(ctx.spec.tensors[str(node.inputs[OPS[node.op].ports.index("x")])])
+    return ctx.constant(ctx.view.dims(vector.shape, vector.stride)[0], 1.0, torch.float32)
+
+
+def _check_image_layout(ctx: Context, node: Node, *names: str | None) -> None:
+    """Refuse an instance norm whose images lie with gaps, or in different orders."""
+    shape = ctx.spec.tensors[str(names[0])].shape
+    strides = [ctx.spec.tensors[name].stride for name in names if name is not None]
+    if not any(
+        all(lies(shape, stride) for stride in strides) for lies in (is_contiguous, is_channels_last)
+    ):
+        raise _Refused(f"{node.op} takes images of one layout, without gaps")
+
+
 def _norm(method: str) -> Rule:
-    """A norm over trailing dims; its statistics are made where somebody takes them."""
+    """A norm; its statistics are made where somebody takes them."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         x, weight, bias = ctx.operands(node)
+        if method == "instancenorm":
+            _check_image_layout(ctx, node, node.inputs[0], node.outputs[0])
+        if method == "instancenorm" and weight is None:
+            weight = _ones(ctx, node)
+            bias = ctx.constant(list(weight.get_dim()), 0.0, torch.float32)
         if bias is None and method == "layernorm":  # the frontend wants one
             spec = ctx.spec.tensors[str(node.inputs[1])]
             shape = ctx.view.dims(spec.shape, spec.stride)[0]
@@ -824,21 +849,36 @@ def _norm(method: str) -> Rule:
 
 
 def _norm_backward(method: str) -> Rule:
-    """The gradients of a norm over trailing dims."""
+    """The gradients of a norm."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         if len([each for each in ctx.spec.nodes if each.op != "constant"]) > 1:
             # cuDNN takes what follows and does not run it (seen on 9.19).
             raise _Refused("the gradient of a norm shares a plan with nothing")
-        dy, x, weight, *statistics = ctx.operands(node)
-        names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
-        options = dict(zip(names, statistics, strict=True))
+        given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+        options = {
+            word: given[port]
+            for word, port in (("mean", "mean"), ("inv_variance", "inv_std"))
+            if port in given
+        }
+        if method == "instancenorm_backward":
+            _check_image_layout(ctx, node, *node.inputs[:2], node.outputs[0])
+        weight = given["weight"]
         with_bias = node.outputs[2] is not None
         if method == "rmsnorm_backward":
             options["has_dbias"] = with_bias
         dx, dweight, dbias = getattr(ctx.graph, method)(
-            grad=dy, input=x, scale=weight, name=node.name, **options
+            grad=given["dy"],
+            input=given["x"],
+            scale=_ones(ctx, node) if weight is None else weight,
+            name=node.name,
+            **options,
         )
+        if weight is None:
+            vector = _vector(ctx.spec.tensors[str(node.inputs[1])])
+            for unused in (dweight, dbias):
+                ctx.discard(unused, vector)
+            return dx, None, None
         if dbias is not None and not with_bias:
             ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
         return dx, dweight, dbias if with_bias else None
@@ -937,6 +977,23 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
 
 
+def _no_resample(ctx: Context | None, node: Node) -> Any:
+    """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
+
+
+def _no_softmax(ctx: Context | None, node: Node) -> Any:
+    """By reductions and pointwise ops softmax passes over its data three times as often."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
+
+
+_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
+    _torch_only,
+    _no_resample,
+    _no_softmax,
+)
+
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
@@ -950,6 +1007,8 @@ RULES: Mapping[str, Rule] = {
     "sdpa_backward": _sdpa_backward,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _norm("instancenorm"),
+    "instance_norm_backward": _norm_backward("instancenorm_backward"),
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
@@ -971,6 +1030,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _gelu_tanh_backward,
     "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
+    "to_float": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
     "exp": _call("exp"),
@@ -1002,6 +1062,12 @@ RULES: Mapping[str, Rule] = {
     "permute": _torch_only,
     "slice": _torch_only,
     "concat": _torch_only,
+    **{name: _no_resample for name in resample.RULES},
+    **{
+        f"{name}{suffix}": _no_softmax
+        for name in ("softmax", "log_softmax", "nll_loss")
+        for suffix in ("", "_backward")
+    },
 }
 
 _CHANNEL_PORTS = {
@@ -1011,6 +1077,8 @@ _CHANNEL_PORTS = {
     "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
+    "instance_norm": ("weight", "bias"),
+    "instance_norm_backward": ("weight",),
 }
 _LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
 
@@ -1100,8 +1168,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     try:
         _check_places(spec)
         for node in spec.nodes:
-            if RULES[node.op] is _torch_only:
-                _torch_only(None, node)
+            for refuse in _REFUSALS:
+                if RULES[node.op] is refuse:
+                    refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
@@ -1166,7 +1235,8 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     shape, stride = tensor.shape, tensor.stride
     if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
-    if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
+    vectors = ("batch_norm_train", "batch_norm_backward", "instance_norm_backward")
+    if node.op in vectors and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)
         shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
     if node.op == "reduction":

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph import resample
 from cudnngraph.backend import env
 from cudnngraph.backend.lower import Constant, Lowered
 from cudnngraph.backend.plan import propose, propose_for
@@ -215,6 +216,22 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known(
+        "cuDNN's Python frontend has no resampling",
+        lambda spec: bool(_nodes(spec, *resample.RULES)),
+    ),
+    Known(
+        "cuDNN's Python frontend has softmax in attention alone",
+        lambda spec: any(node.op.startswith(("softmax", "log_soft", "nll")) for node in spec.nodes),
+    ),
+    Known(
+        "an instance norm takes images of one layout, without gaps",
+        lambda spec: any(
+            not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)
+            for node in _nodes(spec, "instance_norm", "instance_norm_backward")
+            for name in node.operands[:2]
+        ),
+    ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
         "attention takes 16-bit data only",
@@ -367,7 +384,16 @@ CUT = (
     ),
     Known(
         "the gradients of norms fuse with nothing",
-        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+        lambda spec: bool(
+            _nodes(spec, "layer_norm_backward", "rms_norm_backward", "instance_norm_backward")
+        ),
+    ),
+    Known(
+        "an instance norm fuses with a relu behind it alone",
+        lambda spec: (
+            bool(_nodes(spec, "instance_norm"))
+            and {node.op for node in spec.nodes} != {"instance_norm", "relu"}
+        ),
     ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
