@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import torch_ops
-from .errors import BindError, FeatureMissing, GraphError, Problem
+from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
 from .specialize import Build, Specialized
@@ -132,11 +132,22 @@ def attention(
     attn_mask: Value | None,
     seq_len_q: Value | None,
     seq_len_kv: Value | None,
+    dropout_seed: Value | None = None,
+    dropout_offset: Value | None = None,
+    alibi_slopes: Value | None = None,
+    sink: Value | None = None,
     **options: Any,
 ) -> Value | tuple[Value, ...]:
     """softmax(scale * q k^T + mask) v, and the lse where asked for."""
     return g.sdpa(  # type: ignore[no-any-return]
-        q, k, v, attn_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, **options
+        *(q, k, v, attn_mask),
+        seq_len_q=seq_len_q,
+        seq_len_kv=seq_len_kv,
+        dropout_seed=dropout_seed,
+        dropout_offset=dropout_offset,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        **options,
     )
 
 
@@ -732,15 +743,6 @@ def conv_transpose_bn_act(
 # -- attention -------------------------------------------------------------------------------------
 
 
-def refuse_dropout(dropout_p: float) -> None:
-    """Attention has no dropout here; raises :class:`FeatureMissing` for any but 0."""
-    if dropout_p != 0:
-        raise FeatureMissing(
-            f"dropout_p={dropout_p!r} in attention; only 0.0 is implemented: use "
-            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
-        )
-
-
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -755,27 +757,42 @@ def scaled_dot_product_attention(
     diagonal_alignment: str = "top_left",
     seq_len_q: Tensor | None = None,
     seq_len_kv: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    dropout_offset: Tensor | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     policy: Policy | None = None,
 ) -> Any:
-    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths and the lse.
+    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths, sinks and the lse.
 
     Keywords are those of :meth:`cudnngraph.Graph.sdpa`; with ``return_lse=True`` the pair (o, lse),
     whose lse has no gradient. A row that may attend to no key gives zeros. Fewer heads of key and
     value than of query are shared in groups, whatever ``enable_gqa`` says. A float mask that
-    requires grad gets one. Raises :class:`FeatureMissing` for ``dropout_p`` other than 0.
+    requires grad gets one, and so does a sink. Seed and offset of a dropout are drawn from torch's
+    generator of query's device unless they are given.
     """
-    refuse_dropout(dropout_p)
     query, key, value, attn_mask = cast(query, key, value, attn_mask)
+    if dropout_p and dropout_seed is None and dropout_offset is None:
+        drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
+        dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
     static = {
         "is_causal": is_causal,
         "scale": scale,
         "window": _fixed(window),
         "diagonal_alignment": diagonal_alignment,
+        "dropout_p": dropout_p,
+        "alibi": alibi,
+        "softcap": softcap,
         "return_lse": return_lse,
     }
-    tensors = (query, key, value, attn_mask, seq_len_q, seq_len_kv)
+    tensors = (
+        *(query, key, value, attn_mask, seq_len_q, seq_len_kv),
+        *(dropout_seed, dropout_offset, alibi_slopes, sink),
+    )
     if out is not None:
         if return_lse:
             problem = Problem("out", "is given with return_lse=True", "one of the two")

@@ -916,6 +916,14 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
+        sink: Value | None = None,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -934,17 +942,33 @@ class Graph:
           "bottom_right" one (of each sequence, where lengths are given).
         - ``seq_len_q``, ``seq_len_kv``: (B,) int32, the valid rows and keys of each sequence.
         - ``scale`` defaults to 1 / sqrt(D).
+        - ``softcap`` c > 0: scaled scores s become c tanh(s / c), before any mask is added.
+        - ``alibi=True``: scores fall by slope * distance, how far a key stands from the row's place
+          on the diagonal, with ALiBi's own slopes for H heads; ``alibi_slopes`` (H,) float32 gives
+          others, which get no gradient.
+        - ``sink`` (H,) float32: a score that every row has besides those of its keys, with a value
+          of zero (attention sink). It is part of lse.
+        - ``dropout_p``: each attention weight is dropped with that probability, and those kept are
+          divided by 1 - dropout_p. Which, ``dropout_mask`` says, (B, H, S_q, S_kv) bool (True
+          keeps), or ``dropout_seed`` and ``dropout_offset``, int64 of one element: the same two
+          drop the same. cuDNN and the reference have a generator each, so they drop others.
 
-        A row that may attend to no key gives zeros, and -inf in lse.
+        A row that may attend to no key gives zeros, and -inf in lse where there is no sink.
         """
         outputs = self._apply(
             "sdpa",
-            (q, k, v, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(q, k, v, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes, sink),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
                 "return_lse": return_lse,
             },
             name,
@@ -967,23 +991,37 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
         mask_grad: bool = False,
         name: str | None = None,
     ) -> tuple[Value, ...]:
         """Gradients (dq, dk, dv) of :meth:`sdpa` from its o's gradient ``do``.
 
-        The other operands and keywords are those of the forward call, o and lse its results. With
+        The other operands and keywords are those of the forward call, o and lse its results (a sink
+        is in the lse, and no operand here). With
         ``mask_grad=True`` a fourth one, that of the additive mask, in the mask's shape. A row that
         may attend to no key gives zeros; its lse is infinite of either sign.
         """
         outputs = self._apply(
             "sdpa_backward",
-            (do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
                 "mask_grad": mask_grad,
             },
             name,

@@ -972,6 +972,67 @@ def _sdpa_window(call: Call) -> None:
     call.attrs["window"] = None if left is None and right is None else (left, right)
 
 
+def _per_head(call: Call, port: str) -> None:
+    """A number for each head of q."""
+    spec, q = call.get(port), call["q"]
+    if spec is None:
+        return
+    kind = _statistics_dtype(q)
+    if spec.dtype != kind or spec.shape != (q.shape[1],):
+        call.problem(
+            f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+            f"{dtype_name(kind)} (H,) = ({q.shape[1]},)",
+        )
+
+
+def _sdpa_dropout(call: Call) -> None:
+    q, k = call["q"], call["k"]
+    seed, offset, mask = (call.get(f"dropout_{of}") for of in ("seed", "offset", "mask"))
+    p = _number(call, "dropout_p")
+    if p is None:
+        return
+    if not 0.0 <= p < 1.0:
+        call.problem(f"dropout_p={p!r}", "a probability from 0 to below 1")
+        return
+    if (seed is None) != (offset is None):
+        given, other = ("seed", "offset") if offset is None else ("offset", "seed")
+        call.problem(f"dropout_{given} without dropout_{other}", "both, or neither")
+    elif seed is not None and mask is not None:
+        call.problem("dropout_mask beside dropout_seed", "one of the two: a mask needs no seed")
+    elif p > 0.0 and seed is None and mask is None:
+        call.problem(
+            f"dropout_p={p!r} without anything that says what is dropped",
+            "dropout_seed and dropout_offset, or dropout_mask",
+        )
+    elif p == 0.0 and (seed is not None or mask is not None):
+        call.problem("dropout_p=0.0 with a seed or a mask", "dropout_p > 0", "leave them out")
+    for port in ("dropout_seed", "dropout_offset"):
+        spec = call.get(port)
+        if spec is not None and (spec.dtype != torch.int64 or spec.numel != 1):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "one int64, of shape () or (1,)",
+            )
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.shape != full):
+        call.problem(
+            f"dropout_mask '{mask.name}' is {dtype_name(mask.dtype)} {mask.shape}",
+            f"bool (True keeps), or 0 and 1 in {dtype_name(q.dtype)}, "
+            f"of shape (B, H, S_q, S_kv) = {full}",
+        )
+
+
+def _sdpa_scores(call: Call) -> None:
+    """What else changes the scores: ALiBi and the soft cap."""
+    if _flag(call, "alibi") and call.get("alibi_slopes") is not None:
+        call.problem("alibi=True beside alibi_slopes", "one of the two")
+    _per_head(call, "alibi_slopes")
+    if call.attrs["softcap"] is not None:
+        cap = _number(call, "softcap")
+        if cap is not None and cap <= 0:
+            call.problem(f"softcap={cap!r}", "a number > 0, or None for no cap")
+
+
 def _sdpa_checked(call: Call, *data: str) -> bool:
     """The checks that both directions share; ``data`` are the operands of the dtype of q."""
     before = len(call.problems)
@@ -987,6 +1048,8 @@ def _sdpa_checked(call: Call, *data: str) -> bool:
     _sdpa_mask(call)
     _sdpa_lengths(call)
     _sdpa_window(call)
+    _sdpa_dropout(call)
+    _sdpa_scores(call)
     if call.attrs["scale"] is None:
         call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[3])
     else:
@@ -997,14 +1060,18 @@ def _sdpa_checked(call: Call, *data: str) -> bool:
     if causal and call.attrs["window"] is None:
         call.attrs["window"] = (None, 0)
     call.attrs["is_causal"] = False
-    if call.attrs["window"] is None:
+    distances = call.attrs["alibi"] or call.get("alibi_slopes") is not None
+    if call.attrs["window"] is None and not distances:
         call.attrs["diagonal_alignment"] = "top_left"
     return True
 
 
 def _sdpa(call: Call) -> list[Result | None] | None:
     want_lse = _flag(call, "return_lse")
-    if not _sdpa_checked(call, "k", "v") or call.problems:
+    if not _sdpa_checked(call, "k", "v"):
+        return None
+    _per_head(call, "sink")
+    if call.problems:
         return None
     q, v = call["q"], call["v"]
     shape = (*q.shape[:3], v.shape[3])
@@ -1190,6 +1257,14 @@ def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
 # -- the table -------------------------------------------------------------------------------------
 
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_BAND: dict[str, Any] = {
+    "scale": None,
+    "is_causal": False,
+    "diagonal_alignment": "top_left",
+    "window": None,
+}
+_SCORES: dict[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None}
+_DROPOUT = "dropout_seed? dropout_offset? dropout_mask?"
 
 
 def _rows() -> list[Op]:
@@ -1233,14 +1308,12 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa",
-            "q k v attn_mask? seq_len_q? seq_len_kv?",
+            f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",
             _sdpa,
             outputs="o lse",
-            scale=None,
-            is_causal=False,
-            diagonal_alignment="top_left",
-            window=None,
+            **_BAND,
             return_lse=False,
+            **_SCORES,
         ),
         op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
         op(
@@ -1259,14 +1332,12 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa_backward",
-            "do q k v o lse attn_mask? seq_len_q? seq_len_kv?",
+            f"do q k v o lse attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes?",
             _sdpa_backward,
             outputs="dq dk dv dmask",
-            scale=None,
-            is_causal=False,
-            diagonal_alignment="top_left",
-            window=None,
+            **_BAND,
             mask_grad=False,
+            **_SCORES,
         ),
         op(
             "batch_norm_train",

@@ -317,8 +317,8 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: with additive masks, and views for what needs no copy."""
-    return views(additive_masks(spec))
+    """The graph that is cut: with numeric masks, and views for what needs no copy."""
+    return views(numeric_masks(spec))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -372,34 +372,34 @@ def views(spec: GraphSpec) -> GraphSpec:
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
-def additive_masks(spec: GraphSpec) -> GraphSpec:
-    """The graph with 0 or -inf added in attention where a boolean mask stood, for 16-bit data."""
+def numeric_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
+    added to the scores, and for dropout 1 or 0."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
         ports = OPS[node.op].ports
-        masked = ports.index("attn_mask")
-        name = node.inputs[masked]
-        if name is None:
-            continue
-        mask, data = tensors[name], tensors[str(node.inputs[ports.index("q")])].dtype
-        if mask.dtype != torch.bool or data not in LOW_PRECISION:
-            continue
-        label = f"{node.results[0]}_mask"  # another attention may share the mask
-        added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
-        keep, drop = f"{label}_keep", f"{label}_drop"
-        tensors |= {name: TensorSpec(name, (), (), torch.float32) for name in (keep, drop)}
-        tensors[added.name] = added
-        inputs = tuple(
-            added.name if port == masked else each for port, each in enumerate(node.inputs)
-        )
-        nodes[place] = replace(node, inputs=inputs)
-        nodes += [
-            Node("constant", keep, (), (keep,), (("value", 0.0),)),
-            Node("constant", drop, (), (drop,), (("value", -math.inf),)),
-            Node("where", label, (mask.name, keep, drop), (added.name,)),
-        ]
+        data = tensors[str(node.inputs[ports.index("q")])].dtype
+        inputs = list(node.inputs)
+        for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
+            name = node.inputs[ports.index(port)]
+            if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
+                continue
+            shape = tensors[name].shape
+            # Another attention may share the mask.
+            label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
+            made = TensorSpec(f"{label}_numbers", shape, contiguous_strides(shape), data)
+            names = (f"{label}_keep", f"{label}_drop")
+            tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
+            tensors[made.name] = made
+            inputs[ports.index(port)] = made.name
+            nodes += [
+                Node("constant", each, (), (each,), (("value", number),))
+                for each, number in zip(names, numbers, strict=True)
+            ]
+            nodes.append(Node("where", label, (name, *names), (made.name,)))
+        nodes[place] = replace(node, inputs=tuple(inputs))
     return (
         spec
         if len(nodes) == len(spec.nodes)

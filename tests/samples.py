@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -709,6 +710,8 @@ class Attention:
 
     ``mask`` is "bool", "data" or "fp32" with ``mask_shape``; ``dead_rows`` first rows of it attend
     to nothing. ``memory`` is "bhsd", "bshd", "packed" or "expanded" (k and v stored for one head).
+    ``dropped`` says what tells which weights ``dropout`` drops: a "mask", or a "seed", of which the
+    reference alone has this generator.
     """
 
     b: int = 2
@@ -733,6 +736,11 @@ class Attention:
     dirty: bool = False  # q, k and v hold NaN behind the given lengths
     lse: bool = False
     memory: str = "bhsd"
+    dropout: float = 0.0
+    dropped: str = "mask"
+    softcap: float | None = None
+    alibi: str | None = None  # "standard" slopes, or "given" ones
+    sink: bool = False
 
     @property
     def keys(self) -> int:
@@ -779,12 +787,28 @@ class Attention:
             options["seq_len_q"] = g.input("len_q", (self.b,), torch.int32)
         if self.len_kv is not None:
             options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
+        per_head = F64 if self.dtype == F64 else F32
+        options |= {"softcap": self.softcap, "dropout_p": self.dropout}
+        options |= {"alibi": True} if self.alibi == "standard" else {}
+        if self.alibi == "given":
+            options["alibi_slopes"] = g.input("slopes", (self.h,), per_head)
+        if self.dropout and self.dropped == "mask":
+            shape = (*self.q_shape[:3], self.keys)
+            options["dropout_mask"] = g.input("dropped", shape, torch.bool)
+        elif self.dropout:
+            options["dropout_seed"] = g.input("seed", (1,), torch.int64)
+            options["dropout_offset"] = g.input("offset", (), torch.int64)
         return data, options
+
+    def sinks(self, g: cg.Graph) -> dict[str, Any]:
+        """The keyword of attention that its gradient has not."""
+        per_head = F64 if self.dtype == F64 else F32
+        return {"sink": g.input("sink", (self.h,), per_head)} if self.sink else {}
 
     def build(self) -> cg.Graph:
         g = cg.Graph("attention")
         data, options = self.declare(g)
-        result = g.sdpa(*data, return_lse=self.lse, **options)
+        result = g.sdpa(*data, return_lse=self.lse, **options, **self.sinks(g))
         if self.lse:
             g.output("o", result[0])
             g.output("lse", result[1])
@@ -821,6 +845,8 @@ class Attention:
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         kept, given = self._kept(t), t.get("mask")
+        if self.dropout or self.softcap or self.alibi or self.sink:
+            return self._written_out(q, k, v, t)
         plain = self.causal and self.window is None and self.alignment == "top_left"
         if plain and given is None and self.len_q is None and self.len_kv is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
@@ -850,6 +876,51 @@ class Attention:
         if mask is not None:
             scores = scores + mask
         return {"o": out, "lse": torch.logsumexp(scores, -1)}
+
+    def _written_out(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Tensors
+    ) -> Tensors:
+        """Attention whose scores are changed one thing after the other."""
+        scores = (q @ k.transpose(-1, -2)) * (self.d**-0.5 if self.scale is None else self.scale)
+        scores = scores.to(torch.promote_types(q.dtype, F32))
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        given, kept = t.get("mask"), self._kept(t)
+        if given is not None:
+            scores = (
+                scores.masked_fill(~given, -math.inf) if self.mask == "bool" else scores + given
+            )
+        if self.alibi:
+            shift = self.keys - self.s_q if self.alignment == "bottom_right" else 0
+            row, key = torch.arange(self.s_q)[:, None] + shift, torch.arange(self.keys)[None, :]
+            away = (row - key).abs().to(scores.device, scores.dtype)
+            slopes = t.get("slopes", torch.tensor(ALIBI[self.h]).to(scores.device))
+            scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * away
+        if kept is not None:
+            scores = scores.masked_fill(~kept, -math.inf)
+        dead = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(dead, 0.0)
+        if self.sink:
+            column = t["sink"].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        weights = weights.masked_fill(dead, 0.0)
+        if self.dropout:
+            weights = weights * self._dropped(t) / (1.0 - self.dropout)
+        out = {"o": weights.to(v.dtype) @ v}
+        if self.lse:
+            parts = scores.masked_fill(dead, -math.inf)
+            out["lse"] = torch.logsumexp(torch.cat([parts, column], -1) if self.sink else parts, -1)
+        return out
+
+    def _dropped(self, t: Tensors) -> torch.Tensor:
+        """Which weights dropout keeps."""
+        if self.dropped == "mask":
+            return t["dropped"]
+        shape = (*self.q_shape[:3], self.keys)
+        words = philox_words(int(t["seed"]), int(t["offset"]), math.prod(shape))
+        return torch.from_numpy(words >= round(self.dropout * 2**32)).view(shape)
 
     def _masked(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
         if self.mask == "bool":
@@ -887,7 +958,39 @@ class Attention:
             fills["len_q"] = exactly(self.len_q)
         if self.len_kv is not None:
             fills["len_kv"] = exactly(self.len_kv)
+        fills |= {"slopes": uniform(0.02, 0.4), "seed": exactly([-(2**40) - 5])}
+        fills |= {"offset": exactly([2**33 + 8]), "dropped": self._thrown}
         return fills
+
+    def _thrown(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        return (torch.rand(shape, generator=gen) >= self.dropout).double()
+
+
+# The slopes of ALiBi as its authors' code has them, by the number of heads.
+ALIBI = {
+    4: [0.25, 0.0625, 0.015625, 0.00390625],
+    6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+    8: [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625],
+}
+
+
+def philox_words(seed: int, offset: int, count: int) -> np.ndarray:
+    """The first word of Philox4x32-10 for counters (i, offset) and key ``seed``, in numpy."""
+    low, wide = np.uint64(0xFFFFFFFF), np.uint64(32)
+    place = np.arange(count, dtype=np.uint64)
+    a, b = place & low, place >> wide
+    c, d = (np.full(count, (offset >> shift) & 0xFFFFFFFF, np.uint64) for shift in (0, 32))
+    x, y = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            (q >> wide) ^ b ^ np.uint64(x),
+            q & low,
+            (p >> wide) ^ d ^ np.uint64(y),
+            p & low,
+        )
+        x, y = (x + 0x9E3779B9) & 0xFFFFFFFF, (y + 0xBB67AE85) & 0xFFFFFFFF
+    return a.astype(np.int64)
 
 
 def _attention_case(name: str, attention: Attention, note: str = "") -> Case:
@@ -1016,6 +1119,60 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
         ),
         ("one_key", replace(a, s_q=5, s_kv=1), "softmax over one key"),
         ("b1_h1", replace(a, b=1, h=1), ""),
+        *_changed_scores(a),
+    ]
+
+
+def _changed_scores(a: Attention) -> list[tuple[str, Attention, str]]:
+    """Dropout, sinks, ALiBi, and soft caps."""
+    short, long = replace(a, s_q=32, s_kv=64), replace(a, s_q=64, s_kv=32)
+    full = (2, 4, 64, 64)
+    right = {"causal": True, "alignment": "bottom_right"}
+    dropped = replace(a, dropout=0.25)
+    masked = replace(a, mask="data", mask_shape=full)
+    return [
+        ("dropout", dropped, ""),
+        ("dropout_causal", replace(dropped, causal=True, lse=True), "dropout is not in lse"),
+        ("dropout_gqa", replace(dropped, h=8, h_kv=2), ""),
+        ("dropout_window", replace(dropped, window=(9, 0)), ""),
+        ("dropout_mask_add", replace(masked, dropout=0.1), ""),
+        ("dropout_mask_bool", replace(dropped, mask="bool", mask_shape=full), "two boolean masks"),
+        ("dropout_lengths", replace(dropped, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("dropout_bottom_right", replace(dropped, s_q=32, s_kv=64, **right), ""),
+        ("sink", replace(a, sink=True), ""),
+        ("sink_lse", replace(a, sink=True, lse=True, causal=True), "the sink is part of lse"),
+        ("sink_window", replace(a, sink=True, window=(9, 0)), "windows with sinks, as gpt-oss"),
+        ("sink_gqa", replace(a, sink=True, h=8, h_kv=2, d=128), ""),
+        (
+            "sink_dead_rows",
+            replace(long, sink=True, **right, lse=True),
+            "rows without a key: zeros, and the sink in lse",
+        ),
+        ("sink_lengths", replace(a, sink=True, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("sink_decode", replace(a, sink=True, s_q=1, s_kv=128), "S_q = 1"),
+        ("sink_dropout", replace(dropped, sink=True), ""),
+        ("alibi", replace(a, alibi="standard", causal=True), ""),
+        ("alibi_6", replace(a, alibi="standard", h=6, causal=True), "no power of two of heads"),
+        ("alibi_full", replace(a, alibi="standard"), "both ways from the diagonal"),
+        ("alibi_bottom_right", replace(short, alibi="standard", **right), ""),
+        ("alibi_window", replace(a, alibi="standard", window=(9, 0)), ""),
+        ("slopes", replace(a, alibi="given", causal=True), ""),
+        ("slopes_full", replace(a, alibi="given"), ""),
+        (
+            "slopes_right",
+            replace(short, alibi="given", alignment="bottom_right"),
+            "of the diagonal",
+        ),
+        ("slopes_bottom_right", replace(short, alibi="given", **right, lse=True), ""),
+        ("softcap", replace(a, softcap=0.7), "Gemma 2"),
+        ("softcap_causal", replace(a, softcap=0.7, causal=True, lse=True), ""),
+        ("softcap_window", replace(a, softcap=0.7, window=(9, 0), h=8, h_kv=2), "Gemma 2"),
+        ("softcap_both_sides", replace(a, softcap=0.7, window=(7, 5)), ""),
+        ("softcap_mask_add", replace(masked, softcap=0.7), "the mask is added to capped scores"),
+        ("softcap_dead_rows", replace(long, softcap=0.7, **right), "rows without a key"),
+        ("softcap_lengths", replace(a, softcap=0.7, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("softcap_slopes_sink", replace(a, softcap=0.7, alibi="given", sink=True), ""),
+        ("softcap_dropout", replace(dropped, softcap=0.7), ""),
     ]
 
 
@@ -1038,6 +1195,11 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "bshd",
         "packed",
         "lse",
+        "dropout_causal",
+        "sink_lse",
+        "alibi",
+        "slopes",
+        "softcap_causal",
     ),
     F32: (
         "plain",
@@ -1050,8 +1212,20 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "s_197",
         "lse",
     ),
-    F64: ("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+    F64: (
+        *("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+        *("dropout_mask_bool", "sink_dead_rows", "sink_lengths", "alibi_6", "slopes_right"),
+        *("softcap_slopes_sink", "softcap_dropout"),
+    ),
 }
+
+
+def _seeded() -> Iterator[tuple[str, Attention, str]]:
+    """Dropout by a seed: the reference's generator, so in float64."""
+    note = "which weights are dropped is Philox of the seed, the offset and the place"
+    a = Attention(dtype=F64, dropout=0.3, dropped="seed")
+    yield "dropout_seed", a, note
+    yield "dropout_seed_causal_gqa", replace(a, h=8, h_kv=2, causal=True, lse=True), note
 
 
 def _sdpa() -> Iterator[Case]:
@@ -1062,6 +1236,8 @@ def _sdpa() -> Iterator[Case]:
         for name in names:
             attention, note = cases[name]
             yield _attention_case(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_case(name, attention, note)
 
 
 # -- tables of inputs ------------------------------------------------------------------------------
@@ -2138,7 +2314,7 @@ def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
         g = cg.Graph("attention_gradient")
         data, options = attention.declare(g)
         do = g.input("do", (*attention.q_shape[:3], attention.v_shape[3]), attention.dtype)
-        o, lse = g.sdpa(*data, return_lse=True, **options)
+        o, lse = g.sdpa(*data, return_lse=True, **options, **attention.sinks(g))
         grads = g.sdpa_backward(do, *data, o, lse, mask_grad=with_mask, **options)
         for key, grad in zip(("dq", "dk", "dv", "dmask"), grads, strict=False):
             # Beside 16-bit data the gradient of a float32 mask is no better than 16 bits: o is.
@@ -2201,18 +2377,28 @@ def _attention_gradients() -> Iterator[Case]:
         "bshd",
         "packed",
         "expanded_kv",
+        *("dropout", "dropout_gqa", "dropout_mask_add", "dropout_bottom_right"),
+        *("sink", "sink_window", "sink_dead_rows", "alibi", "alibi_full", "slopes_bottom_right"),
+        *("softcap", "softcap_window", "softcap_mask_add", "softcap_slopes_sink"),
+        "softcap_dropout",
     ]
     for name in wanted:
         yield _attention_gradient(name, *cases[name])
     again = {
         BF16: ("plain", "causal", "mask_add", "gqa_8_2", "lengths"),
         F32: ("plain", "causal", "mask_bool_dead_rows", "gqa_8_2"),
-        F64: ("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+        F64: (
+            *("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+            *("dropout_gqa", "dropout_lengths", "sink_dead_rows", "softcap_mask_add"),
+            *("softcap_slopes_sink", "softcap_dropout", "slopes_right"),
+        ),
     }
     for dtype, names in again.items():
         for name in names:
             attention, note = cases[name]
             yield _attention_gradient(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_gradient(name, replace(attention, lse=False), note)
 
 
 def _gradients() -> Iterator[Case]:

@@ -608,26 +608,44 @@ def _distinct(ctx: Context, node: Node, ports: Sequence[str]) -> list[Any]:
     ]
 
 
-def _attention_options(
-    ctx: Context, node: Node, mask: Any, seq_q: Any, seq_kv: Any
-) -> dict[str, Any]:
+def _port(node: Node, port: str) -> str | None:
+    """The name of the tensor at a port of a node."""
+    return node.inputs[OPS[node.op].ports.index(port)]
+
+
+def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     """The frontend's keywords that attention and its gradient share."""
-    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
-    q_spec = ctx.spec.tensors[str(inputs["q"])]
+    given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+    q_spec = ctx.spec.tensors[str(_port(node, "q"))]
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
-    if mask is not None:
-        mask_spec = ctx.spec.tensors[str(inputs["attn_mask"])]
+    if given["attn_mask"] is not None:
+        mask_spec = ctx.spec.tensors[str(_port(node, "attn_mask"))]
         if mask_spec.dtype == torch.bool:
             raise _Refused("cuDNN attention takes additive masks, not boolean ones")
-        options["bias"] = mask
+        options["bias"] = given["attn_mask"]
+    options |= _dropout_options(ctx, node)
+    if node.attr("softcap") is not None or given["alibi_slopes"] is not None:
+        return options | _score_callbacks(ctx, node)
+    seq_q, seq_kv = given["seq_len_q"], given["seq_len_kv"]
     if seq_q is not None or seq_kv is not None:
         batch, _, rows, _ = q_spec.shape
-        keys = ctx.spec.tensors[str(inputs["k"])].shape[2]
+        keys = ctx.spec.tensors[str(_port(node, "k"))].shape[2]
         options["use_padding_mask"] = True
         options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
         options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
+    if node.attr("alibi"):
+        right = (node.attr("window") or (None, None))[1]
+        if right != 0 or node.attr("diagonal_alignment") != "top_left":
+            raise _Refused("cuDNN's own ALiBi slopes are for the causal band from the top left")
+        options["use_alibi_mask"] = True
+    return options | _band_options(ctx, node)
+
+
+def _band_options(ctx: Context, node: Node) -> dict[str, Any]:
+    """The frontend's keywords for the band of keys around the diagonal."""
+    options: dict[str, Any] = {}
     window = node.attr("window")
     if window is not None:
         left, right = window
@@ -641,27 +659,138 @@ def _attention_options(
     return options
 
 
+def _dropout_options(ctx: Context, node: Node) -> dict[str, Any]:
+    """The frontend's dropout: by seed and offset, or by a mask."""
+    p = node.attr("dropout_p")
+    if p == 0.0:
+        return {}
+    name = _port(node, "dropout_mask")
+    if name is None:
+        _check_dropout(ctx.spec, node)
+        seed, offset = (ctx.values[str(_port(node, f"dropout_{of}"))] for of in ("seed", "offset"))
+        return {"dropout": (p, seed, offset)}
+    if ctx.spec.tensors[name].dtype == torch.bool:
+        raise _Refused("cuDNN attention takes dropout masks of numbers, not boolean ones")
+    _check_dropped_band(node)
+    scales = [ctx.scalar(1.0 / (1.0 - p))]
+    if node.op == "sdpa_backward":
+        scales.append(ctx.scalar(1.0 - p))
+    return {"dropout": (ctx.values[name], *scales)}
+
+
+def _check_dropped_band(node: Node) -> None:
+    window, alignment = node.attr("window"), node.attr("diagonal_alignment")
+    if alignment == "bottom_right" and window is not None and window[1] is not None:
+        raise _Refused("cuDNN attention drops nothing along the bottom-right diagonal")
+
+
+def _check_dropout(spec: GraphSpec, node: Node) -> None:
+    """Refuse, forward and backward alike, what cuDNN has no gradient of.
+
+    cuDNN's generator is its own: where the gradient is a torch step the forward has to be one too,
+    or the two would drop different weights.
+    """
+    _check_dropped_band(node)
+    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
+        raise _Refused("dropout by a seed with lengths, whose gradient is a torch step")
+    name, q = _port(node, "attn_mask"), spec.tensors[str(_port(node, "q"))]
+    if name is None:
+        return
+    mask = spec.tensors[name]
+    changed = node.attr("softcap") is not None or _port(node, "alibi_slopes") is not None
+    if mask.dtype != q.dtype or (1, *mask.shape)[-2] == 1 < q.shape[2] or changed:
+        raise _Refused("dropout by a seed under a mask whose gradient is a torch step")
+
+
+def _score_callbacks(ctx: Context, node: Node) -> dict[str, Any]:
+    """A soft cap and given ALiBi slopes, as pointwise ops on the scores.
+
+    cuDNN has no masks of its own beside them, so a band of keys is part of them; a row without a
+    key would divide 0 by 0, and lengths have such rows.
+    """
+    q, k = (ctx.spec.tensors[str(_port(node, port))] for port in ("q", "k"))
+    cap, name = node.attr("softcap"), _port(node, "alibi_slopes")
+    if node.attr("alibi") or any(_port(node, f"seq_len_{of}") for of in ("q", "kv")):
+        raise _Refused("cuDNN attention changes scores beside no lengths, and no ALiBi of its own")
+    rows, keys = q.shape[2], k.shape[2]
+    shift = 0 if node.attr("diagonal_alignment") == "top_left" else keys - rows
+    left, right = node.attr("window") or (None, None)
+    first, last = shift, rows - 1 + shift  # the diagonal's keys in the first row and in the last
+    if (right is not None and first + right < 0) or (left is not None and last - left >= keys):
+        raise _Refused("cuDNN attention changes scores where every row has a key")
+    numbers = {
+        key: ctx.scalar(value)
+        for key, value in (
+            ("cap", cap),
+            ("1 / cap", None if cap is None else 1.0 / cap),
+            ("shift", -float(shift)),
+            ("right", None if right is None else float(right)),
+            ("left", None if left is None else -float(left)),
+            ("nothing", -math.inf),
+        )
+        if value is not None
+    }
+    slopes = None if name is None else ctx.values[name]
+    kinds, seen = ctx.frontend.data_type, {}
+
+    def forward(g: Any, scores: Any) -> Any:
+        if cap is not None:
+            seen["tanh"] = g.tanh(input=g.mul(a=scores, b=numbers["1 / cap"]))
+            scores = g.mul(a=seen["tanh"], b=numbers["cap"])
+        if slopes is None and left is None and right is None:
+            return scores
+        row, col = (g.gen_index(input=scores, axis=axis) for axis in (2, 3))
+        for index in (row, col):
+            index.set_data_type(kinds.INT32)
+        distance = g.sub(a=col, b=row, compute_data_type=kinds.INT32)
+        distance.set_data_type(kinds.INT32)
+        distance = g.add(a=distance, b=numbers["shift"], compute_data_type=kinds.FLOAT)
+        distance.set_data_type(kinds.FLOAT)
+        if slopes is not None:
+            scores = g.sub(a=scores, b=g.mul(a=g.abs(input=distance), b=slopes))
+        for bound, compare in (("right", g.cmp_le), ("left", g.cmp_ge)):
+            if bound in numbers:
+                inside = compare(input=distance, comparison=numbers[bound])
+                inside.set_data_type(kinds.BOOLEAN)
+                scores = g.binary_select(input0=scores, input1=numbers["nothing"], mask=inside)
+        return scores
+
+    def backward(g: Any, grad: Any) -> Any:
+        square = g.mul(a=seen["tanh"], b=seen["tanh"])
+        return g.sub(a=grad, b=g.mul(a=grad, b=square))
+
+    callbacks: dict[str, Any] = {"score_mod": forward}
+    if node.op == "sdpa_backward" and cap is not None:
+        callbacks["score_mod_bprop"] = backward
+    return callbacks
+
+
 def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
-    _, _, _, mask, seq_q, seq_kv = ctx.operands(node)
     q, k, v = _distinct(ctx, node, ("q", "k", "v"))
-    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    options = _attention_options(ctx, node)
+    sink = _port(node, "sink")
+    if sink is not None:
+        if ctx.spec.tensors[str(_port(node, "q"))].shape[2] == 1:
+            raise _Refused("cuDNN attention takes no sink where S_q is 1")
+        options["sink_token"] = ctx.values[sink]
     out, stats = ctx.graph.sdpa(q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options)
     return out, stats
 
 
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
-    *_, mask, seq_q, seq_kv = ctx.operands(node)
-    if seq_q is not None or seq_kv is not None:
+    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
         raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
-    name = node.inputs[OPS[node.op].ports.index("attn_mask")]
+    name = _port(node, "attn_mask")
     if name is not None:
         rows = (1, *ctx.spec.tensors[name].shape)[-2]
         if rows == 1 < ctx.spec.tensors[str(node.inputs[0])].shape[2]:
             raise _Refused("cuDNN gets the gradient wrong under a mask that is broadcast over rows")
     do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
-    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    options = _attention_options(ctx, node)
     dmask = None
     if node.outputs[3] is not None:
+        if node.attr("softcap") is not None:
+            raise _Refused("cuDNN attention has no gradient of a mask beside a soft cap")
         tensor = ctx.spec.tensors[node.outputs[3]]
         dims, strides = ctx.view.dims(tensor.shape, tensor.stride)
         dmask = options["dBias"] = ctx.graph.tensor(
@@ -997,7 +1126,10 @@ _CHANNEL_PORTS = {
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
+_ATTENTION = ("sdpa", "sdpa_backward")
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in _ATTENTION}
+_HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
+_NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
 
 
 def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -1013,6 +1145,10 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif port in _HEAD_PORTS.get(node.op, ()):
+                views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
+            elif port in _NUMBER_PORTS.get(node.op, ()):
+                views.add(((1, 1, 1, 1), (1, 1, 1, 1)))
             elif node.op == "sdpa_backward" and port == "lse":
                 views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
             elif node.op == "expand":

@@ -7,7 +7,7 @@ Mistakes in policies have a shorter table below, those in bound tensors are in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +148,10 @@ def attention(
     v_dtype: torch.dtype | None = None,
     mask: tuple[tuple[int, ...], torch.dtype] | None = None,
     lengths: tuple[tuple[int, ...], torch.dtype] | None = None,
+    inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     **options: Any,
 ) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
-    """An attention named 'a1' that is wrong somehow."""
+    """An attention named 'a1' that is wrong somehow. ``inputs`` are further ones by keyword."""
 
     def declare(g: cg.Graph) -> None:
         given = [
@@ -163,6 +164,7 @@ def attention(
             extra["attn_mask"] = g.input("mask", *mask)
         if lengths is not None:
             extra["seq_len_kv"] = g.input("lengths", *lengths)
+        extra |= {key: g.input(key, *form) for key, form in (inputs or {}).items()}
         result = g.sdpa(*given, name="a1", **extra)
         g.output("y", result[0] if isinstance(result, tuple) else result)
 
@@ -573,6 +575,82 @@ TABLE = [
     ("sdpa_lse_text", attention("return_lse='yes' is not a bool", return_lse="yes")),
     ("sdpa_scale_nan", attention("scale=nan is not finite", scale=math.nan)),
     ("sdpa_scale_text", attention("scale='auto' is not a number", scale="auto")),
+    ("sdpa_dropout_1", attention("dropout_p=1.0", "from 0 to below 1", dropout_p=1.0)),
+    ("sdpa_dropout_text", attention("dropout_p='some' is not a number", dropout_p="some")),
+    (
+        "sdpa_dropout_alone",
+        attention("dropout_p=0.1 without anything that says", "or dropout_mask", dropout_p=0.1),
+    ),
+    (
+        "sdpa_dropout_seed_alone",
+        attention(
+            "dropout_seed without dropout_offset",
+            dropout_p=0.1,
+            inputs={"dropout_seed": ((1,), torch.int64)},
+        ),
+    ),
+    (
+        "sdpa_dropout_twice",
+        attention(
+            "dropout_mask beside dropout_seed",
+            dropout_p=0.1,
+            inputs={
+                "dropout_seed": ((1,), torch.int64),
+                "dropout_offset": ((), torch.int64),
+                "dropout_mask": ((2, 4, 32, 48), torch.bool),
+            },
+        ),
+    ),
+    (
+        "sdpa_dropout_0_with_a_mask",
+        attention(
+            "dropout_p=0.0 with a seed or a mask",
+            "leave them out",
+            inputs={"dropout_mask": ((2, 4, 32, 48), torch.bool)},
+        ),
+    ),
+    (
+        "sdpa_dropout_seed_int32",
+        attention(
+            "dropout_seed 'dropout_seed' is int32 (2,)",
+            "one int64, of shape () or (1,)",
+            dropout_p=0.1,
+            inputs={
+                "dropout_seed": ((2,), torch.int32),
+                "dropout_offset": ((), torch.int64),
+            },
+        ),
+    ),
+    (
+        "sdpa_dropout_mask_shape",
+        attention(
+            "dropout_mask 'dropout_mask' is bool (32, 48)",
+            "of shape (B, H, S_q, S_kv) = (2, 4, 32, 48)",
+            dropout_p=0.1,
+            inputs={"dropout_mask": ((32, 48), torch.bool)},
+        ),
+    ),
+    (
+        "sdpa_sink_dtype",
+        attention(
+            "sink 'sink' is float16 (4,)", "float32 (H,) = (4,)", inputs={"sink": ((4,), F16)}
+        ),
+    ),
+    (
+        "sdpa_slopes_shape",
+        attention(
+            "alibi_slopes 'alibi_slopes' is float32 (2, 4)",
+            "float32 (H,) = (4,)",
+            inputs={"alibi_slopes": ((2, 4), F32)},
+        ),
+    ),
+    (
+        "sdpa_alibi_twice",
+        attention(
+            "alibi=True beside alibi_slopes", alibi=True, inputs={"alibi_slopes": ((4,), F32)}
+        ),
+    ),
+    ("sdpa_softcap_0", attention("softcap=0.0", "> 0, or None for no cap", softcap=0)),
     # -- the graph around the ops
     ("unused_input", whole(_unused, "input 'spare'", "not used by any output", "remove it")),
     ("no_output", whole(lambda g: image(g).relu(), "has no output", "g.output")),

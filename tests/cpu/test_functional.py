@@ -297,10 +297,18 @@ def test_attention_shares_heads_and_returns_the_lse() -> None:
     assert not lse.requires_grad
 
 
-def test_dropout_is_refused_with_what_to_do() -> None:
-    q = torch.ones(1, 1, 2, 8)
-    with pytest.raises(cg.FeatureMissing, match=r"^dropout_p=0.1 in attention; only 0.0 is"):
-        CF.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+def test_dropout_draws_its_seed_from_torchs_generator() -> None:
+    """Of ones, attention gives the share of a row's weights that is kept, over 1 - p."""
+    q = torch.ones(4, 8, 16, 8)
+    torch.manual_seed(3)
+    first = CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
+    second = CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
+    torch.manual_seed(3)
+    assert torch.equal(CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25), first)
+    assert not torch.equal(first, second)
+    kept = first[..., 0].double() * 0.75 * 16
+    assert torch.allclose(kept, kept.round(), atol=1e-4)
+    assert abs(float(kept.mean()) / 16 - 0.75) < 4 * (0.1875 / kept.numel() / 16) ** 0.5
 
 
 # -- policies and mistakes -------------------------------------------------------------------------

@@ -276,6 +276,51 @@ TORCH = (
     ),
     Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
+    Known(
+        "attention along the bottom-right diagonal drops nothing",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("dropout_p") > 0 and node.attr("diagonal_alignment") == "bottom_right"
+            )
+        ),
+    ),
+    Known(
+        "attention takes no sink where S_q is 1",
+        _sdpa(
+            lambda spec, node: (
+                _at(spec, node, "sink") is not None and spec.tensors[node.operands[0]].shape[2] == 1
+            ),
+            "sdpa",
+        ),
+    ),
+    Known(
+        "cuDNN's own ALiBi slopes are for the causal band from the top left",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("alibi")
+                and (
+                    (node.attr("window") or (None, None))[1] != 0
+                    or node.attr("diagonal_alignment") == "bottom_right"
+                )
+            )
+        ),
+    ),
+    Known(
+        "attention changes scores beside no lengths",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("softcap") is not None and _at(spec, node, "seq_len_kv") is not None
+            ),
+            "sdpa",
+        ),
+    ),
+    Known(
+        "attention has no gradient of a mask beside a soft cap",
+        _sdpa(
+            lambda spec, node: node.attr("mask_grad") and node.attr("softcap") is not None,
+            "sdpa_backward",
+        ),
+    ),
     Known("attention along the bottom-right diagonal takes S_q <= S_kv", _sdpa(_long_bottom_right)),
     Known(
         "over an expanded batch there is no convolution in true float32",
@@ -381,6 +426,10 @@ CUT = (
     Known(
         "attention takes additive masks, boolean ones are converted first",
         _sdpa(_masked(torch.bool), "sdpa"),
+    ),
+    Known(
+        "attention takes dropout masks of numbers, boolean ones are converted first",
+        _sdpa(lambda spec, node: _at(spec, node, "dropout_mask") is not None),
     ),
     Known(
         "attention's gradient reads its operands from memory",
@@ -626,6 +675,50 @@ def test_a_norm_sees_rows_and_columns_in_the_order_of_memory() -> None:
     g.output("inv_std", inv_std)
     rows, columns = ([48, 128, 1, 1], [128, 1, 1, 1]), ([1, 128, 1, 1], [128, 1, 1, 1])
     assert _seen(g) == [rows, columns, rows, ([48, 1, 1, 1], [1, 1, 1, 1])]
+
+
+SEEDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (9, 0)},
+    "mask": {"mask": ((2, 4, 64, 64), torch.bfloat16)},
+    "float32 mask": {"mask": ((2, 4, 64, 64), torch.float32)},
+    "one row for all": {"mask": ((2, 1, 1, 64), torch.bfloat16)},
+    "lengths": {"lengths": True},
+    "bottom right": {"is_causal": True, "diagonal_alignment": "bottom_right"},
+    "softcap": {"softcap": 0.7},
+    "softcap and mask": {"softcap": 0.7, "mask": ((2, 4, 64, 64), torch.bfloat16)},
+    "alibi": {"alibi": True, "is_causal": True},
+    "alibi both ways": {"alibi": True},
+    "sink": {"sink": True},
+}
+BY_TORCH = {"float32 mask", "one row for all", "lengths", "bottom right", "alibi both ways"}
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("name", SEEDED)
+def test_an_attention_that_drops_by_a_seed_runs_where_its_gradient_does(name: str) -> None:
+    """Or the two would drop different weights: the generators of cuDNN and torch steps differ."""
+    options = dict(SEEDED[name])
+    g = cg.Graph("attention")
+    q, k, v = (g.input(port, (2, 4, 64, 64), torch.bfloat16) for port in "qkv")
+    for of in ("seed", "offset"):
+        options[f"dropout_{of}"] = g.input(of, (1,), torch.int64)
+    if "mask" in options:
+        options["attn_mask"] = g.input("mask", *options.pop("mask"))
+    if options.pop("lengths", False):
+        options["seq_len_kv"] = g.input("lengths", (2,), torch.int32)
+    if options.pop("sink", False):
+        options["sink"] = g.input("sink", (4,), torch.float32)
+    g.output("o", g.sdpa(q, k, v, dropout_p=0.1, **options))
+    gradient = cg.differentiate(g, [n for n in g.spec().inputs if n in ("q", "mask", "sink")])
+    places = {
+        step.runs_on
+        for spec in (gradient.forward, gradient.backward)
+        for step in cg.explain(spec, TARGET).steps
+        if set(step.ops) & set(ATTENTION)
+    }
+    assert places == {"torch" if name in BY_TORCH | {"softcap and mask"} else "cuDNN"}
 
 
 def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:
