@@ -13,7 +13,7 @@ cast to its dtype, as for torch's own convolutions and attention.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from . import torch_ops
 from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
-from .specialize import Build, Specialized
+from .specialize import Build, Specialized, Static
 
 Tensor = torch.Tensor
-Static = dict[str, Any]
 
 __all__ = [
     "conv1d",
@@ -176,13 +175,17 @@ def _call(
     """Run a graph's function: as an op where torch.compile traces, else directly, which is
     cheaper. A tensor, or several."""
     if torch.compiler.is_compiling():
-        made = torch_ops.call(build.__name__, tensors, static, _policy(policy), results)
+        made = torch_ops.call(build.__name__, tensors, static.values, _policy(policy), results)
         return made[0] if results == 1 else made
-    return _compiled(build, policy)(*tensors, **static)
+    return _compiled(build, policy).call(tensors, static)
 
 
 def _into(
-    build: Build, policy: Policy | None, out: Tensor, tensors: Sequence[Tensor | None], static: Any
+    build: Build,
+    policy: Policy | None,
+    out: Tensor,
+    tensors: Sequence[Tensor | None],
+    static: Static,
 ) -> Tensor:
     """Run into ``out``, which gets no gradient: what requires one is refused, as by torch."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -191,7 +194,7 @@ def _into(
             "out", "is given where a tensor requires grad", "torch.no_grad(), or no out"
         )
         raise BindError(build.__name__, [problem])
-    _compiled(build, policy).lookup(*tensors, **static).run(*given, out)
+    _compiled(build, policy).find(tensors, static).run(*given, out)
     return out
 
 
@@ -200,8 +203,65 @@ def _fixed(value: Any) -> Hashable:
     return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def _geometry(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _fixed(value)) for name, value in options.items())
+_STATICS_KEPT = 1024
+_statics: dict[Hashable, Static] = {}
+
+
+def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    """``make(*options)``, made once for options that are equal and of the same types."""
+    if torch.compiler.is_compiling():
+        return Static(make(*[_fixed(option) for option in options]))
+    key = (make, options, tuple([type(option) for option in options]))
+    try:
+        found = _statics.get(key)
+    except TypeError:  # there is a list in it
+        return static_of(make, *[_fixed(option) for option in options])
+    if found is None:
+        while len(_statics) >= _STATICS_KEPT:
+            _statics.pop(next(iter(_statics)), None)
+        found = _statics[key] = Static(make(*options))
+    return found
+
+
+_GEOMETRY = {
+    4: ("stride", "padding", "dilation", "groups"),
+    5: ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+
+
+def act_options(
+    geometry: tuple[Any, ...],
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+) -> dict[str, Any]:
+    """The options of :func:`conv_act`. ``geometry`` has the values in the order of torch's
+    functional: four of a convolution, five of a transposed one."""
+    made: dict[str, Any] = {
+        "transposed": len(geometry) == 5,
+        "geometry": tuple(zip(_GEOMETRY[len(geometry)], geometry, strict=True)),
+        "activation": activation,
+        "attrs": attrs,
+    }
+    if alpha1 != 1 or alpha2 != 1:
+        made |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
+    return made
+
+
+def norm_options(
+    geometry: tuple[Any, ...],
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    training: bool,
+    eps: float,
+) -> dict[str, Any]:
+    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`."""
+    return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+
+
+def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(attrs.items())) if attrs else ()
 
 
 def _ranked(name: str, x: Tensor, rank: int) -> None:
@@ -212,11 +272,11 @@ def _ranked(name: str, x: Tensor, rank: int) -> None:
         raise GraphError(name, [problem])
 
 
-def cast(*tensors: Tensor | None) -> list[Any]:
+def cast(*tensors: Tensor | None) -> Sequence[Any]:
     """The tensors in autocast's dtype where autocast is on, as torch casts what it multiplies."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    device = tensors[0].device.type if tensors[0] is not None else "cpu"
     if not torch.is_autocast_enabled(device):
-        return list(tensors)
+        return tensors
     dtype = torch.get_autocast_dtype(device)
     return [
         tensor.to(dtype)
@@ -235,34 +295,22 @@ def _one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if layout is None or weight.dim() != x.dim():
         return x, weight
     for tensor in (x, weight):
-        if tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+        if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
             return x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     return x, weight
 
 
-def _conv_act(
-    transposed: bool,
+def run_conv_act(
+    static: Static,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    geometry: tuple[tuple[str, Any], ...],
-    activation: str | None,
-    attrs: Static,
     policy: Policy | None,
-    out: Tensor | None,
-    alpha1: float = 1.0,
-    alpha2: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """:func:`conv_act` on tensors; its options come of :func:`act_options`."""
     x, weight, bias = cast(x, weight, bias)
-    static = {
-        "transposed": transposed,
-        "geometry": geometry,
-        "activation": activation,
-        "attrs": tuple(sorted(attrs.items())),
-    }
-    if alpha1 != 1 or alpha2 != 1:
-        static |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
     x, weight = _one_layout(x, weight)
@@ -290,19 +338,9 @@ def conv1d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv1d where neither is given."""
     _ranked("conv1d", input, 1)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv2d(
@@ -322,19 +360,9 @@ def conv2d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv2d where neither is given."""
     _ranked("conv2d", input, 2)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv3d(
@@ -354,19 +382,9 @@ def conv3d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv3d where neither is given."""
     _ranked("conv3d", input, 3)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_bias_act(
@@ -387,21 +405,9 @@ def conv_bias_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """act(alpha1 * conv(input, weight) + alpha2 * residual + bias) in 1, 2 or 3 spatial dims."""
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-        alpha1,
-        alpha2,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs), alpha1, alpha2)
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_bias_act_into(
@@ -429,25 +435,9 @@ def conv_transpose1d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose1d."""
     _ranked("conv_transpose1d", input, 1)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose2d(
@@ -468,25 +458,9 @@ def conv_transpose2d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose2d."""
     _ranked("conv_transpose2d", input, 2)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose3d(
@@ -507,25 +481,9 @@ def conv_transpose3d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose3d."""
     _ranked("conv_transpose3d", input, 3)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose_bias_act(
@@ -547,27 +505,9 @@ def conv_transpose_bias_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """act(alpha1 * conv_transpose(input, weight) + alpha2 * residual + bias), 1 to 3 dims."""
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-        alpha1,
-        alpha2,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs), alpha1, alpha2)
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose_bias_act_into(
@@ -580,49 +520,36 @@ def conv_transpose_bias_act_into(
 # -- convolution and batch norm --------------------------------------------------------------------
 
 
-def _conv_norm_act(
-    transposed: bool,
-    x: Tensor,
-    weight: Tensor,
-    running: tuple[Tensor | None, Tensor | None],
-    affine: tuple[Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    training: bool,
+def run_conv_norm_act(
+    static: Static,
+    tensors: tuple[Tensor | None, ...],
     momentum: float | Tensor,
-    eps: float,
-    geometry: tuple[tuple[str, Any], ...],
-    activation: str | None,
-    residual: Tensor | None,
-    attrs: Static,
     policy: Policy | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """:func:`conv_norm_act` on its tensors, and the update of the running statistics in place; its
+    options come of :func:`norm_options`."""
+    x, weight, bias, mean, var, *rest = tensors
     x, weight, bias = cast(x, weight, bias)
-    static = {
-        "transposed": transposed,
-        "geometry": geometry,
-        "training": training,
-        "eps": float(eps),
-        "activation": activation,
-        "attrs": tuple(sorted(attrs.items())),
-    }
+    training = static.values["training"]
     if out is not None:
         if training:
             problem = Problem("out", "is given with training=True", "training=False")
             raise BindError("conv_bn_act", [problem])
-        given = (x, weight, bias, *running, *affine, residual)
-        return _into(conv_norm_act, policy, out, given, static)
+        return _into(conv_norm_act, policy, out, (x, weight, bias, mean, var, *rest), static)
     x, weight = _one_layout(x, weight)
-    updates = training and running[0] is not None
-    tensors = (x, weight, bias, *running, *affine, residual)
-    result = _call(conv_norm_act, policy, tensors, static, 3 if updates else 1)
-    if updates:
-        result, *batch = result
-        with torch.no_grad():
-            for kept, now in zip(running, batch, strict=True):
-                assert kept is not None
-                kept.lerp_(now, momentum)
-    return result  # type: ignore[no-any-return]
+    given = (x, weight, bias, mean, var, *rest)
+    if not training or mean is None or var is None:
+        return _call(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
+    result: Tensor
+    result, now_mean, now_var = _call(conv_norm_act, policy, given, static, 3)
+    with torch.no_grad():
+        if isinstance(momentum, Tensor):
+            mean.lerp_(now_mean, momentum)
+            var.lerp_(now_var, momentum)
+        else:
+            torch._foreach_lerp_((mean, var), (now_mean, now_var), momentum)
+    return result
 
 
 def conv_bn_act(
@@ -654,24 +581,12 @@ def conv_bn_act(
     be given; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
     in the convolution's epilogue.
     """
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_norm_act(
-        False,
-        input,
-        weight,
-        (running_mean, running_var),
-        (bn_weight, bn_bias),
-        bias,
-        training,
-        momentum,
-        eps,
-        geometry,
-        activation,
-        residual,
-        activation_attrs,
-        policy,
-        out,
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(
+        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
     )
+    tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
+    return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
 def conv_bn_act_into(
@@ -714,33 +629,38 @@ def conv_transpose_bn_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """:func:`conv_bn_act` with a transposed convolution."""
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(
+        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
     )
-    return _conv_norm_act(
-        True,
-        input,
-        weight,
-        (running_mean, running_var),
-        (bn_weight, bn_bias),
-        bias,
-        training,
-        momentum,
-        eps,
-        geometry,
-        activation,
-        residual,
-        activation_attrs,
-        policy,
-        out,
-    )
+    tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
+    return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
 # -- attention -------------------------------------------------------------------------------------
+
+
+def attention_options(
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    dropout_p: float,
+    alibi: bool,
+    softcap: float | None,
+    return_lse: bool,
+) -> dict[str, Any]:
+    """The options of :func:`attention`."""
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "diagonal_alignment": diagonal_alignment,
+        "dropout_p": dropout_p,
+        "alibi": alibi,
+        "softcap": softcap,
+        "return_lse": return_lse,
+    }
 
 
 def scaled_dot_product_attention(
@@ -779,16 +699,8 @@ def scaled_dot_product_attention(
     if dropout_p and dropout_seed is None and dropout_offset is None:
         drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
         dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
-    static = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "window": _fixed(window),
-        "diagonal_alignment": diagonal_alignment,
-        "dropout_p": dropout_p,
-        "alibi": alibi,
-        "softcap": softcap,
-        "return_lse": return_lse,
-    }
+    options = (is_causal, scale, window, diagonal_alignment, dropout_p, alibi, softcap, return_lse)
+    static = static_of(attention_options, *options)
     tensors = (
         *(query, key, value, attn_mask, seq_len_q, seq_len_kv),
         *(dropout_seed, dropout_offset, alibi_slopes, sink),

@@ -175,19 +175,38 @@ def test_autocast_gives_the_dtypes_that_torch_gives() -> None:
     assert all(p.grad.dtype == F32 for p in block.parameters())
 
 
-def test_frozen_parameters_get_no_gradient_and_cost_none() -> None:
-    block = make("plain")
-    block.conv.requires_grad_(False)
-    x = torch.randn(3, 4, 7, 7, dtype=F64)
+@pytest.mark.parametrize(
+    ("frozen", "ops"),
+    [
+        ("conv", {"relu_backward", "batch_norm_backward"}),
+        ("norm", {"relu_backward", "batch_norm_backward", "wgrad"}),
+        ("conv, norm, but x", {"relu_backward", "batch_norm_backward", "dgrad"}),
+        ("nothing", {"relu_backward", "batch_norm_backward", "wgrad", "dgrad"}),
+    ],
+)
+@pytest.mark.parametrize("label", ["no bias", "transposed 3d"])
+def test_what_needs_no_gradient_costs_none(label: str, frozen: str, ops: set[str]) -> None:
+    """Counted in the nodes of the backward graph that runs: neither has the block a bias."""
+    block = make(label)
+    for name in ("conv", "norm"):
+        getattr(block, name).requires_grad_(name not in frozen)
+    needs_x = frozen == "nothing" or "x" in frozen
+    transposed = "transposed" in label
+    x = torch.randn(3, 4, *(7,) * (3 if transposed else 2), dtype=F64, requires_grad=needs_x)
     y = block(x)
-    (saved,) = [name for name in dir(y.grad_fn) if name == "pair"]
-    spec = getattr(y.grad_fn, saved).gradient.backward
-    assert {node.op for node in spec.nodes if node.op != "constant"} == {
-        "relu_backward",
-        "batch_norm_backward",
+    backward = y.grad_fn.pair.backward
+    kinds = {
+        "conv_wgrad": "wgrad",
+        "conv": "dgrad" if transposed else "conv",
+        "conv_transpose": "conv_transpose" if transposed else "dgrad",
     }
+    nodes = [node for step in backward.steps for node in step.spec.nodes]
+    assert {kinds.get(n.op, n.op) for n in nodes if n.op != "constant"} == ops
     y.sum().backward()
-    assert block.conv.weight.grad is None and block.norm.weight.grad is not None
+    assert (x.grad is not None) == needs_x
+    for name in ("conv", "norm"):
+        for parameter in getattr(block, name).parameters():
+            assert (parameter.grad is not None) == (name not in frozen)
 
 
 # -- state dicts, copies, converters ---------------------------------------------------------------
