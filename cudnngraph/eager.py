@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from . import reference
 from .ir import GraphSpec, Node
-from .ops import OPS
+from .ops import ATTENTION, OPS
 from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
@@ -40,6 +40,7 @@ def _per_channel(function: Callable[..., object]) -> OutRule:
 
 
 OUT: Mapping[str, OutRule] = {
+    "ragged_offsets": reference.ragged_into,
     "identity": lambda inputs, attrs, out: out.copy_(inputs[0]),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),
@@ -81,7 +82,7 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
 def runs_whole(spec: GraphSpec) -> bool:

@@ -41,7 +41,9 @@ __all__ = [
     "conv_transpose_bias_act_into",
     "conv_transpose_bn_act",
     "scaled_dot_product_attention",
+    "paged_attention",
     "scaled_dot_product_attention_into",
+    "varlen_attention",
 ]
 
 
@@ -146,6 +148,41 @@ def attention(
         dropout_offset=dropout_offset,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        **options,
+    )
+
+
+@torch_ops.function
+def attention_varlen(
+    g: Graph,
+    q: Value,
+    k: Value,
+    v: Value,
+    cu_seqlens_q: Value,
+    cu_seqlens_kv: Value,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention within packed sequences."""
+    return g.sdpa_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)  # type: ignore[no-any-return]
+
+
+@torch_ops.function
+def attention_paged(
+    g: Graph,
+    q: Value,
+    k_cache: Value,
+    v_cache: Value,
+    page_table: Value,
+    seq_len_kv: Value,
+    seq_len_q: Value | None,
+    page_table_v: Value | None,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention to what lies in the pages of a cache."""
+    return g.sdpa_paged(  # type: ignore[no-any-return]
+        *(q, k_cache, v_cache, page_table, seq_len_kv),
+        seq_len_q=seq_len_q,
+        page_table_v=page_table_v,
         **options,
     )
 
@@ -720,3 +757,77 @@ def scaled_dot_product_attention_into(
     """:func:`scaled_dot_product_attention` into ``out``, which lies as query does."""
     result: Tensor = scaled_dot_product_attention(query, key, value, out=out, **options)
     return result
+
+
+def _band_options(
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    return_lse: bool,
+    *longest: int,
+) -> dict[str, Any]:
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "diagonal_alignment": diagonal_alignment,
+        "return_lse": return_lse,
+        **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=False)),
+    }
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "top_left",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention within sequences packed one behind the other, (T, H, D).
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_varlen`. The sequences may change from call
+    to call; another number of them, of tokens, or another longest one is another graph.
+    """
+    query, key, value = cast(query, key, value)
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    result = _call(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_len_kv: Tensor,
+    *,
+    seq_len_q: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "bottom_right",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention of (B, H, S_q, D) to keys and values in the pages of a cache, for inference.
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_paged`.
+    """
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band)
+    tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
+    result = _call(attention_paged, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result

@@ -157,7 +157,12 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
 
 # Floating operands that get no gradient.
 _FIXED = {"sdpa": ("alibi_slopes", "dropout_mask")}
-_STATISTICS = {"sdpa": "return_lse", "layer_norm": "return_stats", "rms_norm": "return_stats"}
+_STATISTICS = {
+    "sdpa": "return_lse",
+    "sdpa_varlen": "return_lse",
+    "layer_norm": "return_stats",
+    "rms_norm": "return_stats",
+}
 
 
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
@@ -713,6 +718,26 @@ def _sdpa(ctx: Context) -> Gradients:
     }
 
 
+def _sdpa_varlen(ctx: Context) -> Gradients:
+    node = ctx.node
+    keys = ("scale", "is_causal", "diagonal_alignment", "window", "max_seqlen_q", "max_seqlen_kv")
+
+    @cache
+    def all_() -> list[Value]:
+        lse = ctx.result(1)  # as for sdpa; a sequence may have no key
+        lse = ctx.build.wide(ctx.g.where(lse < -1e30, 1e30, lse))
+        statistics = torch.float64 if ctx.spec("q").dtype == torch.float64 else torch.float32
+        return ctx.anchor(
+            "sdpa_varlen_backward",
+            (ctx.dy, ctx["q"], ctx["k"], ctx["v"], ctx.result()),
+            ctx.build.narrow(lse, statistics),
+            *(ctx.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")),
+            **{key: node.attr(key) for key in keys},
+        )
+
+    return {port: lambda place=place: all_()[place] for place, port in enumerate("qkv")}  # type: ignore[misc]
+
+
 def _batch_norm_train(ctx: Context) -> Gradients:
     @cache
     def all_() -> list[Value]:
@@ -1055,6 +1080,10 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "conv_wgrad": _conv_wgrad,
     "sdpa": _sdpa,
     "sdpa_backward": _second("sdpa_backward"),
+    "sdpa_paged": NoGradient("has no gradient: the cache is for inference"),
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _second("sdpa_varlen_backward"),
+    "ragged_offsets": NoGradient("is of whole numbers", flat=True),
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,

@@ -412,6 +412,111 @@ def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Ten
     return dq, dk, dv, dmask
 
 
+_PLAIN: Mapping[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None, "mask_grad": False}
+
+
+def _sdpa_paged(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k_cache, v_cache, table, length_kv = (_need(value) for value in inputs[:5])
+    table_v = table if inputs[6] is None else inputs[6]
+
+    def gathered(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """(B, H, keys, D); a table may hold anything behind the pages of a sequence."""
+        chosen = cache[pages.long().clamp(0, max(len(cache) - 1, 0))]
+        return chosen.transpose(1, 2).flatten(2, 3)
+
+    k, v = gathered(k_cache, table), gathered(v_cache, table_v)
+    operands = (q, k, v, None, inputs[5], length_kv, *(None,) * 5)
+    return _sdpa(operands, {**_PLAIN, **attrs})
+
+
+class _Packed:
+    """Tokens of several sequences, one sequence behind the other, and the same padded.
+
+    Nothing here asks the device for a number, so it may be captured in a CUDA graph.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, tokens: int, longest: int) -> None:
+        self.lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        ends, token = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
+        self._sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+        starts = cu_seqlens.long()[self._sequence]
+        self._place = (token - starts).clamp(0, longest - 1)
+        self._within = token < cu_seqlens[-1]
+        places = torch.arange(longest, device=cu_seqlens.device)
+        self._tokens = (cu_seqlens[:-1].long().view(-1, 1) + places).clamp(max=max(tokens - 1, 0))
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, H, D) → (B, H, longest, D)"""
+        if len(x) == 0:
+            return x.new_zeros(len(self._tokens), x.shape[1], self._tokens.shape[1], x.shape[2])
+        return x[self._tokens].transpose(1, 2)
+
+    def packed(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, longest, D) → (T, H, D), zeros behind the last sequence."""
+        chosen = x.transpose(1, 2)[self._sequence, self._place]
+        return torch.where(self._within.view(-1, 1, 1), chosen, 0.0)
+
+
+def _sequences(
+    q: torch.Tensor, k: torch.Tensor, where: Tensors, attrs: Mapping[str, Any]
+) -> tuple[_Packed, _Packed]:
+    """How q and k are packed; ``where`` are cu_seqlens_q, cu_seqlens_kv and ragged."""
+    cu_seqlens = list(where[:2])
+    if where[2] is not None:
+        cu_seqlens = [F.pad(lengths[:-1].cumsum(0), (1, 0)) for lengths in where[2][:2]]
+    rows, keys = (_need(each) for each in cu_seqlens)
+    return (
+        _Packed(rows, len(q), attrs["max_seqlen_q"]),
+        _Packed(keys, len(k), attrs["max_seqlen_kv"]),
+    )
+
+
+def _sdpa_varlen(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (_need(value) for value in inputs[:3])
+    rows, keys = _sequences(q, k, inputs[3:], attrs)
+    data = (rows.padded(q), keys.padded(k), keys.padded(v))
+    o, lse = _sdpa((*data, None, rows.lengths, keys.lengths, *(None,) * 5), {**_PLAIN, **attrs})
+    return rows.packed(o), None if lse is None else rows.packed(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def _sdpa_varlen_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    do, q, k, v, o, lse = (_need(value) for value in inputs[:6])
+    rows, keys = _sequences(q, k, inputs[6:], attrs)
+    data = [
+        *(rows.padded(do), rows.padded(q), keys.padded(k), keys.padded(v), rows.padded(o)),
+        rows.padded(lse.unsqueeze(-1)).squeeze(-1),
+    ]
+    operands = (*data, None, rows.lengths, keys.lengths, *(None,) * 4)
+    dq, dk, dv, _ = _sdpa_backward(operands, {**_PLAIN, **attrs})
+    return rows.packed(_need(dq)), keys.packed(_need(dk)), keys.packed(_need(dv))
+
+
+def ragged_into(inputs: Tensors, attrs: Mapping[str, Any], out: torch.Tensor) -> torch.Tensor:
+    """The lengths of the sequences of q and of k, then where each starts, in elements, for every
+    width of a token: (rows, B + 1) int32."""
+    rows, keys = _need(inputs[0]), _need(inputs[1])
+    for row, cu_seqlens in enumerate((rows, keys)):
+        torch.sub(cu_seqlens[1:], cu_seqlens[:-1], out=out[row, :-1])
+    out[:2, -1].zero_()
+    wide = [(rows, width) for width in attrs["widths_q"]]
+    wide += [(keys, width) for width in attrs["widths_kv"]]
+    for row, (cu_seqlens, width) in enumerate(wide, 2):
+        torch.mul(cu_seqlens, width, out=out[row])
+    return out
+
+
+def _ragged_offsets(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    rows = 2 + len(attrs["widths_q"]) + len(attrs["widths_kv"])
+    cu_seqlens = _need(inputs[0])
+    return ragged_into(inputs, attrs, cu_seqlens.new_empty(rows, len(cu_seqlens)))
+
+
 def _relu_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     dy, y = _need(inputs[0]), _need(inputs[1])
     slope = attrs["negative_slope"]
@@ -483,6 +588,10 @@ RULES: Mapping[str, Rule] = {
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
     "sdpa_backward": _sdpa_backward,
+    "sdpa_paged": _sdpa_paged,
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _sdpa_varlen_backward,
+    "ragged_offsets": _ragged_offsets,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
     "reduction": _reduction,

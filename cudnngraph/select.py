@@ -17,6 +17,7 @@ from .backend.plan import Choice, Outcome, Plan
 from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
+from .ops import ATTENTION
 from .partition import Graph, Group, cuts, is_anchor, piece, prepared, work
 from .policy import Policy
 
@@ -89,7 +90,7 @@ def why_apart(spec: GraphSpec) -> str | None:
     if not anchors or len(nodes) == 1:
         return None
     (anchor,) = anchors
-    if anchor.op == "sdpa":
+    if anchor.op in ATTENTION:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"

@@ -19,8 +19,8 @@ from .backend import env
 from .backend.lower import first_line
 from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
-from .ops import OPS
-from .partition import is_view
+from .ops import ATTENTION, OPS
+from .partition import PACKING, is_view, token_widths
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -94,9 +94,11 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
-        if node.op in ("sdpa", "sdpa_backward"):
+        if node.op in ATTENTION:
             _set_lengths(spec, node, given)
-        if node.op == "sdpa_backward":
+        if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
+            _set_sequences(spec, node, given)
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
             _set_results(node, given)
     return made
 
@@ -108,29 +110,61 @@ def _port(node: Node, port: str) -> str | None:
 
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
-    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
-        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
-        if name in given:
-            given[name].fill_(-(-3 * data.shape[2] // 4))
+    paged = node.op == "sdpa_paged"
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
+        if port not in OPS[node.op].ports or str(_port(node, port)) not in given:
+            continue
+        longest = spec.tensors[str(_port(node, whole))].shape[2]
+        if paged and port == "seq_len_kv":
+            longest *= spec.tensors[str(_port(node, "page_table"))].shape[1]
+        given[str(_port(node, port))].fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v") if paged else ():
+        table = given.get(str(_port(node, port)))
+        if table is not None:
+            pages = spec.tensors[str(_port(node, "k_cache"))].shape[0]
+            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
+            table.copy_(order.view(table.shape))
+
+
+def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make packed sequences of about equal lengths, the last one's a token shorter."""
+    ends: list[torch.Tensor] = []
+    for side, port in enumerate(PACKING[:2]):
+        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
+        tokens = spec.tensors[str(_port(node, whole))].shape[0]
+        tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
+        count = tensor.shape[-1] - 1
+        length = min(tokens // count, node.attr(attr))
+        made = torch.arange(count + 1, dtype=torch.int32) * length
+        made[-1] -= min(length, 1)
+        ends.append(made)
+        if str(_port(node, port)) in given:
+            given[str(_port(node, port))].copy_(made)
+    ragged = given.get(str(_port(node, "ragged")))
+    if ragged is not None:
+        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        made = torch.zeros(ragged.shape, dtype=torch.int32)
+        ragged.copy_(reference.ragged_into(ends, widths, made))
 
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
-    forward = OPS["sdpa"]
+    forward = OPS[node.op.removesuffix("_backward")]
     mine = OPS[node.op].ports
     ports = [_port(node, port) if port in mine else None for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
     names = (str(_port(node, "o")), str(_port(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
-    if math.prod(q.shape[:3]) * k.shape[2] > _LARGE_SCORES:  # too much work for data of a trial
+    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    if math.prod(q.shape[:-1]) * keys > _LARGE_SCORES:  # too much work for data of a trial
         if names[1] in given:
-            given[names[1]].fill_(math.log(k.shape[2]) + 1.0)
+            given[names[1]].fill_(math.log(keys) + 1.0)
         return
     operands = [None if name is None else given[name] for name in ports]
     attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
     attrs["return_lse"] = True
-    whole = Node("sdpa", node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
     for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
         if name in given and made is not None:
             # cuDNN wants a large number for a row without a key, as grad.py gives it.

@@ -32,6 +32,7 @@ from ..ir import (
     numel,
 )
 from ..ops import OPS
+from ..partition import token_widths
 from ..validate import check_node
 
 Shape = Sequence[int]
@@ -64,14 +65,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class Alias:
-    """A second tensor over the memory of the graph's input at ``position``.
+    """A second tensor over the memory of the graph's input at ``position``, ``offset_bytes`` in.
 
     Attention of a tensor with itself needs it: cuDNN crashes where one tensor stands at several of
-    q, k and v (seen on 9.19).
+    q, k and v (seen on 9.19). So do the rows of what tells packed attention where sequences lie.
     """
 
     uid: int
     position: int
+    offset_bytes: int = 0
 
 
 Extra = Constant | Alias
@@ -148,6 +150,16 @@ class _AnchorView:
         sizes += [1] * self.behind
         steps += [1] * self.behind
         return sizes, _settle(sizes, steps, self.channels_last)
+
+    virtual = dims
+
+
+@dataclass(frozen=True)
+class _PackedView(_AnchorView):
+    """Packed attention, whose sequences lie where offsets say: strides are taken as they are."""
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        return list(shape), list(stride)
 
     virtual = dims
 
@@ -301,6 +313,8 @@ def _view_of(spec: GraphSpec) -> _View:
         if len(groups) > 2:
             raise _Refused("a reduction over dims between others")
         return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
+    if anchors[0].op in _VARLEN:
+        return _PackedView(rank, spread=False, channels_last=False)
     spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     flat = rank == 2 and anchors[0].op.startswith("batch_norm")
@@ -505,11 +519,11 @@ class Context:
     def _next_uid(self) -> int:
         return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
 
-    def alias(self, name: str) -> Any:
-        """Another tensor over the memory of input ``name``."""
+    def alias(self, name: str, place: _Place | None = None, offset_bytes: int = 0) -> Any:
+        """Another tensor over the memory of input ``name``, of shape and stride ``place``."""
         uid, tensor = self._next_uid(), self.spec.tensors[name]
-        self.extras.append(Alias(uid, self.spec.inputs.index(name)))
-        dims, strides = self.view.dims(*_placed(self.spec, name))
+        self.extras.append(Alias(uid, self.spec.inputs.index(name), offset_bytes))
+        dims, strides = self.view.dims(*(place or _placed(self.spec, name)))
         kind = self.dtype(tensor.dtype)
         return self.graph.tensor(
             dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"
@@ -800,6 +814,112 @@ def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     return *grads, dmask
 
 
+def _sdpa_paged(ctx: Context, node: Node) -> Sequence[Any]:
+    q, k, v = _distinct(ctx, node, ("q", "k_cache", "v_cache"))
+    q_spec, table = (ctx.spec.tensors[str(_port(node, port))] for port in ("q", "page_table"))
+    if q_spec.dtype not in LOW_PRECISION:
+        raise _Refused("cuDNN attention takes float16 and bfloat16 only")
+    batch, _, rows, _ = q_spec.shape
+    pages, second = str(_port(node, "page_table")), _port(node, "page_table_v")
+    lengths = _port(node, "seq_len_q")
+    page = ctx.spec.tensors[str(_port(node, "k_cache"))].shape[2]
+    out, stats = ctx.graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=node.attr("scale"),
+        generate_stats=node.attr("return_lse"),
+        use_padding_mask=True,
+        seq_len_q=ctx.constant([batch, 1, 1, 1], rows, torch.int32)
+        if lengths is None
+        else ctx.values[lengths],
+        seq_len_kv=ctx.values[str(_port(node, "seq_len_kv"))],
+        paged_attention_k_table=ctx.values[pages],
+        paged_attention_v_table=ctx.alias(pages) if second in (None, pages) else ctx.values[second],
+        paged_attention_max_seq_len_kv=table.shape[1] * page,
+        name=node.name,
+        **_band_options(ctx, node),
+    )
+    return out, stats
+
+
+def _sequences(ctx: Context, node: Node) -> tuple[dict[str, Any], Callable[[Any, str, bool], None]]:
+    """The lengths of packed sequences as keywords, and what gives a tensor its offsets.
+
+    The latter takes the frontend's tensor, the name of ours, and whether its tokens are those of k.
+    """
+    name = str(_port(node, "ragged"))
+    ragged = ctx.spec.tensors[name]
+    rows, count = ragged.shape
+    ones = (1, 1, 1)
+    widths = token_widths(node, ctx.spec.tensors)
+    if rows != 2 + len(widths[0]) + len(widths[1]):
+        raise _Refused("packed attention with offsets for other strides")
+
+    def row(number: int, length: int) -> Any:
+        step = number * ragged.stride[0] * ragged.dtype.itemsize
+        return ctx.alias(name, ((length, *ones), (1, *ones)), step)
+
+    offsets = [row(number, count) for number in range(2, rows)]
+
+    def place(tensor: Any, of: str, keys: bool) -> None:
+        before = len(widths[0]) if keys else 0
+        at = before + widths[keys].index(ctx.spec.tensors[of].stride[0])
+        tensor.set_ragged_offset(offsets[at])
+
+    lengths = {"seq_len_q": ctx.values[name], "seq_len_kv": row(1, count - 1)}
+    return {"use_padding_mask": True, **lengths}, place
+
+
+def _sdpa_varlen(ctx: Context, node: Node) -> Sequence[Any]:
+    q, k, v = _distinct(ctx, node, ("q", "k", "v"))
+    options, place = _sequences(ctx, node)
+    for tensor, port in ((q, "q"), (k, "k"), (v, "v")):
+        place(tensor, str(_port(node, port)), port != "q")
+    out, stats = ctx.graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=node.attr("scale"),
+        generate_stats=node.attr("return_lse"),
+        name=node.name,
+        **options,
+        **_band_options(ctx, node),
+    )
+    for tensor, result in zip((out, stats), node.outputs, strict=True):
+        if result is not None:
+            place(tensor, result, False)
+    return out, stats
+
+
+def _sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    ports = ("do", "q", "k", "v", "o", "lse")
+    operands = _distinct(ctx, node, ports)
+    q = ctx.spec.tensors[str(_port(node, "q"))]
+    options, place = _sequences(ctx, node)
+    for tensor, port in zip(operands, ports, strict=True):
+        place(tensor, str(_port(node, port)), port in ("k", "v"))
+    do, q_, k, v, o, lse = operands
+    grads = ctx.graph.sdpa_backward(
+        q=q_,
+        k=k,
+        v=v,
+        o=o,
+        dO=do,
+        stats=lse,
+        attn_scale=node.attr("scale"),
+        max_total_seq_len_q=q.shape[0],
+        max_total_seq_len_kv=ctx.spec.tensors[str(_port(node, "k"))].shape[0],
+        name=node.name,
+        **options,
+        **_band_options(ctx, node),
+    )
+    for tensor, result, keys in zip(grads, node.outputs, (False, True, True), strict=True):
+        assert result is not None, "inference gives all three"
+        place(tensor, result, keys)
+    return grads  # type: ignore[no-any-return]
+
+
 def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
     for port in ports:
         name = node.inputs[port]
@@ -1077,6 +1197,10 @@ RULES: Mapping[str, Rule] = {
     "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
     "sdpa_backward": _sdpa_backward,
+    "sdpa_paged": _sdpa_paged,
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _sdpa_varlen_backward,
+    "ragged_offsets": _torch_only,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
     "reduction": _reduction,
@@ -1142,7 +1266,8 @@ _CHANNEL_PORTS = {
     "batch_norm_backward": ("weight", "mean", "inv_std"),
 }
 _ATTENTION = ("sdpa", "sdpa_backward")
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in _ATTENTION}
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged")}
+_VARLEN = ("sdpa_varlen", "sdpa_varlen_backward")
 _HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
 _NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
 
@@ -1160,6 +1285,13 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif node.op == "sdpa_paged" and port.startswith("page_table"):
+                count = tensor.shape[1]
+                views.add(((tensor.shape[0], 1, count, 1), (tensor.stride[0], count, 1, 1)))
+            elif node.op in _VARLEN and port == "ragged":  # its first row: the lengths of q
+                views.add(((tensor.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)))
+            elif node.op in _VARLEN:
+                views.add(_spread_out(spec, node, tensor, port in ("k", "v")))
             elif port in _HEAD_PORTS.get(node.op, ()):
                 views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
             elif port in _NUMBER_PORTS.get(node.op, ()):
@@ -1176,6 +1308,19 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     if len(views) > 1:
         raise _Refused(f"'{name}' is used with its dims in two different places")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> tuple[Shape, Shape]:
+    """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
+    name = _port(node, "ragged")
+    if name is None:  # cutting gives offsets to 16-bit data
+        raise _Refused("cuDNN attention takes float16 and bfloat16 only")
+    batch = spec.tensors[name].shape[1] - 1
+    longest = node.attr("max_seqlen_kv" if keys else "max_seqlen_q")
+    _, heads, *rest = tensor.shape
+    token, head, *steps = tensor.stride
+    shape = (batch, heads, longest, *(rest or [1]))
+    return shape, (longest * token, head, token, *(steps or [1]))
 
 
 def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
@@ -1300,7 +1445,10 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
     shape, stride = tensor.shape, tensor.stride
-    if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
+    if node.op in _VARLEN:
+        keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
+        shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
+    if node.op in ("sdpa", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
     if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)

@@ -45,7 +45,7 @@ SELECTION = {
     "eager": {"ir", "ops", "partition", "reference"},
     "dropped": {"ir", "ops", "reference"},
     "trial": {"backend", "dropped", "eager", "ir", "ops", "partition", "policy", "reference"},
-    "select": {"backend", "dropped", "errors", "ir", "partition", "policy"},
+    "select": {"backend", "dropped", "errors", "ir", "ops", "partition", "policy"},
     "autotune": {
         *("backend", "dropped", "eager", "errors", "ir", "key", "partition", "policy"),
         *("select", "timing", "trial"),

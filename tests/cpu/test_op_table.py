@@ -13,6 +13,7 @@ from cudnngraph import grad, reference
 from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
 from cudnngraph.ops import OPS
+from cudnngraph.partition import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)
@@ -42,8 +43,9 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
     parameters = dict(inspect.signature(getattr(cg.Graph, name)).parameters)
     for word in ("self", "name", "approximate" if name == "gelu" else ""):
         parameters.pop(word, None)
-    assert set(parameters) == set(row.ports) | set(row.attrs)
-    for port in row.ports:
+    assert set(parameters) == (set(row.ports) | set(row.attrs)) - {"ragged"}
+    made = set(PACKING) if "ragged" in row.ports else set()
+    for port in set(row.ports) - made:  # of these, cutting puts the last for the others
         required = parameters[port].default is inspect.Parameter.empty
         assert required == row.required(port), port
     for attr, default in row.attrs.items():  # REQUIRED is what inspect says of no default
@@ -67,8 +69,8 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
 def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
     refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
     views = {name for name in OPS if OPS[name].view}
-    assert refused == {"reshape", "transpose", "permute", "slice", "concat"}
-    assert views == refused - {"concat"}
+    assert refused == {"reshape", "transpose", "permute", "slice", "concat", "ragged_offsets"}
+    assert views == refused - {"concat", "ragged_offsets"}
 
 
 def test_a_list_of_operands_has_a_port_each() -> None:
@@ -97,6 +99,10 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "rms_norm_backward",
         "sdpa",
         "sdpa_backward",
+        "sdpa_paged",
+        "sdpa_varlen",
+        "sdpa_varlen_backward",
+        "ragged_offsets",
     }
 
 
