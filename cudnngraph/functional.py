@@ -202,7 +202,7 @@ def _compiled(build: Build, policy: Policy | None) -> Specialized:
     return torch_ops.specialized(build, _policy(policy))
 
 
-def _call(
+def run_graph(
     build: Build,
     policy: Policy | None,
     tensors: Sequence[Tensor | None],
@@ -326,7 +326,7 @@ def cast(*tensors: Tensor | None) -> Sequence[Any]:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both channels_last where either is, as torch's own convolutions do."""
     layout = _CHANNELS_LAST.get(x.dim())
     if layout is None or weight.dim() != x.dim():
@@ -350,8 +350,8 @@ def run_conv_act(
     x, weight, bias = cast(x, weight, bias)
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
-    x, weight = _one_layout(x, weight)
-    result: Tensor = _call(conv_act, policy, (x, weight, bias, residual), static)
+    x, weight = one_layout(x, weight)
+    result: Tensor = run_graph(conv_act, policy, (x, weight, bias, residual), static)
     return result
 
 
@@ -574,19 +574,56 @@ def run_conv_norm_act(
             problem = Problem("out", "is given with training=True", "training=False")
             raise BindError("conv_bn_act", [problem])
         return _into(conv_norm_act, policy, out, (x, weight, bias, mean, var, *rest), static)
-    x, weight = _one_layout(x, weight)
+    x, weight = one_layout(x, weight)
+    if training and (rest[0] is None or rest[1] is None):
+        channels = weight.shape[0]
+        if static.values["transposed"]:
+            channels = weight.shape[1] * dict(static.values["geometry"])["groups"]  # type: ignore[call-overload]
+        ones, zeros = _no_affine(channels, x)
+        rest[0] = ones if rest[0] is None else rest[0]
+        rest[1] = zeros if rest[1] is None else rest[1]
     given = (x, weight, bias, mean, var, *rest)
     if not training or mean is None or var is None:
-        return _call(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
+        return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
-    result, now_mean, now_var = _call(conv_norm_act, policy, given, static, 3)
-    with torch.no_grad():
-        if isinstance(momentum, Tensor):
-            mean.lerp_(now_mean, momentum)
-            var.lerp_(now_var, momentum)
-        else:
-            torch._foreach_lerp_((mean, var), (now_mean, now_var), momentum)
+    result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
+    update_running(mean, var, now_mean, now_var, momentum)
     return result
+
+
+@torch.no_grad()
+def update_running(
+    mean: Tensor, var: Tensor, now_mean: Tensor, now_var: Tensor, momentum: float | Tensor
+) -> None:
+    """Move the running statistics towards the batch's, in place."""
+    if isinstance(momentum, Tensor):
+        mean.lerp_(now_mean.to(mean.dtype), momentum)
+        var.lerp_(now_var.to(var.dtype), momentum)
+    else:
+        now = (now_mean.to(mean.dtype), now_var.to(var.dtype))
+        torch._foreach_lerp_((mean, var), now, momentum)
+
+
+_vectors: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+
+def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones and zeros (K,) for a norm without weight or bias, in float32 or float64."""
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    key = (channels, wide, like.device)
+    found = _vectors.get(key)
+    if found is None:
+        options: Any = {"dtype": wide, "device": like.device}
+        if torch.compiler.is_compiling() or (
+            like.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # the memory would be that graph's
+            return torch.ones(channels, **options), torch.zeros(channels, **options)
+        with torch.inference_mode(False):
+            found = torch.ones(channels, **options), torch.zeros(channels, **options)
+        if len(_vectors) >= _STATICS_KEPT:
+            _vectors.clear()
+        _vectors[key] = found
+    return found
 
 
 def conv_bn_act(
@@ -614,8 +651,8 @@ def conv_bn_act(
     """act(batch_norm(conv(input, weight) + bias) + residual) in 1, 2 or 3 spatial dims.
 
     As F.batch_norm: with ``training=True`` by the batch's statistics, and the running ones, which
-    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias have to
-    be given; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
+    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias may be
+    None; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
     in the convolution's epilogue.
     """
     geometry = (stride, padding, dilation, groups)
@@ -747,7 +784,7 @@ def scaled_dot_product_attention(
             problem = Problem("out", "is given with return_lse=True", "one of the two")
             raise BindError("attention", [problem])
         return _into(attention, policy, out, tensors, static)
-    result = _call(attention, policy, tensors, static, 2 if return_lse else 1)
+    result = run_graph(attention, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 
 

@@ -30,7 +30,7 @@ from .backend.plan import (
     replay,
 )
 from .cache import CacheStats
-from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
+from .errors import BackendUnavailable, BindError, PolicyError, Problem
 from .ir import GraphSpec, Node, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
 from .memory import Need, place
@@ -88,11 +88,6 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
 
 
 def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"the workspace would have to grow to {size_bytes} bytes while a CUDA graph is being "
-            "captured; call the executable once on this stream before the capture"
-        )
     whole = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # so that it can show any dtype
     return torch.empty(whole, dtype=torch.uint8, device=torch.device("cuda", device))
 
@@ -104,9 +99,21 @@ Launch = Callable[[Any], None]
 # A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
 _Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
 
-# What CUDA graphs hold pointers into: plans with their constants, and workspaces. Never let go, for
+# What CUDA graphs hold pointers into: plans, with their kernels and constants. Never let go, for
 # nothing tells when a graph is.
-_captured: list[Any] = []
+_captured: dict[int, Any] = {}
+
+
+def _scratch(device: int, stream: int, size_bytes: int, plans: Any) -> torch.Tensor | None:
+    """Scratch memory for one run: the pool's, or while a CUDA graph is captured the graph's own.
+
+    torch allocates what is asked for during a capture from memory that belongs to the graph, uses
+    it again later in the same graph, and frees it with the graph. The plans are kept.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        _captured[id(plans)] = plans
+        return _allocate(device, stream, size_bytes) if size_bytes else None
+    return WORKSPACE.get(device, stream, size_bytes) if size_bytes else None
 
 
 class Program:
@@ -214,17 +221,17 @@ class Program:
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
         values = dict(tensors)
-        base = 0
-        if self.scratch_bytes:
-            pin = torch.cuda.is_current_stream_capturing()
-            block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
+        base, block, plans = 0, None, self._plans()
+        if self.scratch_bytes or self.device.type == "cuda":
+            block = _scratch(self.device.index, stream, self.scratch_bytes, plans)
+        if block is not None:
             base = block.data_ptr()
             for name, offset in self._offsets.items():
                 tensor = self._between[name]
                 flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
                 values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
         launches = []
-        steps = zip(self.steps, self._plans(), self._scratch_offsets, strict=True)
+        steps = zip(self.steps, plans, self._scratch_offsets, strict=True)
         for number, (step, plan, offset) in enumerate(steps):
             if number in self._views:
                 eager.view(self._views[number], step.spec, values)
@@ -301,13 +308,8 @@ class Program:
             self._run_here(tensors)
 
     def _run_here(self, tensors: Sequence[torch.Tensor]) -> None:
-        index, block = self.device.index, None
-        capturing = torch.cuda.is_current_stream_capturing()
-        if self.scratch_bytes:
-            stream = env.raw_stream(index)
-            block = WORKSPACE.get(index, stream, self.scratch_bytes, pin=capturing)
-        if capturing:
-            _captured.append((self._runners(), block))
+        index = self.device.index
+        block = _scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
         handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
         self._steps_on(tensors, block, handle)
 
@@ -819,14 +821,14 @@ class _ByStream(threading.local):
     """What one thread has prepared for each stream: the launches, and the block they point into."""
 
     def __init__(self) -> None:
-        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor]] = {}
+        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
 
 
 class BoundCall:
     """An executable with its tensors bound: ``call()`` launches, nothing is checked or looked up.
 
     Runs on the current stream of the device; may be captured in a CUDA graph after one call on the
-    same thread and stream.
+    same thread.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -852,13 +854,13 @@ class BoundCall:
     def _launch(self, index: int) -> None:
         stream = env.raw_stream(index)
         ready = self._ready.by_stream.get(stream)
-        if ready is None:
+        if torch.cuda.is_current_stream_capturing():  # in the graph's memory, which goes with it
+            ready = self._program.launches(self._tensors, stream), None
+        elif ready is None:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
             ready = self._ready.by_stream[stream] = (launches, block)
-        if torch.cuda.is_current_stream_capturing():
-            _captured.append(ready)
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)

@@ -17,7 +17,7 @@ from .training import Trainable
 
 EXECUTABLES_KEPT = 1024
 
-Build = Callable[..., "Value | tuple[Value, ...]"]
+Build = Callable[..., "Value | tuple[Value, ...] | None"]
 
 
 class Static:
@@ -108,6 +108,8 @@ class Specialized:
         for name, tensor in zip(self._names, tensors, strict=False):
             values.append(None if tensor is None else graph.input(name, like=tensor))
         results = self._build(graph, *values, **static)
+        if results is None:  # it has declared its outputs itself
+            return graph
         for place, result in enumerate(results if isinstance(results, tuple) else (results,)):
             graph.output(f"out{place}" if isinstance(results, tuple) else "out", result)
         return graph
@@ -163,9 +165,10 @@ def specialize(
 
     ``build(graph, *values, **static)`` gets a :class:`~cudnngraph.Graph` and one
     :class:`~cudnngraph.Value` for each tensor of the call, and returns the result, or a tuple of
-    them. It runs once for every new combination of shapes, strides, dtypes and devices; finding the
-    executable again takes about 2 µs. Keyword arguments of the call are handed through and belong
-    to the combination. ``training=True`` makes calls that torch autograd differentiates. Fields of
+    them, or None where it has declared the graph's outputs itself. It runs once for every new
+    combination of shapes, strides, dtypes and devices; finding the executable again takes about
+    2 µs. Keyword arguments of the call are handed through and belong to the combination.
+    ``training=True`` makes calls that torch autograd differentiates. Fields of
     :class:`~cudnngraph.Policy` may be given as keywords:
 
         @cg.specialize(tune="autotune")

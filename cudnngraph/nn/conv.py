@@ -16,6 +16,7 @@ from .. import functional
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
 from ..policy import Policy
+from . import sync
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (
@@ -92,10 +93,8 @@ def why_not(conv: nn.Module, bn: nn.Module | None, act: nn.Module | None) -> str
         ):
             return f"{type(module).__name__} has hooks, which a block would not call"
     if bn is not None:
-        if type(bn) is not NORMS[dims - 1]:
+        if type(bn) not in (NORMS[dims - 1], nn.SyncBatchNorm):
             return f"{type(bn).__name__} is not {NORMS[dims - 1].__name__}"
-        if bn.weight is None or bn.bias is None:
-            return f"{type(bn).__name__} has no weight or no bias"
         if bn.num_features != conv.out_channels:
             return f"{type(bn).__name__} has {bn.num_features} features, not {conv.out_channels}"
     if act is not None and type(act) not in ACTIVATION_OF:
@@ -191,24 +190,18 @@ class _Block(nn.Module):
                     momentum = count.to(mean.dtype).reciprocal()
         by_batch = bn.training or (mean is None and var is None)
         kept = tracks or not bn.training
+        running = (mean, var) if kept else (None, None)
+        affine = (_held(bn, "weight"), _held(bn, "bias"))
+        tensors = (x, weight, bias, *running, *affine, residual)
+        momentum = 0.0 if momentum is None else momentum
+        if bn.training and type(bn) is nn.SyncBatchNorm and sync.several_ranks(bn.process_group):
+            return sync.run_synchronised(
+                geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
+            )
         static = functional.static_of(
             functional.norm_options, geometry, kind, attrs, by_batch, bn.eps
         )
-        return functional.run_conv_norm_act(
-            static,
-            (
-                x,
-                weight,
-                bias,
-                mean if kept else None,
-                var if kept else None,
-                _held(bn, "weight"),
-                _held(bn, "bias"),
-                residual,
-            ),
-            0.0 if momentum is None else momentum,
-            self.policy,
-        )
+        return functional.run_conv_norm_act(static, tensors, momentum, self.policy)
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -230,6 +223,7 @@ def _built(
     geometry: Attrs,
     norm: str | None,
     norm_options: Attrs,
+    process_group: Any,
     activation: str | nn.Module | None,
     attrs: Attrs,
     place: Attrs,
@@ -237,11 +231,17 @@ def _built(
     """The modules that a block is made of."""
     if dims not in (1, 2, 3):
         raise GraphError("block", [Problem("block", f"dims={dims!r}", "1, 2 or 3")])
-    if norm not in ("batch", None):
-        raise GraphError("block", [Problem("block", f"norm={norm!r}", "'batch' or None")])
+    if norm not in ("batch", "sync", None):
+        raise GraphError("block", [Problem("block", f"norm={norm!r}", "'batch', 'sync' or None")])
+    if process_group is not None and norm != "sync":
+        raise GraphError("block", [Problem("block", "process_group is given", "norm='sync' too")])
     conv = kinds[dims - 1](*channels, **geometry, **place)
-    made: Any = NORMS[dims - 1]
-    bn = None if norm is None else made(channels[1], **norm_options, **place)
+    bn: Any = None
+    if norm == "sync":
+        bn = nn.SyncBatchNorm(channels[1], **norm_options, process_group=process_group, **place)
+    elif norm is not None:
+        made: Any = NORMS[dims - 1]
+        bn = made(channels[1], **norm_options, **place)
     return conv, bn, activation_module(activation, attrs)
 
 
@@ -251,8 +251,10 @@ class FusedConvBlock(_Block):
     The arguments are those of torch's convolution and batch norm; ``norm=None`` leaves the norm
     out, ``activation`` is a name of :data:`~cudnngraph.graph.ACTIVATIONS` with its attributes as
     further keywords, a module of torch, or None. Training and evaluation, running statistics and
-    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives. The
-    batch's statistics are those of one process.
+    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives.
+
+    ``norm="batch"`` takes the batch's statistics of one process, ``norm="sync"`` those of all ranks
+    of ``process_group`` (None for all there are), as torch's SyncBatchNorm; on CPUs too.
 
     x (N, C, spatial...) → (N, K, out...) in x's layout: channels_last gives channels_last.
     """
@@ -273,7 +275,9 @@ class FusedConvBlock(_Block):
         activation: str | nn.Module | None = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
+        process_group: Any = None,
         dims: int = 2,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -294,7 +298,13 @@ class FusedConvBlock(_Block):
                 "bias": bias,
             },
             norm,
-            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            {
+                "eps": eps,
+                "momentum": momentum,
+                "affine": affine,
+                "track_running_stats": track_running_stats,
+            },
+            process_group,
             activation,
             activation_attrs,
             {"device": device, "dtype": dtype},
@@ -330,7 +340,9 @@ class FusedConvTransposeBlock(_Block):
         activation: str | nn.Module | None = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
+        process_group: Any = None,
         dims: int = 2,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -352,7 +364,13 @@ class FusedConvTransposeBlock(_Block):
                 "dilation": dilation,
             },
             norm,
-            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            {
+                "eps": eps,
+                "momentum": momentum,
+                "affine": affine,
+                "track_running_stats": track_running_stats,
+            },
+            process_group,
             activation,
             activation_attrs,
             {"device": device, "dtype": dtype},
