@@ -839,7 +839,7 @@ def varlen_attention(
     band = (is_causal, scale, window, diagonal_alignment, return_lse)
     static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
-    result = _call(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
+    result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 
 
@@ -866,5 +866,5 @@ def paged_attention(
     band = (is_causal, scale, window, diagonal_alignment, return_lse)
     static = static_of(_band_options, *band)
     tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
-    result = _call(attention_paged, policy, tensors, static, 2 if return_lse else 1)
+    result = run_graph(attention_paged, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
