@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from . import reference, resample
 from .ir import GraphSpec, Node
-from .ops import OPS
+from .ops import ATTENTION, OPS
 from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
@@ -64,6 +64,7 @@ OUT: Mapping[str, OutRule] = {
     "log_softmax": _softmax(_aten._log_softmax),
     "softmax_backward": _softmax_backward(_aten._softmax_backward_data),
     "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
+    "ragged_offsets": reference.ragged_into,
     "identity": lambda inputs, attrs, out: out.copy_(inputs[0]),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),
@@ -116,7 +117,7 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
 def runs_whole(spec: GraphSpec) -> bool:

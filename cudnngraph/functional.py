@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import torch_ops
-from .errors import BindError, FeatureMissing, GraphError, Problem
+from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
 from .runtime import Over
@@ -48,7 +48,9 @@ __all__ = [
     "mlp",
     "rms_norm",
     "scaled_dot_product_attention",
+    "paged_attention",
     "scaled_dot_product_attention_into",
+    "varlen_attention",
 ]
 
 
@@ -139,11 +141,57 @@ def attention(
     attn_mask: Value | None,
     seq_len_q: Value | None,
     seq_len_kv: Value | None,
+    dropout_seed: Value | None = None,
+    dropout_offset: Value | None = None,
+    alibi_slopes: Value | None = None,
+    sink: Value | None = None,
     **options: Any,
 ) -> Value | tuple[Value, ...]:
     """softmax(scale * q k^T + mask) v, and the lse where asked for."""
     return g.sdpa(  # type: ignore[no-any-return]
-        q, k, v, attn_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, **options
+        *(q, k, v, attn_mask),
+        seq_len_q=seq_len_q,
+        seq_len_kv=seq_len_kv,
+        dropout_seed=dropout_seed,
+        dropout_offset=dropout_offset,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        **options,
+    )
+
+
+@torch_ops.function
+def attention_varlen(
+    g: Graph,
+    q: Value,
+    k: Value,
+    v: Value,
+    cu_seqlens_q: Value,
+    cu_seqlens_kv: Value,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention within packed sequences."""
+    return g.sdpa_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)  # type: ignore[no-any-return]
+
+
+@torch_ops.function
+def attention_paged(
+    g: Graph,
+    q: Value,
+    k_cache: Value,
+    v_cache: Value,
+    page_table: Value,
+    seq_len_kv: Value,
+    seq_len_q: Value | None,
+    page_table_v: Value | None,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention to what lies in the pages of a cache."""
+    return g.sdpa_paged(  # type: ignore[no-any-return]
+        *(q, k_cache, v_cache, page_table, seq_len_kv),
+        seq_len_q=seq_len_q,
+        page_table_v=page_table_v,
+        **options,
     )
 
 
@@ -1065,7 +1113,14 @@ def mlp(
 
 
 def attention_options(
-    is_causal: bool, scale: float | None, window: Any, diagonal_alignment: str, return_lse: bool
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    dropout_p: float,
+    alibi: bool,
+    softcap: float | None,
+    return_lse: bool,
 ) -> dict[str, Any]:
     """The options of :func:`attention`."""
     return {
@@ -1073,17 +1128,11 @@ def attention_options(
         "scale": scale,
         "window": window,
         "diagonal_alignment": diagonal_alignment,
+        "dropout_p": dropout_p,
+        "alibi": alibi,
+        "softcap": softcap,
         "return_lse": return_lse,
     }
-
-
-def refuse_dropout(dropout_p: float) -> None:
-    """Attention has no dropout here; raises :class:`FeatureMissing` for any but 0."""
-    if dropout_p != 0:
-        raise FeatureMissing(
-            f"dropout_p={dropout_p!r} in attention; only 0.0 is implemented: use "
-            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
-        )
 
 
 def scaled_dot_product_attention(
@@ -1100,21 +1149,34 @@ def scaled_dot_product_attention(
     diagonal_alignment: str = "top_left",
     seq_len_q: Tensor | None = None,
     seq_len_kv: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    dropout_offset: Tensor | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     policy: Policy | None = None,
 ) -> Any:
-    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths and the lse.
+    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths, sinks and the lse.
 
     Keywords are those of :meth:`cudnngraph.Graph.sdpa`; with ``return_lse=True`` the pair (o, lse),
     whose lse has no gradient. A row that may attend to no key gives zeros. Fewer heads of key and
     value than of query are shared in groups, whatever ``enable_gqa`` says. A float mask that
-    requires grad gets one. Raises :class:`FeatureMissing` for ``dropout_p`` other than 0.
+    requires grad gets one, and so does a sink. Seed and offset of a dropout are drawn from torch's
+    generator of query's device unless they are given.
     """
-    refuse_dropout(dropout_p)
     query, key, value, attn_mask = cast(query, key, value, attn_mask)
-    static = static_of(attention_options, is_causal, scale, window, diagonal_alignment, return_lse)
-    tensors = (query, key, value, attn_mask, seq_len_q, seq_len_kv)
+    if dropout_p and dropout_seed is None and dropout_offset is None:
+        drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
+        dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
+    options = (is_causal, scale, window, diagonal_alignment, dropout_p, alibi, softcap, return_lse)
+    static = static_of(attention_options, *options)
+    tensors = (
+        *(query, key, value, attn_mask, seq_len_q, seq_len_kv),
+        *(dropout_seed, dropout_offset, alibi_slopes, sink),
+    )
     if out is not None:
         if return_lse:
             problem = Problem("out", "is given with return_lse=True", "one of the two")
@@ -1130,3 +1192,77 @@ def scaled_dot_product_attention_into(
     """:func:`scaled_dot_product_attention` into ``out``, which lies as query does."""
     result: Tensor = scaled_dot_product_attention(query, key, value, out=out, **options)
     return result
+
+
+def _band_options(
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    return_lse: bool,
+    *longest: int,
+) -> dict[str, Any]:
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "diagonal_alignment": diagonal_alignment,
+        "return_lse": return_lse,
+        **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=False)),
+    }
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "top_left",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention within sequences packed one behind the other, (T, H, D).
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_varlen`. The sequences may change from call
+    to call; another number of them, of tokens, or another longest one is another graph.
+    """
+    query, key, value = cast(query, key, value)
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_len_kv: Tensor,
+    *,
+    seq_len_q: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "bottom_right",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention of (B, H, S_q, D) to keys and values in the pages of a cache, for inference.
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_paged`.
+    """
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band)
+    tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
+    result = run_graph(attention_paged, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result

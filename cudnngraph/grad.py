@@ -73,7 +73,14 @@ def differentiable(spec: GraphSpec) -> tuple[str, ...]:
     for node in reversed(spec.nodes):
         rule = RULES[node.op]
         if node.outputs[0] in reached and not (isinstance(rule, NoGradient) and rule.flat):
-            reached.update(node.operands)
+            fixed = _FIXED.get(node.op, ())
+            reached.update(
+                name
+                for port, name in zip(
+                    OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True
+                )
+                if name is not None and port not in fixed
+            )
     return tuple(
         name
         for name in spec.inputs
@@ -148,8 +155,11 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
+# Floating operands that get no gradient.
+_FIXED = {"sdpa": ("alibi_slopes", "dropout_mask")}
 _STATISTICS = {
     "sdpa": "return_lse",
+    "sdpa_varlen": "return_lse",
     **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
 }
 
@@ -657,7 +667,10 @@ def _conv_wgrad(ctx: Context) -> Gradients:
 
 def _sdpa(ctx: Context) -> Gradients:
     node = ctx.node
-    keys = ("scale", "is_causal", "diagonal_alignment", "window")
+    keys = (
+        *("scale", "is_causal", "diagonal_alignment", "window"),
+        *("dropout_p", "alibi", "softcap"),
+    )
     options = {key: node.attr(key) for key in keys}
 
     def own(port: str) -> Value | None:
@@ -667,25 +680,63 @@ def _sdpa(ctx: Context) -> Gradients:
         return ctx.build.narrow(value, ctx.spec(port).dtype)
 
     @cache
-    def all_() -> list[Value]:
+    def lse_() -> Value:
         lse = ctx.result(1)
         if any(ctx.name(p) for p in ("attn_mask", "seq_len_q", "seq_len_kv")) or node.attr(
             "window"
         ) not in (None, (None, 0)):
             # A row without a key has -inf; from a large number its weights come out as exp(-inf).
             lse = ctx.build.wide(ctx.g.where(lse < -1e30, 1e30, lse))
+        return lse
+
+    @cache
+    def all_() -> list[Value]:
         statistics = torch.float64 if ctx.spec("q").dtype == torch.float64 else torch.float32
         return ctx.anchor(
             "sdpa_backward",
             (ctx.dy, ctx["q"], ctx["k"], ctx["v"], ctx.result()),
-            ctx.build.narrow(lse, statistics),
+            ctx.build.narrow(lse_(), statistics),
             *(own(port) for port in ("attn_mask", "seq_len_q", "seq_len_kv")),
+            *(own(f"dropout_{of}") for of in ("seed", "offset", "mask")),
+            own("alibi_slopes"),
             mask_grad=ctx.needs("attn_mask"),
             **options,
         )
 
+    def dsink() -> Value:
+        """-sum of the sink's weights times the row sums of do * o: its own value is zero."""
+        g, shape = ctx.g, ctx.spec("q").shape[:3]
+        pull = g.reduction(ctx.dy * ctx.result(), 3)
+        weights = (g.expand(ctx["sink"], shape, (1,)) - lse_()).exp()
+        # A row that is padding has an lse of -inf, or 1e30, and may hold NaN.
+        each = g.where(lse_() > 1e29, 0.0, weights * pull)
+        return g.neg(g.reduction(each, (0, 2)))
+
     ports = ("q", "k", "v", "attn_mask")
-    return {port: lambda place=place: all_()[place] for place, port in enumerate(ports)}  # type: ignore[misc]
+    return {
+        **{port: lambda place=place: all_()[place] for place, port in enumerate(ports)},  # type: ignore[misc]
+        "sink": dsink,
+    }
+
+
+def _sdpa_varlen(ctx: Context) -> Gradients:
+    node = ctx.node
+    keys = ("scale", "is_causal", "diagonal_alignment", "window", "max_seqlen_q", "max_seqlen_kv")
+
+    @cache
+    def all_() -> list[Value]:
+        lse = ctx.result(1)  # as for sdpa; a sequence may have no key
+        lse = ctx.build.wide(ctx.g.where(lse < -1e30, 1e30, lse))
+        statistics = torch.float64 if ctx.spec("q").dtype == torch.float64 else torch.float32
+        return ctx.anchor(
+            "sdpa_varlen_backward",
+            (ctx.dy, ctx["q"], ctx["k"], ctx["v"], ctx.result()),
+            ctx.build.narrow(lse, statistics),
+            *(ctx.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")),
+            **{key: node.attr(key) for key in keys},
+        )
+
+    return {port: lambda place=place: all_()[place] for place, port in enumerate("qkv")}  # type: ignore[misc]
 
 
 def _batch_norm_train(ctx: Context) -> Gradients:
@@ -1089,6 +1140,10 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "conv_wgrad": _conv_wgrad,
     "sdpa": _sdpa,
     "sdpa_backward": _second("sdpa_backward"),
+    "sdpa_paged": NoGradient("has no gradient: the cache is for inference"),
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _second("sdpa_varlen_backward"),
+    "ragged_offsets": NoGradient("is of whole numbers", flat=True),
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,

@@ -1343,6 +1343,14 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
+        sink: Value | None = None,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -1361,17 +1369,33 @@ class Graph:
           "bottom_right" one (of each sequence, where lengths are given).
         - ``seq_len_q``, ``seq_len_kv``: (B,) int32, the valid rows and keys of each sequence.
         - ``scale`` defaults to 1 / sqrt(D).
+        - ``softcap`` c > 0: scaled scores s become c tanh(s / c), before any mask is added.
+        - ``alibi=True``: scores fall by slope * distance, how far a key stands from the row's place
+          on the diagonal, with ALiBi's own slopes for H heads; ``alibi_slopes`` (H,) float32 gives
+          others, which get no gradient.
+        - ``sink`` (H,) float32: a score that every row has besides those of its keys, with a value
+          of zero (attention sink). It is part of lse.
+        - ``dropout_p``: each attention weight is dropped with that probability, and those kept are
+          divided by 1 - dropout_p. Which, ``dropout_mask`` says, (B, H, S_q, S_kv) bool (True
+          keeps), or ``dropout_seed`` and ``dropout_offset``, int64 of one element: the same two
+          drop the same. cuDNN and the reference have a generator each, so they drop others.
 
-        A row that may attend to no key gives zeros, and -inf in lse.
+        A row that may attend to no key gives zeros, and -inf in lse where there is no sink.
         """
         outputs = self._apply(
             "sdpa",
-            (q, k, v, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(q, k, v, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes, sink),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
                 "return_lse": return_lse,
             },
             name,
@@ -1394,28 +1418,180 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
         mask_grad: bool = False,
         name: str | None = None,
     ) -> tuple[Value, ...]:
         """Gradients (dq, dk, dv) of :meth:`sdpa` from its o's gradient ``do``.
 
-        The other operands and keywords are those of the forward call, o and lse its results. With
+        The other operands and keywords are those of the forward call, o and lse its results (a sink
+        is in the lse, and no operand here). With
         ``mask_grad=True`` a fourth one, that of the additive mask, in the mask's shape. A row that
         may attend to no key gives zeros; its lse is infinite of either sign.
         """
         outputs = self._apply(
             "sdpa_backward",
-            (do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
                 "mask_grad": mask_grad,
             },
             name,
         )
         return tuple(outputs if mask_grad is True else outputs[:3])
+
+    def sdpa_paged(
+        self,
+        q: Value,
+        k_cache: Value,
+        v_cache: Value,
+        page_table: Value,
+        seq_len_kv: Value,
+        *,
+        seq_len_q: Value | None = None,
+        page_table_v: Value | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "bottom_right",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Attention to keys and values that lie in the pages of a cache, as :meth:`sdpa` means it.
+
+        q (B, H, S_q, D), k_cache (pages, H_kv, page, D), v_cache (pages, H_kv, page, D_v), of any
+        strides, so (pages, page, H_kv, D) in memory too. ``page_table`` (B, P) int32: the pages of
+        each sequence in order, of which ``seq_len_kv`` (B,) int32 keys are valid; what the table
+        holds behind them is not used. ``page_table_v`` where those of v_cache are others. → o
+        (B, H, S_q, D_v), with ``return_lse=True`` the pair (o, lse). No gradient.
+
+        Unlike :meth:`sdpa` the diagonal ends at the bottom right unless told otherwise: the last
+        row of q is the last valid key's.
+        """
+        outputs = self._apply(
+            "sdpa_paged",
+            (q, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_varlen(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Attention within each of several sequences that are packed one behind the other.
+
+        q (T_q, H, D), k (T_kv, H_kv, D), v (T_kv, H_kv, D_v); ``cu_seqlens_q`` and
+        ``cu_seqlens_kv`` (B + 1,) int32: 0, then where each sequence ends. ``max_seqlen_q`` and
+        ``max_seqlen_kv``: no sequence is longer. The other keywords are those of :meth:`sdpa`, for
+        each sequence by itself. → o (T_q, H, D_v), with ``return_lse=True`` the pair (o, lse), lse
+        (T_q, H). Tokens behind the last sequence are no part of the result: what o holds for them
+        is undefined, and so are their gradients.
+        """
+        outputs = self._apply(
+            "sdpa_varlen",
+            (q, k, v, cu_seqlens_q, cu_seqlens_kv, None),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_varlen_backward(
+        self,
+        do: Value,
+        q: Value,
+        k: Value,
+        v: Value,
+        o: Value,
+        lse: Value,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dq, dk, dv) of :meth:`sdpa_varlen` from its o's gradient ``do``."""
+        outputs = self._apply(
+            "sdpa_varlen_backward",
+            (do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_kv, None),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+            },
+            name,
+        )
+        return tuple(outputs)
+
+    def ragged_offsets(
+        self,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        widths_q: Sequence[int],
+        widths_kv: Sequence[int],
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Where packed sequences lie in memory: what a plan of packed attention is told.
+
+        Both ``cu_seqlens`` (B + 1,) int32 → (2 + widths, B + 1) int32: the lengths of the sequences
+        of q and of k, with a 0 behind them, then each ``cu_seqlens_q`` times a width
+        of ``widths_q``, the elements of a token, then the same of k. Packed attention makes it
+        itself.
+        """
+        widths = {"widths_q": widths_q, "widths_kv": widths_kv}
+        return self._one("ragged_offsets", cu_seqlens_q, cu_seqlens_kv, name=name, **widths)
 
     # -- compositions --------------------------------------------------------------------------
 

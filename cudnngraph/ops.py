@@ -1035,6 +1035,9 @@ def _nll_loss_backward(call: Call) -> list[Result] | None:
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
+#: The ops of attention and its gradients.
+ATTENTION = ("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_varlen", "sdpa_varlen_backward")
+
 
 def _sdpa_shapes(call: Call) -> bool:
     q, k, v = call["q"], call["k"], call["v"]
@@ -1119,39 +1122,109 @@ def _sdpa_window(call: Call) -> None:
     call.attrs["window"] = None if left is None and right is None else (left, right)
 
 
-def _sdpa_checked(call: Call, *data: str) -> bool:
-    """The checks that both directions share; ``data`` are the operands of the dtype of q."""
-    before = len(call.problems)
-    _same_dtype(call, "q", *data)
+def _per_head(call: Call, port: str) -> None:
+    """A number for each head of q."""
+    spec, q = call.get(port), call["q"]
+    if spec is None:
+        return
+    kind = _statistics_dtype(q)
+    if spec.dtype != kind or spec.shape != (q.shape[1],):
+        call.problem(
+            f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+            f"{dtype_name(kind)} (H,) = ({q.shape[1]},)",
+        )
+
+
+def _sdpa_dropout(call: Call) -> None:
+    q, k = call["q"], call["k"]
+    seed, offset, mask = (call.get(f"dropout_{of}") for of in ("seed", "offset", "mask"))
+    p = _number(call, "dropout_p")
+    if p is None:
+        return
+    if not 0.0 <= p < 1.0:
+        call.problem(f"dropout_p={p!r}", "a probability from 0 to below 1")
+        return
+    if (seed is None) != (offset is None):
+        given, other = ("seed", "offset") if offset is None else ("offset", "seed")
+        call.problem(f"dropout_{given} without dropout_{other}", "both, or neither")
+    elif seed is not None and mask is not None:
+        call.problem("dropout_mask beside dropout_seed", "one of the two: a mask needs no seed")
+    elif p > 0.0 and seed is None and mask is None:
+        call.problem(
+            f"dropout_p={p!r} without anything that says what is dropped",
+            "dropout_seed and dropout_offset, or dropout_mask",
+        )
+    elif p == 0.0 and (seed is not None or mask is not None):
+        call.problem("dropout_p=0.0 with a seed or a mask", "dropout_p > 0", "leave them out")
+    for port in ("dropout_seed", "dropout_offset"):
+        spec = call.get(port)
+        if spec is not None and (spec.dtype != torch.int64 or spec.numel != 1):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "one int64, of shape () or (1,)",
+            )
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.shape != full):
+        call.problem(
+            f"dropout_mask '{mask.name}' is {dtype_name(mask.dtype)} {mask.shape}",
+            f"bool (True keeps), or 0 and 1 in {dtype_name(q.dtype)}, "
+            f"of shape (B, H, S_q, S_kv) = {full}",
+        )
+
+
+def _sdpa_scores(call: Call) -> None:
+    """What else changes the scores: ALiBi and the soft cap."""
+    if _flag(call, "alibi") and call.get("alibi_slopes") is not None:
+        call.problem("alibi=True beside alibi_slopes", "one of the two")
+    _per_head(call, "alibi_slopes")
+    if call.attrs["softcap"] is not None:
+        cap = _number(call, "softcap")
+        if cap is not None and cap <= 0:
+            call.problem(f"softcap={cap!r}", "a number > 0, or None for no cap")
+
+
+def _sdpa_band(call: Call, *, diagonal: bool = False) -> None:
+    """One canonical form of the scale and of the band: causal is the band with no key to the right
+    of the diagonal. ``diagonal``: where that lies matters without a band too."""
     causal = _flag(call, "is_causal")
     if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
         call.problem(
             f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
             " or ".join(map(repr, ALIGNMENTS)),
         )
+    _sdpa_window(call)
+    if call.attrs["scale"] is not None:
+        _number(call, "scale")
+    elif call["q"].shape[-1]:
+        call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[-1])
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None and not diagonal:
+        call.attrs["diagonal_alignment"] = "top_left"
+
+
+def _sdpa_checked(call: Call, *data: str) -> bool:
+    """The checks that both directions share; ``data`` are the operands of the dtype of q."""
+    before = len(call.problems)
+    _same_dtype(call, "q", *data)
     if not _sdpa_shapes(call):
         return False
     _sdpa_mask(call)
     _sdpa_lengths(call)
-    _sdpa_window(call)
-    if call.attrs["scale"] is None:
-        call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[3])
-    else:
-        _number(call, "scale")
-    if len(call.problems) > before:
-        return False
-    # One canonical form: causal is the band with no key to the right of the diagonal.
-    if causal and call.attrs["window"] is None:
-        call.attrs["window"] = (None, 0)
-    call.attrs["is_causal"] = False
-    if call.attrs["window"] is None:
-        call.attrs["diagonal_alignment"] = "top_left"
-    return True
+    _sdpa_dropout(call)
+    _sdpa_scores(call)
+    distances = call.attrs["alibi"] is True or call.get("alibi_slopes") is not None
+    _sdpa_band(call, diagonal=distances)
+    return len(call.problems) == before
 
 
 def _sdpa(call: Call) -> list[Result | None] | None:
     want_lse = _flag(call, "return_lse")
-    if not _sdpa_checked(call, "k", "v") or call.problems:
+    if not _sdpa_checked(call, "k", "v"):
+        return None
+    _per_head(call, "sink")
+    if call.problems:
         return None
     q, v = call["q"], call["v"]
     shape = (*q.shape[:3], v.shape[3])
@@ -1186,6 +1259,149 @@ def _sdpa_backward(call: Call) -> list[Result | None] | None:
     if not want_mask or mask is None:
         return [*like, None]
     return [*like, Result(mask.shape, mask.dtype, _like_order(mask))]
+
+
+def _rank(call: Call, port: str, dims: str) -> bool:
+    spec, rank = call[port], dims.count(",") + 1
+    if len(spec.shape) == rank:
+        return True
+    call.problem(
+        f"{port} '{spec.name}' has {len(spec.shape)} dims {spec.shape}", f"{rank}: ({dims})"
+    )
+    return False
+
+
+def _int32(call: Call, port: str, shape: tuple[int, ...], letters: str) -> None:
+    spec = call.get(port)
+    if spec is not None and (spec.dtype != torch.int32 or spec.shape != shape):
+        call.problem(
+            f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+            f"int32 {letters} = {shape}",
+        )
+
+
+def _heads(call: Call, k: str, v: str) -> None:
+    """What q and the others have in common where heads are dim 1 and D is the last one."""
+    q = call["q"]
+    if call[k].shape[-1] != q.shape[-1] or q.shape[-1] == 0:
+        call.problem(
+            f"{k} has head dim {call[k].shape[-1]}, q has {q.shape[-1]}",
+            "equal head dims of q and k, >= 1",
+        )
+    if call[v].shape[1] != call[k].shape[1]:
+        call.problem(
+            f"{v} has {call[v].shape[1]} heads, {k} has {call[k].shape[1]}", "equal heads of both"
+        )
+    elif call[k].shape[1] == 0 or q.shape[1] % call[k].shape[1]:
+        call.problem(
+            f"q has {q.shape[1]} heads, not a multiple of the {call[k].shape[1]} heads of {k}",
+            "H_q % H_kv == 0",
+        )
+
+
+def _sdpa_paged(call: Call) -> list[Result | None] | None:
+    want_lse = _flag(call, "return_lse")
+    _same_dtype(call, "q", "k_cache", "v_cache")
+    paged = "pages, H_kv, page, D"
+    ranks = [_rank(call, "q", "B, H, S_q, D"), _rank(call, "page_table", "B, pages")]
+    ranks += [_rank(call, port, paged) for port in ("k_cache", "v_cache")]
+    if not all(ranks):
+        return None
+    q, k, v, table = (call[port] for port in ("q", "k_cache", "v_cache", "page_table"))
+    _heads(call, "k_cache", "v_cache")
+    _sdpa_band(call)
+    if k.shape[2] != v.shape[2] or k.shape[2] == 0:
+        call.problem(
+            f"v_cache has pages of {v.shape[2]} keys, k_cache of {k.shape[2]}", "equal pages, >= 1"
+        )
+    for port in ("page_table", "page_table_v"):
+        _int32(call, port, (q.shape[0], table.shape[1]), "(B, pages of a sequence)")
+    for port in ("seq_len_q", "seq_len_kv"):
+        _int32(call, port, (q.shape[0],), "(B,)")
+    if call.problems:
+        return None
+    lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
+    return [Result((*q.shape[:3], v.shape[3]), q.dtype, _like_order(q)), lse]
+
+
+def _varlen_checked(call: Call, *data: str) -> bool:
+    """The checks that both directions of packed attention share."""
+    before = len(call.problems)
+    _same_dtype(call, "q", *data)
+    if not all([_rank(call, port, "T, H, D") for port in ("q", *data)]):
+        return False
+    k, v = call["k"], call["v"]
+    _heads(call, "k", "v")
+    if k.shape[0] != v.shape[0]:
+        call.problem(f"v has {v.shape[0]} tokens, k has {k.shape[0]}", "as many of both")
+    _sdpa_band(call)
+    for attr in ("max_seqlen_q", "max_seqlen_kv"):
+        value = call.attrs[attr]
+        if not _whole(value) or value < 1:
+            call.problem(f"{attr}={value!r}", "a whole number >= 1, the longest sequence")
+        else:
+            call.attrs[attr] = int(value)
+    given = [call.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")]
+    if given[2] is None:
+        if given[0] is None or given[1] is None:
+            call.problem("has no cu_seqlens", "cu_seqlens_q and cu_seqlens_kv, (B + 1,) int32")
+            return False
+        count = given[0].shape[0] if given[0].shape else 0
+        if count < 2:
+            call.problem(
+                f"cu_seqlens_q '{given[0].name}' has shape {given[0].shape}",
+                "(B + 1,): 0, then the end of each sequence",
+            )
+        for port in ("cu_seqlens_q", "cu_seqlens_kv"):
+            _int32(call, port, (count,), "(B + 1,)")
+    return len(call.problems) == before
+
+
+def _sdpa_varlen(call: Call) -> list[Result | None] | None:
+    want_lse = _flag(call, "return_lse")
+    if not _varlen_checked(call, "k", "v") or call.problems:
+        return None
+    q, v = call["q"], call["v"]
+    lse = Result(q.shape[:2], _statistics_dtype(q), (0, 1)) if want_lse else None
+    return [Result((*q.shape[:2], v.shape[2]), q.dtype, _like_order(q)), lse]
+
+
+def _sdpa_varlen_backward(call: Call) -> list[Result | None] | None:
+    if not _varlen_checked(call, "k", "v", "o", "do"):
+        return None
+    q, k, v, lse = (call[port] for port in ("q", "k", "v", "lse"))
+    shape = (*q.shape[:2], v.shape[2])
+    for port in ("o", "do"):
+        if call[port].shape != shape:
+            call.problem(
+                f"{port} '{call[port].name}' has shape {call[port].shape}",
+                f"(T_q, H, D_v) = {shape}",
+            )
+    if lse.shape != q.shape[:2] or lse.dtype != _statistics_dtype(q):
+        call.problem(
+            f"lse '{lse.name}' is {dtype_name(lse.dtype)} {lse.shape}",
+            f"{dtype_name(_statistics_dtype(q))} (T_q, H) = {q.shape[:2]}",
+        )
+    if call.problems:
+        return None
+    return [Result(s.shape, s.dtype, _like_order(s)) for s in (q, k, v)]
+
+
+def _ragged_offsets(call: Call) -> list[Result] | None:
+    if not all([_rank(call, port, "B + 1") for port in ("cu_seqlens_q", "cu_seqlens_kv")]):
+        return None
+    count = call["cu_seqlens_q"].shape[0]
+    for port in ("cu_seqlens_q", "cu_seqlens_kv"):
+        _int32(call, port, (count,), "(B + 1,)")
+    rows = 2
+    for attr in ("widths_q", "widths_kv"):
+        widths = _whole_tuple(call, attr)
+        if widths is None or min(widths, default=1) < 1:
+            call.problem(f"{attr}={call.attrs[attr]!r}", "a tuple of whole numbers >= 1")
+            return None
+        call.attrs[attr] = widths
+        rows += len(widths)
+    return None if call.problems else [Result((rows, count), torch.int32, (0, 1))]
 
 
 # -- views and concatenation -----------------------------------------------------------------------
@@ -1515,6 +1731,15 @@ _RESIZED: dict[str, Any] = {
     "mode": "nearest",
     "align_corners": False,
 }
+_BAND: dict[str, Any] = {
+    "scale": None,
+    "is_causal": False,
+    "diagonal_alignment": "top_left",
+    "window": None,
+}
+_LONGEST: dict[str, Any] = {"max_seqlen_q": REQUIRED, "max_seqlen_kv": REQUIRED}
+_SCORES: dict[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None}
+_DROPOUT = "dropout_seed? dropout_offset? dropout_mask?"
 
 
 def _rows() -> list[Op]:
@@ -1563,14 +1788,44 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa",
-            "q k v attn_mask? seq_len_q? seq_len_kv?",
+            f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",
             _sdpa,
             outputs="o lse",
-            scale=None,
-            is_causal=False,
-            diagonal_alignment="top_left",
-            window=None,
+            **_BAND,
             return_lse=False,
+            **_SCORES,
+        ),
+        op(
+            "sdpa_paged",
+            "q k_cache v_cache page_table seq_len_kv seq_len_q? page_table_v?",
+            _sdpa_paged,
+            outputs="o lse",
+            **{**_BAND, "diagonal_alignment": "bottom_right"},
+            return_lse=False,
+        ),
+        op(
+            "sdpa_varlen",
+            "q k v cu_seqlens_q? cu_seqlens_kv? ragged?",
+            _sdpa_varlen,
+            outputs="o lse",
+            **_BAND,
+            **_LONGEST,
+            return_lse=False,
+        ),
+        op(
+            "sdpa_varlen_backward",
+            "do q k v o lse cu_seqlens_q? cu_seqlens_kv? ragged?",
+            _sdpa_varlen_backward,
+            outputs="dq dk dv",
+            **_BAND,
+            **_LONGEST,
+        ),
+        op(
+            "ragged_offsets",
+            "cu_seqlens_q cu_seqlens_kv",
+            _ragged_offsets,
+            widths_q=REQUIRED,
+            widths_kv=REQUIRED,
         ),
         op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
         op(
@@ -1589,14 +1844,12 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa_backward",
-            "do q k v o lse attn_mask? seq_len_q? seq_len_kv?",
+            f"do q k v o lse attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes?",
             _sdpa_backward,
             outputs="dq dk dv dmask",
-            scale=None,
-            is_causal=False,
-            diagonal_alignment="top_left",
-            window=None,
+            **_BAND,
             mask_grad=False,
+            **_SCORES,
         ),
         op(
             "batch_norm_train",

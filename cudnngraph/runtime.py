@@ -34,7 +34,7 @@ from .errors import BackendUnavailable, BindError, PolicyError, Problem
 from .ir import GraphSpec, Node, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
 from .memory import Need, place
-from .ops import OPS, dtype_name, is_default
+from .ops import ATTENTION, OPS, dtype_name, is_default
 from .partition import is_view
 from .policy import Policy
 from .progress import progress_bar
@@ -61,7 +61,7 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
             allowed.append(bool(torch.backends.cudnn.allow_tf32))
         except RuntimeError:  # the newer per-op switches are in use
             allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
-    if ops & {"matmul", "sdpa"}:
+    if ops & {"matmul", *ATTENTION}:
         try:
             allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
         except RuntimeError:

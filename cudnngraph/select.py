@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from .backend.plan import Choice, Outcome, Plan
+from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
+from .ops import ATTENTION
 from .partition import Graph, Group, cuts, is_anchor, piece, prepared, work
 from .policy import Policy
 
@@ -88,10 +90,12 @@ def why_apart(spec: GraphSpec) -> str | None:
     if not anchors or len(nodes) == 1:
         return None
     (anchor,) = anchors
-    if anchor.op == "sdpa":
+    if anchor.op in ATTENTION:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"
+        if draws(spec):
+            return "what attention drops by a seed can be told of its own result alone"
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
         return None  # apart, the anchor would have to hand on float32, which few engines write

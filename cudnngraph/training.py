@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from .errors import FeatureMissing
+from .dropped import draws
+from .errors import FeatureMissing, NotSupported
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec, TensorSpec, same_layout
+from .ops import OPS
 from .policy import Policy
 from .runtime import Executable, Over, default_device, resolve_policy
 from .runtime import compile as compile_spec
@@ -57,7 +59,9 @@ class Pair:
     def backward(self) -> Executable:
         """From ``gradient.incoming`` and ``gradient.saved`` to ``gradient.outgoing``."""
         forward = self.forward
-        return compile_spec(self.gradient.backward, forward.device, policy=forward.policy)
+        backward = compile_spec(self.gradient.backward, forward.device, policy=forward.policy)
+        check_dropout(forward, backward)
+        return backward
 
 
 class Trainable:
@@ -159,6 +163,26 @@ class Trainable:
     def __repr__(self) -> str:
         made = [f"({', '.join(wrt)})" for wrt in self._pairs]
         return f"<Trainable {self.spec.name} on {self.device}, gradients of {', '.join(made)}>"
+
+
+def check_dropout(forward: Executable, backward: Executable) -> None:
+    """Raise :class:`NotSupported` where an attention and its gradient, which drop by one seed, run
+    one on cuDNN and the other as a torch step: they would drop different weights."""
+    places: dict[tuple[str | None, ...], bool] = {}
+    for step in (*forward.steps, *backward.steps):
+        for node in step.spec.nodes if draws(step.spec) else ():
+            ports = OPS[node.op].ports
+            if "dropout_seed" not in ports:
+                continue
+            seeds = tuple(node.inputs[ports.index(f"dropout_{of}")] for of in ("seed", "offset"))
+            if places.setdefault(seeds, step.choice is not None) != (step.choice is not None):
+                raise NotSupported(
+                    f"graph '{forward.spec.name}'",
+                    [
+                        "attention that drops by a seed has a plan one way and is a torch step the "
+                        "other way, which would drop different weights: give it a dropout_mask"
+                    ],
+                )
 
 
 def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,9 +17,10 @@ import torch
 from . import eager, reference
 from .backend import env
 from .backend.lower import first_line
+from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
-from .ops import OPS
-from .partition import is_view
+from .ops import ATTENTION, OPS
+from .partition import PACKING, is_view, token_widths
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -94,9 +96,11 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
     for node in spec.nodes:
         if node.op.startswith("nll_loss") and str(_port(node, "target")) in given:
             given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
-        if node.op in ("sdpa", "sdpa_backward"):
+        if node.op in ATTENTION:
             _set_lengths(spec, node, given)
-        if node.op == "sdpa_backward":
+        if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
+            _set_sequences(spec, node, given)
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
             _set_results(node, given)
     return made
 
@@ -108,29 +112,62 @@ def _port(node: Node, port: str) -> str | None:
 
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
-    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
-        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
-        if name in given:
-            given[name].fill_(-(-3 * data.shape[2] // 4))
+    paged = node.op == "sdpa_paged"
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
+        if port not in OPS[node.op].ports or str(_port(node, port)) not in given:
+            continue
+        longest = spec.tensors[str(_port(node, whole))].shape[2]
+        if paged and port == "seq_len_kv":
+            longest *= spec.tensors[str(_port(node, "page_table"))].shape[1]
+        given[str(_port(node, port))].fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v") if paged else ():
+        table = given.get(str(_port(node, port)))
+        if table is not None:
+            pages = spec.tensors[str(_port(node, "k_cache"))].shape[0]
+            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
+            table.copy_(order.view(table.shape))
+
+
+def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make packed sequences of about equal lengths, the last one's a token shorter."""
+    ends: list[torch.Tensor] = []
+    for side, port in enumerate(PACKING[:2]):
+        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
+        tokens = spec.tensors[str(_port(node, whole))].shape[0]
+        tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
+        count = tensor.shape[-1] - 1
+        length = min(tokens // count, node.attr(attr))
+        made = torch.arange(count + 1, dtype=torch.int32) * length
+        made[-1] -= min(length, 1)
+        ends.append(made)
+        if str(_port(node, port)) in given:
+            given[str(_port(node, port))].copy_(made)
+    ragged = given.get(str(_port(node, "ragged")))
+    if ragged is not None:
+        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        made = torch.zeros(ragged.shape, dtype=torch.int32)
+        ragged.copy_(reference.ragged_into(ends, widths, made))
 
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
-    forward = OPS["sdpa"]
-    ports = [_port(node, port) for port in forward.ports]
+    forward = OPS[node.op.removesuffix("_backward")]
+    mine = OPS[node.op].ports
+    ports = [_port(node, port) if port in mine else None for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
     names = (str(_port(node, "o")), str(_port(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
-    if math.prod(q.shape[:3]) * k.shape[2] > _LARGE_SCORES:  # too much work for data of a trial
+    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    if math.prod(q.shape[:-1]) * keys > _LARGE_SCORES:  # too much work for data of a trial
         if names[1] in given:
-            given[names[1]].fill_(math.log(k.shape[2]) + 1.0)
+            given[names[1]].fill_(math.log(keys) + 1.0)
         return
     operands = [None if name is None else given[name] for name in ports]
     attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
     attrs["return_lse"] = True
-    attention = Node("sdpa", node.name, tuple(ports), names, tuple(sorted(attrs.items())))
-    for name, made in zip(names, reference.apply(attention, operands, torch.float64), strict=True):
+    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
         if name in given and made is not None:
             # cuDNN wants a large number for a row without a key, as grad.py gives it.
             given[name].copy_(torch.where(made == -math.inf, 1e30, made))
@@ -186,6 +223,7 @@ class Trial:
         ]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wanted: list[torch.Tensor] | None = None
+        self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
         """What runs ``plan``, or for None the torch step, once on the current stream."""
@@ -199,6 +237,10 @@ class Trial:
 
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
+        if draws(self.spec):
+            why = self._learn_what_is_dropped(plan)
+            if why is not None:
+                return why
         first = self._checked_run(plan)
         if isinstance(first, str):
             return first
@@ -209,6 +251,24 @@ class Trial:
             if not all(map(_same_bits, first, second)):
                 return "gives other bits when it runs again"
         return None
+
+    def _learn_what_is_dropped(self, plan: Runnable) -> str | None:
+        """Find the mask that ``plan`` draws, for the comparison; what is wrong with it, or None."""
+        if attention(self.spec) is None:
+            return "drops by a seed in several places, which cannot be checked"
+        try:
+            keep = recovered(self.spec, self._inputs, partial(self._run, plan))
+        except RuntimeError as error:
+            return f"does not run: {first_line(str(error))}"
+        self._keep, self._wanted = keep, None
+        return None
+
+    def _run(self, plan: Runnable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = [torch.empty_like(tensor) for tensor in self._outputs]
+        scratch = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self._device)
+        launcher(plan, (*inputs, *outputs), scratch, self._device)()
+        torch.cuda.synchronize(self._device)
+        return outputs
 
     def _checked_run(self, plan: Runnable) -> list[torch.Tensor] | str:
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
@@ -249,17 +309,20 @@ class Trial:
         large for that, what its first and last heads give."""
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
         corners = _corners(self.spec)
+        whole, given = self.spec, self._inputs
+        if self._keep is not None or corners is not None:
+            whole, given = explicit(self.spec, self._inputs, self._keep)
         if corners is None:
             if self._wanted is None:
-                self._wanted = reference.run(self.spec, self._inputs, torch.float64)
+                self._wanted = reference.run(whole, given, torch.float64)
             return list(zip(declared, made, self._wanted, strict=True))
         compared = []
         for batch, head in corners:
             inputs = [
-                _corner(self.spec, name, tensor, batch, head)
-                for name, tensor in zip(self.spec.inputs, self._inputs, strict=True)
+                _corner(whole, name, tensor, batch, head)
+                for name, tensor in zip(whole.inputs, given, strict=True)
             ]
-            wanted = reference.run(self.spec, inputs, torch.float64)
+            wanted = reference.run(whole, inputs, torch.float64)
             for spec, out, want in zip(declared, made, wanted, strict=True):
                 compared.append((spec, _corner(self.spec, spec.name, out, batch, head), want))
         return compared
@@ -285,6 +348,8 @@ def _corner(
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
     if name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
+    if name in (_port(node, "alibi_slopes"), _port(node, "sink")):
+        return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)
     if tensor.dim() < 3 or tensor.shape[1] == 1:

@@ -15,8 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -750,6 +752,8 @@ class Attention:
 
     ``mask`` is "bool", "data" or "fp32" with ``mask_shape``; ``dead_rows`` first rows of it attend
     to nothing. ``memory`` is "bhsd", "bshd", "packed" or "expanded" (k and v stored for one head).
+    ``dropped`` says what tells which weights ``dropout`` drops: a "mask", or a "seed", of which the
+    reference alone has this generator.
     """
 
     b: int = 2
@@ -774,6 +778,11 @@ class Attention:
     dirty: bool = False  # q, k and v hold NaN behind the given lengths
     lse: bool = False
     memory: str = "bhsd"
+    dropout: float = 0.0
+    dropped: str = "mask"
+    softcap: float | None = None
+    alibi: str | None = None  # "standard" slopes, or "given" ones
+    sink: bool = False
 
     @property
     def keys(self) -> int:
@@ -820,12 +829,28 @@ class Attention:
             options["seq_len_q"] = g.input("len_q", (self.b,), torch.int32)
         if self.len_kv is not None:
             options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
+        per_head = F64 if self.dtype == F64 else F32
+        options |= {"softcap": self.softcap, "dropout_p": self.dropout}
+        options |= {"alibi": True} if self.alibi == "standard" else {}
+        if self.alibi == "given":
+            options["alibi_slopes"] = g.input("slopes", (self.h,), per_head)
+        if self.dropout and self.dropped == "mask":
+            shape = (*self.q_shape[:3], self.keys)
+            options["dropout_mask"] = g.input("dropped", shape, torch.bool)
+        elif self.dropout:
+            options["dropout_seed"] = g.input("seed", (1,), torch.int64)
+            options["dropout_offset"] = g.input("offset", (), torch.int64)
         return data, options
+
+    def sinks(self, g: cg.Graph) -> dict[str, Any]:
+        """The keyword of attention that its gradient has not."""
+        per_head = F64 if self.dtype == F64 else F32
+        return {"sink": g.input("sink", (self.h,), per_head)} if self.sink else {}
 
     def build(self) -> cg.Graph:
         g = cg.Graph("attention")
         data, options = self.declare(g)
-        result = g.sdpa(*data, return_lse=self.lse, **options)
+        result = g.sdpa(*data, return_lse=self.lse, **options, **self.sinks(g))
         if self.lse:
             g.output("o", result[0])
             g.output("lse", result[1])
@@ -862,6 +887,8 @@ class Attention:
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         kept, given = self._kept(t), t.get("mask")
+        if self.dropout or self.softcap or self.alibi or self.sink:
+            return self._written_out(q, k, v, t)
         plain = self.causal and self.window is None and self.alignment == "top_left"
         if plain and given is None and self.len_q is None and self.len_kv is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
@@ -891,6 +918,51 @@ class Attention:
         if mask is not None:
             scores = scores + mask
         return {"o": out, "lse": torch.logsumexp(scores, -1)}
+
+    def _written_out(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Tensors
+    ) -> Tensors:
+        """Attention whose scores are changed one thing after the other."""
+        scores = (q @ k.transpose(-1, -2)) * (self.d**-0.5 if self.scale is None else self.scale)
+        scores = scores.to(torch.promote_types(q.dtype, F32))
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        given, kept = t.get("mask"), self._kept(t)
+        if given is not None:
+            scores = (
+                scores.masked_fill(~given, -math.inf) if self.mask == "bool" else scores + given
+            )
+        if self.alibi:
+            shift = self.keys - self.s_q if self.alignment == "bottom_right" else 0
+            row, key = torch.arange(self.s_q)[:, None] + shift, torch.arange(self.keys)[None, :]
+            away = (row - key).abs().to(scores.device, scores.dtype)
+            slopes = t.get("slopes", torch.tensor(ALIBI[self.h]).to(scores.device))
+            scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * away
+        if kept is not None:
+            scores = scores.masked_fill(~kept, -math.inf)
+        dead = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(dead, 0.0)
+        if self.sink:
+            column = t["sink"].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        weights = weights.masked_fill(dead, 0.0)
+        if self.dropout:
+            weights = weights * self._dropped(t) / (1.0 - self.dropout)
+        out = {"o": weights.to(v.dtype) @ v}
+        if self.lse:
+            parts = scores.masked_fill(dead, -math.inf)
+            out["lse"] = torch.logsumexp(torch.cat([parts, column], -1) if self.sink else parts, -1)
+        return out
+
+    def _dropped(self, t: Tensors) -> torch.Tensor:
+        """Which weights dropout keeps."""
+        if self.dropped == "mask":
+            return t["dropped"]
+        shape = (*self.q_shape[:3], self.keys)
+        words = philox_words(int(t["seed"]), int(t["offset"]), math.prod(shape))
+        return torch.from_numpy(words >= round(self.dropout * 2**32)).view(shape)
 
     def _masked(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
         if self.mask == "bool":
@@ -928,7 +1000,39 @@ class Attention:
             fills["len_q"] = exactly(self.len_q)
         if self.len_kv is not None:
             fills["len_kv"] = exactly(self.len_kv)
+        fills |= {"slopes": uniform(0.02, 0.4), "seed": exactly([-(2**40) - 5])}
+        fills |= {"offset": exactly([2**33 + 8]), "dropped": self._thrown}
         return fills
+
+    def _thrown(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        return (torch.rand(shape, generator=gen) >= self.dropout).double()
+
+
+# The slopes of ALiBi as its authors' code has them, by the number of heads.
+ALIBI = {
+    4: [0.25, 0.0625, 0.015625, 0.00390625],
+    6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+    8: [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625],
+}
+
+
+def philox_words(seed: int, offset: int, count: int) -> np.ndarray:
+    """The first word of Philox4x32-10 for counters (i, offset) and key ``seed``, in numpy."""
+    low, wide = np.uint64(0xFFFFFFFF), np.uint64(32)
+    place = np.arange(count, dtype=np.uint64)
+    a, b = place & low, place >> wide
+    c, d = (np.full(count, (offset >> shift) & 0xFFFFFFFF, np.uint64) for shift in (0, 32))
+    x, y = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            (q >> wide) ^ b ^ np.uint64(x),
+            q & low,
+            (p >> wide) ^ d ^ np.uint64(y),
+            p & low,
+        )
+        x, y = (x + 0x9E3779B9) & 0xFFFFFFFF, (y + 0xBB67AE85) & 0xFFFFFFFF
+    return a.astype(np.int64)
 
 
 def _attention_case(name: str, attention: Attention, note: str = "") -> Case:
@@ -1057,6 +1161,60 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
         ),
         ("one_key", replace(a, s_q=5, s_kv=1), "softmax over one key"),
         ("b1_h1", replace(a, b=1, h=1), ""),
+        *_changed_scores(a),
+    ]
+
+
+def _changed_scores(a: Attention) -> list[tuple[str, Attention, str]]:
+    """Dropout, sinks, ALiBi, and soft caps."""
+    short, long = replace(a, s_q=32, s_kv=64), replace(a, s_q=64, s_kv=32)
+    full = (2, 4, 64, 64)
+    right = {"causal": True, "alignment": "bottom_right"}
+    dropped = replace(a, dropout=0.25)
+    masked = replace(a, mask="data", mask_shape=full)
+    return [
+        ("dropout", dropped, ""),
+        ("dropout_causal", replace(dropped, causal=True, lse=True), "dropout is not in lse"),
+        ("dropout_gqa", replace(dropped, h=8, h_kv=2), ""),
+        ("dropout_window", replace(dropped, window=(9, 0)), ""),
+        ("dropout_mask_add", replace(masked, dropout=0.1), ""),
+        ("dropout_mask_bool", replace(dropped, mask="bool", mask_shape=full), "two boolean masks"),
+        ("dropout_lengths", replace(dropped, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("dropout_bottom_right", replace(dropped, s_q=32, s_kv=64, **right), ""),
+        ("sink", replace(a, sink=True), ""),
+        ("sink_lse", replace(a, sink=True, lse=True, causal=True), "the sink is part of lse"),
+        ("sink_window", replace(a, sink=True, window=(9, 0)), "windows with sinks, as gpt-oss"),
+        ("sink_gqa", replace(a, sink=True, h=8, h_kv=2, d=128), ""),
+        (
+            "sink_dead_rows",
+            replace(long, sink=True, **right, lse=True),
+            "rows without a key: zeros, and the sink in lse",
+        ),
+        ("sink_lengths", replace(a, sink=True, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("sink_decode", replace(a, sink=True, s_q=1, s_kv=128), "S_q = 1"),
+        ("sink_dropout", replace(dropped, sink=True), ""),
+        ("alibi", replace(a, alibi="standard", causal=True), ""),
+        ("alibi_6", replace(a, alibi="standard", h=6, causal=True), "no power of two of heads"),
+        ("alibi_full", replace(a, alibi="standard"), "both ways from the diagonal"),
+        ("alibi_bottom_right", replace(short, alibi="standard", **right), ""),
+        ("alibi_window", replace(a, alibi="standard", window=(9, 0)), ""),
+        ("slopes", replace(a, alibi="given", causal=True), ""),
+        ("slopes_full", replace(a, alibi="given"), ""),
+        (
+            "slopes_right",
+            replace(short, alibi="given", alignment="bottom_right"),
+            "of the diagonal",
+        ),
+        ("slopes_bottom_right", replace(short, alibi="given", **right, lse=True), ""),
+        ("softcap", replace(a, softcap=0.7), "Gemma 2"),
+        ("softcap_causal", replace(a, softcap=0.7, causal=True, lse=True), ""),
+        ("softcap_window", replace(a, softcap=0.7, window=(9, 0), h=8, h_kv=2), "Gemma 2"),
+        ("softcap_both_sides", replace(a, softcap=0.7, window=(7, 5)), ""),
+        ("softcap_mask_add", replace(masked, softcap=0.7), "the mask is added to capped scores"),
+        ("softcap_dead_rows", replace(long, softcap=0.7, **right), "rows without a key"),
+        ("softcap_lengths", replace(a, softcap=0.7, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("softcap_slopes_sink", replace(a, softcap=0.7, alibi="given", sink=True), ""),
+        ("softcap_dropout", replace(dropped, softcap=0.7), ""),
     ]
 
 
@@ -1079,6 +1237,11 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "bshd",
         "packed",
         "lse",
+        "dropout_causal",
+        "sink_lse",
+        "alibi",
+        "slopes",
+        "softcap_causal",
     ),
     F32: (
         "plain",
@@ -1091,8 +1254,20 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "s_197",
         "lse",
     ),
-    F64: ("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+    F64: (
+        *("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+        *("dropout_mask_bool", "sink_dead_rows", "sink_lengths", "alibi_6", "slopes_right"),
+        *("softcap_slopes_sink", "softcap_dropout"),
+    ),
 }
+
+
+def _seeded() -> Iterator[tuple[str, Attention, str]]:
+    """Dropout by a seed: the reference's generator, so in float64."""
+    note = "which weights are dropped is Philox of the seed, the offset and the place"
+    a = Attention(dtype=F64, dropout=0.3, dropped="seed")
+    yield "dropout_seed", a, note
+    yield "dropout_seed_causal_gqa", replace(a, h=8, h_kv=2, causal=True, lse=True), note
 
 
 def _sdpa() -> Iterator[Case]:
@@ -1103,6 +1278,273 @@ def _sdpa() -> Iterator[Case]:
         for name in names:
             attention, note = cases[name]
             yield _attention_case(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_case(name, attention, note)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Attention within packed sequences of ``len_q`` tokens of q and ``len_kv`` of k and v.
+
+    ``tail`` tokens follow the last sequence. ``memory`` is "thd", "htd" (heads first) or "packed":
+    q, k and v are slices of one buffer.
+    """
+
+    len_q: tuple[int, ...] = (40, 64, 3)
+    len_kv: tuple[int, ...] | None = None
+    h: int = 4
+    h_kv: int | None = None
+    d: int = 64
+    d_v: int | None = None
+    dtype: torch.dtype = F16
+    causal: bool = False
+    alignment: str = "top_left"
+    window: tuple[int | None, int | None] | None = None
+    lse: bool = False
+    memory: str = "thd"
+    longest: int = 0  # more than the longest sequence has
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return self.len_q if self.len_kv is None else self.len_kv
+
+    def shapes(self) -> dict[str, Shape]:
+        heads, rows, keys = self.h_kv or self.h, sum(self.len_q), sum(self.keys)
+        return {
+            "q": (rows, self.h, self.d),
+            "k": (keys, heads, self.d),
+            "v": (keys, heads, self.d_v or self.d),
+        }
+
+    def declare(self, g: cg.Graph) -> tuple[list[cg.Value], list[Any], dict[str, Any]]:
+        """q, k and v; what says where sequences lie; the keywords."""
+        data = []
+        for name, (tokens, heads, depth) in self.shapes().items():
+            stride = {"htd": (depth, tokens * depth, 1), "packed": (3 * heads * depth, depth, 1)}
+            at = stride.get(self.memory)
+            data.append(g.input(name, (tokens, heads, depth), self.dtype, stride=at))
+        count = (len(self.len_q) + 1,)
+        where: list[Any] = [g.input(f"cu_{of}", count, torch.int32) for of in ("q", "kv")]
+        where += [max(self.len_q) + self.longest, max(self.keys) + self.longest]
+        options = {
+            "is_causal": self.causal,
+            "diagonal_alignment": self.alignment,
+            "window": self.window,
+        }
+        return data, where, options
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("packed")
+        data, where, options = self.declare(g)
+        result = g.sdpa_varlen(*data, *where, return_lse=self.lse, **options)
+        for name, value in zip(("o", "lse"), result if self.lse else (result,), strict=False):
+            g.output(name, value)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """One sequence after the other."""
+        outs, logs = [], []
+        starts = [0, 0]
+        for rows, keys in zip(self.len_q, self.keys, strict=True):
+            q = t["q"][starts[0] : starts[0] + rows]
+            k, v = (t[name][starts[1] : starts[1] + keys] for name in "kv")
+            one = Attention(
+                *(1, self.h, self.h_kv, rows, keys, self.d, self.d_v, self.dtype),
+                causal=self.causal,
+                alignment=self.alignment,
+                window=self.window,
+                lse=True,
+            )
+            many = {n: x.transpose(0, 1)[None] for n, x in (("q", q), ("k", k), ("v", v))}
+            if keys == 0:
+                outs.append(q.new_zeros(rows, self.h, self.d_v or self.d))
+                logs.append(q.new_full((rows, self.h), -math.inf))
+            elif rows:
+                done = one.eager(many)
+                outs.append(done["o"][0].transpose(0, 1))
+                logs.append(done["lse"][0].transpose(0, 1))
+            starts = [starts[0] + rows, starts[1] + keys]
+        made = {"o": torch.cat(outs)}
+        return {**made, "lse": torch.cat(logs)} if self.lse else made
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        ends = {"cu_q": self.len_q, "cu_kv": self.keys}
+        return {name: exactly([0, *accumulate(lengths)]) for name, lengths in ends.items()}
+
+
+def _packed_cases() -> list[tuple[str, Packed, str]]:
+    p = Packed()
+    cross = replace(p, len_kv=(50, 70, 8))
+    right = {"causal": True, "alignment": "bottom_right"}
+    return [
+        ("plain", p, ""),
+        ("causal", replace(p, causal=True), ""),
+        ("cross", cross, "other lengths of k than of q"),
+        ("bottom_right", replace(cross, **right, lse=True), "of each sequence"),
+        ("window", replace(p, window=(9, 0)), ""),
+        ("gqa", replace(p, h=8, h_kv=2, causal=True), ""),
+        ("d_128", replace(p, d=128, lse=True), ""),
+        ("d_v", replace(p, d_v=32), "two widths of a token"),
+        ("packed", replace(p, memory="packed", causal=True), "slices of one buffer"),
+        ("heads_first", replace(p, memory="htd"), ""),
+        ("longest", replace(p, longest=30), "max_seqlen above the longest sequence"),
+        ("one", replace(p, len_q=(65,), causal=True), "a batch of one"),
+        ("ones", replace(p, len_q=(1, 1, 1, 1), len_kv=(20, 7, 33, 64)), "one row each"),
+    ]
+
+
+def _packed() -> Iterator[Case]:
+    cases = {name: (packed, note) for name, packed, note in _packed_cases()}
+    again = {
+        BF16: ("causal", "gqa", "bottom_right"),
+        F32: ("causal", "cross"),
+        F64: ("bottom_right", "packed", "d_v"),
+    }
+    empty = Packed((40, 0, 16), (30, 20, 0), lse=True)
+    for dtype, names in ((F16, tuple(cases)), *again.items()):
+        for name in names:
+            packed, note = cases[name]
+            yield _packed_case(name, replace(packed, dtype=dtype), note)
+    note = "a sequence without rows, one without keys"
+    yield _packed_case("empty", replace(empty, dtype=F64), note)
+    yield _packed_case("empty", empty, note)
+
+
+def _packed_case(name: str, packed: Packed, note: str) -> Case:
+    return Case(
+        f"sdpa_varlen-{name}-{SHORT[packed.dtype]}",
+        "sdpa_varlen",
+        packed.dtype,
+        packed.build,
+        packed.eager,
+        fills=packed.fills,
+        terms=max(packed.d, *packed.keys),
+        note=note,
+    )
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Attention of (b, h, s_q, d) to ``len_kv`` keys of each sequence, in pages of a cache.
+
+    ``memory`` is "hpd" for (pages, H, page, D) in memory, "phd" for (pages, page, H, D).
+    """
+
+    len_kv: tuple[int, ...] = (50, 7)
+    h: int = 8
+    h_kv: int = 2
+    s_q: int = 1
+    d: int = 64
+    page: int = 16
+    pages: int = 12  # of the whole cache
+    columns: int = 4  # of the table
+    dtype: torch.dtype = F16
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    len_q: tuple[int, ...] | None = None
+    lse: bool = False
+    two_tables: bool = False
+    memory: str = "hpd"
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("paged")
+        batch = len(self.len_kv)
+        q = g.input("q", (batch, self.h, self.s_q, self.d), self.dtype)
+        shape = (self.pages, self.h_kv, self.page, self.d)
+        order = {"hpd": (0, 1, 2, 3), "phd": (0, 2, 1, 3)}[self.memory]
+        stride = dense_strides(shape, order)
+        cache = [g.input(f"{n}_cache", shape, self.dtype, stride=stride) for n in "kv"]
+        table = g.input("table", (batch, self.columns), torch.int32)
+        options: dict[str, Any] = {"is_causal": self.causal, "window": self.window}
+        lengths = g.input("len_kv", (batch,), torch.int32)
+        if self.two_tables:
+            options["page_table_v"] = g.input("table_v", (batch, self.columns), torch.int32)
+        if self.len_q is not None:
+            options["seq_len_q"] = g.input("len_q", (batch,), torch.int32)
+        result = g.sdpa_paged(q, *cache, table, lengths, return_lse=self.lse, **options)
+        for name, value in zip(("o", "lse"), result if self.lse else (result,), strict=False):
+            g.output(name, value)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """The pages of one sequence after the other, put behind each other."""
+        outs, logs = [], []
+        for batch, keys in enumerate(self.len_kv):
+            rows = self.s_q if self.len_q is None else self.len_q[batch]
+            k, v = (
+                torch.cat(
+                    [t[f"{n}_cache"][page] for page in t[table][batch, : -(-keys // self.page)]], 1
+                )
+                for n, table in (("k", "table"), ("v", "table_v" if self.two_tables else "table"))
+            )
+            one = Attention(
+                *(1, self.h, self.h_kv, rows, keys, self.d, None, self.dtype),
+                causal=self.causal,
+                alignment="bottom_right",
+                window=self.window,
+                lse=True,
+            )
+            many = {"q": t["q"][batch : batch + 1, :, :rows], "k": k[None, :, :keys]}
+            done = one.eager({**many, "v": v[None, :, :keys]})
+            rest = self.s_q - rows
+            outs.append(F.pad(done["o"], (0, 0, 0, rest)))
+            logs.append(F.pad(done["lse"], (0, rest), value=-math.inf))
+        made = {"o": torch.cat(outs)}
+        return {**made, "lse": torch.cat(logs)} if self.lse else made
+
+    def _table(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        """Pages in any order, each once; past the pages of a sequence any number."""
+        order = torch.randperm(self.pages, generator=gen).double()
+        made = torch.full(shape, float(self.pages - 1), dtype=F64)
+        used = 0
+        for batch, keys in enumerate(self.len_kv):
+            many = -(-keys // self.page)
+            made[batch, :many] = order[used : used + many]
+            used += many
+        return made
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        fills = {"table": self._table, "table_v": self._table, "len_kv": exactly(self.len_kv)}
+        return fills if self.len_q is None else {**fills, "len_q": exactly(self.len_q)}
+
+
+def _paged() -> Iterator[Case]:
+    p = Paged()
+    prefill = replace(p, s_q=32, len_kv=(50, 33), causal=True)
+    cases = [
+        ("decode", p, "one new token behind a cache"),
+        ("decode_lse", replace(p, lse=True), ""),
+        ("decode_mha", replace(p, h=4, h_kv=4, d=128), ""),
+        ("decode_phd", replace(p, memory="phd"), "(pages, page, H, D), as vLLM's caches"),
+        ("decode_two_tables", replace(p, two_tables=True), ""),
+        ("decode_page_1", replace(p, page=1, pages=70, columns=60), "pages of one key"),
+        ("decode_causal", replace(p, causal=True), "the last row sees every key"),
+        ("decode_window", replace(p, window=(20, 0)), ""),
+        ("prefill", prefill, "several rows behind a cache"),
+        ("prefill_lengths", replace(prefill, len_q=(32, 20), lse=True), ""),
+        ("prefill_full", replace(prefill, causal=False), ""),
+    ]
+    for name, paged, note in cases:
+        yield _paged_case(name, paged, note)
+    for dtype, many in {BF16: ("decode", "prefill"), F32: ("decode",), F64: None}.items():
+        for name, paged, note in cases:
+            if many is None or name in many:
+                yield _paged_case(name, replace(paged, dtype=dtype), note)
+
+
+def _paged_case(name: str, paged: Paged, note: str) -> Case:
+    return Case(
+        f"sdpa_paged-{name}-{SHORT[paged.dtype]}",
+        "sdpa_paged",
+        paged.dtype,
+        paged.build,
+        paged.eager,
+        fills=paged.fills,
+        terms=max(paged.d, *paged.len_kv),
+        note=note,
+    )
 
 
 # -- tables of inputs ------------------------------------------------------------------------------
@@ -2731,7 +3173,7 @@ def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
         g = cg.Graph("attention_gradient")
         data, options = attention.declare(g)
         do = g.input("do", (*attention.q_shape[:3], attention.v_shape[3]), attention.dtype)
-        o, lse = g.sdpa(*data, return_lse=True, **options)
+        o, lse = g.sdpa(*data, return_lse=True, **options, **attention.sinks(g))
         grads = g.sdpa_backward(do, *data, o, lse, mask_grad=with_mask, **options)
         for key, grad in zip(("dq", "dk", "dv", "dmask"), grads, strict=False):
             # Beside 16-bit data the gradient of a float32 mask is no better than 16 bits: o is.
@@ -2794,18 +3236,90 @@ def _attention_gradients() -> Iterator[Case]:
         "bshd",
         "packed",
         "expanded_kv",
+        *("dropout", "dropout_gqa", "dropout_mask_add", "dropout_bottom_right"),
+        *("sink", "sink_window", "sink_dead_rows", "alibi", "alibi_full", "slopes_bottom_right"),
+        *("softcap", "softcap_window", "softcap_mask_add", "softcap_slopes_sink"),
+        "softcap_dropout",
     ]
     for name in wanted:
         yield _attention_gradient(name, *cases[name])
     again = {
         BF16: ("plain", "causal", "mask_add", "gqa_8_2", "lengths"),
         F32: ("plain", "causal", "mask_bool_dead_rows", "gqa_8_2"),
-        F64: ("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+        F64: (
+            *("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+            *("dropout_gqa", "dropout_lengths", "sink_dead_rows", "softcap_mask_add"),
+            *("softcap_slopes_sink", "softcap_dropout", "slopes_right"),
+        ),
     }
     for dtype, names in again.items():
         for name in names:
             attention, note = cases[name]
             yield _attention_gradient(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_gradient(name, replace(attention, lse=False), note)
+
+
+def _packed_gradients() -> Iterator[Case]:
+    cases = {name: (packed, note) for name, packed, note in _packed_cases()}
+
+    def gradient(name: str, packed: Packed, note: str) -> Case:
+        def build() -> cg.Graph:
+            g = cg.Graph("packed_gradient")
+            data, where, options = packed.declare(g)
+            rows, heads, _ = packed.shapes()["q"]
+            do = g.input("do", (rows, heads, packed.d_v or packed.d), packed.dtype)
+            o, lse = g.sdpa_varlen(*data, *where, return_lse=True, **options)
+            grads = g.sdpa_varlen_backward(do, *data, o, lse, *where, **options)
+            for key, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                g.output(key, grad)
+            return g
+
+        def eager(t: Tensors) -> Tensors:
+            grads = _grads(
+                lambda *leaves: packed.eager({**t, **dict(zip("qkv", leaves, strict=True))})["o"],
+                [t[key] for key in "qkv"],
+                t["do"],
+            )
+            return {f"d{key}": grad for key, grad in zip("qkv", grads, strict=True)}
+
+        return _gradient_case(
+            f"packed_attention_{name}",
+            packed.dtype,
+            build,
+            eager,
+            packed.fills,
+            note,
+            terms=max(packed.d, *packed.keys),
+        )
+
+    for name in ("plain", "causal", "cross", "gqa", "d_v", "packed", "bottom_right"):
+        packed, note = cases[name]
+        yield gradient(name, replace(packed, lse=False), note)
+    for dtype, names in {BF16: ("causal",), F32: ("causal",), F64: ("gqa", "cross")}.items():
+        for name in names:
+            packed, note = cases[name]
+            yield gradient(name, replace(packed, dtype=dtype), note)
+    empty = Packed((40, 0, 16), (30, 20, 0), dtype=F64)
+    yield gradient("empty", empty, "a sequence without rows, one without keys")
+
+
+def _ragged() -> Iterator[Case]:
+    """Where sequences lie, in whole numbers."""
+
+    def eager(t: Tensors) -> Tensors:
+        q, kv = t["cu_q"], t["cu_kv"]
+        lengths = [F.pad(ends.diff(), (0, 1)) for ends in (q, kv)]
+        return {"y": torch.stack([*lengths, q * 24, q, kv * 24])}
+
+    def build() -> cg.Graph:
+        g = cg.Graph("ragged")
+        q, kv = (g.input(f"cu_{of}", (4,), torch.int32) for of in ("q", "kv"))
+        g.output("y", g.ragged_offsets(q, kv, (24, 1), (24,)))
+        return g
+
+    fills = {"cu_q": exactly([0, 5, 5, 9]), "cu_kv": exactly([0, 2, 7, 11])}
+    yield Case("ragged_offsets-int32", "ragged_offsets", F32, build, eager, fills)
 
 
 def _gradients() -> Iterator[Case]:
@@ -2819,6 +3333,7 @@ def _gradients() -> Iterator[Case]:
     yield from _trailing_norm_gradients()
     yield from _image_norm_gradients()
     yield from _attention_gradients()
+    yield from _packed_gradients()
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -2840,6 +3355,9 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_losses(),
         *_others(),
         *_sdpa(),
+        *_packed(),
+        *_paged(),
+        *_ragged(),
         *_pointwise(),
         *_gradients(),
     )

@@ -102,7 +102,7 @@ class Plan:
             if isinstance(extra, Constant)
         }
         self._added = tuple(
-            (extra.position, 0)
+            (extra.position, extra.offset_bytes)
             if isinstance(extra, Alias)
             else (None, self._constants[extra.uid].data_ptr())
             for extra in extras
@@ -112,8 +112,8 @@ class Plan:
     def pointers(self, tensors: Sequence[int]) -> Any:
         """An array of pointers: inputs, outputs, then what the plan adds to them."""
         made = array("Q", tensors)
-        for position, constant in self._added:
-            made.append(constant if position is None else tensors[position])
+        for position, address in self._added:
+            made.append(address if position is None else tensors[position] + address)
         return made
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
@@ -150,7 +150,9 @@ class Plan:
         head = {
             "choice": str(self.choice),
             "uids": len(self._uids) - len(self._extras),
-            "aliases": [[e.uid, e.position] for e in self._extras if isinstance(e, Alias)],
+            "aliases": [
+                [e.uid, e.position, e.offset_bytes] for e in self._extras if isinstance(e, Alias)
+            ],
             "constants": [
                 [
                     e.uid,
@@ -183,7 +185,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
             Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype), bool(host))
             for uid, count, value, dtype, host in described["constants"]
         ]
-        extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
+        extras += [Alias(*map(int, alias)) for alias in described["aliases"]]
         extras.sort(key=lambda extra: extra.uid)
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)

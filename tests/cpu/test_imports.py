@@ -20,7 +20,7 @@ LAYERS = (
     ("ir", "settings", "policy"),
     ("ops", "key"),
     ("validate", "reference", "partition"),
-    ("graph", "backend", "eager"),
+    ("graph", "backend", "eager", "dropped"),
     ("grad", "importer", "select", "trial"),
     ("autotune", "recorded"),
     ("cache",),
@@ -43,10 +43,11 @@ SELECTION = {
     "progress": set(),
     "partition": {"ir", "ops"},
     "eager": {"ir", "ops", "partition", "reference", "resample"},
-    "trial": {"backend", "eager", "ir", "ops", "partition", "policy", "reference"},
-    "select": {"backend", "errors", "ir", "partition", "policy"},
+    "dropped": {"ir", "ops", "reference"},
+    "trial": {"backend", "dropped", "eager", "ir", "ops", "partition", "policy", "reference"},
+    "select": {"backend", "dropped", "errors", "ir", "ops", "partition", "policy"},
     "autotune": {
-        *("backend", "eager", "errors", "ir", "key", "partition", "policy"),
+        *("backend", "dropped", "eager", "errors", "ir", "key", "partition", "policy"),
         *("select", "timing", "trial"),
     },
 }
