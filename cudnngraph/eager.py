@@ -117,6 +117,8 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
+# Out variants that write the dtype of their operand alone.
+_NO_CAST = frozenset({"relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "clamp"})
 _MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
@@ -267,6 +269,8 @@ def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
         return bool(real)
     if node.op == "matmul":  # no mixed dtypes
         return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})
+    if node.op in _NO_CAST:
+        return set(real) == {result}
     if result == torch.bool:
         return len(set(real)) == 1
     floats = (torch.float16, torch.bfloat16, torch.float32)

@@ -23,7 +23,7 @@ import torch
 from .errors import GraphError, Problem
 from .graph import Graph, Value
 from .ir import GraphSpec, Node, TensorSpec, dense_strides, memory_order
-from .ops import OPS, dtype_name
+from .ops import FLOATS, OPS, dtype_name
 from .validate import check_node
 
 
@@ -69,7 +69,7 @@ def differentiate(graph: Graph | GraphSpec, wrt: Sequence[str]) -> Gradient:
 
 def differentiable(spec: GraphSpec) -> tuple[str, ...]:
     """The floating inputs that lie on a way to a floating output, other than one of jumps."""
-    reached = {name for name in spec.outputs if spec.tensors[name].dtype.is_floating_point}
+    reached = {name for name in spec.outputs if spec.tensors[name].dtype in FLOATS}
     for node in reversed(spec.nodes):
         rule = RULES[node.op]
         if node.outputs[0] in reached and not (isinstance(rule, NoGradient) and rule.flat):
@@ -82,9 +82,7 @@ def differentiable(spec: GraphSpec) -> tuple[str, ...]:
                 if name is not None and port not in fixed
             )
     return tuple(
-        name
-        for name in spec.inputs
-        if name in reached and spec.tensors[name].dtype.is_floating_point
+        name for name in spec.inputs if name in reached and spec.tensors[name].dtype in FLOATS
     )
 
 
@@ -115,9 +113,9 @@ def _check_wrt(spec: GraphSpec, wrt: Sequence[str]) -> list[Problem]:
         where = f"wrt '{name}'"
         if name not in spec.inputs:
             problems.append(Problem(where, "is no input", f"one of: {', '.join(spec.inputs)}"))
-        elif not spec.tensors[name].dtype.is_floating_point:
+        elif spec.tensors[name].dtype not in FLOATS:
             kind = dtype_name(spec.tensors[name].dtype)
-            problems.append(Problem(where, f"is {kind}", "a floating input"))
+            problems.append(Problem(where, f"is {kind}", "a floating input of 16 bits or more"))
     return problems
 
 
@@ -977,12 +975,16 @@ def _reduction(ctx: Context) -> Gradients:
         return spread(ctx.dy if mode == "sum" else ctx.dy * (1.0 / count), x.shape)
 
     def extreme() -> Value:
-        """As torch's amax: shared evenly by the elements that have the largest value."""
-        value = ctx["x"]
+        """As torch's amax: shared evenly by the elements with the largest value, or |value|."""
+        data = ctx["x"]
+        value = ctx.build.wide(g.abs(data)) if mode == "amax" else data
         best = g.eq(value, g.reduction(value, dims, mode, keepdim=True))
         ones = ctx.build.wide(g.where(best, 1.0, 0.0))
         dy = spread(ctx.dy, full) if full != list(ctx.dy.shape) else ctx.dy
-        return g.where(best, dy / g.reduction(ones, dims, "sum", keepdim=True), 0.0)
+        share = ctx.build.wide(dy / g.reduction(ones, dims, "sum", keepdim=True))
+        if mode == "amax":
+            share = g.where(g.lt(data, 0.0), -share, share)
+        return g.where(best, share, 0.0)
 
     return {"x": total if mode in ("sum", "mean") else extreme}
 
@@ -1144,6 +1146,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "sdpa_varlen": _sdpa_varlen,
     "sdpa_varlen_backward": _second("sdpa_varlen_backward"),
     "ragged_offsets": NoGradient("is of whole numbers", flat=True),
+    "sdpa_fp8": NoGradient("has no gradient: 8-bit data are constants; sdpa has one"),
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
@@ -1180,6 +1183,8 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "interpolate_backward": _back_to("interpolate"),
     "reduction": _reduction,
     "expand": _expand,
+    "dequantize": NoGradient("has no gradient: 8-bit data are constants"),
+    "quantize": NoGradient("rounds, and has no gradient", flat=False),
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},
     "scale": lambda c: {
         "x": lambda: c.g.scale(c.dy, c["scale"]),

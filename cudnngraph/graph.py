@@ -25,7 +25,7 @@ from .ir import (
     numel,
     print_spec,
 )
-from .ops import FLOATS, OPS, dtype_name, is_default
+from .ops import FLOATS, OPS, QUANTIZED, dtype_name, is_default
 from .policy import Policy
 from .validate import check_dtype, check_name, check_node, check_shape, check_stride, check_whole
 
@@ -244,9 +244,20 @@ class Graph:
             elif spec.dtype != torch.bool and dtype == torch.bool:
                 problems.append(Problem(where, "dtype=bool of a number", "a comparison of it"))
             elif spec.dtype in FLOATS and declared is not None and dtype not in FLOATS:
+                mend = "g.quantize it first" if dtype in QUANTIZED else ""
                 problems.append(
-                    Problem(where, f"dtype={dtype_name(dtype)} of a number", "a floating dtype")
+                    Problem(
+                        where, f"dtype={dtype_name(dtype)} of a number", "a floating dtype", mend
+                    )
                 )
+            elif (
+                spec.dtype not in (*FLOATS, torch.bool)
+                and declared is not None
+                and dtype != spec.dtype
+            ):
+                kind = dtype_name(spec.dtype)
+                what = f"dtype={dtype_name(dtype)} of {kind}"
+                problems.append(Problem(where, what, kind, "g.dequantize it first"))
             self._outputs.append((name, value, declared))
         else:
             self._outputs.append((str(name), value, None))
@@ -396,6 +407,7 @@ class Graph:
         x (N, C, spatial...), weight (K, C/groups, kernel...) of one dtype → (N, K, out...), with
         ``out = floor((in + before + after - dilation * (kernel - 1) - 1) / stride) + 1``.
         ``padding`` is an int, one per dim, (before, after) pairs per dim, "valid" or "same".
+        Of int8 the result is int32, of FP8 (either format, or one of each) float32.
         """
         return self._one(
             "conv",
@@ -424,6 +436,7 @@ class Graph:
 
         x (N, C, spatial...), weight (C, K/groups, kernel...) → (N, K, out...), with ``out =
         (in - 1) * stride - before - after + dilation * (kernel - 1) + output_padding + 1``.
+        Of int8 the result is int32, of FP8 float32.
         """
         return self._one(
             "conv_transpose",
@@ -650,7 +663,7 @@ class Graph:
         *,
         name: str | None = None,
     ) -> Value:
-        """The sum, mean, max or min of x over ``dims`` (None for all of them).
+        """The sum, mean, max or min of x, or the max of |x| (amax), over ``dims`` (None for all).
 
         Reduced dims are dropped, or stay with size 1: all with ``keepdim=True``, or those that
         ``keepdim`` lists.
@@ -763,9 +776,48 @@ class Graph:
         """Matrix product, also ``x @ y`` (torch.matmul of 2 to 4 dims).
 
         x (..., M, K), y (..., K, N) of one dtype → (..., M, N), contiguous; the dims before the
-        last two broadcast. A transposed operand is one of other strides.
+        last two broadcast. A transposed operand is one of other strides. Of int8 the result is
+        int32, of FP8 (either format, or one of each) float32.
         """
         return self._one("matmul", x, y, name=name)
+
+    # -- quantisation --------------------------------------------------------------------------
+
+    def dequantize(
+        self,
+        x: Value,
+        scale: Value,
+        *,
+        dim: int = 1,
+        zero_point: int = 0,
+        name: str | None = None,
+    ) -> Value:
+        """x * scale, in float32: the numbers that 8-bit data, or the sums of their products, mean.
+
+        x int8 or FP8, the int32 that products of int8 give, or the float32 of FP8's; scale float32,
+        () or (1,) for all of x, or a vector along ``dim``. ``zero_point`` can only be 0.
+        """
+        return self._one("dequantize", x, scale, dim=dim, zero_point=zero_point, name=name)
+
+    def quantize(
+        self,
+        x: Value,
+        scale: Value | None = None,
+        *,
+        dtype: torch.dtype,
+        dim: int = 1,
+        zero_point: int = 0,
+        name: str | None = None,
+    ) -> Value:
+        """x / scale in an 8-bit dtype: rounded to nearest, ties to even, and saturated.
+
+        x of a floating dtype; scale as in :meth:`dequantize`, or None for 1. ``dtype`` is
+        torch.int8 (-128 to 127), float8_e4m3fn (up to 448) or float8_e5m2 (up to 57344).
+        ``zero_point`` can only be 0.
+        """
+        return self._one(
+            "quantize", x, scale, dtype=dtype, dim=dim, zero_point=zero_point, name=name
+        )
 
     # -- activations ---------------------------------------------------------------------------
 
@@ -1402,6 +1454,56 @@ class Graph:
         )
         return tuple(outputs) if return_lse is True else outputs[0]
 
+    def sdpa_fp8(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        descale_q: Value,
+        descale_k: Value,
+        descale_v: Value,
+        descale_s: Value,
+        scale_s: Value,
+        scale_o: Value,
+        *,
+        seq_len_q: Value | None = None,
+        seq_len_kv: Value | None = None,
+        dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Attention of FP8 data: softmax(scale * (q descale_q) (k descale_k)^T) v descale_v.
+
+        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v), all float8_e4m3fn or all
+        float8_e5m2; scales and descales float32 on the GPU, one number each. The exponentials of a
+        row's scores, at most 1, are multiplied by ``scale_s`` and rounded to FP8; what they are
+        summed up to with v is multiplied by ``descale_s`` and ``descale_v``. → (o, amax_s, amax_o):
+        o (B, H, S_q, D_v) in q's dtype (``dtype`` can say so), multiplied by ``scale_o``, rounded
+        and saturated; the largest weight and the largest size in o before ``scale_o``, float32 ().
+        With ``return_lse=True`` (o, lse, amax_s, amax_o). The rest as in :meth:`sdpa`.
+        """
+        outputs = self._apply(
+            "sdpa_fp8",
+            (
+                *(q, k, v, descale_q, descale_k, descale_v),
+                *(descale_s, scale_s, scale_o, seq_len_q, seq_len_kv),
+            ),
+            {
+                "dtype": dtype,
+                "scale": scale,
+                "is_causal": is_causal,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs if return_lse is True else (outputs[0], *outputs[2:]))
+
     def sdpa_backward(
         self,
         do: Value,
@@ -1755,6 +1857,40 @@ class Graph:
             y, pointwise, pointwise_bias, activation=pointwise_activation, residual=residual
         )
 
+    def quantized_conv_bias_act(
+        self,
+        x: Value,
+        weight: Value,
+        scale: Value,
+        bias: Value | None = None,
+        *,
+        out_scale: Value | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str | None = "relu",
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        **activation_attrs: Any,
+    ) -> Value:
+        """quantize(act(dequantize(conv(x, weight), scale) + bias), out_scale) of int8 or FP8 data.
+
+        ``scale`` is the product of those of x and weight: () or (1,), or (K,) for a weight with a
+        scale per channel. bias float32. ``dtype`` is the 8-bit dtype of the result; with None it
+        stays float32, to be given another floating dtype by ``output(dtype=...)``.
+        """
+        y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        y = self.dequantize(y, scale)
+        y = y if bias is None else self.bias(y, bias)
+        y = self.activation(y, activation, **activation_attrs)
+        if dtype is None:
+            if out_scale is not None:
+                self.problems.append(
+                    Problem("quantized_conv_bias_act", "out_scale without dtype", "both or neither")
+                )
+            return y
+        return self.quantize(y, out_scale, dtype=dtype)
+
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """x weight^T + bias (F.linear): x (..., K), weight (N, K), bias (N,) → (..., N)."""
         y = self.matmul(x, self.transpose(weight, 0, 1))
@@ -1908,9 +2044,11 @@ class Graph:
             taken.add(free)
             rename[result] = free
             spec = self._values[result]._known()
-            floating = spec.dtype.is_floating_point
             tensors[free] = TensorSpec(
-                free, spec.shape, spec.stride, intermediate if floating else spec.dtype
+                free,
+                spec.shape,
+                spec.stride,
+                intermediate if spec.dtype in FLOATS else spec.dtype,
             )
         renamed = [
             Node(
@@ -2000,6 +2138,7 @@ METHODS = frozenset(OPS) - {"constant", "concat"} | {
     "dropout",
     "geglu",
     "group_norm",
+    "quantized_conv_bias_act",
     "linear",
     "mlp",
     "normalize_images",

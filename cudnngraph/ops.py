@@ -40,6 +40,13 @@ REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: The 8-bit floating formats: data of products and attention, results of quantize, nothing else.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (torch.int8, *FP8)
+
+#: A sum of so many products of two int8 numbers may be 2^31, which int32 does not hold.
+INT32_TERMS = 1 << 17
+
 
 @dataclass(frozen=True)
 class Result:
@@ -235,7 +242,9 @@ def _float_operand(call: Call, port: str) -> bool:
     call.problem(
         f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
         "float16, bfloat16, float32 or float64",
-        "convert it first",
+        "dequantize or convert it first"
+        if spec.dtype in (*QUANTIZED, torch.int32)
+        else "convert it first",
     )
     return False
 
@@ -252,6 +261,37 @@ def _same_dtype(call: Call, first: str, *others: str) -> bool:
             )
             ok = False
     return ok
+
+
+def _factors(call: Call, first: str, second: str) -> torch.dtype | None:
+    """The dtype of what the products of two operands of one dtype are summed up to; None if wrong.
+
+    Of int8 that is int32, of FP8 (either format, or one of each) float32.
+    """
+    a, b = call[first], call[second]
+    if a.dtype == b.dtype == torch.int8:
+        return torch.int32
+    if a.dtype in FP8 and b.dtype in FP8:
+        return torch.float32
+    if a.dtype in QUANTIZED or b.dtype in QUANTIZED:
+        call.problem(
+            f"{second} '{b.name}' is {dtype_name(b.dtype)}, "
+            f"{first} '{a.name}' is {dtype_name(a.dtype)}",
+            "int8 for both, FP8 for both or one floating dtype for both",
+            "quantize one, or dequantize the other",
+        )
+        return None
+    return a.dtype if _same_dtype(call, first, second) else None
+
+
+def _fits_int32(call: Call, operand: str, terms: int) -> None:
+    """Report a sum of int8 products that int32 need not hold."""
+    if call[operand].dtype == torch.int8 and terms >= INT32_TERMS:
+        call.problem(
+            f"sums up {terms} products of int8, which int32 need not hold",
+            f"fewer than {INT32_TERMS}",
+            "cut it and add the parts",
+        )
 
 
 def _same_shape(call: Call, first: str, *others: str) -> bool:
@@ -306,10 +346,13 @@ def _conv_order(x: TensorSpec, weight: TensorSpec) -> tuple[int, ...]:
 # -- convolution -----------------------------------------------------------------------------------
 
 
-def _conv_common(call: Call) -> tuple[int, int] | None:
-    """Rank and groups, after the checks that both directions share; None when they say nothing."""
+def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
+    """Rank, groups and the result's dtype, after the checks that both directions share.
+
+    None when they say nothing.
+    """
     x, weight = call["x"], call["weight"]
-    _same_dtype(call, "x", "weight")
+    dtype = _factors(call, "x", "weight")
     ok = True
     rank = len(x.shape) - 2
     if rank not in (1, 2, 3):
@@ -329,14 +372,19 @@ def _conv_common(call: Call) -> tuple[int, int] | None:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
         groups = 1
     call.attrs["groups"] = int(groups)
-    return (rank, int(groups)) if ok else None
+    if not ok:
+        return None
+    if groups <= weight.shape[0]:
+        per_group = weight.shape[1] if call.op == "conv" else weight.shape[0] // int(groups)
+        _fits_int32(call, "x", per_group * numel(weight.shape[2:]))
+    return rank, int(groups), x.dtype if dtype is None else dtype
 
 
 def _conv(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     k, c_per_group = weight.shape[:2]
@@ -374,14 +422,14 @@ def _conv(call: Call) -> list[Result] | None:
         out.append((size - reach) // stride[dim] + 1)
     if call.problems:
         return None
-    return [Result((n, k, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, k, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_transpose(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     kernel = weight.shape[2:]
@@ -421,7 +469,7 @@ def _conv_transpose(call: Call) -> list[Result] | None:
         out.append(size)
     if call.problems:
         return None
-    return [Result((n, weight.shape[1] * groups, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, weight.shape[1] * groups, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_wgrad(call: Call) -> list[Result] | None:
@@ -708,7 +756,9 @@ def _matmul(call: Call) -> list[Result] | None:
                 "2, 3 or 4: " + ("(..., M, K)" if port == "x" else "(..., K, N)"),
             )
             return None
-    ok = _same_dtype(call, "x", "y")
+    dtype = _factors(call, "x", "y")
+    ok = dtype is not None
+    _fits_int32(call, "x", x.shape[-1])
     if x.shape[-1] != y.shape[-2]:
         call.problem(
             f"y '{y.name}' {y.shape} has {y.shape[-2]} rows, x '{x.name}' {x.shape} has "
@@ -726,7 +776,70 @@ def _matmul(call: Call) -> list[Result] | None:
         )
         return None
     shape = (*batch, x.shape[-2], y.shape[-1])
-    return [Result(shape, x.dtype, tuple(range(len(shape))))] if ok else None
+    if dtype is None or not ok or call.problems:
+        return None
+    return [Result(shape, dtype, tuple(range(len(shape))))]
+
+
+# -- quantisation ----------------------------------------------------------------------------------
+
+
+def _quantization(call: Call) -> bool:
+    """Checks the scale, a float32 number or vector along ``dim`` of x, and the zero point."""
+    x, scale = call["x"], call.get("scale")
+    before = len(call.problems)
+    point = call.attrs["zero_point"]
+    if not _whole(point) or point != 0:
+        call.problem(
+            f"zero_point={point!r}", "0: quantisation is symmetric here", "shift the data instead"
+        )
+    else:
+        call.attrs["zero_point"] = 0
+    if scale is None:
+        call.attrs["dim"] = 1
+        return len(call.problems) == before
+    if scale.dtype != torch.float32:
+        call.problem(
+            f"scale '{scale.name}' is {dtype_name(scale.dtype)}", "float32", "convert scale"
+        )
+    if scale.shape in ((), (1,)):
+        call.attrs["dim"] = 1  # says nothing
+        return len(call.problems) == before
+    dim = _dim(call, "dim", len(x.shape))
+    if dim is not None and scale.shape != (x.shape[dim],):
+        call.problem(
+            f"scale '{scale.name}' has shape {scale.shape}",
+            f"() or (1,) for all of x, or ({x.shape[dim]},) along dim {dim} of x {x.shape}",
+        )
+    return len(call.problems) == before
+
+
+def _dequantize(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = x.dtype in (*QUANTIZED, torch.int32, torch.float32)
+    if not ok:
+        call.problem(
+            f"x '{x.name}' is {dtype_name(x.dtype)}",
+            "int8, FP8, or the int32 or float32 that their products give",
+            "multiply or scale it",
+        )
+    if not _quantization(call) or not ok:
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
+def _quantize(call: Call) -> list[Result] | None:
+    x, given = call["x"], call.attrs["dtype"]
+    ok = _float_operand(call, "x")
+    kinds = {dtype_name(dtype): dtype for dtype in QUANTIZED}
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    dtype = kinds.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        call.problem(f"dtype={given!r} is no 8-bit dtype", " or ".join(f"torch.{k}" for k in kinds))
+    if not _quantization(call) or not ok or dtype is None:
+        return None
+    call.attrs["dtype"] = name
+    return [Result(x.shape, dtype, _like_order(x))]
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -877,7 +990,7 @@ def _constant(call: Call) -> list[Result] | None:
 
 # -- shape -----------------------------------------------------------------------------------------
 
-MODES = ("sum", "mean", "max", "min")
+MODES = ("sum", "mean", "max", "min", "amax")
 
 
 def _dims(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
@@ -1036,7 +1149,10 @@ def _nll_loss_backward(call: Call) -> list[Result] | None:
 ALIGNMENTS = ("top_left", "bottom_right")
 
 #: The ops of attention and its gradients.
-ATTENTION = ("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_varlen", "sdpa_varlen_backward")
+ATTENTION = (
+    *("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_fp8"),
+    *("sdpa_varlen", "sdpa_varlen_backward"),
+)
 
 
 def _sdpa_shapes(call: Call) -> bool:
@@ -1230,6 +1346,70 @@ def _sdpa(call: Call) -> list[Result | None] | None:
     shape = (*q.shape[:3], v.shape[3])
     lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
     return [Result(shape, q.dtype, _like_order(q)), lse]
+
+
+FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _sdpa_fp8_operands(call: Call) -> None:
+    """Data of one FP8 dtype, which is that of the result; scales of one float32 each."""
+    q = call["q"]
+    for port in ("q", "k", "v"):
+        spec = call[port]
+        if spec.dtype not in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
+                "float8_e4m3fn or float8_e5m2",
+                "quantize it, or use sdpa",
+            )
+        elif spec.dtype != q.dtype and q.dtype in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, q '{q.name}' is "
+                f"{dtype_name(q.dtype)}",
+                "one dtype",
+            )
+    for port in FP8_SCALES:
+        spec = call[port]
+        if spec.dtype != torch.float32 or spec.shape not in ((), (1,)):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "float32 () or (1,): one number",
+            )
+    given = call.attrs["dtype"]
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if name not in (None, dtype_name(q.dtype)):
+        call.problem(f"dtype={given!r}", f"None or torch.{dtype_name(q.dtype)}, that of q")
+    call.attrs["dtype"] = dtype_name(q.dtype)
+
+
+def _sdpa_fp8(call: Call) -> list[Result | None] | None:
+    want_lse, causal = _flag(call, "return_lse"), _flag(call, "is_causal")
+    _sdpa_fp8_operands(call)
+    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
+        call.problem(
+            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
+            " or ".join(map(repr, ALIGNMENTS)),
+        )
+    if not _sdpa_shapes(call):
+        return None
+    _sdpa_lengths(call)
+    _sdpa_window(call)
+    q, v = call["q"], call["v"]
+    if call.attrs["scale"] is None:
+        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+    else:
+        _number(call, "scale")
+    if call.problems:
+        return None
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None:
+        call.attrs["diagonal_alignment"] = "top_left"
+    shape = (*q.shape[:3], v.shape[3])
+    lse = Result(q.shape[:3], torch.float32, (0, 1, 2)) if want_lse else None
+    largest = Result((), torch.float32, ())
+    return [Result(shape, q.dtype, _like_order(q)), lse, largest, largest]
 
 
 def _sdpa_backward(call: Call) -> list[Result | None] | None:
@@ -1827,6 +2007,18 @@ def _rows() -> list[Op]:
             widths_q=REQUIRED,
             widths_kv=REQUIRED,
         ),
+        op(
+            "sdpa_fp8",
+            f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
+            _sdpa_fp8,
+            outputs="o lse amax_s amax_o",
+            dtype=None,
+            scale=None,
+            is_causal=False,
+            diagonal_alignment="top_left",
+            window=None,
+            return_lse=False,
+        ),
         op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
         op(
             "layer_norm_backward",
@@ -1889,6 +2081,16 @@ def _rows() -> list[Op]:
             eps=1e-5,
         ),
         op("batch_norm_apply", "x mean inv_std weight bias", _batch_norm_apply, pointwise=True),
+        op("dequantize", "x scale", _dequantize, pointwise=True, dim=1, zero_point=0),
+        op(
+            "quantize",
+            "x scale?",
+            _quantize,
+            pointwise=True,
+            dtype=REQUIRED,
+            dim=1,
+            zero_point=0,
+        ),
         op("bias", "x bias", _per_channel("bias"), pointwise=True),
         op("scale", "x scale", _per_channel("scale"), pointwise=True),
         unary("relu"),

@@ -2,8 +2,8 @@
 
 It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every
 op is computed in the graph's compute dtype from operands converted to it; the result is then
-rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the
-yardstick for accuracy.
+rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere but
+where rounding is what an op means (``quantize``): the yardstick for accuracy.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _need(value: torch.Tensor | None) -> torch.Tensor:
     assert value is not None
     return value
+
+
+def _exactly(rule: Callable[[Tensors, Mapping[str, Any]], torch.Tensor]) -> Rule:
+    """A rule of products, on int8 operands too: sums in float64, which holds them all, as int32."""
+
+    def run(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+        if _need(inputs[0]).dtype != torch.int8:
+            return rule(inputs, attrs)
+        return rule([_need(value).double() for value in inputs], attrs).to(torch.int32)
+
+    return run
 
 
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -100,6 +111,34 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
         [False, True, False],
     )
     return _need(weight)
+
+
+def _along(scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A scale so that it broadcasts: one for all of x, or one for each index of ``dim``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape([-1 if place == dim else 1 for place in range(x.dim())])
+
+
+def _dequantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), _need(inputs[1])
+    return x.to(scale.dtype) * _along(scale, x, attrs["dim"])
+
+
+def _quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), inputs[1]
+    if scale is not None:
+        x = x / _along(scale, x, attrs["dim"])
+    return saturated(x, getattr(torch, attrs["dtype"]))
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
+    beyond."""
+    if dtype == torch.int8:
+        return x.round().clamp(-128, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
 
 
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
@@ -407,6 +446,40 @@ def _valid_rows(q: torch.Tensor, length_q: torch.Tensor) -> torch.Tensor:
     return row < length_q.view(-1, 1, 1, 1)
 
 
+def _sdpa_fp8(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Attention of FP8 data: with P = exp(scores - their largest in the row), l its row sums,
+
+    scores = (q descale_q) (k descale_k)^T scale, o = fp8(scale_o fp8(scale_s P) v descale_s
+    descale_v / l). amax_s is the largest of P / l, amax_o that of |o| before scale_o.
+    """
+    q, k, v, descale_q, descale_k, descale_v, descale_s, scale_s, scale_o = (
+        _need(value) if place < 3 else _need(value).reshape(())
+        for place, value in enumerate(inputs[:9])
+    )
+    fp8 = getattr(torch, attrs["dtype"])
+    keep, _, valid_key = _kept(q, k, inputs[9:], attrs)[:3]
+    if inputs[10] is not None:
+        v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (value.repeat_interleave(repeat, dim=1) for value in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (descale_q * descale_k * attrs["scale"])
+    scores = torch.where(keep, scores, -torch.inf)
+    floor = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = torch.cat([scores, floor], -1).amax(dim=-1, keepdim=True)  # also of no key
+    nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
+    weights = torch.exp(scores - torch.where(nothing, 0.0, top))
+    total = torch.where(nothing, 1.0, weights.sum(dim=-1, keepdim=True))
+    rounded = saturated(weights * scale_s, fp8).to(weights.dtype)
+    out = torch.matmul(rounded, v) * (descale_s * descale_v) / total
+    out = torch.where(nothing, 0.0, out)
+    amax_s, amax_o = (
+        value.abs().amax() if value.numel() else value.new_zeros(())
+        for value in (weights / total, out)
+    )
+    lse = torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+    return saturated(out * scale_o, fp8), lse if attrs["return_lse"] else None, amax_s, amax_o
+
+
 def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """With P the attention weights, exp(scores - lse), Z what dropout multiplies them by (or 1),
     and D the row sums of do * o:
@@ -611,13 +684,14 @@ _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "mean": torch.mean,
     "max": torch.amax,
     "min": torch.amin,
+    "amax": lambda x, dims, keepdim: torch.amax(x.abs(), dims, keepdim=keepdim),
 }
 
 
 def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
     if not dims:  # a number
-        return x
+        return x.abs() if attrs["mode"] == "amax" else x
     result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
     kept = dims if keep is True else keep or ()
     return result.squeeze([dim for dim in dims if dim not in kept])
@@ -644,15 +718,16 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 
 
 RULES: Mapping[str, Rule] = {
-    "conv": _conv,
-    "conv_transpose": _conv_transpose,
+    "conv": _exactly(_conv),
+    "conv_transpose": _exactly(_conv_transpose),
     "conv_wgrad": _conv_wgrad,
-    "matmul": _binary(torch.matmul),
+    "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
     "sdpa_paged": _sdpa_paged,
     "sdpa_varlen": _sdpa_varlen,
@@ -666,6 +741,8 @@ RULES: Mapping[str, Rule] = {
     "expand": _expand,
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),

@@ -117,6 +117,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "rms_norm",
         "rms_norm_backward",
         "sdpa",
+        "sdpa_fp8",
         "sdpa_backward",
         "sdpa_paged",
         "sdpa_varlen",
