@@ -12,6 +12,7 @@ from .cache import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
+    CannotImport,
     CaptureError,
     CudnnGraphError,
     FeatureMissing,
@@ -41,6 +42,7 @@ __all__ = [
     "BindError",
     "BoundCall",
     "CacheStats",
+    "CannotImport",
     "CaptureError",
     "CudnnGraphError",
     "Executable",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import reference
+from . import aten, reference
 from .ir import GraphSpec, Node
 from .ops import OPS
 from .partition import view_place
@@ -128,6 +128,50 @@ def _run_linear(
     return lambda: _aten._addmm_activation.out(bias, x, y, use_gelu=gelu, out=out)
 
 
+def _run_aten(
+    node: Node, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+) -> Run:
+    """An op of torch, into the given tensors where it has an out variant for their dtypes."""
+    attrs, operands = dict(node.attrs), [values[name] for name in node.operands]
+    like = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands
+    ]
+    made = aten.run(attrs, like)
+    wanted = [
+        None if name is None else outputs.get(name)
+        for name in (*node.outputs, *(None,) * (len(made) - len(node.outputs)))
+    ][: len(made)]
+    found = aten.out_variant(attrs["overload"])
+    fits = found is not None and all(
+        result is not None and (want is None or (want.dtype, want.shape) == _form(result))
+        for want, result in zip(wanted, made, strict=True)
+    )
+    if found is None or not fits:
+        plain = aten.overload(attrs["overload"])
+
+        def compute() -> None:
+            for want, result in zip(wanted, aten.call(plain, attrs, operands), strict=True):
+                if want is not None:
+                    want.copy_(result)
+
+        return compute
+    function, names = found
+    outs = {
+        name: want
+        if want is not None
+        else torch.empty_strided(
+            result.shape, result.stride(), dtype=result.dtype, device=operands[0].device
+        )
+        for name, want, result in zip(names, wanted, made, strict=True)
+    }
+    return lambda: aten.call(function, attrs, operands, **outs)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    """Dtype and shape."""
+    return tensor.dtype, tensor.shape
+
+
 def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
@@ -165,6 +209,8 @@ def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Run | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
     values = dict(zip(spec.inputs, inputs, strict=True))
+    if len(nodes) == 1 and nodes[0].op == "aten":
+        return _run_aten(nodes[0], values, dict(zip(spec.outputs, outputs, strict=True)))
     if len(nodes) != 1 or len(nodes[0].results) != 1:
         return _run_linear(spec, values, outputs[0])
     (node,), (out,) = nodes, outputs

@@ -35,7 +35,7 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import OPS
+from .ops import OPS, Call
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
@@ -86,7 +86,7 @@ class Graph:
     def takes_epilogue(self, node: Node) -> bool:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
-        return not (row.pointwise or row.view or node.op == "concat")
+        return not (row.pointwise or row.view or node.op in ("concat", "aten"))
 
     def is_free(self, node: Node) -> bool:
         """Whether a node is a view: nothing has to run."""
@@ -109,7 +109,8 @@ class Graph:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
                 if name in self.spec.outputs or name in self._wide or dtype == tensor.dtype:
                     continue
-                if dtype in LOW_PRECISION and (self.is_anchor(node) or node.op in _TAME):
+                small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
+                if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
 
@@ -118,6 +119,9 @@ class Graph:
         """The dtype of the data that each tensor comes of; statistics are data of their own."""
         data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
         for node in self.spec.nodes:
+            if node.op == "aten":
+                data.update(self._of_torch(node, data))
+                continue
             dtype = self._data_dtype(node, data)
             for port, name in enumerate(node.outputs):
                 if name is not None:
@@ -126,6 +130,19 @@ class Graph:
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
         return data
+
+    def _of_torch(self, node: Node, data: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of the results of torch's own op on data."""
+        operands = {
+            f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
+            for place, name in enumerate(node.operands)
+        }
+        results = OPS["aten"].infer(Call("aten", node.name, operands, dict(node.attrs))) or ()
+        found = dict(zip(node.outputs, results, strict=False))
+        return {
+            name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
+            for name in node.results
+        }
 
     @cached_property
     def _wide(self) -> frozenset[str]:
@@ -156,6 +173,12 @@ class Graph:
             if self.spec.tensors[name].numel == most:
                 dtype = torch.promote_types(dtype, data[name])
         return dtype
+
+    @cached_property
+    def _read_as_data(self) -> frozenset[str]:
+        """What anchors read that were declared on data of that dtype; sums take any."""
+        anchors = (n for n in self.spec.nodes if self.is_anchor(n) and n.op != "reduction")
+        return frozenset(name for node in anchors for name in node.operands)
 
     @cached_property
     def _numbers(self) -> frozenset[str]:

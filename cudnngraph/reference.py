@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import aten
 from .ir import GraphSpec, Node
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -423,6 +424,7 @@ RULES: Mapping[str, Rule] = {
     "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
+    "aten": lambda inputs, attrs: aten.run(attrs, inputs),
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

@@ -924,6 +924,13 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
 
 
+def _torchs_own(ctx: Context | None, node: Node) -> Any:
+    """An op that only torch has."""
+    raise _Refused(f"{node.attr('overload')} is torch's own op, no part of a cuDNN plan")
+
+
+_NO_PLAN = (_torch_only, _torchs_own)
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
@@ -988,6 +995,7 @@ RULES: Mapping[str, Rule] = {
     "permute": _torch_only,
     "slice": _torch_only,
     "concat": _torch_only,
+    "aten": _torchs_own,
 }
 
 _CHANNEL_PORTS = {
@@ -1085,8 +1093,8 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     try:
         _check_places(spec)
         for node in spec.nodes:
-            if RULES[node.op] is _torch_only:
-                _torch_only(None, node)
+            if RULES[node.op] in _NO_PLAN:
+                RULES[node.op](None, node)  # type: ignore[arg-type]
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))

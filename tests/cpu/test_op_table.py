@@ -51,7 +51,7 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
 
 
 def test_every_op_is_a_method_of_a_value() -> None:
-    assert set(OPS) - {"constant", "concat"} <= METHODS
+    assert set(OPS) - {"constant", "concat", "aten"} <= METHODS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,6 +66,7 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
 
 def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
     refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
+    assert {name for name, rule in lower.RULES.items() if rule is lower._torchs_own} == {"aten"}
     views = {name for name in OPS if OPS[name].view}
     assert refused == {"reshape", "transpose", "permute", "slice", "concat"}
     assert views == refused - {"concat"}
@@ -79,6 +80,7 @@ def test_a_list_of_operands_has_a_port_each() -> None:
 
 def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
     assert {name for name in OPS if not OPS[name].pointwise} == {
+        "aten",
         "concat",
         "permute",
         "reshape",
