@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import aten, reference
+from . import aten, reference, resample
 from .ir import GraphSpec, Node
 from .ops import OPS
 from .partition import view_place
@@ -52,6 +52,7 @@ OUT: Mapping[str, OutRule] = {
     "concat": lambda inputs, attrs, out: torch.cat(list(inputs), attrs["dim"], out=out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
+    **resample.INTO,
     **{
         name: _out(getattr(torch, name))
         for name in (
@@ -73,6 +74,7 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     "rms_norm": lambda inputs, attrs: _plus(
         F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
     ),
+    **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
 }
 
 
@@ -129,12 +131,17 @@ def _run_linear(
 
 
 def _run_aten(
-    node: Node, values: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+    spec: GraphSpec,
+    node: Node,
+    values: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
 ) -> Run:
-    """An op of torch, into the given tensors where it has an out variant for their dtypes."""
+    """An op of torch; into the given tensors where those are as torch would make them, since out
+    variants of images take no other strides."""
     attrs, operands = dict(node.attrs), [values[name] for name in node.operands]
     like = [
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands
+        torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+        for x in (spec.tensors[name] for name in node.operands)
     ]
     made = aten.run(attrs, like)
     wanted = [
@@ -143,7 +150,7 @@ def _run_aten(
     ][: len(made)]
     found = aten.out_variant(attrs["overload"])
     fits = found is not None and all(
-        result is not None and (want is None or (want.dtype, want.shape) == _form(result))
+        result is not None and (want is None or _form(want) == _form(result))
         for want, result in zip(wanted, made, strict=True)
     )
     if found is None or not fits:
@@ -167,9 +174,10 @@ def _run_aten(
     return lambda: aten.call(function, attrs, operands, **outs)
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    """Dtype and shape."""
-    return tensor.dtype, tensor.shape
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Dtype, shape, and strides where those say something."""
+    real = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tensor.dtype, tensor.shape, tuple(real)
 
 
 def launcher(
@@ -210,7 +218,7 @@ def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Run | None:
     nodes = [node for node in spec.nodes if node.op != "constant"]
     values = dict(zip(spec.inputs, inputs, strict=True))
     if len(nodes) == 1 and nodes[0].op == "aten":
-        return _run_aten(nodes[0], values, dict(zip(spec.outputs, outputs, strict=True)))
+        return _run_aten(spec, nodes[0], values, dict(zip(spec.outputs, outputs, strict=True)))
     if len(nodes) != 1 or len(nodes[0].results) != 1:
         return _run_linear(spec, values, outputs[0])
     (node,), (out,) = nodes, outputs

@@ -842,6 +842,31 @@ def _concat(ctx: Context) -> Gradients:
     return rules
 
 
+def _of_image(op: str, *also: str) -> GradRule:
+    """A pool or an interpolation, by the op of its gradient: from dy, and from what ``also`` names.
+
+    A max pool saves no indices, which take 8 bytes an element: its gradient pools x again.
+    """
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = dict(ctx.node.attrs)
+        if not also:
+            attrs["input_size"] = ctx.spec("x").shape[2:]
+        return {"x": lambda: ctx.anchor(op, (ctx.dy, *(ctx[port] for port in also)), **attrs)[0]}
+
+    return rule
+
+
+def _back_to(op: str) -> GradRule:
+    """The gradient of an op that is linear: the op itself."""
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = {key: value for key, value in ctx.node.attrs if key != "input_size"}
+        return {"dy": lambda: ctx.anchor(op, (ctx.dy,), **attrs)[0]}
+
+    return rule
+
+
 def _reduction(ctx: Context) -> Gradients:
     g, x, node = ctx.g, ctx.spec("x"), ctx.node
     dims, mode, keep = node.attr("dims"), node.attr("mode"), node.attr("keepdim")
@@ -993,6 +1018,16 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "permute": _permuted,
     "slice": _slice,
     "concat": _concat,
+    "max_pool": _of_image("max_pool_backward", "x"),
+    "max_pool_backward": _second("max_pool_backward"),
+    "avg_pool": _of_image("avg_pool_backward"),
+    "avg_pool_backward": _back_to("avg_pool"),
+    "adaptive_avg_pool": _of_image("adaptive_avg_pool_backward"),
+    "adaptive_avg_pool_backward": _back_to("adaptive_avg_pool"),
+    "adaptive_max_pool": _of_image("adaptive_max_pool_backward", "x"),
+    "adaptive_max_pool_backward": _second("adaptive_max_pool_backward"),
+    "interpolate": _of_image("interpolate_backward"),
+    "interpolate_backward": _back_to("interpolate"),
     "reduction": _reduction,
     "expand": _expand,
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},

@@ -20,6 +20,8 @@ from .ir import (
     canonical_order,
     channels_last_strides,
     contiguous_strides,
+    is_channels_last,
+    is_contiguous,
     print_spec,
 )
 from .ops import FLOATS, OPS, dtype_name, is_default
@@ -950,6 +952,258 @@ class Graph:
         made = [value for value in outputs[1:] if value.spec is not None]
         return (outputs[0], *made) if made else outputs[0]
 
+    # -- pooling and interpolation -------------------------------------------------------------
+
+    def max_pool(
+        self,
+        x: Value,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        dilation: Ints = 1,
+        ceil_mode: bool = False,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """The largest element of each window (F.max_pool2d), in 1, 2 or 3 spatial dims.
+
+        x (N, C, spatial...) → (N, C, out...), channels_last where x is. ``stride`` defaults to the
+        kernel's size; ``ceil_mode`` rounds the number of windows up.
+        """
+        return self._one(
+            "max_pool",
+            x,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            ceil_mode=ceil_mode,
+            name=name,
+        )
+
+    def max_pool_backward(
+        self,
+        dy: Value,
+        x: Value,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        dilation: Ints = 1,
+        ceil_mode: bool = False,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`max_pool` from its result's dy; x is pooled again."""
+        return self._one(
+            "max_pool_backward",
+            dy,
+            x,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            ceil_mode=ceil_mode,
+            name=name,
+        )
+
+    def avg_pool(
+        self,
+        x: Value,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """The mean of each window (F.avg_pool2d), in 1, 2 or 3 spatial dims.
+
+        As :meth:`max_pool`; ``count_include_pad`` counts the zeros of the padding.
+        """
+        return self._one(
+            "avg_pool",
+            x,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            name=name,
+        )
+
+    def avg_pool_backward(
+        self,
+        dy: Value,
+        kernel_size: Ints,
+        stride: Ints | None = None,
+        padding: Ints = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        *,
+        input_size: Ints,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`avg_pool` from dy; ``input_size`` are x's spatial sizes."""
+        return self._one(
+            "avg_pool_backward",
+            dy,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=padding,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            input_size=input_size,
+            name=name,
+        )
+
+    def adaptive_avg_pool(
+        self, x: Value, output_size: int | Sequence[int | None], *, name: str | None = None
+    ) -> Value:
+        """The mean of each of ``output_size`` windows (F.adaptive_avg_pool2d).
+
+        x (N, C, spatial...) → (N, C, output_size); None in ``output_size`` leaves a dim as it is.
+        Windows of one size, where the sizes divide, are an :meth:`avg_pool`, and one window over
+        all is a :meth:`reduction`.
+        """
+        sizes = () if x.spec is None else x.spec.shape[2:]
+        given = output_size if isinstance(output_size, (tuple, list)) else [output_size]
+        want = list(given) * (len(sizes) if len(given) == 1 else 1)
+        if len(want) == len(sizes) in (1, 2, 3) and all(
+            isinstance(n, (int, type(None))) for n in want
+        ):
+            out = [n if k is None else k for n, k in zip(sizes, want, strict=True)]
+            if all(k == 1 for k in out) and all(sizes):
+                return self.reduction(x, list(range(2, 2 + len(sizes))), "mean", True, name=name)
+            if all(k > 0 and n and n % k == 0 for n, k in zip(sizes, out, strict=True)):
+                kernel = [n // k for n, k in zip(sizes, out, strict=True)]
+                return self.avg_pool(x, kernel, name=name)
+        return self._one("adaptive_avg_pool", x, output_size=output_size, name=name)
+
+    def adaptive_avg_pool_backward(
+        self,
+        dy: Value,
+        output_size: int | Sequence[int | None],
+        *,
+        input_size: Ints,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`adaptive_avg_pool` from dy; ``input_size`` are x's spatial sizes."""
+        return self._one(
+            "adaptive_avg_pool_backward",
+            dy,
+            output_size=output_size,
+            input_size=input_size,
+            name=name,
+        )
+
+    def adaptive_max_pool(
+        self, x: Value, output_size: int | Sequence[int | None], *, name: str | None = None
+    ) -> Value:
+        """The largest element of each of ``output_size`` windows (F.adaptive_max_pool2d)."""
+        return self._one("adaptive_max_pool", x, output_size=output_size, name=name)
+
+    def adaptive_max_pool_backward(
+        self,
+        dy: Value,
+        x: Value,
+        output_size: int | Sequence[int | None],
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`adaptive_max_pool` from its result's dy; x is pooled again."""
+        return self._one("adaptive_max_pool_backward", dy, x, output_size=output_size, name=name)
+
+    def interpolate(
+        self,
+        x: Value,
+        size: Ints | None = None,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool | None = False,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """x resized to ``size``, or by ``scale_factor`` (F.interpolate), in 1, 2 or 3 spatial dims.
+
+        x (N, C, spatial...) → (N, C, out...), channels_last where x is. ``mode`` is "nearest",
+        "nearest-exact", "linear" (one spatial dim), "bilinear" or "bicubic" (two), "trilinear".
+        """
+        return self._one(
+            "interpolate",
+            x,
+            size=size,
+            scale_factor=scale_factor,
+            mode=mode,
+            align_corners=align_corners,
+            name=name,
+        )
+
+    def interpolate_backward(
+        self,
+        dy: Value,
+        size: Ints | None = None,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool | None = False,
+        *,
+        input_size: Ints,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`interpolate` from dy; ``input_size`` are x's spatial sizes."""
+        return self._one(
+            "interpolate_backward",
+            dy,
+            size=size,
+            scale_factor=scale_factor,
+            mode=mode,
+            align_corners=align_corners,
+            input_size=input_size,
+            name=name,
+        )
+
+    def _shuffled(self, op: str, x: Value, factor: int, down: bool) -> Value:
+        """Blocks of ``factor`` x ``factor`` pixels between channels and space, by views of x."""
+        spec = x.spec
+        ok = isinstance(factor, int) and not isinstance(factor, bool) and factor > 0
+        if spec is None or not ok or len(spec.shape) != 4:
+            if spec is not None:
+                what = f"x '{spec.name}' {spec.shape} by factor {factor!r}"
+                self.problems.append(Problem(op, what, "(N, C, H, W) and a factor >= 1"))
+            return self._unknown(x)
+        n, c, h, w = spec.shape
+        if (h % factor or w % factor) if down else c % factor**2:
+            what = f"x '{spec.name}' has shape {spec.shape}"
+            expected = f"H and W % {factor} == 0" if down else f"C % {factor**2} == 0"
+            self.problems.append(Problem(op, what, expected))
+            return self._unknown(x)
+        last = is_channels_last(spec.shape, spec.stride) and not is_contiguous(
+            spec.shape, spec.stride
+        )
+        if down:
+            h, w = h // factor, w // factor
+            split, c = (n, c, h, factor, w, factor), c * factor**2
+            channels: Sequence[int] = (1, 3, 5)
+            space: Sequence[int] = (2, 4)
+        else:
+            c //= factor**2
+            split = (n, c, factor, factor, h, w)
+            h, w = h * factor, w * factor
+            channels, space = (1,), (4, 2, 5, 3)
+        y = self.reshape(x, split)
+        if last:  # the copy is made channels last too
+            y = self.reshape(self.permute(y, (0, *space, *channels)), (n, h, w, c))
+            return self.permute(y, (0, 3, 1, 2))
+        return self.reshape(self.permute(y, (0, *channels, *space)), (n, c, h, w))
+
+    def pixel_shuffle(self, x: Value, upscale_factor: int) -> Value:
+        """x (N, C r², H, W) → (N, C, H r, W r) with r = ``upscale_factor`` (F.pixel_shuffle)."""
+        return self._shuffled("pixel_shuffle", x, upscale_factor, down=False)
+
+    def pixel_unshuffle(self, x: Value, downscale_factor: int) -> Value:
+        """x (N, C, H r, W r) → (N, C r², H, W) with r = ``downscale_factor``, undoing the other."""
+        return self._shuffled("pixel_unshuffle", x, downscale_factor, down=True)
+
     # -- attention -----------------------------------------------------------------------------
 
     def sdpa(
@@ -1041,6 +1295,11 @@ class Graph:
 
     # -- compositions --------------------------------------------------------------------------
 
+    def _unknown(self, *operands: Value) -> Value:
+        """The result of a composition that went wrong: unknown, and its operands count as used."""
+        names = [self._one("identity", operand).name for operand in operands]
+        return Value(self, names[0], None)
+
     def activation(self, x: Value, kind: str | None, **attrs: Any) -> Value:
         """Apply the activation named ``kind`` with its attributes; None leaves x as it is."""
         if kind is None or kind == "identity":
@@ -1051,7 +1310,7 @@ class Graph:
                     "activation", f"{kind!r} is unknown", f"one of {', '.join(ACTIVATIONS)}, None"
                 )
             )
-            return Value(self, self._one("identity", x).name, None)  # unknown, and x counts as used
+            return self._unknown(x)
         if kind in OPS:
             return self._one(kind, x, **attrs)
         if attrs:
@@ -1311,5 +1570,7 @@ METHODS = frozenset(OPS) - {"constant", "concat", "aten"} | {
     "conv_bn_act",
     "conv_transpose_bias_act",
     "linear",
+    "pixel_shuffle",
+    "pixel_unshuffle",
     "swiglu",
 }

@@ -10,6 +10,7 @@ what only asks for a layout (``contiguous``, ``clone``) is left out.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,21 +319,16 @@ class _Conversion:
                 operands.append(value)
             return operands.index(value)
 
-        overload: Any = aten.overload(name)
         mark = self.g.mark()
         try:
             encoded = tuple(aten.encode(value, place) for value in args)
             named = tuple((key, aten.encode(value, place)) for key, value in kwargs.items())
         except ValueError as error:
             raise self._refused(str(error)) from None
-        if name == "aten.max_pool2d.default":  # what it comes to, and that has an out variant
-            name = "aten.max_pool2d_with_indices.default"
         made = self.g.aten(operands, name, encoded, named)
         if len(self.g.problems) > mark[1]:
             raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
-        self.opaque.append(Opaque(str(overload), self._line(node)))
-        if name.startswith("aten.max_pool2d_with") and not _many(node):
-            return made[0]
+        self.opaque.append(Opaque(name, self._line(node)))
         results = made if isinstance(made, tuple) else (made,)
         return results if _many(node) else results[0]
 
@@ -872,25 +868,70 @@ def _reduced(mode: str) -> Rule:
     return rule
 
 
-def _adaptive_mean(rank: int) -> Rule:
-    def rule(c: _Conversion, a: Arguments) -> Value:
-        if list(_spread(a["output_size"], rank)) != [1] * rank:
+def _max_pool(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Any:
+        x = c.value(a["self"])
+        given = [list(a[name]) for name in ("kernel_size", "stride", "padding", "dilation")]
+        if len(x.shape) != rank + 2:
             raise _Skip
-        return c.g.reduction(c.value(a["self"]), tuple(range(-rank, 0)), "mean", True)
+        if _many(c.node) and any(user.args[1] != 0 for user in c.node.users):
+            raise _Skip  # the indices are wanted too
+        kernel, stride, padding, dilation = (
+            _spread(each, rank) if each else None for each in given
+        )
+        y = c.g.max_pool(
+            x, _ints(kernel), stride, _ints(padding), _ints(dilation), bool(a["ceil_mode"])
+        )
+        return (y, None) if _many(c.node) else y
 
     return rule
 
 
-def _upsample(overload: str) -> Rule:
-    """The form with a size, which has an out variant."""
+def _ints(value: tuple[int, ...] | None) -> tuple[int, ...]:
+    assert value is not None
+    return value
 
-    def rule(c: _Conversion, a: Arguments) -> Any:
-        if "scale_factors" not in a:
+
+def _avg_pool(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x, stride = c.value(_first(a)), list(a["stride"])
+        if a.get("divisor_override") is not None or len(x.shape) != rank + 2:
             raise _Skip
-        sizes = list(c.node.meta["val"].shape[2:])
-        corners = [a["align_corners"]] if "align_corners" in a else []
-        scales = [None] * len(sizes) if a["scale_factors"] is None else a["scale_factors"]
-        return c._left_to_torch(overload, [a["input"], sizes, *corners, *scales], {}, c.node)
+        return c.g.avg_pool(
+            x,
+            _spread(a["kernel_size"], rank),
+            _spread(stride, rank) if stride else None,
+            _spread(a["padding"], rank),
+            bool(a["ceil_mode"]),
+            bool(a["count_include_pad"]),
+        )
+
+    return rule
+
+
+def _adaptive_mean(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x = c.value(_first(a))
+        if len(x.shape) != rank + 2:
+            raise _Skip
+        return c.g.adaptive_avg_pool(x, _spread(a["output_size"], rank))
+
+    return rule
+
+
+def _upsample(mode: str) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x = c.value(_first(a))
+        scales = a.get("scale_factors")
+        if "scale_factors" not in a:
+            many = [a[name] for name in ("scales_d", "scales_h", "scales_w", "scales") if name in a]
+            if any(each is not None for each in many):
+                raise _Skip
+        seen = c.node.meta["val"].shape
+        if math.prod(x.shape[2:]) == 1 and mode != "bicubic":
+            return c.g.expand(x, tuple(seen))
+        size = None if scales is not None else tuple(seen[2:])
+        return c.g.interpolate(x, size, scales, mode, a.get("align_corners"))
 
     return rule
 
@@ -908,11 +949,14 @@ _ATTENTION = (
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_attention_math",
 )
-_UPSAMPLES = (
-    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
-    *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
-    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-)
+_UPSAMPLES = {
+    **{f"upsample_nearest{rank}d": "nearest" for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d": "nearest-exact" for rank in (1, 2, 3)},
+    "upsample_linear1d": "linear",
+    "upsample_bilinear2d": "bilinear",
+    "upsample_bicubic2d": "bicubic",
+    "upsample_trilinear3d": "trilinear",
+}
 
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
 RULES: Mapping[str, Rule] = {
@@ -969,6 +1013,9 @@ RULES: Mapping[str, Rule] = {
         "amin": _reduced("min"),
         **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
         "_adaptive_avg_pool2d": _adaptive_mean(2),
-        **{name: _upsample(f"aten.{name}.default") for name in _UPSAMPLES},
+        **{name: _upsample(mode) for name, mode in _UPSAMPLES.items()},
+        **{f"max_pool{rank}d": _max_pool(rank) for rank in (1, 2, 3)},
+        **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
+        **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
     }.items()
 }

@@ -85,7 +85,8 @@ class Op:
     ``inputs`` names the ports in order, optional ones end in "?". ``attrs`` maps each attribute to
     its default, to :data:`REQUIRED` where it has none. ``pointwise`` marks an op that works element
     by element (it may join an epilogue), ``view`` one whose result is its operand seen in another
-    way: where strides allow, the same memory.
+    way: where strides allow, the same memory; ``torch_only`` one that cuDNN's Python frontend does
+    not have.
 
     A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
     """
@@ -97,6 +98,7 @@ class Op:
     infer: InferRule
     pointwise: bool = False
     view: bool = False
+    torch_only: bool = False
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -1243,9 +1245,186 @@ def _aten(call: Call) -> list[Result | None] | None:
     return made + [None] * (aten.RESULTS - len(made))
 
 
+# -- pooling and interpolation ---------------------------------------------------------------------
+
+
+def _spatial_rank(call: Call, port: str = "x") -> int | None:
+    """How many spatial dims an image has; torch pools none without channels or elements."""
+    spec = call[port]
+    rank = len(spec.shape) - 2
+    if not _float_operand(call, port):
+        return None
+    if rank not in (1, 2, 3):
+        call.problem(
+            f"{port} '{spec.name}' has {len(spec.shape)} dims {spec.shape}",
+            "3, 4 or 5: (N, C, spatial...)",
+        )
+        return None
+    if 0 in spec.shape[1:]:
+        call.problem(
+            f"{port} '{spec.name}' has shape {spec.shape}", "at least one channel and one element"
+        )
+        return None
+    return rank
+
+
+def _image_order(x: TensorSpec) -> tuple[int, ...]:
+    """channels_last where x is unmistakably so (torch's rule), else contiguous."""
+    return _conv_order(x, x)
+
+
+def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The spatial sizes of what a pool makes of an image; its attributes in canonical form."""
+    rank = len(shape)
+    kernel = _int_tuple(call, "kernel_size", rank, 1)
+    if call.attrs["stride"] is None:
+        call.attrs["stride"] = call.attrs["kernel_size"]
+    stride = _int_tuple(call, "stride", rank, 1)
+    padding = _int_tuple(call, "padding", rank, 0)
+    dilation = _int_tuple(call, "dilation", rank, 1) if "dilation" in call.attrs else (1,) * rank
+    ceil = _flag(call, "ceil_mode")
+    if "count_include_pad" in call.attrs:
+        _flag(call, "count_include_pad")
+    if kernel is None or stride is None or padding is None or dilation is None or call.problems:
+        return None
+    out = []
+    for dim in range(rank):
+        reach = dilation[dim] * (kernel[dim] - 1) + 1
+        size = shape[dim] + 2 * padding[dim]
+        if padding[dim] > kernel[dim] // 2:
+            call.problem(
+                f"padding={padding[dim]} over spatial dim {dim} is more than half of "
+                f"kernel_size={kernel[dim]}",
+                f"padding <= {kernel[dim] // 2}",
+            )
+        steps, rest = divmod(size - reach, stride[dim])
+        # A window that begins in the padding behind the image is left out, as torch does.
+        steps += ceil and rest > 0 and (steps + 1) * stride[dim] < shape[dim] + padding[dim]
+        if steps < 0:
+            call.problem(
+                f"the window reaches {reach} (kernel_size {kernel[dim]}, dilation {dilation[dim]}) "
+                f"over spatial dim {dim}, the padded input is {size}",
+                "a window no larger than the padded input",
+            )
+        out.append(steps + 1)
+    return None if call.problems else tuple(out)
+
+
+def _pool(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _pooled_sizes(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+def _image_result(x: TensorSpec, sizes: Sequence[int]) -> Result:
+    return Result((*x.shape[:2], *sizes), x.dtype, _image_order(x))
+
+
+def _adaptive_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Canonical form: one size per spatial dim; None in its place stands for the input's own."""
+    given = call.attrs["output_size"]
+    many = tuple(given) if isinstance(given, (tuple, list, torch.Size)) else (given,) * len(shape)
+    if len(many) == len(shape):
+        many = tuple(n if want is None else want for n, want in zip(shape, many, strict=True))
+    call.attrs["output_size"] = many
+    return _int_tuple(call, "output_size", len(shape), 1)
+
+
+def _adaptive_pool(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _adaptive_sizes(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+MODES_OF_RANK = {
+    1: ("nearest", "nearest-exact", "linear"),
+    2: ("nearest", "nearest-exact", "bilinear", "bicubic"),
+    3: ("nearest", "nearest-exact", "trilinear"),
+}
+
+
+def _resized(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The spatial sizes of what interpolation makes of an image; one of the attributes gives it."""
+    rank, mode = len(shape), call.attrs["mode"]
+    if mode not in MODES_OF_RANK[rank]:
+        known = ", ".join(map(repr, MODES_OF_RANK[rank]))
+        call.problem(f"mode={mode!r} with {rank} spatial dims", f"one of {known}")
+        return None
+    if call.attrs["align_corners"] is None:
+        call.attrs["align_corners"] = False
+    if _flag(call, "align_corners") and mode.startswith("nearest"):
+        call.problem(f"align_corners=True with mode={mode!r}", "a mode that interpolates linearly")
+    size, scale = call.attrs["size"], call.attrs["scale_factor"]
+    if (size is None) == (scale is None):
+        call.problem(f"size={size!r} and scale_factor={scale!r}", "one of them")
+        return None
+    if scale is None:
+        out = _int_tuple(call, "size", rank, 1)
+        return None if call.problems else out
+    many = tuple(scale) if isinstance(scale, (tuple, list)) else (scale,) * rank
+    if len(many) != rank or not all(
+        isinstance(f, numbers.Real) and not isinstance(f, bool) and 0 < float(f) < math.inf
+        for f in many
+    ):
+        call.problem(f"scale_factor={scale!r}", f"a positive number, or {rank} of them")
+        return None
+    call.attrs["scale_factor"] = many = tuple(map(float, many))
+    out = tuple(int(n * f) for n, f in zip(shape, many, strict=True))
+    if 0 in out:
+        call.problem(f"scale_factor={scale!r} makes of {tuple(shape)} sizes {out}", "sizes >= 1")
+    return None if call.problems else out
+
+
+def _interpolate(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _resized(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+def _pool_backward(call: Call) -> list[Result] | None:
+    """The gradient of x from dy; x is an operand where its elements count, else its sizes are."""
+    rank = _spatial_rank(call, "dy")
+    if rank is None:
+        return None
+    dy, x = call["dy"], call.inputs.get("x")
+    if x is None:
+        sizes = _int_tuple(call, "input_size", rank, 1)
+    else:
+        sizes = x.shape[2:] if _same_dtype(call, "x", "dy") else None
+    if sizes is None or (x is not None and _spatial_rank(call) is None):
+        return None
+    if x is not None and len(x.shape) != len(dy.shape):
+        call.problem(f"dy '{dy.name}' has {len(dy.shape)} dims {dy.shape}", f"{len(x.shape)} dims")
+        return None
+    if "mode" in call.attrs:
+        out = _resized(call, sizes)
+    else:
+        out = (_adaptive_sizes if "output_size" in call.attrs else _pooled_sizes)(call, sizes)
+    if out is None:
+        return None
+    like = dy if x is None else x
+    if dy.shape != (*like.shape[:2], *out):
+        n, c = like.shape[:2]
+        call.problem(
+            f"dy '{dy.name}' has shape {dy.shape}",
+            f"(N, C, out...) = ({n}, {c}, {', '.join(map(str, out))}), the forward's result",
+        )
+        return None
+    return [_image_result(like, sizes)]
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_POOL: dict[str, Any] = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
+_MAX: dict[str, Any] = {**_POOL, "dilation": 1, "ceil_mode": False}
+_AVG: dict[str, Any] = {**_POOL, "ceil_mode": False, "count_include_pad": True}
+_RESIZED: dict[str, Any] = {
+    "size": None,
+    "scale_factor": None,
+    "mode": "nearest",
+    "align_corners": False,
+}
 
 
 def _rows() -> list[Op]:
@@ -1256,16 +1435,21 @@ def _rows() -> list[Op]:
         outputs: str = "y",
         pointwise: bool = False,
         view: bool = False,
+        torch_only: bool = False,
         **attrs: Any,
     ) -> Op:
         ports = tuple(inputs.split())
-        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view)
+        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view, torch_only)
 
     def unary(name: str, **attrs: Any) -> Op:
         return op(name, "x", _unary(*attrs), pointwise=True, **attrs)
 
     def binary(name: str, infer: InferRule) -> Op:
         return op(name, "x y", infer, pointwise=True)
+
+    def resample(name: str, inputs: str, infer: InferRule, **attrs: Any) -> Op:
+        outputs = "dx" if name.endswith("_backward") else "y"
+        return op(name, inputs, infer, outputs, torch_only=True, **attrs)
 
     return [
         op("conv", "x weight", _conv, **_CONV),
@@ -1399,10 +1583,35 @@ def _rows() -> list[Op]:
             "x*",
             _aten,
             outputs=" ".join(("y", *(f"y{n}" for n in range(1, aten.RESULTS)))),
+            torch_only=True,
             overload=REQUIRED,
             args=REQUIRED,
             kwargs=(),
         ),
+        op("concat", "x*", _concat, torch_only=True, dim=0),
+        resample("max_pool", "x", _pool, **_MAX),
+        resample("max_pool_backward", "dy x", _pool_backward, **_MAX),
+        resample("avg_pool", "x", _pool, **_AVG),
+        resample("avg_pool_backward", "dy", _pool_backward, input_size=REQUIRED, **_AVG),
+        *(
+            row
+            for kind, operands, sizes in (
+                ("avg", "dy", {"input_size": REQUIRED}),
+                ("max", "dy x", {}),
+            )
+            for row in (
+                resample(f"adaptive_{kind}_pool", "x", _adaptive_pool, output_size=REQUIRED),
+                resample(
+                    f"adaptive_{kind}_pool_backward",
+                    operands,
+                    _pool_backward,
+                    output_size=REQUIRED,
+                    **sizes,
+                ),
+            )
+        ),
+        resample("interpolate", "x", _interpolate, **_RESIZED),
+        resample("interpolate_backward", "dy", _pool_backward, input_size=REQUIRED, **_RESIZED),
         op("constant", "", _constant, pointwise=True, value=0.0),
     ]
 

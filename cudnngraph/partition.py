@@ -86,7 +86,7 @@ class Graph:
     def takes_epilogue(self, node: Node) -> bool:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
-        return not (row.pointwise or row.view or node.op in ("concat", "aten"))
+        return not (row.pointwise or row.view or row.torch_only)
 
     def is_free(self, node: Node) -> bool:
         """Whether a node is a view: nothing has to run."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import aten
+from . import aten, resample
 from .ir import GraphSpec, Node
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -425,6 +425,7 @@ RULES: Mapping[str, Rule] = {
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
     "aten": lambda inputs, attrs: aten.run(attrs, inputs),
+    **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import resample
 from ..errors import NotSupported
 from ..ir import (
     GraphSpec,
@@ -926,10 +927,20 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
 
 def _torchs_own(ctx: Context | None, node: Node) -> Any:
     """An op that only torch has."""
-    raise _Refused(f"{node.attr('overload')} is torch's own op, no part of a cuDNN plan")
+    raise _Refused(f"{node.attr('overload')} is torch's own op, no part of a plan: a torch step")
 
 
-_NO_PLAN = (_torch_only, _torchs_own)
+def _no_resample(ctx: Context | None, node: Node) -> Any:
+    """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
+
+
+_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
+    _torch_only,
+    _torchs_own,
+    _no_resample,
+)
+
 
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
@@ -996,6 +1007,7 @@ RULES: Mapping[str, Rule] = {
     "slice": _torch_only,
     "concat": _torch_only,
     "aten": _torchs_own,
+    **{name: _no_resample for name in resample.RULES},
 }
 
 _CHANNEL_PORTS = {
@@ -1093,8 +1105,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     try:
         _check_places(spec)
         for node in spec.nodes:
-            if RULES[node.op] in _NO_PLAN:
-                RULES[node.op](None, node)  # type: ignore[arg-type]
+            for refuse in _REFUSALS:
+                if RULES[node.op] is refuse:
+                    refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-def _conv_norm(c: int, k: int, kernel: int = 1, **options: int) -> list[nn.Module]:
+def _conv_norm(c: int, k: int, kernel: int = 1, **options: Any) -> list[nn.Module]:
     return [nn.Conv2d(c, k, kernel, bias=False, **options), nn.BatchNorm2d(k)]
 
 
@@ -249,8 +249,8 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, C, H, W) → the same."""
         y = self.depthwise(x).permute(0, 2, 3, 1)
-        y = self.mlp(self.norm(y)).permute(0, 3, 1, 2)
-        return x + self.scale * y
+        y = self.scale * self.mlp(self.norm(y)).permute(0, 3, 1, 2)
+        return x + cast(torch.Tensor, y)
 
 
 class ConvNeXt(nn.Module):

@@ -9,9 +9,10 @@ import sys
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import grad, reference
+from cudnngraph import grad, reference, resample
 from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
+from cudnngraph.ir import Node
 from cudnngraph.ops import OPS
 from tests import samples
 
@@ -66,10 +67,18 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
 
 def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
     refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
-    assert {name for name, rule in lower.RULES.items() if rule is lower._torchs_own} == {"aten"}
     views = {name for name in OPS if OPS[name].view}
     assert refused == {"reshape", "transpose", "permute", "slice", "concat"}
     assert views == refused - {"concat"}
+
+
+def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
+    torch_only = {name for name in OPS if OPS[name].torch_only}
+    assert torch_only == {"concat", "aten", *resample.RULES}
+    for name in torch_only:
+        (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
+        with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
+            refuse(None, Node(name, name, (), (), (("overload", "aten.relu.default"),)))
 
 
 def test_a_list_of_operands_has_a_port_each() -> None:
@@ -86,6 +95,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reshape",
         "slice",
         "transpose",
+        *resample.RULES,
         "conv",
         "conv_transpose",
         "conv_wgrad",

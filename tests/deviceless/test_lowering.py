@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph import resample
 from cudnngraph.backend import env
 from cudnngraph.backend.lower import Constant, Lowered
 from cudnngraph.backend.plan import propose, propose_for
@@ -214,6 +215,10 @@ TORCH = (
     Known(
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
+    ),
+    Known(
+        "cuDNN's Python frontend has no resampling",
+        lambda spec: bool(_nodes(spec, *resample.RULES)),
     ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
