@@ -49,7 +49,7 @@ OUT: Mapping[str, OutRule] = {
     "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
     "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
     "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
-    "concat": lambda inputs, attrs, out: torch.cat(list(inputs), attrs["dim"], out=out),
+    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out)(),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     **resample.INTO,
@@ -174,6 +174,25 @@ def _run_aten(
     return lambda: aten.call(function, attrs, operands, **outs)
 
 
+def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> Run:
+    """torch.cat; of what has been written into ``out`` already, the rest alone."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start = 0
+    for x in inputs:
+        part = out.narrow(dim, start, x.shape[dim])
+        start += x.shape[dim]
+        if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
+            rest.append((part, x))
+    if len(rest) == len(inputs):
+        return lambda: torch.cat(list(inputs), dim, out=out)
+
+    def run() -> None:
+        for part, x in rest:
+            part.copy_(x)
+
+    return run
+
+
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """Dtype, shape, and strides where those say something."""
     real = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
@@ -227,6 +246,8 @@ def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Run | None:
             values[each.results[0]] = torch.tensor(each.attr("value"), dtype=torch.float64)
     operands = [None if name is None else values[name] for name in node.inputs]
     attrs = dict(node.attrs)
+    if node.op == "concat":
+        return _concat(operands, attrs["dim"], out)
     if node.op in OUT and _runs_in_own_dtype(node, spec):
         rule = OUT[node.op]
         return lambda: rule(operands, attrs, out)

@@ -32,11 +32,10 @@ from .backend.plan import (
 )
 from .cache import CacheStats
 from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
-from .ir import GraphSpec, Node, TensorSpec, print_spec, same_layout
+from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key
-from .memory import Need, place
+from .layout import Laid, Layout
 from .ops import OPS, dtype_name, is_default
-from .partition import is_view
 from .policy import Policy
 from .progress import progress_bar
 from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
@@ -126,36 +125,11 @@ class Program:
         self._allow_tf32 = bool(policy.allow_tf32)
         self._threads = threading.local()
         self._threads.plans = selection.built
-        bound = {*spec.inputs, *spec.outputs}
-        born: dict[str, int] = {}
-        dies: dict[str, int] = {}
-        self._between: dict[str, TensorSpec] = {}
-        self._views: dict[int, Node] = {}  # by the number of the step
-        base: dict[str, str] = {}
-        for number, step in enumerate(self.steps):
-            for name in step.spec.inputs:
-                dies[base.get(name, name)] = number
-            (*_, node) = step.spec.nodes
-            if (
-                step.choice is None
-                and bound.isdisjoint(step.spec.outputs)
-                and is_view(step.spec.tensors, node)
-            ):
-                self._views[number] = node
-                base[node.results[0]] = base.get(node.operands[0], node.operands[0])
-                continue
-            for name in step.spec.outputs:
-                if name not in bound:
-                    self._between[name] = step.spec.tensors[name]
-                    born[name] = dies[name] = number
-        needs = [
-            Need(tensor.extent * tensor.dtype.itemsize, born[name], dies[name])
-            for name, tensor in self._between.items()
+        laid = [
+            Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
         ]
-        needs += [Need(step.workspace_bytes, at, at) for at, step in enumerate(self.steps)]
-        offsets, self.scratch_bytes = place(needs)
-        self._offsets = dict(zip(self._between, offsets, strict=False))
-        self._scratch_offsets = offsets[len(self._between) :]
+        self._layout = Layout(laid, {*spec.inputs, *spec.outputs})
+        self.scratch_bytes = self._layout.size_bytes
 
     def _plans(self) -> Sequence[Plan | None]:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
@@ -170,24 +144,18 @@ class Program:
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
-        values = dict(tensors)
-        base = 0
+        block = torch.empty(0, dtype=torch.uint8)
         if self.scratch_bytes:
             pin = torch.cuda.is_current_stream_capturing()
             block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
-            base = block.data_ptr()
-            for name, offset in self._offsets.items():
-                tensor = self._between[name]
-                flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
-                values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
-        launches = []
-        steps = zip(self.steps, self._plans(), self._scratch_offsets, strict=True)
-        for number, (step, plan, offset) in enumerate(steps):
-            if number in self._views:
-                eager.view(self._views[number], step.spec, values)
-            else:
-                launches.append(self._launch(step, plan, values, base + offset))
-        return launches
+        values = self._layout.tensors(block, tensors)
+        base = block.data_ptr() if self.scratch_bytes else 0
+        steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)
+        return [
+            self._launch(step, plan, values, base + offset)
+            for number, (step, plan, offset) in enumerate(steps)
+            if number not in self._layout.free
+        ]
 
     def _launch(
         self, step: StepPlan, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int

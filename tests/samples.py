@@ -1492,7 +1492,7 @@ def _torchs_own() -> Iterator[Case]:
     yield _table_case(
         "aten",
         "cast",
-        {"x": ((5, 8), F32, None), "z": ((5, 8), F16, None)},
+        {"z": ((5, 8), F16, None), "x": ((5, 8), F32, None)},
         lambda g, v: {
             "y": g.relu(
                 g.aten([v["x"]], "aten._to_copy.default", (x,), (("dtype", ("dtype", "float16")),))

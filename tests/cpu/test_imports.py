@@ -21,6 +21,7 @@ LAYERS = (
     ("ops", "key"),
     ("validate", "reference", "partition"),
     ("graph", "backend", "eager"),
+    ("layout",),
     ("grad", "importer", "select", "trial"),
     ("autotune", "recorded"),
     ("cache",),
@@ -43,7 +44,8 @@ SELECTION = {
     "progress": set(),
     "partition": {"ir", "ops"},
     "eager": {"aten", "ir", "ops", "partition", "reference", "resample"},
-    "trial": {"backend", "eager", "ir", "ops", "partition", "policy", "reference"},
+    "layout": {"eager", "ir", "memory", "partition"},
+    "trial": {"backend", "eager", "ir", "layout", "ops", "policy", "reference"},
     "select": {"backend", "errors", "ir", "partition", "policy"},
     "autotune": {
         *("backend", "eager", "errors", "ir", "key", "partition", "policy"),
