@@ -23,8 +23,10 @@ from .errors import (
     Problem,
     SettingsError,
     UnkeyableError,
+    WrongResult,
 )
 from .explain import Explanation, explain
+from .fuse import Fused, fuse
 from .grad import Gradient, differentiate
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
@@ -48,6 +50,7 @@ __all__ = [
     "Executable",
     "Explanation",
     "FeatureMissing",
+    "Fused",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
     "FusedMultiheadAttention",
@@ -68,11 +71,13 @@ __all__ = [
     "Trainable",
     "UnkeyableError",
     "Value",
+    "WrongResult",
     "cache_clear",
     "cache_stats",
     "differentiate",
     "explain",
     "functional",
+    "fuse",
     "nn",
     "on_miss",
     "specialize",

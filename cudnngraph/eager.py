@@ -49,6 +49,9 @@ OUT: Mapping[str, OutRule] = {
     "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
     "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
     "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
+    "expand": lambda inputs, attrs, out: out.copy_(
+        reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
+    ),
     "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out)(),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),

@@ -118,6 +118,10 @@ class CannotImport(CudnnGraphError, RuntimeError):
     """A model is no single graph; the message names the op and the line of the model."""
 
 
+class WrongResult(CudnnGraphError, ArithmeticError):
+    """A fused model's result is not the model's."""
+
+
 class NotSupported(CudnnGraphError, RuntimeError):
     """cuDNN refuses the graph.
 

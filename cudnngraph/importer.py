@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch import nn
 from . import aten
 from .errors import CannotImport, GraphError
 from .graph import Graph, Value
-from .ir import GraphSpec
+from .ir import GraphSpec, channels_last_strides, is_contiguous
 from .ops import FLOATS
+
+_TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,19 @@ def _export_failure(error: Exception) -> str:
     """Why torch.export gave up, in a line, and where."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
     first = lines[0] if lines else type(error).__name__
-    if not found:
-        return first
-    path, number, function, code = found[-1]
-    return f"{first} ({Path(path).name}:{number} in {function}: {code.strip()})"
+    where = _last_line(text)
+    return f"{first} ({where})" if where else first
+
+
+def _last_line(trace: str) -> str:
+    """The last line of a stack trace that is not torch's own, "" where there is none."""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in (\w+)\n\s*(.+)', trace)
+    ours = [each for each in found if _TORCH not in Path(each[0]).parents] or found
+    if not ours:
+        return ""
+    path, number, function, code = ours[-1]
+    return f"{Path(path).name}:{number} in {function}: {code.strip()}"
 
 
 def convert(
@@ -181,6 +190,7 @@ class _Conversion:
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: list[Opaque] = field(default_factory=list)
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     node: Any = None
 
     def __post_init__(self) -> None:
@@ -302,6 +312,8 @@ class _Conversion:
             made = None
         seen = node.meta.get("val")
         if made is not None and len(self.g.problems) == mark[1] and _agrees(made, seen):
+            if str(target).startswith(_MAKE_IMAGES):
+                self._settle(made)
             return made
         self.g.undo(mark)
         return None
@@ -330,7 +342,17 @@ class _Conversion:
             raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
         self.opaque.append(Opaque(name, self._line(node)))
         results = made if isinstance(made, tuple) else (made,)
+        self._settle(results[0])
         return results if _many(node) else results[0]
+
+    def _settle(self, value: Any) -> None:
+        """Lay an image out as the others are, where its op could not know: a single pixel says
+        nothing, and what is broadcast has no layout yet."""
+        spec = value.spec if isinstance(value, Value) else None
+        if spec is None or not self.channels_last or len(spec.shape) not in (4, 5):
+            return
+        if spec.dtype in FLOATS and is_contiguous(spec.shape, spec.stride):
+            value.spec = replace(spec, stride=channels_last_strides(spec.shape))
 
     # -- operands ----------------------------------------------------------------------------------
 
@@ -368,6 +390,12 @@ class _Conversion:
         self._kept[name] = tensor
         self._held[place] = value
         return value
+
+    def biased_value(self, value: Value, bias: torch.Tensor) -> Value:
+        """The value with a constant added along its channels."""
+        made = self.g.bias(value, self.constant(bias, "bias"))
+        self.biased[made.name] = (value, bias)
+        return made
 
     def image_weight(self, weight: torch.Tensor) -> Value:
         """The weight of a convolution, laid out as the graph's images are."""
@@ -463,13 +491,7 @@ class _Conversion:
 
     def _line(self, node: torch.fx.Node) -> str:
         """The line of the model that an op comes from, "" where torch does not say."""
-        text = node.meta.get("stack_trace") or ""
-        found = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
-        found = [each for each in found if not each[0].startswith("<")]
-        if not found:
-            return ""
-        path, number, function, code = found[-1]
-        return f"{Path(path).name}:{number} in {function}: {code.strip()}"
+        return _last_line(node.meta.get("stack_trace") or "")
 
     def _refused(self, why: str) -> CannotImport:
         line = self._line(self.node)
@@ -507,6 +529,9 @@ def _agrees(made: Any, seen: Any) -> bool:
         and (made.shape, made.dtype) == (tuple(seen.shape), seen.dtype)
     )
 
+
+#: Ops whose results are images: they get the layout of images where nothing says otherwise.
+_MAKE_IMAGES = ("aten.conv", "aten.upsample", "aten._upsample", "aten.adaptive_avg_pool")
 
 _ASSERTIONS = frozenset(
     {
@@ -589,9 +614,10 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
         norm = None
     held = c.image_weight(weight) if isinstance(weight, torch.Tensor) else c.value(weight)
     y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
-    if bias is not None:
-        given = c.constant(bias, "bias") if isinstance(bias, torch.Tensor) else c.value(bias)
-        y = c.g.bias(y, given)
+    if isinstance(bias, torch.Tensor):
+        y = c.biased_value(y, bias)
+    elif bias is not None:
+        y = c.g.bias(y, c.value(bias))
     if norm is not None and y.spec is not None:
         c.folded[norm[0]] = c.node
     return y
@@ -651,6 +677,33 @@ def _first(a: Arguments) -> Any:
 
 def _one(function: Callable[[Graph, Value], Value]) -> Rule:
     return lambda c, a: function(c.g, c.value(_first(a)))
+
+
+def _add(c: _Conversion, a: Arguments) -> Value:
+    """x + y, where a bias of either comes last.
+
+    cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
+    on both sides is one bias.
+    """
+    x, y = c.operand(a["self"]), c.operand(a["other"])
+    if a.get("alpha", 1) != 1 or not (isinstance(x, Value) and isinstance(y, Value)):
+        return _two("add")(c, a)  # type: ignore[no-any-return]
+    biases: list[torch.Tensor] = []
+    parts = []
+    for value, node in zip((x, y), c.node.args, strict=True):
+        found = c.biased.get(value.name)
+        if found is None or len(getattr(node, "users", ())) != 1 or x.shape != y.shape:
+            parts.append(value)
+        else:
+            parts.append(found[0])
+            biases.append(found[1])
+    made = c.g.add(*parts)
+    if not biases:
+        return made
+    total = biases[0]
+    if len(biases) > 1:
+        total = (biases[0].double() + biases[1].double()).to(biases[0].dtype)
+    return c.biased_value(made, total)
 
 
 def _two(method: str) -> Rule:
@@ -980,7 +1033,8 @@ RULES: Mapping[str, Rule] = {
         "leaky_relu": _unary("leaky_relu", "negative_slope"),
         "softplus": _softplus,
         **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
-        **{name: _two(name) for name in ("add", "sub", "mul", "div", "minimum", "maximum")},
+        "add": _add,
+        **{name: _two(name) for name in ("sub", "mul", "div", "minimum", "maximum")},
         **{name: _two(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{name: _two(name) for name in ("logical_and", "logical_or")},
         "rsub": _rsub,

@@ -36,6 +36,7 @@ from .ir import (
     view_strides,
 )
 from .ops import OPS, Call
+from .resample import blocks
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
@@ -528,19 +529,8 @@ def slices(spec: GraphSpec) -> GraphSpec:
 def _reads_any_strides(node: Node, name: str) -> bool:
     """Whether an op is no slower on a slice of a larger tensor."""
     if node.op == "max_pool":
-        return blocks(node)
+        return blocks(dict(node.attrs))
     return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
-
-
-def blocks(node: Node) -> bool:
-    """Whether the windows of a pooling lie side by side, without padding."""
-    kernel = node.attr("kernel_size")
-    return (
-        tuple(node.attr("stride")) == tuple(kernel)
-        and not any(node.attr("padding"))
-        and all(step == 1 for step in node.attr("dilation"))
-        and not node.attr("ceil_mode")
-    )
 
 
 def additive_masks(spec: GraphSpec) -> GraphSpec:

@@ -24,6 +24,8 @@ from . import cache, eager, reference, settings
 from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
+    Choice,
+    Outcome,
     Plan,
     build_first,
     multiplies_float32,
@@ -31,14 +33,21 @@ from .backend.plan import (
     replay,
 )
 from .cache import CacheStats
-from .errors import BackendUnavailable, BindError, CaptureError, PolicyError, Problem
+from .errors import (
+    BackendUnavailable,
+    BindError,
+    CaptureError,
+    NotSupported,
+    PolicyError,
+    Problem,
+)
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
-from .key import Key, graph_key
+from .key import Key, graph_key, step_digest
 from .layout import Laid, Layout
 from .ops import OPS, dtype_name, is_default
 from .policy import Policy
 from .progress import progress_bar
-from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
+from .select import Build, Decision, Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -135,11 +144,17 @@ class Program:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
         if plans is None:
             index = self.device.index
-            plans = tuple(
-                None if step.choice is None else replay(step.spec, step.choice, index)
-                for step in self.steps
-            )
-            self._threads.plans = plans
+            made: dict[tuple[str, Choice], Plan] = {}
+            found: list[Plan | None] = []
+            for step in self.steps:
+                if step.choice is None:
+                    found.append(None)
+                    continue
+                like = (step_digest(step.spec), step.choice)
+                if like not in made:
+                    made[like] = replay(step.spec, step.choice, index)
+                found.append(made[like])
+            plans = self._threads.plans = tuple(found)
         return plans
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
@@ -230,6 +245,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def _once_each(policy: Policy, index: int) -> Build:
+    """Builds the first plan of a step; of steps that are equal, once."""
+    known: dict[str, tuple[Plan, tuple[Outcome, ...]] | NotSupported] = {}
+
+    def build(part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
+        digest = step_digest(part)
+        if digest not in known:
+            try:
+                known[digest] = build_first(part, policy, index)
+            except NotSupported as refusal:
+                known[digest] = refusal
+        found = known[digest]
+        if isinstance(found, NotSupported):
+            raise found
+        return found
+
+    return build
+
+
 def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
     by_reference = settings.current().backend == "reference"
     place = (key.digest, device, by_reference)
@@ -254,7 +288,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
                 with progress_bar("tuning", after_s=2.0) as tell:
                     bench = GpuBench(policy, device, partial(cache.alone_on, index))
                     return autotune(spec, policy, bench, tell)
-            return heuristic(spec, policy, lambda part: build_first(part, policy, index))
+            return heuristic(spec, policy, _once_each(policy, index))
 
         with torch.cuda.device(device):
             if torch_only(spec) is None:

@@ -36,13 +36,13 @@ LAYERS = (
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Inside a function, so that the cycle is closed only when it is called: (importing, imported).
-LATE = {("graph", "runtime"), ("graph", "training")}
+LATE = {("graph", "runtime"), ("graph", "training"), ("fuse", "cli")}
 # What the modules of selection may import, and nothing else of what lies below them.
 SELECTION = {
     "timing": set(),
     "memory": set(),
     "progress": set(),
-    "partition": {"ir", "ops"},
+    "partition": {"ir", "ops", "resample"},
     "eager": {"aten", "ir", "ops", "partition", "reference", "resample"},
     "layout": {"eager", "ir", "memory", "partition"},
     "trial": {"backend", "eager", "ir", "layout", "ops", "policy", "reference"},
