@@ -28,7 +28,7 @@ from .importer import Exported, Imported, convert, export
 from .ir import TensorSpec
 from .policy import Policy
 from .recorded import to_record
-from .runtime import Executable, compile
+from .runtime import ALIGNMENT_BYTES, Executable, compile
 from .select import FREE, Selection, StepPlan
 from .trial import TOLERANCE, relative_error
 
@@ -48,7 +48,8 @@ class Bound:
 
     ``inputs`` are the tensors that a run reads, in the order of the model's tensors, None where
     nothing depends on one; ``results`` are what it makes: tensors that every run writes anew, or
-    that never change, and values. ``graph`` is the CUDA graph, if it was captured.
+    that never change, and values. ``tensors`` are all that are bound, by their names in the graph;
+    ``graph`` is the CUDA graph, if it was captured.
     """
 
     def __init__(
@@ -62,17 +63,19 @@ class Bound:
         self.executable = executable
         self.inputs: list[torch.Tensor | None] = [None] * len(imported.inputs)
         self.written: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self.graph: Any = None
         self._call: Callable[[], None] = _nothing
         if executable is None or imported.spec is None:
             return
         tensors = imported.spec.tensors
-        given = dict(imported.constants)
+        given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
         for place, name in enumerate(imported.inputs):
             if name is not None:
                 self.inputs[place] = given[name] = _empty(tensors[name], device).zero_()
         for name in imported.spec.outputs:
             self.written[name] = given[name] = _empty(tensors[name], device)
+        self.tensors = given
         self._call = executable.bind(**given)
         if stream is not None:
             self._capture(stream)
@@ -112,6 +115,16 @@ class Bound:
 
 def _nothing() -> None:
     pass
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it begins at an address that plans do not take."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES == 0 or tensor.device.type == "cpu":
+        return tensor
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor)
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
@@ -304,7 +317,13 @@ class Fused(nn.Module):
         last = self._channels_last
         if last is None:
             last = _has_images(exported)
-        imported = _imported(exported, type(self.model).__name__, channels_last=last)
+        imported = convert(
+            exported.module,
+            exported.constants,
+            exported.placeholders,
+            name=type(self.model).__name__,
+            channels_last=last,
+        )
         executable = None
         if imported.spec is not None:
             executable = compile(imported.spec, device, policy=self._policy)
@@ -371,14 +390,6 @@ def _has_images(exported: Exported) -> bool:
         and isinstance(node.meta.get("val"), torch.Tensor)
         and node.meta["val"].dim() in (4, 5)
         for node in exported.module.graph.nodes
-    )
-
-
-def _imported(exported: Exported, name: str, *, channels_last: bool) -> Imported:
-    """``inputs`` of the result stand in the order of the tensors among the arguments."""
-    tensors = [each for each in exported.placeholders if each is not None]
-    return convert(
-        exported.module, exported.constants, tensors, name=name, channels_last=channels_last
     )
 
 

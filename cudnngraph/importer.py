@@ -61,13 +61,13 @@ class Imported:
 class Exported:
     """A model as ATen ops: the graph, its constants by placeholder, and how it is called.
 
-    ``placeholders`` are the names of those that stand for the caller's tensors, in the order of the
-    flattened arguments; None for an argument that is no tensor.
+    ``placeholders`` are the names of those that stand for the caller's tensors, in the order of
+    the tensors among the flattened arguments.
     """
 
     module: torch.fx.GraphModule
     constants: Mapping[str, torch.Tensor]
-    placeholders: tuple[str | None, ...]
+    placeholders: tuple[str, ...]
     out_spec: Any
 
 
@@ -97,12 +97,12 @@ def export(
             "mode, a counter, a cache?); call model.eval(), or return the new value"
         )
     constants: dict[str, torch.Tensor] = {}
-    placeholders: list[str | None] = []
+    placeholders: list[str] = []
     for each in signature.input_specs:
         held = {**program.state_dict, **program.constants}
         if each.kind == InputKind.USER_INPUT:
-            tensor = hasattr(each.arg, "name") and type(each.arg).__name__ == "TensorArgument"
-            placeholders.append(each.arg.name if tensor else None)
+            if type(each.arg).__name__ == "TensorArgument":
+                placeholders.append(each.arg.name)
         elif each.target in held:
             constants[each.arg.name] = held[each.target].detach()
         else:
@@ -123,7 +123,7 @@ def _export_failure(error: Exception) -> str:
 
 def _last_line(trace: str) -> str:
     """The last line of a stack trace that is not torch's own, "" where there is none."""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in (\w+)\n\s*(.+)', trace)
+    found = re.findall(r'File "([^"<]+)", line (\d+), in (\S+)\n\s*(.+)', trace)
     ours = [each for each in found if _TORCH not in Path(each[0]).parents] or found
     if not ours:
         return ""
@@ -134,7 +134,7 @@ def _last_line(trace: str) -> str:
 def convert(
     module: torch.fx.GraphModule,
     constants: Mapping[str, torch.Tensor],
-    placeholders: Sequence[str | None],
+    placeholders: Sequence[str],
     *,
     name: str = "model",
     channels_last: bool = False,
@@ -156,10 +156,7 @@ def import_model(
     *,
     channels_last: bool = False,
 ) -> Imported:
-    """``model`` as it is called with ``args``, as one graph; see :func:`export`, :func:`convert`.
-
-    ``inputs`` of the result stand in the order of the tensors among the flattened arguments.
-    """
+    """``model`` as called with ``args``, as one graph; see :func:`export`, :func:`convert`."""
     made = export(model, args, kwargs)
     return convert(
         made.module,
@@ -183,7 +180,7 @@ class _Skip(Exception):
 class _Conversion:
     module: torch.fx.GraphModule
     constants: Mapping[str, torch.Tensor]
-    placeholders: Sequence[str | None]
+    placeholders: Sequence[str]
     name: str
     channels_last: bool
     keep_strides: bool
@@ -210,7 +207,7 @@ class _Conversion:
                 node.replace_all_uses_with(None)
                 graph.erase_node(node)
         graph.eliminate_dead_code()
-        user = {name: place for place, name in enumerate(self.placeholders) if name is not None}
+        user = {name: place for place, name in enumerate(self.placeholders)}
         results: list[str | tuple[str, Any]] = []
         for node in graph.nodes:
             self.node = node
@@ -666,7 +663,7 @@ def _convolution(c: _Conversion, a: Arguments) -> Value:
 
 def _unary(method: str, *attrs: str) -> Rule:
     return lambda c, a: getattr(c.g, method)(
-        c.value(next(iter(a.values()))), *(float(a[each]) for each in attrs)
+        c.value(_first(a)), *(float(a[each]) for each in attrs)
     )
 
 
@@ -1036,7 +1033,9 @@ RULES: Mapping[str, Rule] = {
         "add": _add,
         **{name: _two(name) for name in ("sub", "mul", "div", "minimum", "maximum")},
         **{name: _two(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-        **{name: _two(name) for name in ("logical_and", "logical_or")},
+        **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),
+        **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _two("logical_or")),
+        "bitwise_not": _one(lambda g, x: g.logical_not(x)),
         "rsub": _rsub,
         "pow": _pow,
         "where": _where,
