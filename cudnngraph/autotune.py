@@ -30,7 +30,7 @@ from .key import step_digest
 from .partition import Graph, Group, channels_last, cuts, piece, prepared, regions, work
 from .policy import Policy
 from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
-from .timing import measure
+from .timing import HEAVY_US, measure
 from .trial import Chain, Trial
 
 TIE = 1.02  # within this factor the smaller workspace wins
@@ -39,6 +39,7 @@ PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list 
 GAIN = 0.98
 CLOSE = 1.12  # ways to cut the graph within this factor are measured whole
 FINALISTS = 1.08  # ways within this factor of a part's best are measured again, longer
+FINAL_WAYS = 5
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
 SPACER_BYTES = 33 << 20
@@ -110,20 +111,22 @@ class GpuBench:
     ) -> list[float | str]:
         """See :class:`Bench`."""
         try:
-            trials = [self._trial(spec)]
-            if len(plans) > 1:  # where tensors lie moves a kernel's time by some percent
-                spacer = torch.empty(SPACER_BYTES, dtype=torch.uint8, device=self._device)
-                trials.append(Trial(spec, self._policy, self._device))
-                del spacer
-            total = [0.0] * len(plans)
-            for trial in trials:
-                launches = [trial.launch(plan) for plan in plans]
-                with self._alone():
-                    times = measure(launches, self._stream, rounds=rounds)
-                total = [a + b / len(trials) for a, b in zip(total, times, strict=True)]
-            return list(total)
+            times = self._times_us(self._trial(spec), plans, rounds)
+            if len(plans) == 1 or min(times) >= HEAVY_US:
+                return list(times)
+            # Where tensors lie moves a short kernel's time by some percent: so once more elsewhere.
+            spacer = torch.empty(SPACER_BYTES, dtype=torch.uint8, device=self._device)
+            elsewhere = Trial(spec, self._policy, self._device)
+            del spacer
+            again = self._times_us(elsewhere, plans, rounds)
+            return [(a + b) / 2 for a, b in zip(times, again, strict=True)]
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
+
+    def _times_us(self, trial: Trial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
+        launches = [trial.launch(plan) for plan in plans]
+        with self._alone():
+            return measure(launches, self._stream, rounds=rounds, quick=rounds == QUICK_ROUNDS)
 
     def chain_times_us(
         self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
@@ -161,6 +164,7 @@ class _Way:
     choice: Choice | None
     workspace_bytes: int
     time_us: float
+    final: bool = False  # measured again beside the fastest others, which alone compares them
 
 
 @dataclass
@@ -177,10 +181,11 @@ class _Step:
 
     def best(self) -> _Way | None:
         """The fastest way, or one that is nearly as fast and needs less workspace."""
-        if not self.ways:
+        ways = [way for way in self.ways if way.final] or self.ways
+        if not ways:
             return None
-        least = min(way.time_us for way in self.ways)
-        near = [way for way in self.ways if way.time_us <= TIE * least]
+        least = min(way.time_us for way in ways)
+        near = [way for way in ways if way.time_us <= TIE * least]
         return min(near, key=lambda way: (way.workspace_bytes, way.time_us, way.rank))
 
 
@@ -474,20 +479,22 @@ class _Search:
         return False
 
     def _compare(self, step: _Step) -> None:
-        """Measure the fastest few ways of a step again, side by side."""
-        if len(step.ways) < 2:
-            return
-        least = min(way.time_us for way in step.ways)
+        """Measure the fastest few ways of a step again, side by side; the others are out.
+
+        A first time is that of one plan from rest, a final one may be under load: the two do not
+        compare.
+        """
+        least = min((way.time_us for way in step.ways), default=0.0)
         near = sorted(
             (way for way in step.ways if way.time_us <= FINALISTS * least),
             key=lambda way: way.time_us,
-        )[:4]
-        if len(near) < 2:
+        )[:FINAL_WAYS]
+        if len(near) < 2 and least < HEAVY_US:
             return
         again = self._bench.times_us(step.spec, [way.plan for way in near], FINAL_ROUNDS)
         for way, time_us in zip(near, again, strict=True):
             if not isinstance(time_us, str):
-                way.time_us = time_us
+                way.time_us, way.final = time_us, True
 
     def decisions(self, part: _Part, taken: _Way) -> tuple[Decision, ...]:
         """Everything that was considered for a step."""
@@ -503,6 +510,8 @@ class _Search:
                     if way is taken
                     else f"{ratio:.2f} times the time of the one taken"
                 )
+            if taken.final and not way.final:
+                reason = f"over {FINALISTS:g} times the fastest when first measured"
             made.append(_decided(way, reason, accepted=way is taken))
         return (*made, *step.lost)
 

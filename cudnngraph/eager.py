@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .ops import OPS
 from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
-Run = Callable[[], object]
+Run = Callable[[Tensors, Tensors], object]
 OutRule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor], object]
 
 _aten: Any = torch.ops.aten
@@ -52,7 +53,7 @@ OUT: Mapping[str, OutRule] = {
     "expand": lambda inputs, attrs, out: out.copy_(
         reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
     ),
-    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out)(),
+    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     **resample.INTO,
@@ -119,65 +120,87 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
     return x, y, bias, rest[0].op if rest else None
 
 
-def _run_linear(
-    spec: GraphSpec, values: Mapping[str, torch.Tensor], out: torch.Tensor
-) -> Run | None:
+def _run_linear(spec: GraphSpec) -> Run | None:
     found = _linear(spec)
     if found is None:
         return None
-    x, y, bias = (values[name] for name in found[:3])
+    x, y, bias = (spec.inputs.index(name) for name in found[:3])
     activation = found[3]
     if activation is None:
-        return lambda: torch.addmm(bias, x, y, out=out)
+        return lambda given, out: torch.addmm(given[bias], given[x], given[y], out=out[0])
     gelu = activation == "gelu_tanh"
-    return lambda: _aten._addmm_activation.out(bias, x, y, use_gelu=gelu, out=out)
+    return lambda given, out: _aten._addmm_activation.out(
+        given[bias], given[x], given[y], use_gelu=gelu, out=out[0]
+    )
 
 
-def _run_aten(
-    spec: GraphSpec,
-    node: Node,
-    values: Mapping[str, torch.Tensor],
-    outputs: Mapping[str, torch.Tensor],
-) -> Run:
+def prepare(spec: GraphSpec, *, allow_tf32: bool) -> Callable[[Tensors, Tensors], None]:
+    """What runs ``spec`` on inputs into outputs, on the current stream."""
+    run = _single(spec) or (lambda inputs, outputs: reference.run_into(spec, inputs, outputs))
+    tensors = spec.tensors.values()
+    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
+        tensor.dtype == torch.float32 for tensor in tensors
+    ):
+        return lambda inputs, outputs: _in_precision(run, inputs, outputs, allow_tf32)
+
+    def quietly(inputs: Tensors, outputs: Tensors) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                run(inputs, outputs)
+        else:
+            run(inputs, outputs)
+
+    return quietly
+
+
+def _run_aten(spec: GraphSpec, node: Node) -> Run:
     """An op of torch; into the given tensors where those are as torch would make them, since out
     variants of images take no other strides."""
-    attrs, operands = dict(node.attrs), [values[name] for name in node.operands]
-    like = [
-        torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-        for x in (spec.tensors[name] for name in node.operands)
-    ]
+    attrs = dict(node.attrs)
+    operands = [spec.inputs.index(name) for name in node.operands]
+    like, wanted = (
+        [
+            torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
+            for t in (spec.tensors[name] for name in names)
+        ]
+        for names in (node.operands, spec.outputs)
+    )
     made = aten.run(attrs, like)
-    wanted = [
-        None if name is None else outputs.get(name)
-        for name in (*node.outputs, *(None,) * (len(made) - len(node.outputs)))
-    ][: len(made)]
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
     found = aten.out_variant(attrs["overload"])
     fits = found is not None and all(
-        result is not None and (want is None or _form(want) == _form(result))
-        for want, result in zip(wanted, made, strict=True)
+        result is not None and (at is None or _form(wanted[at]) == _form(result))
+        for at, result in zip(places, made, strict=True)
     )
     if found is None or not fits:
         plain = aten.overload(attrs["overload"])
 
-        def compute() -> None:
-            for want, result in zip(wanted, aten.call(plain, attrs, operands), strict=True):
-                if want is not None:
-                    want.copy_(result)
+        def compute(inputs: Tensors, outputs: Tensors) -> None:
+            results = aten.call(plain, attrs, [inputs[at] for at in operands])
+            for at, result in zip(places, results, strict=True):
+                if at is not None:
+                    outputs[at].copy_(result)
 
         return compute
     function, names = found
-    outs = {
-        name: want
-        if want is not None
-        else torch.empty_strided(
-            result.shape, result.stride(), dtype=result.dtype, device=operands[0].device
-        )
-        for name, want, result in zip(names, wanted, made, strict=True)
-    }
-    return lambda: aten.call(function, attrs, operands, **outs)
+
+    def run(inputs: Tensors, outputs: Tensors) -> object:
+        given = [inputs[at] for at in operands]
+        outs = {
+            name: torch.empty_strided(
+                unasked.shape, unasked.stride(), dtype=unasked.dtype, device=given[0].device
+            )
+            if at is None
+            else outputs[at]
+            for name, at, unasked in zip(names, places, made, strict=True)
+        }
+        return aten.call(function, attrs, given, **outs)
+
+    return run
 
 
-def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> Run:
+def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
     """torch.cat; of what has been written into ``out`` already, the rest alone."""
     rest: list[tuple[torch.Tensor, torch.Tensor]] = []
     start = 0
@@ -187,13 +210,10 @@ def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> Run:
         if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
             rest.append((part, x))
     if len(rest) == len(inputs):
-        return lambda: torch.cat(list(inputs), dim, out=out)
-
-    def run() -> None:
-        for part, x in rest:
-            part.copy_(x)
-
-    return run
+        return torch.cat(list(inputs), dim, out=out)
+    for part, x in rest:
+        part.copy_(x)
+    return out
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
@@ -206,61 +226,62 @@ def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
     """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
-    run = _single(spec, inputs, outputs) or (lambda: reference.run_into(spec, inputs, outputs))
-    tensors = spec.tensors.values()
-    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
-        tensor.dtype == torch.float32 for tensor in tensors
-    ):
-        return lambda: _in_precision(run, allow_tf32)
-
-    def quietly() -> None:
-        with torch.no_grad():
-            run()
-
-    return quietly
+    return partial(prepare(spec, allow_tf32=allow_tf32), inputs, outputs)
 
 
-def view(node: Node, spec: GraphSpec, values: dict[str, torch.Tensor]) -> None:
-    """Add to ``values`` the result of a view op whose declared strides are those of the view."""
+def elements_past(node: Node, spec: GraphSpec) -> int:
+    """How many elements behind its operand's first one the result of a view op begins."""
     place = view_place(node, spec.tensors[node.operands[0]])
     assert place is not None
-    source, result = values[node.operands[0]], spec.tensors[node.results[0]]
-    values[result.name] = source.as_strided(
-        result.shape, place[0], source.storage_offset() + place[1]
-    )
+    return place[1]
 
 
-def _in_precision(run: Run, allow_tf32: bool) -> None:
+def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool) -> None:
     with torch.no_grad(), tf32(allow_tf32):
-        run()
+        run(inputs, outputs)
 
 
-def _single(spec: GraphSpec, inputs: Tensors, outputs: Tensors) -> Run | None:
+def _single(spec: GraphSpec) -> Run | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
-    values = dict(zip(spec.inputs, inputs, strict=True))
     if len(nodes) == 1 and nodes[0].op == "aten":
-        return _run_aten(spec, nodes[0], values, dict(zip(spec.outputs, outputs, strict=True)))
+        return _run_aten(spec, nodes[0])
     if len(nodes) != 1 or len(nodes[0].results) != 1:
-        return _run_linear(spec, values, outputs[0])
-    (node,), (out,) = nodes, outputs
-    for each in spec.nodes:
-        if each.op == "constant":
-            values[each.results[0]] = torch.tensor(each.attr("value"), dtype=torch.float64)
-    operands = [None if name is None else values[name] for name in node.inputs]
+        return _run_linear(spec)
+    (node,) = nodes
+    rule = _rule(node, spec)
+    if rule is None:
+        return None
+    constants = {
+        each.results[0]: torch.tensor(each.attr("value"), dtype=torch.float64)
+        for each in spec.nodes
+        if each.op == "constant"
+    }
+    places = [spec.inputs.index(name) if name in spec.inputs else None for name in node.inputs]
+    fixed = [None if name is None else constants.get(name) for name in node.inputs]
     attrs = dict(node.attrs)
-    if node.op == "concat":
-        return _concat(operands, attrs["dim"], out)
+
+    def run(inputs: Tensors, outputs: Tensors) -> object:
+        given = [
+            other if place is None else inputs[place]
+            for place, other in zip(places, fixed, strict=True)
+        ]
+        return rule(given, attrs, outputs[0])
+
+    return run
+
+
+def _rule(node: Node, spec: GraphSpec) -> OutRule | None:
+    """How torch runs one op into a tensor."""
     if node.op in OUT and _runs_in_own_dtype(node, spec):
-        rule = OUT[node.op]
-        return lambda: rule(operands, attrs, out)
+        return OUT[node.op]
     if OPS[node.op].view:
-        show = reference.RULES[node.op]
-        return lambda: out.copy_(show(operands, attrs))  # type: ignore[arg-type]
+        show: Any = reference.RULES[node.op]
+        return lambda inputs, attrs, out: out.copy_(show(inputs, attrs))
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
     if node.op in NATIVE and len(kinds) == 1:
         compute = NATIVE[node.op]
-        return lambda: out.copy_(compute(operands, attrs))
+        return lambda inputs, attrs, out: out.copy_(compute(inputs, attrs))
     return None
 
 

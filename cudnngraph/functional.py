@@ -13,7 +13,7 @@ cast to its dtype, as for torch's own convolutions and attention.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from . import torch_ops
 from .errors import BindError, FeatureMissing, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
-from .specialize import Build, Specialized
+from .specialize import Build, Specialized, Static
 
 Tensor = torch.Tensor
-Static = dict[str, Any]
 
 __all__ = [
     "conv1d",
@@ -155,7 +154,7 @@ def _compiled(build: Build, policy: Policy | None) -> Specialized:
     return torch_ops.specialized(build, _policy(policy))
 
 
-def _call(
+def run_graph(
     build: Build,
     policy: Policy | None,
     tensors: Sequence[Tensor | None],
@@ -165,13 +164,17 @@ def _call(
     """Run a graph's function: as an op where torch.compile traces, else directly, which is
     cheaper. A tensor, or several."""
     if torch.compiler.is_compiling():
-        made = torch_ops.call(build.__name__, tensors, static, _policy(policy), results)
+        made = torch_ops.call(build.__name__, tensors, static.values, _policy(policy), results)
         return made[0] if results == 1 else made
-    return _compiled(build, policy)(*tensors, **static)
+    return _compiled(build, policy).call(tensors, static)
 
 
 def _into(
-    build: Build, policy: Policy | None, out: Tensor, tensors: Sequence[Tensor | None], static: Any
+    build: Build,
+    policy: Policy | None,
+    out: Tensor,
+    tensors: Sequence[Tensor | None],
+    static: Static,
 ) -> Tensor:
     """Run into ``out``, which gets no gradient: what requires one is refused, as by torch."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -180,7 +183,7 @@ def _into(
             "out", "is given where a tensor requires grad", "torch.no_grad(), or no out"
         )
         raise BindError(build.__name__, [problem])
-    _compiled(build, policy).lookup(*tensors, **static).run(*given, out)
+    _compiled(build, policy).find(tensors, static).run(*given, out)
     return out
 
 
@@ -189,8 +192,65 @@ def _fixed(value: Any) -> Hashable:
     return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def _geometry(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _fixed(value)) for name, value in options.items())
+_STATICS_KEPT = 1024
+_statics: dict[Hashable, Static] = {}
+
+
+def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    """``make(*options)``, made once for options that are equal and of the same types."""
+    if torch.compiler.is_compiling():
+        return Static(make(*[_fixed(option) for option in options]))
+    key = (make, options, tuple([type(option) for option in options]))
+    try:
+        found = _statics.get(key)
+    except TypeError:  # there is a list in it
+        return static_of(make, *[_fixed(option) for option in options])
+    if found is None:
+        while len(_statics) >= _STATICS_KEPT:
+            _statics.pop(next(iter(_statics)), None)
+        found = _statics[key] = Static(make(*options))
+    return found
+
+
+_GEOMETRY = {
+    4: ("stride", "padding", "dilation", "groups"),
+    5: ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+
+
+def act_options(
+    geometry: tuple[Any, ...],
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    alpha1: float = 1.0,
+    alpha2: float = 1.0,
+) -> dict[str, Any]:
+    """The options of :func:`conv_act`. ``geometry`` has the values in the order of torch's
+    functional: four of a convolution, five of a transposed one."""
+    made: dict[str, Any] = {
+        "transposed": len(geometry) == 5,
+        "geometry": tuple(zip(_GEOMETRY[len(geometry)], geometry, strict=True)),
+        "activation": activation,
+        "attrs": attrs,
+    }
+    if alpha1 != 1 or alpha2 != 1:
+        made |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
+    return made
+
+
+def norm_options(
+    geometry: tuple[Any, ...],
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    training: bool,
+    eps: float,
+) -> dict[str, Any]:
+    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`."""
+    return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+
+
+def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(attrs.items())) if attrs else ()
 
 
 def _ranked(name: str, x: Tensor, rank: int) -> None:
@@ -201,11 +261,11 @@ def _ranked(name: str, x: Tensor, rank: int) -> None:
         raise GraphError(name, [problem])
 
 
-def cast(*tensors: Tensor | None) -> list[Any]:
+def cast(*tensors: Tensor | None) -> Sequence[Any]:
     """The tensors in autocast's dtype where autocast is on, as torch casts what it multiplies."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    device = tensors[0].device.type if tensors[0] is not None else "cpu"
     if not torch.is_autocast_enabled(device):
-        return list(tensors)
+        return tensors
     dtype = torch.get_autocast_dtype(device)
     return [
         tensor.to(dtype)
@@ -218,44 +278,32 @@ def cast(*tensors: Tensor | None) -> list[Any]:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both channels_last where either is, as torch's own convolutions do."""
     layout = _CHANNELS_LAST.get(x.dim())
     if layout is None or weight.dim() != x.dim():
         return x, weight
     for tensor in (x, weight):
-        if tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+        if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
             return x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     return x, weight
 
 
-def _conv_act(
-    transposed: bool,
+def run_conv_act(
+    static: Static,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    geometry: tuple[tuple[str, Any], ...],
-    activation: str | None,
-    attrs: Static,
     policy: Policy | None,
-    out: Tensor | None,
-    alpha1: float = 1.0,
-    alpha2: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """:func:`conv_act` on tensors; its options come of :func:`act_options`."""
     x, weight, bias = cast(x, weight, bias)
-    static = {
-        "transposed": transposed,
-        "geometry": geometry,
-        "activation": activation,
-        "attrs": tuple(sorted(attrs.items())),
-    }
-    if alpha1 != 1 or alpha2 != 1:
-        static |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
-    x, weight = _one_layout(x, weight)
-    result: Tensor = _call(conv_act, policy, (x, weight, bias, residual), static)
+    x, weight = one_layout(x, weight)
+    result: Tensor = run_graph(conv_act, policy, (x, weight, bias, residual), static)
     return result
 
 
@@ -279,19 +327,9 @@ def conv1d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv1d where neither is given."""
     _ranked("conv1d", input, 1)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv2d(
@@ -311,19 +349,9 @@ def conv2d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv2d where neither is given."""
     _ranked("conv2d", input, 2)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv3d(
@@ -343,19 +371,9 @@ def conv3d(
 ) -> Tensor:
     """act(conv(input, weight) + residual + bias), as F.conv3d where neither is given."""
     _ranked("conv3d", input, 3)
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_bias_act(
@@ -376,21 +394,9 @@ def conv_bias_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """act(alpha1 * conv(input, weight) + alpha2 * residual + bias) in 1, 2 or 3 spatial dims."""
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_act(
-        False,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-        alpha1,
-        alpha2,
-    )
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs), alpha1, alpha2)
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_bias_act_into(
@@ -418,25 +424,9 @@ def conv_transpose1d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose1d."""
     _ranked("conv_transpose1d", input, 1)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose2d(
@@ -457,25 +447,9 @@ def conv_transpose2d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose2d."""
     _ranked("conv_transpose2d", input, 2)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose3d(
@@ -496,25 +470,9 @@ def conv_transpose3d(
 ) -> Tensor:
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose3d."""
     _ranked("conv_transpose3d", input, 3)
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs))
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose_bias_act(
@@ -536,27 +494,9 @@ def conv_transpose_bias_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """act(alpha1 * conv_transpose(input, weight) + alpha2 * residual + bias), 1 to 3 dims."""
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-    )
-    return _conv_act(
-        True,
-        input,
-        weight,
-        bias,
-        residual,
-        geometry,
-        activation,
-        activation_attrs,
-        policy,
-        out,
-        alpha1,
-        alpha2,
-    )
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(act_options, geometry, activation, _sorted(activation_attrs), alpha1, alpha2)
+    return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
 def conv_transpose_bias_act_into(
@@ -569,49 +509,73 @@ def conv_transpose_bias_act_into(
 # -- convolution and batch norm --------------------------------------------------------------------
 
 
-def _conv_norm_act(
-    transposed: bool,
-    x: Tensor,
-    weight: Tensor,
-    running: tuple[Tensor | None, Tensor | None],
-    affine: tuple[Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    training: bool,
+def run_conv_norm_act(
+    static: Static,
+    tensors: tuple[Tensor | None, ...],
     momentum: float | Tensor,
-    eps: float,
-    geometry: tuple[tuple[str, Any], ...],
-    activation: str | None,
-    residual: Tensor | None,
-    attrs: Static,
     policy: Policy | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """:func:`conv_norm_act` on its tensors, and the update of the running statistics in place; its
+    options come of :func:`norm_options`."""
+    x, weight, bias, mean, var, *rest = tensors
     x, weight, bias = cast(x, weight, bias)
-    static = {
-        "transposed": transposed,
-        "geometry": geometry,
-        "training": training,
-        "eps": float(eps),
-        "activation": activation,
-        "attrs": tuple(sorted(attrs.items())),
-    }
+    training = static.values["training"]
     if out is not None:
         if training:
             problem = Problem("out", "is given with training=True", "training=False")
             raise BindError("conv_bn_act", [problem])
-        given = (x, weight, bias, *running, *affine, residual)
-        return _into(conv_norm_act, policy, out, given, static)
-    x, weight = _one_layout(x, weight)
-    updates = training and running[0] is not None
-    tensors = (x, weight, bias, *running, *affine, residual)
-    result = _call(conv_norm_act, policy, tensors, static, 3 if updates else 1)
-    if updates:
-        result, *batch = result
-        with torch.no_grad():
-            for kept, now in zip(running, batch, strict=True):
-                assert kept is not None
-                kept.lerp_(now, momentum)
-    return result  # type: ignore[no-any-return]
+        return _into(conv_norm_act, policy, out, (x, weight, bias, mean, var, *rest), static)
+    x, weight = one_layout(x, weight)
+    if training and (rest[0] is None or rest[1] is None):
+        channels = weight.shape[0]
+        if static.values["transposed"]:
+            channels = weight.shape[1] * dict(static.values["geometry"])["groups"]  # type: ignore[call-overload]
+        ones, zeros = _no_affine(channels, x)
+        rest[0] = ones if rest[0] is None else rest[0]
+        rest[1] = zeros if rest[1] is None else rest[1]
+    given = (x, weight, bias, mean, var, *rest)
+    if not training or mean is None or var is None:
+        return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
+    result: Tensor
+    result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
+    update_running(mean, var, now_mean, now_var, momentum)
+    return result
+
+
+@torch.no_grad()
+def update_running(
+    mean: Tensor, var: Tensor, now_mean: Tensor, now_var: Tensor, momentum: float | Tensor
+) -> None:
+    """Move the running statistics towards the batch's, in place."""
+    if isinstance(momentum, Tensor):
+        mean.lerp_(now_mean.to(mean.dtype), momentum)
+        var.lerp_(now_var.to(var.dtype), momentum)
+    else:
+        now = (now_mean.to(mean.dtype), now_var.to(var.dtype))
+        torch._foreach_lerp_((mean, var), now, momentum)
+
+
+_vectors: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+
+def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones and zeros (K,) for a norm without weight or bias, in float32 or float64."""
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    key = (channels, wide, like.device)
+    found = _vectors.get(key)
+    if found is None:
+        options: Any = {"dtype": wide, "device": like.device}
+        if torch.compiler.is_compiling() or (
+            like.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # the memory would be that graph's
+            return torch.ones(channels, **options), torch.zeros(channels, **options)
+        with torch.inference_mode(False):
+            found = torch.ones(channels, **options), torch.zeros(channels, **options)
+        if len(_vectors) >= _STATICS_KEPT:
+            _vectors.clear()
+        _vectors[key] = found
+    return found
 
 
 def conv_bn_act(
@@ -639,28 +603,16 @@ def conv_bn_act(
     """act(batch_norm(conv(input, weight) + bias) + residual) in 1, 2 or 3 spatial dims.
 
     As F.batch_norm: with ``training=True`` by the batch's statistics, and the running ones, which
-    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias have to
-    be given; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
+    may then be None, are updated in place (their variance unbiased); bn_weight and bn_bias may be
+    None; momentum may be a tensor without dims. Else by the running ones, as a scale and a bias
     in the convolution's epilogue.
     """
-    geometry = _geometry(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return _conv_norm_act(
-        False,
-        input,
-        weight,
-        (running_mean, running_var),
-        (bn_weight, bn_bias),
-        bias,
-        training,
-        momentum,
-        eps,
-        geometry,
-        activation,
-        residual,
-        activation_attrs,
-        policy,
-        out,
+    geometry = (stride, padding, dilation, groups)
+    static = static_of(
+        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
     )
+    tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
+    return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
 def conv_bn_act_into(
@@ -703,33 +655,28 @@ def conv_transpose_bn_act(
     **activation_attrs: Any,
 ) -> Tensor:
     """:func:`conv_bn_act` with a transposed convolution."""
-    geometry = _geometry(
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
+    geometry = (stride, padding, output_padding, groups, dilation)
+    static = static_of(
+        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
     )
-    return _conv_norm_act(
-        True,
-        input,
-        weight,
-        (running_mean, running_var),
-        (bn_weight, bn_bias),
-        bias,
-        training,
-        momentum,
-        eps,
-        geometry,
-        activation,
-        residual,
-        activation_attrs,
-        policy,
-        out,
-    )
+    tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
+    return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
 # -- attention -------------------------------------------------------------------------------------
+
+
+def attention_options(
+    is_causal: bool, scale: float | None, window: Any, diagonal_alignment: str, return_lse: bool
+) -> dict[str, Any]:
+    """The options of :func:`attention`."""
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "diagonal_alignment": diagonal_alignment,
+        "return_lse": return_lse,
+    }
 
 
 def refuse_dropout(dropout_p: float) -> None:
@@ -768,20 +715,14 @@ def scaled_dot_product_attention(
     """
     refuse_dropout(dropout_p)
     query, key, value, attn_mask = cast(query, key, value, attn_mask)
-    static = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "window": _fixed(window),
-        "diagonal_alignment": diagonal_alignment,
-        "return_lse": return_lse,
-    }
+    static = static_of(attention_options, is_causal, scale, window, diagonal_alignment, return_lse)
     tensors = (query, key, value, attn_mask, seq_len_q, seq_len_kv)
     if out is not None:
         if return_lse:
             problem = Problem("out", "is given with return_lse=True", "one of the two")
             raise BindError("attention", [problem])
         return _into(attention, policy, out, tensors, static)
-    result = _call(attention, policy, tensors, static, 2 if return_lse else 1)
+    result = run_graph(attention, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 
 

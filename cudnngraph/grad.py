@@ -353,6 +353,11 @@ class _Backward:
         operands = [None if operand is None else self.forward(operand) for operand in node.inputs]
         return self.graph._apply(node.op, operands, dict(node.attrs))[0]
 
+    def users(self, name: str) -> int:
+        """How many ops of the forward read a tensor, its caller counted where it is an output."""
+        readers = sum(name in node.operands for node in self.spec.nodes)
+        return readers + (name in self.spec.outputs)
+
     def read_by_anchors(self) -> frozenset[str]:
         """The forward's tensors that anchors of this graph read."""
         operands = {name for node in self._anchors(self.graph._nodes) for name in node.operands}
@@ -958,6 +963,48 @@ def _clamp(ctx: Context) -> Gradients:
     return {"x": dx}
 
 
+def _batch_norm_apply(ctx: Context) -> Gradients:
+    @cache
+    def centred() -> Value:
+        return ctx["x"] - ctx.column("mean")
+
+    def dx() -> Value:
+        return ctx.dy * (ctx.column("inv_std") * ctx.column("weight"))
+
+    return {
+        "x": dx,
+        "mean": lambda: -ctx.per_channel(dx(), "mean"),
+        "inv_std": lambda: ctx.per_channel(ctx.dy * centred() * ctx.column("weight"), "inv_std"),
+        "weight": lambda: ctx.per_channel(ctx.dy * centred() * ctx.column("inv_std"), "weight"),
+        "bias": lambda: ctx.per_channel(ctx.dy, "bias"),
+    }
+
+
+def _relu(ctx: Context) -> Gradients:
+    """dy where y is positive. In front of a batch norm's backward y comes from what that one reads:
+    cuDNN has the two as one plan so, for 16-bit data, and y need not be kept."""
+
+    def dx() -> Value:
+        norm = ctx.build.producer.get(str(ctx.name("x")))
+        if (
+            norm is None
+            or norm.op != "batch_norm_train"
+            or norm.outputs[0] != ctx.name("x")
+            or ctx.build.dtypes[str(norm.inputs[0])].itemsize != 2
+            or ctx.build.users(str(norm.outputs[0])) > 1
+        ):
+            return ctx.g.relu_backward(ctx.dy, ctx.result())
+        x, weight, bias, *_ = norm.inputs
+        _, mean, inv_std, *_ = norm.outputs
+        names = (x, mean, inv_std, weight, bias)
+        y = ctx.build.apply(
+            "batch_norm_apply", [ctx.build.forward(str(name)) for name in names], {}
+        )[0]
+        return ctx.g.relu_backward(ctx.dy, y)
+
+    return {"x": dx}
+
+
 def _leaky_relu(ctx: Context) -> Gradients:
     slope = ctx.node.attr("negative_slope")
     # The result has the sign of x unless the slope turns it.
@@ -1006,6 +1053,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
+    "batch_norm_apply": _batch_norm_apply,
     "layer_norm": _trailing_norm("layer_norm_backward", 2),
     "layer_norm_backward": _second("layer_norm_backward"),
     "rms_norm": _trailing_norm("rms_norm_backward", 1),
@@ -1035,7 +1083,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
         "x": lambda: c.g.scale(c.dy, c["scale"]),
         "scale": lambda: c.per_channel(c.dy * c["x"], "scale"),
     },
-    "relu": _from_y(lambda c, y: c.g.relu_backward(c.dy, y)),
+    "relu": _relu,
     "leaky_relu": _leaky_relu,
     "elu": _elu,
     "gelu": _from_x(lambda c, x: c.g.gelu_backward(c.dy, x)),

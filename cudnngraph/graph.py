@@ -518,6 +518,21 @@ class Graph:
             "batch_norm", x, running_mean, running_var, weight, bias, eps=eps, name=name
         )
 
+    def batch_norm_apply(
+        self,
+        x: Value,
+        mean: Value,
+        inv_std: Value,
+        weight: Value,
+        bias: Value,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """``(x - mean) * inv_std * weight + bias`` along dim 1: what :meth:`batch_norm_train` does
+        with the statistics it has found. Parameters (C,) in x's dtype or float32.
+        """
+        return self._one("batch_norm_apply", x, mean, inv_std, weight, bias, name=name)
+
     def batch_norm_train(
         self,
         x: Value,

@@ -26,16 +26,26 @@ class Laid:
     workspace_bytes: int
 
 
+@dataclass(frozen=True)
+class Lain:
+    """Where a tensor lies: ``past`` elements behind the first one of the tensor ``root``, or for
+    None behind the start of the block."""
+
+    form: TensorSpec
+    root: str | None
+    past: int
+
+
 class Layout:
     """The places of all tensors of ``steps`` but those in ``bound``, which the caller has.
 
-    ``size_bytes`` is what the block has to hold, ``scratch`` the offset of each step's scratch
-    memory in it; the steps numbered in ``free`` have nothing to run.
+    ``order`` has them, each behind the one that it lies in. ``size_bytes`` is what the block has to
+    hold, ``scratch`` the offset of each step's scratch memory in it; the steps numbered in ``free``
+    have nothing to run.
     """
 
     def __init__(self, steps: Sequence[Laid], bound: Collection[str]) -> None:
-        self._steps = steps
-        self._views: dict[int, Node] = {}
+        views: dict[int, Node] = {}
         made: dict[str, TensorSpec] = {}
         life: dict[str, tuple[int, int]] = {}
         parent: dict[str, str] = {}
@@ -46,7 +56,7 @@ class Layout:
             (*_, node) = step.spec.nodes
             free = not step.planned and not set(step.spec.outputs) & set(bound)
             if free and is_view(step.spec.tensors, node):
-                self._views[number] = node
+                views[number] = node
                 parent[node.results[0]] = node.operands[0]
                 life[node.results[0]] = (number, number)
                 continue
@@ -54,20 +64,20 @@ class Layout:
                 life[name] = (number, number)
                 if name not in bound:
                     made[name] = step.spec.tensors[name]
-        self._inside: dict[str, tuple[str, int]] = {}  # a slice: whose, and its offset in elements
-        self.free = set(self._views)
+        inside: dict[str, tuple[str, int]] = {}  # a slice: whose, and its offset in elements
+        self.free = set(views)
         for number, step in enumerate(steps):
             (*_, node) = step.spec.nodes
             if step.planned or node.op != "concat":
                 continue
             found = slots(step.spec.tensors, node)
-            mine = {n: at for n, at in found.items() if n in made and n not in self._inside}
+            mine = {n: at for n, at in found.items() if n in made and n not in inside}
             for name, offset in mine.items():
-                self._inside[name] = (node.results[0], offset)
+                inside[name] = (node.results[0], offset)
                 parent[name] = node.results[0]
             if set(mine) == set(node.operands) and len(mine) == len(node.operands):
                 self.free.add(number)
-        roots = {name: spec for name, spec in made.items() if name not in self._inside}
+        roots = {name: spec for name, spec in made.items() if name not in inside}
         first = {name: life[name][0] for name in roots}
         last = {name: life[name][1] for name in roots}
         for name, (start, stop) in life.items():
@@ -83,33 +93,38 @@ class Layout:
             for name, spec in roots.items()
         ]
         needs += [Need(step.workspace_bytes, at, at) for at, step in enumerate(steps)]
-        offsets, self.size_bytes = place(needs)
-        self._roots = {
-            name: (spec, offset)
-            for (name, spec), offset in zip(roots.items(), offsets, strict=False)
-        }
-        self._slices = {name: made[name] for name in self._inside}
+        offsets, total = place(needs)
+        self.size_bytes = -(-total // 16) * 16  # whole elements of every dtype
         self.scratch = offsets[len(roots) :]
+        self.order: list[Lain] = [
+            Lain(spec, None, offset // spec.dtype.itemsize)
+            for spec, offset in zip(roots.values(), offsets, strict=False)
+        ]
+        there = {*bound, *roots}
+        left = list(inside)
+        while left:  # a whole before its slices
+            ready = [name for name in left if inside[name][0] in there]
+            self.order += [Lain(made[name], *inside[name]) for name in ready]
+            there.update(ready)
+            left = [name for name in left if name not in there]
+        for number, node in views.items():
+            spec = steps[number].spec
+            past = eager.elements_past(node, spec)
+            self.order.append(Lain(spec.tensors[node.results[0]], node.operands[0], past))
 
     def tensors(
-        self, block: torch.Tensor, bound: Mapping[str, torch.Tensor]
+        self, block: torch.Tensor | None, bound: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Every tensor by name, those between the steps in ``block``, of bytes."""
         values = dict(bound)
-        for name, (spec, offset) in self._roots.items():
-            flat = block[offset : offset + spec.extent * spec.dtype.itemsize]
-            values[name] = flat.view(spec.dtype).as_strided(spec.shape, spec.stride)
-        for name in self._slices:
-            self._slice(name, values)
-        for number, node in self._views.items():
-            eager.view(node, self._steps[number].spec, values)
-        return values
-
-    def _slice(self, name: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        if name not in values:
-            whole, offset = self._inside[name]
-            source, spec = self._slice(whole, values), self._slices[name]
-            values[name] = source.as_strided(
-                spec.shape, spec.stride, source.storage_offset() + offset
+        for each in self.order:
+            form = each.form
+            if each.root is None:
+                assert block is not None
+                source = block.view(form.dtype)
+            else:
+                source = values[each.root]
+            values[form.name] = source.as_strided(
+                form.shape, form.stride, source.storage_offset() + each.past
             )
-        return values[name]
+        return values

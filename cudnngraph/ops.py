@@ -515,6 +515,15 @@ def _batch_norm(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, _like_order(x))]
 
 
+def _batch_norm_apply(call: Call) -> list[Result] | None:
+    if not _has_channels(call):
+        return None
+    if not all([_channels(call, port) for port in ("mean", "inv_std", "weight", "bias")]):
+        return None
+    x = call["x"]
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
 def _statistics_dtype(x: TensorSpec) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -1531,6 +1540,7 @@ def _rows() -> list[Op]:
             pointwise=True,
             eps=1e-5,
         ),
+        op("batch_norm_apply", "x mean inv_std weight bias", _batch_norm_apply, pointwise=True),
         op("bias", "x bias", _per_channel("bias"), pointwise=True),
         op("scale", "x scale", _per_channel("scale"), pointwise=True),
         unary("relu"),

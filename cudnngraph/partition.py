@@ -7,8 +7,9 @@ same subgraph whichever way led to it. Selection tries the whole first and goes 
 refuses, or measures.
 
 Rewrites come before any cut (:func:`prepared`): a boolean mask of attention becomes an additive
-one, since cuDNN has no other; a reshape, transpose or slice of what lies in memory becomes a view,
-another way to address it that costs nothing. A graph of convolutions may besides be run channels
+one, since cuDNN has no other; a 16-bit sum becomes a float32 one that is rounded; a reshape,
+transpose or slice of what lies in memory becomes a view, another way to address it that costs
+nothing. A graph of convolutions may besides be run channels
 last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
 
 What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
@@ -45,7 +46,18 @@ Group = tuple[Node, ...]
 # they held the operands. (exp, pow, division … may leave float16's range on the way.)
 _TAME = frozenset(
     {
-        *("bias", "scale", "batch_norm", "add", "sub", "mul", "minimum", "maximum", "clamp"),
+        *(
+            "bias",
+            "scale",
+            "batch_norm",
+            "batch_norm_apply",
+            "add",
+            "sub",
+            "mul",
+            "minimum",
+            "maximum",
+            "clamp",
+        ),
         *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
         *("identity", "neg", "abs", "where", "expand"),
         *("relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"),
@@ -88,6 +100,10 @@ class Graph:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
         return not (row.pointwise or row.view or row.torch_only)
+
+    def takes_prologue(self, node: Node) -> bool:
+        """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""
+        return node.op == "batch_norm_backward"
 
     def is_free(self, node: Node) -> bool:
         """Whether a node is a view, or joins what was written in its place: nothing has to run."""
@@ -140,6 +156,8 @@ class Graph:
             for name in node.results:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
                 if name in self.spec.outputs or name in self._wide or dtype == tensor.dtype:
+                    continue
+                if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
                 small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
                 if dtype in LOW_PRECISION and small:
@@ -316,18 +334,21 @@ def _apart(graph: Graph, nodes: Sequence[Node]) -> Staged:
 
 
 def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
-    """Anchors with the pointwise ops behind them.
+    """Anchors with the pointwise ops behind them, and in front of one that takes such.
 
     A group behind several anchors goes to the last of them; with ``own`` the ops that depend on one
     anchor alone stay with that one.
     """
     epilogues: dict[str, list[Node]] = {}
     order: list[Group] = []
+    prologues = _prologues(graph, apart)
     for depth, kind, group in apart:
         if not kind:
             if graph.takes_epilogue(group[0]):
                 epilogues[group[0].name] = []
-            order.append(group)
+            order.append((*prologues.get(group[0].name, ()), *group))
+            continue
+        if group in prologues.values():
             continue
         behind: dict[str, list[str]] = {}
         for node in group:
@@ -349,7 +370,29 @@ def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
             mine = behind[node.name]
             home = mine[0] if own and len(mine) == 1 else anchors[-1]
             epilogues[home].append(node)
-    return _in_order(graph, [(*group, *epilogues.get(group[0].name, ())) for group in order])
+    return _in_order(graph, [(*group, *epilogues.get(group[-1].name, ())) for group in order])
+
+
+def _prologues(graph: Graph, apart: Staged) -> dict[str, Group]:
+    """Groups of pointwise ops that one anchor alone reads, where it takes such, by that anchor."""
+    found: dict[str, Group] = {}
+    users: dict[str, set[str]] = {}
+    for _, _, group in apart:
+        for node in group:
+            for source in graph.sources(node):
+                users.setdefault(source.name, set()).add(group[-1].name)
+    anchors = {group[0].name: group[0] for _, kind, group in apart if not kind}
+    for _, kind, group in apart:
+        if not kind:
+            continue
+        outside = {user for node in group for user in users.get(node.name, ())} - {group[-1].name}
+        mine = {name for node in group for name in node.results}
+        (reader, *others) = [*outside, None]
+        if others != [None] or reader not in anchors or mine & set(graph.spec.outputs):
+            continue
+        if graph.takes_prologue(anchors[reader]) and reader not in found:
+            found[reader] = group
+    return found
 
 
 def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -418,8 +461,9 @@ def regions(graph: Graph) -> tuple[Group, ...]:
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: with additive masks, views and slices for what needs no copy."""
-    return slices(views(additive_masks(spec)))
+    """The graph that is cut: additive masks, float32 sums, and views and slices for what needs no
+    copy."""
+    return slices(views(wide_sums(additive_masks(spec))))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -566,6 +610,23 @@ def additive_masks(spec: GraphSpec) -> GraphSpec:
         if len(nodes) == len(spec.nodes)
         else replace(spec, tensors=tensors, nodes=tuple(nodes))
     )
+
+
+def wide_sums(spec: GraphSpec) -> GraphSpec:
+    """The graph with reductions that return float32, as cuDNN's do, and narrow outputs behind."""
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    for place, node in enumerate(spec.nodes):
+        result = tensors[node.results[0]]
+        if node.op != "reduction" or result.dtype not in LOW_PRECISION:
+            continue
+        if result.name not in spec.outputs:  # no tensor of the caller
+            tensors[result.name] = replace(result, dtype=torch.float32)
+            continue
+        wide = replace(result, name=f"{result.name}_wide", dtype=torch.float32)
+        tensors[wide.name] = wide
+        nodes[place] = replace(node, outputs=(wide.name,))
+        nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
+    return spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
 
 
 def channels_last(spec: GraphSpec) -> GraphSpec:

@@ -117,6 +117,12 @@ def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return y
 
 
+def _batch_norm_apply(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = _need(inputs[0])
+    mean, inv_std, weight, bias = (_channel(each, x) for each in inputs[1:])
+    return (x - mean) * inv_std * weight + bias
+
+
 def _all_but_channels(x: torch.Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
@@ -375,6 +381,7 @@ RULES: Mapping[str, Rule] = {
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
+    "batch_norm_apply": _batch_norm_apply,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),
@@ -430,18 +437,19 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+def _widened(values: Tensors, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    return [
+        value.to(dtype)
+        if value is not None and value.dtype is not dtype and value.dtype.is_floating_point
+        else value
+        for value in values
+    ]
+
+
 def apply(node: Node, inputs: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
     """Run one op in ``dtype``; results are not yet rounded to their tensors' dtypes."""
-    wide = [
-        value.to(dtype) if value is not None and value.dtype.is_floating_point else value
-        for value in inputs
-    ]
-    result = RULES[node.op](wide, dict(node.attrs))
-    results = result if isinstance(result, tuple) else (result,)
-    return tuple(
-        value.to(dtype) if value is not None and value.dtype.is_floating_point else value
-        for value in results
-    )
+    result = RULES[node.op](_widened(inputs, dtype), dict(node.attrs))
+    return tuple(_widened(result if isinstance(result, tuple) else (result,), dtype))
 
 
 def run(
@@ -452,23 +460,67 @@ def run(
     Results have the declared dtypes, or ``dtype`` throughout when one is given (float64 for the
     yardstick); their strides are torch's own.
     """
-    values: dict[str, torch.Tensor] = dict(zip(spec.inputs, inputs, strict=True))
-    last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
+    return prepared(spec, dtype)(inputs)
+
+
+def prepared(
+    spec: GraphSpec, dtype: torch.dtype | None = None
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """:func:`run` of one graph, whose names are looked up once and not at every call."""
+    found = spec.derived.get(("reference", dtype))
+    if found is None:
+        found = spec.derived["reference", dtype] = _prepare(spec, dtype)
+    return found
+
+
+def _prepare(
+    spec: GraphSpec, dtype: torch.dtype | None
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     compute = spec.compute_dtype if dtype is None else dtype
-    device = inputs[0].device if inputs else torch.device("cpu")
+    last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
+    place: dict[str | None, int] = {None: 0}  # values[0] stands for what is not given
+    for name in (*spec.inputs, *(name for node in spec.nodes for name in node.results)):
+        place.setdefault(name, len(place))
+    steps = []
     for index, node in enumerate(spec.nodes):
-        operands = [None if name is None else values[name] for name in node.inputs]
-        if node.op == "expand" and operands[0] is not None and operands[0].dim() == 0:
-            operands = [torch.full((), operands[0].item(), dtype=compute, device=device)]
-        for name, result in zip(node.outputs, apply(node, operands, compute), strict=False):
-            if name is None or result is None:
-                continue
-            kept = dtype if dtype is not None else spec.tensors[name].dtype
-            values[name] = result.to(kept) if result.dtype.is_floating_point else result
-        for name in node.operands:
-            if last_use[name] == index and name not in spec.outputs:
-                values.pop(name, None)
-    return [values[name] for name in spec.outputs]
+        results = [
+            (number, place[name], dtype or spec.tensors[name].dtype)
+            for number, name in enumerate(node.outputs)
+            if name is not None
+        ]
+        gone = {
+            place[name]
+            for name in node.operands
+            if last_use[name] == index and name not in spec.outputs
+        }
+        operands = tuple(place[name] for name in node.inputs)
+        steps.append((node.op, dict(node.attrs), operands, results, tuple(gone)))
+    outputs = tuple(place[name] for name in spec.outputs)
+    behind = [None] * (len(place) - 1 - len(spec.inputs))
+    many = len(spec.inputs)
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if len(inputs) != many:
+            raise ValueError(f"{len(inputs)} tensors for {many} inputs")
+        values: list[torch.Tensor | None] = [None, *inputs, *behind]
+        device = inputs[0].device if inputs else torch.device("cpu")
+        for op, attrs, operands, results, gone in steps:
+            given = [values[at] for at in operands]
+            if op == "expand" and _need(given[0]).dim() == 0:
+                given = [torch.full((), _need(given[0]).item(), dtype=compute, device=device)]
+            made = RULES[op](_widened(given, compute), attrs)
+            several = made if isinstance(made, tuple) else (made,)
+            for number, at, kept in results:
+                value = several[number]
+                if value is not None:
+                    if value.dtype.is_floating_point and value.dtype is not kept:
+                        value = value.to(compute).to(kept)
+                    values[at] = value
+            for at in gone:
+                values[at] = None
+        return [_need(values[at]) for at in outputs]
+
+    return run
 
 
 def run_into(

@@ -11,7 +11,6 @@ import os
 import threading
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,14 +32,7 @@ from .backend.plan import (
     replay,
 )
 from .cache import CacheStats
-from .errors import (
-    BackendUnavailable,
-    BindError,
-    CaptureError,
-    NotSupported,
-    PolicyError,
-    Problem,
-)
+from .errors import BackendUnavailable, BindError, NotSupported, PolicyError, Problem
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
 from .layout import Laid, Layout
@@ -97,21 +89,32 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
 
 
 def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            f"the workspace would have to grow to {size_bytes} bytes while a CUDA graph is being "
-            "captured; call the executable once on this stream before the capture"
-        )
-    return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
+    whole = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # so that it can show any dtype
+    return torch.empty(whole, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate)
 
 Launch = Callable[[Any], None]
 
-# What CUDA graphs hold pointers into: plans with their constants, and workspaces. Never let go, for
+# A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
+_Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
+
+# What CUDA graphs hold pointers into: plans, with their kernels and constants. Never let go, for
 # nothing tells when a graph is.
-_captured: list[Any] = []
+_captured: dict[int, Any] = {}
+
+
+def _scratch(device: int, stream: int, size_bytes: int, plans: Any) -> torch.Tensor | None:
+    """Scratch memory for one run: the pool's, or while a CUDA graph is captured the graph's own.
+
+    torch allocates what is asked for during a capture from memory that belongs to the graph, uses
+    it again later in the same graph, and frees it with the graph. The plans are kept.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        _captured[id(plans)] = plans
+        return _allocate(device, stream, size_bytes) if size_bytes else None
+    return WORKSPACE.get(device, stream, size_bytes) if size_bytes else None
 
 
 class Program:
@@ -139,6 +142,41 @@ class Program:
         ]
         self._layout = Layout(laid, {*spec.inputs, *spec.outputs})
         self.scratch_bytes = self._layout.size_bytes
+        free = self._layout.free
+        self._torch_runs = tuple(
+            None if step.choice is not None or number in free else self._torch_run(step)
+            for number, step in enumerate(self.steps)
+        )
+        self._number_places()
+
+    def _number_places(self) -> None:
+        """Give every tensor a place for direct runs: inputs, outputs, and the layout's."""
+        places = self._places = {
+            name: at for at, name in enumerate((*self.spec.inputs, *self.spec.outputs))
+        }
+        behind: list[tuple[int, int]] = []  # (place or -1 for the scratch memory, bytes past it)
+        shows: dict[int, tuple[int, int, TensorSpec]] = {}  # (the same, elements past it, form)
+        for each in self._layout.order:
+            root = -1 if each.root is None else places[each.root]
+            shows[len(places)] = (root, each.past, each.form)
+            places[each.form.name] = len(places)
+            behind.append((root, each.past * each.form.dtype.itemsize))
+        self._behind = tuple(behind)
+        needed: set[int] = set()  # by torch steps, which take tensors; a plan takes addresses
+        for number, run in enumerate(self._torch_runs):
+            spec = self.steps[number].spec
+            wanted = [places[name] for name in (*spec.inputs, *spec.outputs)] if run else []
+            while wanted:
+                at = wanted.pop()
+                if at in shows and at not in needed:
+                    needed.add(at)
+                    wanted.append(shows[at][0])
+        self._shown = tuple((at, *shows[at]) for at in sorted(needed))
+
+    def _torch_run(self, step: StepPlan) -> Callable[[Any, Any], None]:
+        if self.device.type == "cpu":
+            return partial(reference.run_into, step.spec)
+        return eager.prepare(step.spec, allow_tf32=self._allow_tf32)
 
     def _plans(self) -> Sequence[Plan | None]:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
@@ -159,73 +197,126 @@ class Program:
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
-        block = torch.empty(0, dtype=torch.uint8)
-        if self.scratch_bytes:
-            pin = torch.cuda.is_current_stream_capturing()
-            block = WORKSPACE.get(self.device.index, stream, self.scratch_bytes, pin=pin)
+        block, plans = None, self._plans()
+        if self.scratch_bytes or self.device.type == "cuda":
+            block = _scratch(self.device.index, stream, self.scratch_bytes, plans)
         values = self._layout.tensors(block, tensors)
-        base = block.data_ptr() if self.scratch_bytes else 0
-        steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)
+        base = 0 if block is None else block.data_ptr()
+        steps = zip(plans, self._layout.scratch, strict=True)
         return [
-            self._launch(step, plan, values, base + offset)
-            for number, (step, plan, offset) in enumerate(steps)
+            self._launch(number, plan, values, base + offset)
+            for number, (plan, offset) in enumerate(steps)
             if number not in self._layout.free
         ]
 
     def _launch(
-        self, step: StepPlan, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
+        self, number: int, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
     ) -> Launch:
+        step, run = self.steps[number], self._torch_runs[number]
         inputs = [values[name] for name in step.spec.inputs]
         outputs = [values[name] for name in step.spec.outputs]
-        if plan is None and self.device.type == "cpu":
-            return lambda handle: _without_autocast(
-                "cpu", lambda: _run_reference(step.spec, inputs, outputs)
-            )
         if plan is None:
-            run = eager.launcher(step.spec, inputs, outputs, allow_tf32=self._allow_tf32)
-            return lambda handle: _without_autocast("cuda", run)
+            assert run is not None
+            kind = self.device.type
+            return lambda handle: _shielded(kind, run, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         execute = plan.execute
         return lambda handle: execute(pointers, scratch, handle)
 
-    def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Run once on ``tensors``, on the current stream of the program's device."""
+    def _runners(self) -> Sequence[_Runner]:
+        """The steps of a direct run, for this thread."""
+        runners: Sequence[_Runner] | None = getattr(self._threads, "runners", None)
+        if runners is None:
+            steps = zip(
+                self.steps, self._plans(), self._torch_runs, self._layout.scratch, strict=True
+            )
+            runners = self._threads.runners = tuple(
+                self._runner(step.spec, plan, run, offset)
+                for step, plan, run, offset in steps
+                if plan is not None or run is not None
+            )
+        return runners
+
+    def _runner(
+        self,
+        spec: GraphSpec,
+        plan: Plan | None,
+        torch_run: Callable[[Any, Any], None] | None,
+        offset: int,
+    ) -> _Runner:
+        inputs, outputs = (
+            tuple(self._places[name] for name in names) for names in (spec.inputs, spec.outputs)
+        )
+        if plan is not None:
+            execute, pointers, both = plan.execute, plan.pointers, inputs + outputs
+
+            def launch(addresses: Any, values: Any, base: int, handle: Any) -> None:
+                execute(pointers([addresses[at] for at in both]), base + offset, handle)
+
+            return launch
+        assert torch_run is not None
+        kind = self.device.type
+
+        def run(addresses: Any, values: Any, base: int, handle: Any) -> None:
+            _shielded(
+                kind, torch_run, [values[at] for at in inputs], [values[at] for at in outputs]
+            )
+
+        return run
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run once on ``tensors``, inputs and then outputs in the order of the program's graph, on
+        the current stream of its device."""
         if not self.uses_cudnn and not self.scratch_bytes:
-            for launch in self.launches(tensors, 0):
-                launch(None)
+            self._steps_on(tensors, None, None)
             return
-        with _on_device(self.device.index):
-            handle = env.handle_on_current_stream(self.device.index)
-            launches = self.launches(tensors, env.raw_stream(self.device.index))
-            if torch.cuda.is_current_stream_capturing():
-                _captured.append(launches)
-            for launch in launches:
-                launch(handle)
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self._run_here(tensors)
+        else:
+            self._run_here(tensors)
+
+    def _run_here(self, tensors: Sequence[torch.Tensor]) -> None:
+        index = self.device.index
+        block = _scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
+        handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+        self._steps_on(tensors, block, handle)
+
+    def _steps_on(
+        self, tensors: Sequence[torch.Tensor], block: torch.Tensor | None, handle: Any
+    ) -> None:
+        base, addresses = 0, []
+        if self.uses_cudnn:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            base = 0 if block is None else block.data_ptr()
+            for root, past in self._behind:
+                addresses.append(past + (base if root < 0 else addresses[root]))
+        values: Sequence[Any] = tensors
+        if self._shown:
+            values = [*tensors, *[None] * len(self._behind)]
+            for at, root, offset, form in self._shown:
+                if root < 0:
+                    assert block is not None
+                    source = block.view(form.dtype)
+                else:
+                    source = values[root]
+                    offset += source.storage_offset()
+                values[at] = source.as_strided(form.shape, form.stride, offset)
+        for run in self._runners():
+            run(addresses, values, base, handle)
 
 
-def _without_autocast(device_type: str, run: Callable[[], None]) -> None:
-    """The dtypes of torch steps are the graph's, whatever context the caller is in."""
-    if torch.is_autocast_enabled(device_type):
-        with torch.autocast(device_type, enabled=False):
-            run()
+def _shielded(kind: str, run: Callable[[Any, Any], None], inputs: Any, outputs: Any) -> None:
+    """Without autograd, and in the dtypes of the graph, whatever context the caller is in."""
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            _shielded(kind, run, inputs, outputs)
+    elif torch.is_grad_enabled():
+        with torch.no_grad():
+            run(inputs, outputs)
     else:
-        run()
-
-
-def _run_reference(
-    spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> None:
-    with torch.no_grad():
-        reference.run_into(spec, inputs, outputs)
-
-
-@contextmanager
-def _on_device(index: int) -> Iterator[None]:
-    if torch.cuda.current_device() == index:
-        yield
-    else:
-        with torch.cuda.device(index):
-            yield
+        run(inputs, outputs)
 
 
 _programs: OrderedDict[tuple[str, torch.device, bool], Program] = OrderedDict()
@@ -347,6 +438,25 @@ def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -
         )
 
 
+_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _fit(tensors: Sequence[Any], forms: Sequence[_Form], device: torch.device) -> bool:
+    """Whether tensors have these shapes, strides and dtypes and are on the device."""
+    if len(tensors) != len(forms):
+        return False
+    for tensor, (shape, stride, dtype) in zip(tensors, forms, strict=True):
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype is not dtype
+            or tensor.shape != shape
+            or tensor.stride() != stride
+            or tensor.device != device
+        ):
+            return False
+    return True
+
+
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return (0, 0)
@@ -416,6 +526,14 @@ class Executable:
         if len(spec.outputs) > 1:  # making a class takes 0.3 ms
             made: Callable[[], Any] = partial(namedtuple, f"{spec.name}_result", spec.outputs)
             self._result = _once(spec, "result", made)
+        forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+        self._forms = tuple((form.shape, form.stride, form.dtype) for form in forms)
+        self._bytes = tuple(form.extent * form.dtype.itemsize for form in forms)
+        self._input_forms = self._forms[: len(spec.inputs)]
+        self._output_forms = self._forms[len(spec.inputs) :]
+        mine = {self._names[name]: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
+        order = [mine[name] for name in (*program.spec.inputs, *program.spec.outputs)]
+        self._order = None if order == sorted(order) else tuple(order)
         # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
         # unless another output has a shape of its own, for which the input may be broadcast.
         self._in_place = (
@@ -432,24 +550,51 @@ class Executable:
         Returns the output, or a named tuple of them when there are several. Raises
         :class:`BindError` with every mistake.
         """
+        ordered = self._ordered(args, tensors, self.spec.inputs)
+        if ordered is None:
+            return self.call(self._checked(args, tensors))
+        return self.call(ordered, checked=False)
+
+    def call(self, tensors: Sequence[torch.Tensor], *, checked: bool = True) -> Any:
+        """Like a call, on inputs in order, that are known to fit where ``checked`` says so."""
+        results = self.outputs_for(tensors, checked=checked)
+        return results[0] if len(results) == 1 else self._result(*results)
+
+    def _checked(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         problems: list[Problem] = []
         given = self._by_name(args, tensors, self.spec.inputs, problems)
         self._check(given, self.spec.inputs, problems, aligned=False)
         if problems:
             raise BindError(self.spec.name, problems)
-        if self._program.uses_cudnn:
-            for name, tensor in given.items():
+        return [given[name] for name in self.spec.inputs]
+
+    def fits(self, tensors: Sequence[Any]) -> bool:
+        """Whether tensors, in the order of the inputs, are exactly as declared: the quick check.
+
+        One that is not may still be accepted, or is told what is wrong with it, by a call.
+        """
+        return _fit(tensors, self._input_forms, self.device)
+
+    def outputs_for(
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True
+    ) -> list[torch.Tensor]:
+        """The outputs in order, newly allocated, for inputs in order; see :meth:`call`."""
+        if not checked and not self.fits(tensors):
+            tensors = self._checked(tensors, {})
+        device, program = self.device, self._program
+        values = list(tensors)
+        if program.uses_cudnn:
+            for at, tensor in enumerate(values):
                 if tensor.data_ptr() % ALIGNMENT_BYTES:
-                    given[name] = _aligned_copy(tensor)
-        outputs = []
-        for name in self.spec.outputs:
-            made = self.spec.tensors[name]
-            outputs.append(
-                torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=self.device)
-            )
-            given[name] = outputs[-1]
-        self._program.run({self._names[name]: tensor for name, tensor in given.items()})
-        return outputs[0] if len(outputs) == 1 else self._result(*outputs)
+                    values[at] = _aligned_copy(tensor)
+        outputs = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype in self._output_forms
+        ]
+        values += outputs
+        order = self._order
+        program.run(values if order is None else [values[at] for at in order])
+        return outputs
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given (by name, or inputs then outputs in order).
@@ -457,8 +602,13 @@ class Executable:
         Allocates no device memory once the workspace has grown to what the plans need; a torch step
         does allocate. Raises :class:`BindError` with every mistake.
         """
-        given = self._all(args, tensors)
-        self._program.run({self._names[name]: tensor for name, tensor in given.items()})
+        names = (*self.spec.inputs, *self.spec.outputs)
+        values = self._ordered(args, tensors, names)
+        if values is None or not _fit(values, self._forms, self.device) or self._touch(values):
+            given = self._all(args, tensors)
+            values = [given[name] for name in names]
+        order = self._order
+        self._program.run(values if order is None else [values[at] for at in order])
 
     def bind(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> BoundCall:
         """Check inputs and outputs once; the result is called with nothing, as often as wanted.
@@ -471,6 +621,34 @@ class Executable:
         )
 
     # -- checks --------------------------------------------------------------------------------
+
+    def _ordered(
+        self, args: tuple[Any, ...], tensors: Mapping[str, Any], names: tuple[str, ...]
+    ) -> Sequence[Any] | None:
+        """As many tensors as ``names``, in their order; None where that takes a closer look."""
+        if not tensors:
+            return args if len(args) == len(names) else None
+        if args or len(tensors) != len(names):
+            return None
+        try:
+            return [tensors[name] for name in names]
+        except KeyError:
+            return None
+
+    def _touch(self, values: Sequence[torch.Tensor]) -> bool:
+        """Whether an output may overlap anything, requires grad, or a pointer is not aligned."""
+        starts = [tensor.data_ptr() for tensor in values]
+        if self._program.uses_cudnn and any(start % ALIGNMENT_BYTES for start in starts):
+            return True
+        many = len(self.spec.inputs)
+        spans = list(zip(starts, self._bytes, strict=True))
+        for at, (start, size) in enumerate(spans[many:], many):
+            if values[at].requires_grad:
+                return True
+            for other, more in spans[:at]:
+                if start < other + more and other < start + size:
+                    return True
+        return False
 
     def _by_name(
         self,
@@ -632,14 +810,14 @@ class _ByStream(threading.local):
     """What one thread has prepared for each stream: the launches, and the block they point into."""
 
     def __init__(self) -> None:
-        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor]] = {}
+        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
 
 
 class BoundCall:
     """An executable with its tensors bound: ``call()`` launches, nothing is checked or looked up.
 
     Runs on the current stream of the device; may be captured in a CUDA graph after one call on the
-    same thread and stream.
+    same thread.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -665,13 +843,13 @@ class BoundCall:
     def _launch(self, index: int) -> None:
         stream = env.raw_stream(index)
         ready = self._ready.by_stream.get(stream)
-        if ready is None:
+        if torch.cuda.is_current_stream_capturing():  # in the graph's memory, which goes with it
+            ready = self._program.launches(self._tensors, stream), None
+        elif ready is None:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
             ready = self._ready.by_stream[stream] = (launches, block)
-        if torch.cuda.is_current_stream_capturing():
-            _captured.append(ready)
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, overload
 
 import torch
@@ -17,7 +17,16 @@ from .training import Trainable
 
 EXECUTABLES_KEPT = 1024
 
-Build = Callable[..., "Value | tuple[Value, ...]"]
+Build = Callable[..., "Value | tuple[Value, ...] | None"]
+
+
+class Static:
+    """Keyword arguments of a function of a graph, made once: the object stands for them in keys."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[str, Hashable]) -> None:
+        self.values = values
 
 
 class Specialized:
@@ -45,15 +54,33 @@ class Specialized:
 
         Returns what the function returned, as tensors: one, or a named tuple.
         """
-        executable = self.lookup(*tensors, **static)
-        return executable(*[tensor for tensor in tensors if tensor is not None])
+        return self.lookup(*tensors, **static).call([t for t in tensors if t is not None])
 
     def lookup(self, *tensors: torch.Tensor | None, **static: Hashable) -> Executable | Trainable:
         """The executable for tensors like these, compiled on the first such call.
 
         Raises :class:`GraphError` where the graph does not fit them.
         """
-        parts: list[Hashable] = []
+        part: Hashable = None
+        if static:
+            part = tuple([(name, type(value), value) for name, value in sorted(static.items())])
+        return self._find(tensors, part, static)
+
+    def call(self, tensors: Sequence[torch.Tensor | None], static: Static) -> Any:
+        """Like a call, with keyword arguments that are looked up by their identity."""
+        executable = self._find(tensors, static, static.values)
+        return executable.call([tensor for tensor in tensors if tensor is not None])
+
+    def find(
+        self, tensors: Sequence[torch.Tensor | None], static: Static
+    ) -> Executable | Trainable:
+        """Like :meth:`lookup`, with keyword arguments that are looked up by their identity."""
+        return self._find(tensors, static, static.values)
+
+    def _find(
+        self, tensors: Sequence[torch.Tensor | None], part: Hashable, static: dict[str, Hashable]
+    ) -> Executable | Trainable:
+        parts: list[Hashable] = [part]
         float32 = False
         for tensor in tensors:
             if tensor is None:
@@ -61,11 +88,9 @@ class Specialized:
                 continue
             dtype = tensor.dtype
             float32 = float32 or dtype is torch.float32
-            parts += (tensor.shape, tensor.stride(), dtype, tensor.get_device())
+            parts += (tensor.shape, tensor.stride(), dtype, tensor.device)
         if float32 and self._follows_tf32:
             parts += _tf32_switches()
-        if static:
-            parts += [(name, type(value), value) for name, value in sorted(static.items())]
         special = overridden()
         if special is not None:
             parts += (special.backend, special.tune)
@@ -83,6 +108,8 @@ class Specialized:
         for name, tensor in zip(self._names, tensors, strict=False):
             values.append(None if tensor is None else graph.input(name, like=tensor))
         results = self._build(graph, *values, **static)
+        if results is None:  # it has declared its outputs itself
+            return graph
         for place, result in enumerate(results if isinstance(results, tuple) else (results,)):
             graph.output(f"out{place}" if isinstance(results, tuple) else "out", result)
         return graph
@@ -90,7 +117,7 @@ class Specialized:
     def _compile(
         self,
         key: Hashable,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: Sequence[torch.Tensor | None],
         static: dict[str, Hashable],
     ) -> Executable | Trainable:
         graph = self.graph(*tensors, **static)
@@ -138,9 +165,10 @@ def specialize(
 
     ``build(graph, *values, **static)`` gets a :class:`~cudnngraph.Graph` and one
     :class:`~cudnngraph.Value` for each tensor of the call, and returns the result, or a tuple of
-    them. It runs once for every new combination of shapes, strides, dtypes and devices; finding the
-    executable again takes about 2 µs. Keyword arguments of the call are handed through and belong
-    to the combination. ``training=True`` makes calls that torch autograd differentiates. Fields of
+    them, or None where it has declared the graph's outputs itself. It runs once for every new
+    combination of shapes, strides, dtypes and devices; finding the executable again takes about
+    2 µs. Keyword arguments of the call are handed through and belong to the combination.
+    ``training=True`` makes calls that torch autograd differentiates. Fields of
     :class:`~cudnngraph.Policy` may be given as keywords:
 
         @cg.specialize(tune="autotune")

@@ -3,6 +3,11 @@
 Each contender is captured in a CUDA graph of several launches, so that the host's cost is not in
 the numbers. The graphs are replayed in turn, so that what drifts (clocks, neighbours) drifts for
 all; a contender that is clearly slower drops out early. The result is the median.
+
+Large products draw more power than the GPU may, and within some 100 ms of work its clocks give way,
+for some kernels more than for others: one H200 ran two of them at 1.36 and 1.20 ms from rest, and
+at 1.61 and 1.40 ms for good. Where launches take long (:data:`HEAVY_US`) each sample therefore is
+work without a break, and only its second half counts.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ MAX_LAUNCHES = 20
 REPLAY_US = 400.0  # about how long one replay is to take
 ROUNDS = 9
 DROP_OVER = 1.25  # times the fastest: out after the second round
+HEAVY_US = 100.0  # a launch that takes as long is sampled under sustained load
+LOAD_MS = 60.0  # of load before such a sample, and of the sample itself
+LOAD_ROUNDS = 5
 
 
 def interleave(
@@ -68,6 +76,7 @@ class Captured:
             self.count = max(wanted, len(launches))
             self._graph = self._capture(launches)
         self._launches = launches
+        self.launch_us = once
 
     def _capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
@@ -91,14 +100,32 @@ class Captured:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1e3
 
+    @property
+    def captured(self) -> bool:
+        """Whether the launches are in a CUDA graph; else each sample launches them one by one."""
+        return self._graph is not None
+
     def __call__(self) -> float:
         """Microseconds of one launch, over one replay."""
         with torch.cuda.stream(self._stream):
-            if self._graph is not None:
-                return self._elapsed_us(self._graph.replay) / self.count
-            return self._elapsed_us(self._all) / self.count
+            return self._elapsed_us(self._replay) / self.count
 
-    def _all(self) -> None:
+    def sustained(self) -> float:
+        """Microseconds of one launch after :data:`LOAD_MS` of them, over as long again."""
+        replays = math.ceil(LOAD_MS * 1e3 / (self.launch_us * self.count))
+
+        def load() -> None:
+            for _ in range(replays):
+                self._replay()
+
+        with torch.cuda.stream(self._stream):
+            load()
+            return self._elapsed_us(load) / (replays * self.count)
+
+    def _replay(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
         for number in range(self.count):
             self._launches[number % len(self._launches)]()
 
@@ -109,12 +136,24 @@ def measure(
     *,
     rounds: int = ROUNDS,
     drop_over: float = DROP_OVER,
+    quick: bool = False,
 ) -> list[float]:
     """Median microseconds of each contender on the GPU, measured side by side on ``stream``.
 
     A contender is a launch, or several that do the same on rotating data. It is called with
-    ``stream`` current, a first time outside of any capture. What it raises goes through.
+    ``stream`` current, a first time outside of any capture. What it raises goes through. Heavy ones
+    are measured under sustained load, which takes half a second each, unless ``quick``.
     """
     listed = [[each] if callable(each) else list(each) for each in contenders]
     captured = [Captured(each, stream) for each in listed]
-    return interleave(captured, rounds=rounds, drop_over=drop_over)
+    samples, rounds = samplers(captured, rounds, quick=quick)
+    return interleave(samples, rounds=rounds, drop_over=drop_over)
+
+
+def samplers(
+    captured: Sequence[Captured], rounds: int, *, quick: bool = False
+) -> tuple[list[Sample], int]:
+    """How contenders are sampled, and how often: under load where all of them are heavy."""
+    if quick or min(each.launch_us for each in captured) < HEAVY_US:
+        return list(captured), rounds
+    return [each.sustained for each in captured], min(rounds, LOAD_ROUNDS)

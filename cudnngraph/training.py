@@ -23,12 +23,35 @@ from .runtime import compile as compile_spec
 class Pair:
     """A graph and its gradient for some of the inputs, compiled.
 
-    ``forward`` returns the graph's outputs and behind them what else ``backward`` needs; the
-    latter is compiled when it is first asked for, by the thread that runs it.
+    ``forward`` returns the graph's outputs, of which there are ``count``, and behind them what else
+    ``backward`` needs; the latter is compiled when it is first asked for, by the thread that runs
+    it. The rest says by numbers what stands where: ``saved`` among the forward's inputs and
+    outputs, ``flat`` among its outputs those without a gradient, ``taken`` for each input of the
+    backward a place in ``saved`` or, from -1 downwards, an output whose gradient it is;
+    ``given`` for each input of the forward the backward's output that is its gradient, or None.
     """
 
     gradient: Gradient
     forward: Executable
+    count: int
+
+    def __post_init__(self) -> None:
+        gradient, spec = self.gradient, self.gradient.forward
+        own, outputs = (*spec.inputs, *spec.outputs), spec.outputs[: self.count]
+        self.saved = tuple(own.index(name) for name in gradient.saved)
+        self.flat = tuple(at for at, name in enumerate(outputs) if name not in gradient.incoming)
+        sources = {name: at for at, name in enumerate(gradient.saved)}
+        sources |= {
+            gradient.incoming[name]: -1 - at
+            for at, name in enumerate(outputs)
+            if name in gradient.incoming
+        }
+        self.taken = tuple(sources[name] for name in gradient.backward.inputs)
+        made = gradient.backward.outputs
+        self.given = tuple(
+            made.index(gradient.outgoing[name]) if name in gradient.outgoing else None
+            for name in spec.inputs
+        )
 
     @cached_property
     def backward(self) -> Executable:
@@ -54,7 +77,8 @@ class Trainable:
         self.spec = spec
         self.device = device
         self.policy = policy
-        self._floating = differentiable(spec)
+        able = differentiable(spec)
+        self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
         self._pairs: dict[tuple[str, ...], Pair] = {}
         self._lock = threading.Lock()
         self._result: Callable[..., Any] = _named(f"{spec.name}_result", spec.outputs)
@@ -71,15 +95,32 @@ class Trainable:
         :class:`BindError` with every mistake.
         """
         names = self.spec.inputs
+        if tensors and not args and tensors.keys() == set(names):
+            args = tuple(tensors[name] for name in names)
+        elif tensors or len(args) != len(names):
+            return self._by_name(args, tensors)
+        return self.call(args, checked=False)
+
+    def _by_name(self, args: tuple[Any, ...], tensors: Mapping[str, Any]) -> Any:
+        """Put in order what is given in both ways; what is wrong is said by the plain graph."""
+        names = self.spec.inputs
         given = {**dict(zip(names, args, strict=False)), **tensors}
-        complete = len(args) + len(tensors) == len(given) == len(names)
-        if not torch.is_grad_enabled() or not complete or not all(name in given for name in names):
-            return self.inference(*args, **tensors)
-        wrt = tuple(name for name in self._floating if getattr(given[name], "requires_grad", False))
+        if len(args) + len(tensors) == len(given) == len(names) and set(given) == set(names):
+            return self.call(tuple(given[name] for name in names), checked=False)
+        return self.inference(*args, **tensors)
+
+    def call(self, tensors: Sequence[torch.Tensor], *, checked: bool = True) -> Any:
+        """Like a call, on inputs in order, that are known to fit where ``checked`` says so."""
+        wrt: tuple[str, ...] = ()
+        if torch.is_grad_enabled():
+            wrt = tuple(
+                [n for at, n in self._floating if getattr(tensors[at], "requires_grad", False)]
+            )
         if not wrt:
-            return self.inference(*args, **tensors)
-        results = _Call.apply(self.pair(wrt), len(self.spec.outputs), *(given[n] for n in names))  # type: ignore[no-untyped-call]
-        return results[0] if len(results) == 1 else self._result(*results)
+            return self.inference.call(tensors, checked=checked)
+        pair = self._pairs.get(wrt) or self.pair(wrt)
+        results = _Call.apply(pair, checked, *tensors)  # type: ignore[no-untyped-call]
+        return results if pair.count == 1 else self._result(*results)
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given, without a gradient."""
@@ -96,7 +137,8 @@ class Trainable:
             gradient = differentiate(self.spec, key)
             forward = compile_spec(gradient.forward, self.device, policy=self.policy)
             with self._lock:
-                found = self._pairs.setdefault(key, Pair(gradient, forward))
+                pair = Pair(gradient, forward, len(self.spec.outputs))
+                found = self._pairs.setdefault(key, pair)
         return found
 
     def explain(self) -> str:
@@ -119,41 +161,36 @@ class _Call(torch.autograd.Function):
     """The forward of a :class:`Pair`; its backward is the other half."""
 
     @staticmethod
-    def forward(ctx: Any, pair: Pair, count: int, *tensors: torch.Tensor) -> Any:
-        gradient, spec = pair.gradient, pair.forward.spec
-        results = pair.forward(*tensors)
-        results = (results,) if len(spec.outputs) == 1 else tuple(results)
-        known = dict(zip((*spec.inputs, *spec.outputs), (*tensors, *results), strict=True))
-        ctx.save_for_backward(*(known[name] for name in gradient.saved))
+    def forward(ctx: Any, pair: Pair, checked: bool, *tensors: torch.Tensor) -> Any:
+        results, many = pair.forward.outputs_for(tensors, checked=checked), len(tensors)
+        ctx.save_for_backward(
+            *[tensors[at] if at < many else results[at - many] for at in pair.saved]
+        )
         ctx.set_materialize_grads(False)
         ctx.pair = pair
-        outputs = spec.outputs[:count]
-        ctx.mark_non_differentiable(*(known[n] for n in outputs if n not in gradient.incoming))
-        ctx.grad_names = [gradient.incoming.get(name) for name in outputs]
-        return results[:count]
+        if pair.flat:
+            ctx.mark_non_differentiable(*[results[at] for at in pair.flat])
+        return results[0] if pair.count == 1 else tuple(results[: pair.count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         pair: Pair = ctx.pair
-        gradient, saved = pair.gradient, ctx.saved_tensors
-        given = dict(zip(gradient.saved, saved, strict=True))
-        device = pair.forward.device
-        with torch.no_grad():
-            for name, grad in zip(ctx.grad_names, grads, strict=True):
-                if name is not None:
-                    given[name] = laid_out(pair.gradient.backward.tensors[name], grad, device)
-            results = pair.backward(**given)
-        spec = pair.gradient.backward
-        results = (results,) if len(spec.outputs) == 1 else tuple(results)
+        saved, backward = ctx.saved_tensors, pair.backward
+        given: list[Any] = [saved[at] if at >= 0 else grads[-1 - at] for at in pair.taken]
+        if not backward.fits(given):
+            with torch.no_grad():
+                spec, device = backward.spec, backward.device
+                given = [
+                    laid_out(spec.tensors[name], tensor, device)
+                    for name, tensor in zip(spec.inputs, given, strict=True)
+                ]
+        results = backward.outputs_for(given, checked=False)
         if torch.is_grad_enabled():  # create_graph=True
             reached = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
-            if len(gradient.forward.outputs) > len(ctx.grad_names):  # of these nothing is known
+            if len(pair.forward.spec.outputs) > pair.count:  # of these nothing is known
                 reached.append(torch.empty(0, requires_grad=True))
             results = _NoSecond.apply(pair.forward.spec.name, len(results), *results, *reached)  # type: ignore[no-untyped-call]
-        made = dict(zip(spec.outputs, results, strict=True))
-        inputs = pair.forward.spec.inputs
-        by_input = {name: made[grad] for name, grad in gradient.outgoing.items()}
-        return (None, None, *(by_input.get(name) for name in inputs))
+        return (None, None, *[None if at is None else results[at] for at in pair.given])
 
 
 class _NoSecond(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """Pooled scratch memory: one growing block per (device, stream).
 
 Work on one stream runs in order, so plans on it can share a block. The pool grows by retiring the
-old block, never by resizing it: whoever still holds the block keeps it alive, and a block that a
-stream capture has seen is kept for good.
+old block, never by resizing it: whoever still holds the block keeps it alive.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class WorkspaceLimitError(RuntimeError):
 class _Slot(Generic[Block]):
     block: Block
     size_bytes: int
-    pinned: bool = False
 
 
 class WorkspacePool(Generic[Block]):
@@ -39,11 +37,10 @@ class WorkspacePool(Generic[Block]):
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int], _Slot[Block]] = {}
-        self._kept: list[_Slot[Block]] = []
         self._high_water_bytes = 0
 
-    def get(self, device: int, stream: int, size_bytes: int, *, pin: bool = False) -> Block:
-        """A block of at least ``size_bytes``; ``pin`` keeps it for good (a capture holds it).
+    def get(self, device: int, stream: int, size_bytes: int) -> Block:
+        """A block of at least ``size_bytes``.
 
         Raises :class:`WorkspaceLimitError` over the limit; what ``allocate`` raises goes through.
         """
@@ -55,11 +52,8 @@ class WorkspacePool(Generic[Block]):
             slot = self._slots.get((device, stream))
             if slot is None or slot.size_bytes < size_bytes:
                 block = self._allocate(device, stream, size_bytes)
-                if slot is not None and slot.pinned:
-                    self._kept.append(slot)
                 slot = self._slots[device, stream] = _Slot(block, size_bytes)
                 self._high_water_bytes = max(self._high_water_bytes, self._held_bytes())
-            slot.pinned = slot.pinned or pin
             return slot.block
 
     def size_bytes(self, device: int, stream: int) -> int:
@@ -69,11 +63,11 @@ class WorkspacePool(Generic[Block]):
             return 0 if slot is None else slot.size_bytes
 
     def _held_bytes(self) -> int:
-        return sum(slot.size_bytes for slot in (*self._slots.values(), *self._kept))
+        return sum(slot.size_bytes for slot in self._slots.values())
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in current blocks and in those kept for captures."""
+        """Bytes in current blocks."""
         with self._lock:
             return self._held_bytes()
 
@@ -83,7 +77,6 @@ class WorkspacePool(Generic[Block]):
         return self._high_water_bytes
 
     def clear(self) -> None:
-        """Let go of every block that no capture has seen."""
+        """Let go of every block."""
         with self._lock:
-            self._kept += [slot for slot in self._slots.values() if slot.pinned]
             self._slots.clear()

@@ -2212,6 +2212,7 @@ class TrainingNorm:
     params: torch.dtype = F32
     running: bool = True
     statistics: bool = True  # mean and inv_std are outputs too
+    relu: bool = False  # behind the norm
     layout: Layout = "channels_last"
     eps: float = 1e-5
     momentum: float = 0.1
@@ -2222,7 +2223,7 @@ class TrainingNorm:
         names = ["gamma", "beta"] + ["mean", "var"] * self.running
         given = [g.input(name, (self.x[1],), self.params) for name in names]
         results = g.batch_norm_train(x, *given, eps=self.eps, momentum=self.momentum)
-        g.output("y", results[0])
+        g.output("y", g.relu(results[0]) if self.relu else results[0])
         if self.statistics:
             g.output("batch_mean", results[1])
             g.output("inv_std", results[2])
@@ -2237,6 +2238,8 @@ class TrainingNorm:
         wide = torch.promote_types(x.dtype, F32)
         gamma, beta = (t[name].to(t["gamma"].dtype) for name in ("gamma", "beta"))
         done = {"y": F.batch_norm(x, *running, gamma, beta, True, self.momentum, self.eps)}
+        if self.relu:
+            done["y"] = F.relu(done["y"])
         if self.statistics:
             dims = [dim for dim in range(x.dim()) if dim != 1]
             var, mean = torch.var_mean(x.to(wide), dims, correction=0)
@@ -2251,14 +2254,21 @@ class TrainingNorm:
         x = g.input("x", self.x, self.dtype, **_at(self.layout))
         gamma, beta = (g.input(name, (self.x[1],), self.params) for name in ("gamma", "beta"))
         _, mean, inv_std = g.batch_norm_train(x, gamma, beta, eps=self.eps)[:3]
-        grads = g.batch_norm_backward(dy, x, gamma, mean, inv_std)
+        grad = dy
+        if self.relu:
+            grad = g.relu_backward(dy, g.batch_norm_apply(x, mean, inv_std, gamma, beta))
+        grads = g.batch_norm_backward(grad, x, gamma, mean, inv_std)
         for name, grad in zip(("dx", "dgamma", "dbeta"), grads, strict=True):
             g.output(name, grad)
         return g
 
     def eager_backward(self, t: Tensors) -> Tensors:
+        def forward(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+            y = F.batch_norm(x, None, None, gamma, beta, True, 0.1, self.eps)
+            return F.relu(y) if self.relu else y
+
         grads = _grads(
-            lambda x, gamma, beta: F.batch_norm(x, None, None, gamma, beta, True, 0.1, self.eps),
+            forward,
             [t["x"], t["gamma"], t["beta"]],
             t["dy"],
         )
@@ -2284,6 +2294,11 @@ def _training_norms() -> Iterator[Case]:
         "half_params": replace(norm, dtype=F16, params=F16),
         "bfloat": replace(norm, dtype=BF16),
         "double": replace(norm, dtype=F64, params=F64),
+        "relu": replace(norm, relu=True),
+        "relu_half": replace(norm, dtype=F16, relu=True),
+        "relu_bfloat": replace(norm, dtype=BF16, relu=True),
+        "relu_3d": replace(norm, x=(2, 16, 3, 4, 5), dtype=F16, relu=True),
+        "relu_rows": replace(norm, x=(32, 16), layout=None, dtype=BF16, relu=True),
     }
     fills = {"gamma": uniform(0.5, 1.5), "var": uniform(0.5, 1.5), "x": normal(1.5, 0.5)}
     for name, one in cases.items():

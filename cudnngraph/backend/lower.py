@@ -776,6 +776,19 @@ def _batch_norm(ctx: Context, node: Node) -> Any:
     return y
 
 
+def _batch_norm_apply(ctx: Context, node: Node) -> Any:
+    x, mean, inv_std, weight, bias = ctx.operands(node)
+    if any(each.op == "batch_norm_backward" for each in ctx.spec.nodes):
+        # In front of the norm's backward, behind a relu's, cuDNN has just this form of it.
+        return ctx.graph.batchnorm_inference(
+            input=x, mean=mean, inv_variance=inv_std, scale=weight, bias=bias, name=node.name
+        )
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    y = ctx.temporary(ctx.graph.sub(x, mean), like)
+    y = ctx.temporary(ctx.graph.mul(y, inv_std), like)
+    return ctx.graph.add(ctx.temporary(ctx.graph.mul(y, weight), like), bias)
+
+
 def _matmul(ctx: Context, node: Node) -> Any:
     x, y = ctx.operands(node)
     if node.inputs[0] == node.inputs[1]:  # cuDNN gets a tensor times itself wrong
@@ -958,6 +971,7 @@ RULES: Mapping[str, Rule] = {
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
+    "batch_norm_apply": _batch_norm_apply,
     "bias": _call("bias"),
     "scale": _call("scale"),
     "relu": _call("relu"),
@@ -1014,6 +1028,7 @@ _CHANNEL_PORTS = {
     "bias": ("bias",),
     "scale": ("scale",),
     "batch_norm": ("running_mean", "running_var", "weight", "bias"),
+    "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
 }

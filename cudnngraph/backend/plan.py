@@ -6,9 +6,9 @@ belongs to the thread that built it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,25 +100,28 @@ class Plan:
             for extra in extras
             if isinstance(extra, Constant)
         }
+        self._added = tuple(
+            (extra.position, 0)
+            if isinstance(extra, Alias)
+            else (None, self._constants[extra.uid].data_ptr())
+            for extra in extras
+        )
         self._fast = _fast_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
-        """A C array of pointers: inputs, outputs, then what the plan adds to them."""
-        added = [
-            tensors[extra.position]
-            if isinstance(extra, Alias)
-            else self._constants[extra.uid].data_ptr()
-            for extra in self._extras
-        ]
-        return (ctypes.c_void_p * len(self._uids))(*tensors, *added)
+        """An array of pointers: inputs, outputs, then what the plan adds to them."""
+        made = array("Q", tensors)
+        for position, constant in self._added:
+            made.append(constant if position is None else tensors[position])
+        return made
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on the handle's stream. ``pointers`` comes from :meth:`pointers`."""
         if self._fast is not None:
-            address = ctypes.addressof(pointers)
-            self._fast(address, len(pointers), workspace, handle.backend_handle)
+            address, count = pointers.buffer_info()
+            self._fast(address, count, workspace, handle.backend_handle)
             return
-        pack = dict(zip(self._uids, (pointer or 0 for pointer in pointers), strict=True))
+        pack = dict(zip(self._uids, pointers, strict=True))
         if self._index is None:
             self._graph.execute(pack, workspace, handle)
         else:

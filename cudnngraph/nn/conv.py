@@ -16,6 +16,7 @@ from .. import functional
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
 from ..policy import Policy
+from . import sync
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (
@@ -92,10 +93,8 @@ def why_not(conv: nn.Module, bn: nn.Module | None, act: nn.Module | None) -> str
         ):
             return f"{type(module).__name__} has hooks, which a block would not call"
     if bn is not None:
-        if type(bn) is not NORMS[dims - 1]:
+        if type(bn) not in (NORMS[dims - 1], nn.SyncBatchNorm):
             return f"{type(bn).__name__} is not {NORMS[dims - 1].__name__}"
-        if bn.weight is None or bn.bias is None:
-            return f"{type(bn).__name__} has no weight or no bias"
         if bn.num_features != conv.out_channels:
             return f"{type(bn).__name__} has {bn.num_features} features, not {conv.out_channels}"
     if act is not None and type(act) not in ACTIVATION_OF:
@@ -170,42 +169,51 @@ class _Block(nn.Module):
         """torch's activation, or None."""
         return self._modules.get("2" if self._with_norm else "1")
 
-    def _named_activation(self) -> tuple[str | None, Attrs]:
-        act = self.activation
-        return (None, {}) if act is None else ACTIVATION_OF[type(act)](act)
-
-    def _normed(
-        self,
-        run: Callable[..., torch.Tensor],
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        geometry: Mapping[str, Any],
+    def _run(
+        self, geometry: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """By the batch's statistics or the running ones, as torch's batch norm decides."""
-        bn, (kind, attrs) = self.norm, self._named_activation()
-        momentum = bn.momentum
-        if bn.training and bn.track_running_stats and bn.num_batches_tracked is not None:
-            bn.num_batches_tracked.add_(1)
-            if momentum is None:  # a cumulative average; stays on the device
-                momentum = bn.num_batches_tracked.to(bn.running_mean.dtype).reciprocal()
-        kept = not bn.training or bn.track_running_stats
-        return run(
-            x,
-            self.conv.weight,
-            bn.running_mean if kept else None,
-            bn.running_var if kept else None,
-            bn.weight,
-            bn.bias,
-            bias=self.conv.bias,
-            training=bn.training or (bn.running_mean is None and bn.running_var is None),
-            momentum=0.0 if momentum is None else momentum,
-            eps=bn.eps,
-            activation=kind,
-            residual=residual,
-            policy=self.policy,
-            **geometry,
-            **attrs,
+        """The block on x; with a norm by the batch's statistics or the running ones, as torch's
+        batch norm decides. ``geometry`` as of :func:`functional.act_options`."""
+        conv, bn, act = self.conv, self.norm, self.activation
+        kind, attrs = (None, ()) if act is None else _named(act)
+        weight, bias = _held(conv, "weight"), _held(conv, "bias")
+        if bn is None:
+            static = functional.static_of(functional.act_options, geometry, kind, attrs)
+            return functional.run_conv_act(static, x, weight, bias, residual, self.policy)
+        mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
+        tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
+        if tracks:
+            count = _held(bn, "num_batches_tracked")
+            if count is not None:
+                count.add_(1)
+                if momentum is None:  # a cumulative average; stays on the device
+                    momentum = count.to(mean.dtype).reciprocal()
+        by_batch = bn.training or (mean is None and var is None)
+        kept = tracks or not bn.training
+        running = (mean, var) if kept else (None, None)
+        affine = (_held(bn, "weight"), _held(bn, "bias"))
+        tensors = (x, weight, bias, *running, *affine, residual)
+        momentum = 0.0 if momentum is None else momentum
+        if bn.training and type(bn) is nn.SyncBatchNorm and sync.several_ranks(bn.process_group):
+            return sync.run_synchronised(
+                geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
+            )
+        static = functional.static_of(
+            functional.norm_options, geometry, kind, attrs, by_batch, bn.eps
         )
+        return functional.run_conv_norm_act(static, tensors, momentum, self.policy)
+
+
+def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """An activation's name in a graph and its attributes, sorted."""
+    kind, attrs = ACTIVATION_OF[type(act)](act)
+    return kind, tuple(sorted(attrs.items())) if attrs else ()
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """A parameter or buffer, the short way: in a tenth of the time of an attribute."""
+    held = module._parameters if name in module._parameters else module._buffers
+    return held[name] if name in held else getattr(module, name)
 
 
 def _built(
@@ -215,6 +223,7 @@ def _built(
     geometry: Attrs,
     norm: str | None,
     norm_options: Attrs,
+    process_group: Any,
     activation: str | nn.Module | None,
     attrs: Attrs,
     place: Attrs,
@@ -222,11 +231,17 @@ def _built(
     """The modules that a block is made of."""
     if dims not in (1, 2, 3):
         raise GraphError("block", [Problem("block", f"dims={dims!r}", "1, 2 or 3")])
-    if norm not in ("batch", None):
-        raise GraphError("block", [Problem("block", f"norm={norm!r}", "'batch' or None")])
+    if norm not in ("batch", "sync", None):
+        raise GraphError("block", [Problem("block", f"norm={norm!r}", "'batch', 'sync' or None")])
+    if process_group is not None and norm != "sync":
+        raise GraphError("block", [Problem("block", "process_group is given", "norm='sync' too")])
     conv = kinds[dims - 1](*channels, **geometry, **place)
-    made: Any = NORMS[dims - 1]
-    bn = None if norm is None else made(channels[1], **norm_options, **place)
+    bn: Any = None
+    if norm == "sync":
+        bn = nn.SyncBatchNorm(channels[1], **norm_options, process_group=process_group, **place)
+    elif norm is not None:
+        made: Any = NORMS[dims - 1]
+        bn = made(channels[1], **norm_options, **place)
     return conv, bn, activation_module(activation, attrs)
 
 
@@ -236,8 +251,10 @@ class FusedConvBlock(_Block):
     The arguments are those of torch's convolution and batch norm; ``norm=None`` leaves the norm
     out, ``activation`` is a name of :data:`~cudnngraph.graph.ACTIVATIONS` with its attributes as
     further keywords, a module of torch, or None. Training and evaluation, running statistics and
-    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives. The
-    batch's statistics are those of one process.
+    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives.
+
+    ``norm="batch"`` takes the batch's statistics of one process, ``norm="sync"`` those of all ranks
+    of ``process_group`` (None for all there are), as torch's SyncBatchNorm; on CPUs too.
 
     x (N, C, spatial...) → (N, K, out...) in x's layout: channels_last gives channels_last.
     """
@@ -258,7 +275,9 @@ class FusedConvBlock(_Block):
         activation: str | nn.Module | None = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
+        process_group: Any = None,
         dims: int = 2,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -279,7 +298,13 @@ class FusedConvBlock(_Block):
                 "bias": bias,
             },
             norm,
-            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            {
+                "eps": eps,
+                "momentum": momentum,
+                "affine": affine,
+                "track_running_stats": track_running_stats,
+            },
+            process_group,
             activation,
             activation_attrs,
             {"device": device, "dtype": dtype},
@@ -289,25 +314,7 @@ class FusedConvBlock(_Block):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...); ``residual`` has the result's shape."""
         conv = self.conv
-        geometry = {
-            "stride": conv.stride,
-            "padding": conv.padding,
-            "dilation": conv.dilation,
-            "groups": conv.groups,
-        }
-        if self.norm is not None:
-            return self._normed(functional.conv_bn_act, x, residual, geometry)
-        kind, attrs = self._named_activation()
-        return functional.conv_bias_act(
-            x,
-            conv.weight,
-            conv.bias,
-            activation=kind,
-            residual=residual,
-            policy=self.policy,
-            **geometry,
-            **attrs,
-        )
+        return self._run((conv.stride, conv.padding, conv.dilation, conv.groups), x, residual)
 
 
 class FusedConvTransposeBlock(_Block):
@@ -333,7 +340,9 @@ class FusedConvTransposeBlock(_Block):
         activation: str | nn.Module | None = "relu",
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        affine: bool = True,
         track_running_stats: bool = True,
+        process_group: Any = None,
         dims: int = 2,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -355,7 +364,13 @@ class FusedConvTransposeBlock(_Block):
                 "dilation": dilation,
             },
             norm,
-            {"eps": eps, "momentum": momentum, "track_running_stats": track_running_stats},
+            {
+                "eps": eps,
+                "momentum": momentum,
+                "affine": affine,
+                "track_running_stats": track_running_stats,
+            },
+            process_group,
             activation,
             activation_attrs,
             {"device": device, "dtype": dtype},
@@ -382,23 +397,5 @@ class FusedConvTransposeBlock(_Block):
                 dims,
                 conv.dilation,
             )
-        geometry = {
-            "stride": conv.stride,
-            "padding": conv.padding,
-            "output_padding": tuple(extra),
-            "groups": conv.groups,
-            "dilation": conv.dilation,
-        }
-        if self.norm is not None:
-            return self._normed(functional.conv_transpose_bn_act, x, residual, geometry)
-        kind, attrs = self._named_activation()
-        return functional.conv_transpose_bias_act(
-            x,
-            conv.weight,
-            conv.bias,
-            activation=kind,
-            residual=residual,
-            policy=self.policy,
-            **geometry,
-            **attrs,
-        )
+        geometry = (conv.stride, conv.padding, tuple(extra), conv.groups, conv.dilation)
+        return self._run(geometry, x, residual)

@@ -351,6 +351,17 @@ def test_close_plans_are_measured_again_for_longer_and_that_counts() -> None:
     assert (autotune.FINAL_ROUNDS, 2) in bench.rounds, "12.0 is no finalist"
 
 
+def test_a_first_time_is_not_compared_with_final_ones() -> None:
+    """Under load every plan may be slower than what another took from rest."""
+    offers = [Offer(10.0, final_us=12.0), Offer(10.5, final_us=12.6), Offer(11.0, final_us=16.0)]
+    bench = table({WHOLE: offers})
+    selection = run(block(), bench)
+    assert taken(selection) == [(WHOLE, 0)]
+    assert of(selection, 0).time_us == 12.0
+    assert of(selection, 2).time_us == 11.0
+    assert of(selection, 2).reason == "over 1.08 times the fastest when first measured"
+
+
 # -- effort ----------------------------------------------------------------------------------------
 
 

@@ -352,34 +352,59 @@ def test_a_bound_call_prepares_nothing_when_it_is_called(monkeypatch: pytest.Mon
     assert given["y"].max() > 0
 
 
-class _Workspace:
-    """Stands for a block of device memory."""
-
-
 @pytest.mark.parametrize("capturing", [True, False])
-def test_what_a_capture_saw_outlives_the_bound_call(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool, bound: bool
 ) -> None:
+    """The graph's memory goes with the graph; that of the pool is for runs outside of captures."""
+    blocks: list[tuple[str, Any]] = []
+
+    def give(kind: str) -> Callable[..., torch.Tensor]:
+        def block(device: int, stream: int, size_bytes: int) -> torch.Tensor:
+            made = torch.empty(size_bytes, dtype=torch.uint8)
+            blocks.append((kind, weakref.ref(made)))
+            return made
+
+        return block
+
+    pooled = torch.empty(64, dtype=torch.uint8)
+    plans = (None, object())
+    monkeypatch.setattr(runtime, "_captured", {})
+    monkeypatch.setattr(runtime, "_allocate", give("graph"))
+    monkeypatch.setattr(runtime.WORKSPACE, "get", lambda *args: pooled)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(runtime.env, "raw_stream", lambda index: 0)
+    seen: list[torch.Tensor | None] = []
+
     class Program:
         device = torch.device("cuda", 0)
         scratch_bytes = 64
         uses_cudnn = False
 
         def launches(self, tensors: object, stream: int) -> list[Callable[[Any], None]]:
+            seen.append(runtime._scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
-    made = [_Workspace()]
-    seen = weakref.ref(made[0])
-    monkeypatch.setattr(runtime, "_captured", [])
-    monkeypatch.setattr(runtime.env, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(runtime.WORKSPACE, "get", lambda *args, **options: made.pop())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    call = cg.BoundCall(Program(), {})  # type: ignore[arg-type]
-    call._launch(0)
-    call._launch(0)
-    del call
-    gc.collect()
-    assert (seen() is not None) == capturing
+        def _plans(self) -> Any:
+            return plans
+
+        def _steps_on(self, tensors: object, block: Any, handle: Any) -> None:
+            seen.append(block)
+
+    program: Any = Program()
+    call = cg.BoundCall(program, {})
+    for _ in range(2):
+        call._launch(0) if bound else runtime.Program._run_here(program, [])
+    if capturing:
+        assert [kind for kind, _ in blocks] == ["graph"] * 2, "none is used for two captures"
+        assert list(runtime._captured.values()) == [plans]
+        seen.clear()
+        gc.collect()
+        assert all(block() is None for _, block in blocks)
+    else:
+        assert not blocks and not runtime._captured
+        assert all(block is pooled for block in seen)
 
 
 def test_a_bound_call_keeps_its_tensors_alive() -> None:

@@ -52,6 +52,9 @@ CONV_CASES: dict[str, dict[str, Any]] = {
     "same": {"padding": "same"},
     "cumulative": {"momentum": None},
     "untracked": {"track_running_stats": False},
+    "no affine": {"affine": False},
+    "no affine, untracked": {"affine": False, "track_running_stats": False},
+    "sync in one process": {"norm": "sync"},
     "leaky": {"activation": "leaky_relu", "negative_slope": 0.3, "eps": 1e-3, "momentum": 0.4},
     "module": {"activation": nn.GELU("tanh")},
     "1d": {"dims": 1, "stride": 2},
@@ -64,6 +67,7 @@ TRANSPOSED_CASES: dict[str, dict[str, Any]] = {
     "transposed no norm": {"norm": None, "activation": "gelu"},
     "transposed 1d": {"dims": 1, "stride": 2},
     "transposed 3d": {"dims": 3, "bias": False},
+    "transposed no affine": {"groups": 2, "affine": False, "momentum": None},
 }
 
 
@@ -73,7 +77,7 @@ def make(label: str, dtype: torch.dtype = F64) -> Block:
     options = {"padding": 1, **({**CONV_CASES, **TRANSPOSED_CASES}[label])}
     kind = cg.FusedConvTransposeBlock if transposed else cg.FusedConvBlock
     block = kind(4, options.pop("out", 6), 3, dtype=dtype, **options)
-    if block.norm is not None:
+    if block.norm is not None and block.norm.affine:
         nn.init.normal_(block.norm.weight)
         nn.init.normal_(block.norm.bias)
     return block
@@ -175,19 +179,38 @@ def test_autocast_gives_the_dtypes_that_torch_gives() -> None:
     assert all(p.grad.dtype == F32 for p in block.parameters())
 
 
-def test_frozen_parameters_get_no_gradient_and_cost_none() -> None:
-    block = make("plain")
-    block.conv.requires_grad_(False)
-    x = torch.randn(3, 4, 7, 7, dtype=F64)
+@pytest.mark.parametrize(
+    ("frozen", "ops"),
+    [
+        ("conv", {"relu_backward", "batch_norm_backward"}),
+        ("norm", {"relu_backward", "batch_norm_backward", "wgrad"}),
+        ("conv, norm, but x", {"relu_backward", "batch_norm_backward", "dgrad"}),
+        ("nothing", {"relu_backward", "batch_norm_backward", "wgrad", "dgrad"}),
+    ],
+)
+@pytest.mark.parametrize("label", ["no bias", "transposed 3d"])
+def test_what_needs_no_gradient_costs_none(label: str, frozen: str, ops: set[str]) -> None:
+    """Counted in the nodes of the backward graph that runs: neither has the block a bias."""
+    block = make(label)
+    for name in ("conv", "norm"):
+        getattr(block, name).requires_grad_(name not in frozen)
+    needs_x = frozen == "nothing" or "x" in frozen
+    transposed = "transposed" in label
+    x = torch.randn(3, 4, *(7,) * (3 if transposed else 2), dtype=F64, requires_grad=needs_x)
     y = block(x)
-    (saved,) = [name for name in dir(y.grad_fn) if name == "pair"]
-    spec = getattr(y.grad_fn, saved).gradient.backward
-    assert {node.op for node in spec.nodes if node.op != "constant"} == {
-        "relu_backward",
-        "batch_norm_backward",
+    backward = y.grad_fn.pair.backward
+    kinds = {
+        "conv_wgrad": "wgrad",
+        "conv": "dgrad" if transposed else "conv",
+        "conv_transpose": "conv_transpose" if transposed else "dgrad",
     }
+    nodes = [node for step in backward.steps for node in step.spec.nodes]
+    assert {kinds.get(n.op, n.op) for n in nodes if n.op != "constant"} == ops
     y.sum().backward()
-    assert block.conv.weight.grad is None and block.norm.weight.grad is not None
+    assert (x.grad is not None) == needs_x
+    for name in ("conv", "norm"):
+        for parameter in getattr(block, name).parameters():
+            assert (parameter.grad is not None) == (name not in frozen)
 
 
 # -- state dicts, copies, converters ---------------------------------------------------------------
@@ -226,12 +249,9 @@ def test_from_torch_and_to_torch_share_the_modules() -> None:
         ((nn.Linear(2, 2),), "Linear is no convolution of torch"),
         ((nn.Conv2d(2, 4, 3, padding_mode="reflect"),), "padding_mode='reflect' is not 'zeros'"),
         ((nn.Conv2d(2, 4, 3), nn.BatchNorm1d(4)), "BatchNorm1d is not BatchNorm2d"),
-        ((nn.Conv2d(2, 4, 3), nn.SyncBatchNorm(4)), "SyncBatchNorm is not BatchNorm2d"),
         ((nn.Conv2d(2, 4, 3), nn.BatchNorm2d(3)), "BatchNorm2d has 3 features, not 4"),
-        (
-            (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, affine=False)),
-            "BatchNorm2d has no weight or no bias",
-        ),
+        ((nn.Conv2d(2, 4, 3), nn.SyncBatchNorm(3)), "SyncBatchNorm has 3 features, not 4"),
+        ((nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), "GroupNorm is not BatchNorm2d"),
         ((nn.Conv2d(2, 4, 3), None, nn.PReLU()), "PReLU is no activation of a graph"),
         (
             (nn.Conv2d(2, 4, 3), None, nn.Softplus(threshold=1)),
@@ -252,7 +272,8 @@ def test_what_cannot_be_a_block_is_refused_with_the_reason(modules: Any, reason:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm": "layer"}, "norm='layer'; expected 'batch' or None"),
+        ({"norm": "layer"}, "norm='layer'; expected 'batch', 'sync' or None"),
+        ({"process_group": 1}, "process_group is given; expected norm='sync' too"),
         ({"dims": 4}, "dims=4; expected 1, 2 or 3"),
         ({"activation": "swish"}, "'swish' is unknown; expected one of relu"),
     ],
@@ -377,12 +398,12 @@ def test_replace_leaves_hooks_and_shared_modules_alone() -> None:
 # -- several processes -----------------------------------------------------------------------------
 
 
-def test_two_processes_train_as_torchs_model_does(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("ddp_worker.py")
+def on_two_ranks(worker: str, tmp_path: Path) -> list[Any]:
+    """What each of two processes tells in its last line."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(tmp_path / "meet")],
+            [sys.executable, str(ROOT / "tests/cpu" / worker), str(rank), str(tmp_path / "meet")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -395,9 +416,39 @@ def test_two_processes_train_as_torchs_model_does(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         told.append(json.loads(out.splitlines()[-1]))
+    return told
+
+
+def test_two_processes_train_as_torchs_model_does(tmp_path: Path) -> None:
+    told = on_two_ranks("ddp_worker.py", tmp_path)
     for rank in told:
         theirs, ours = rank["losses"]
         assert ours == pytest.approx(theirs, abs=EXACT)
         assert rank["apart"] < EXACT
     assert told[0]["weight"] == told[1]["weight"]
     assert told[0]["losses"] != told[1]["losses"]
+
+
+def test_synchronised_norms_are_those_of_the_joined_batch(tmp_path: Path) -> None:
+    """Results, gradients and running statistics, of batches of 3 and 5, of 4 and none."""
+    told = on_two_ranks("sync_worker.py", tmp_path)
+    assert len(told[0]) == len(told[1]) == 12
+    for rank in told:
+        assert {name: apart for name, apart in rank.items() if not apart < EXACT} == {}
+    assert max(told[0].values()) > 0.0
+
+
+def test_synchronised_norms_come_from_torch_and_go_back() -> None:
+    conv, bn = nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6, eps=1e-3)
+    block = cg.FusedConvBlock.from_torch(conv, bn, nn.ReLU())
+    assert block.norm is bn and list(block.to_torch())[1] is bn
+    assert type(cg.FusedConvBlock(4, 6, 3, norm="sync").norm) is nn.SyncBatchNorm
+    model = nn.Sequential(conv, bn, nn.ReLU())
+    assert [str(s) for s in cg.nn.replace(model).swapped] == [
+        "swapped 0, 1, 2 (Conv2d → SyncBatchNorm → ReLU)"
+    ]
+    plain = nn.Sequential(cg.FusedConvTransposeBlock(4, 6, 3))
+    turned = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    assert type(turned[0].norm) is nn.SyncBatchNorm
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.allclose(turned[0](x), turned[0].to_torch()(x), rtol=1e-5, atol=1e-6)

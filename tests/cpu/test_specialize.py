@@ -121,8 +121,9 @@ def test_the_device_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu(torch.Tensor):
         """A tensor that says it is on the GPU of its number of elements."""
 
-        def get_device(self) -> int:
-            return self.numel() // 2
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cuda", self.numel() // 2)
 
     asked: list[object] = []
 
@@ -135,6 +136,14 @@ def test_the_device_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = torch.ones(2), torch.ones(2).as_subclass(OnGpu)
     assert f.lookup(here) is f.lookup(here) is not f.lookup(there)
     assert f.lookup(there) is asked[1] and len(asked) == 2
+
+
+def test_a_tensor_without_data_is_not_taken_for_one_on_the_cpu() -> None:
+    f = cg.specialize(lambda g, x: g.relu(x))
+    x = torch.ones(2)
+    f(x)
+    with pytest.raises(cg.PolicyError, match="device='meta'; expected a CPU or a CUDA device"):
+        f(x.to("meta"))
 
 
 def test_static_arguments_belong_to_the_call_whatever_their_order() -> None:

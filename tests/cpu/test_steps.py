@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.fakes import builder
 F32 = torch.float32
 CPU = torch.device("cpu")
 POLICY = cg.Policy(allow_tf32=False)
+VIEWS = ("reshape", "permute", "transpose", "slice")
 
 
 @pytest.fixture
@@ -245,3 +247,72 @@ def test_joining_on_a_gpu_copies_only_what_is_not_there_yet(
     run()
     assert torch.equal(whole[:, :8], torch.full((2, 8, 3, 3), 3.0))
     assert torch.equal(whole[:, 8:], apart)
+
+
+# -- direct runs -----------------------------------------------------------------------------------
+
+
+class Recording:
+    """A plan that notes what it is executed on."""
+
+    def __init__(self, plan: Any, seen: list[Any]) -> None:
+        self.choice = plan.choice
+        self.workspace_bytes = plan.workspace_bytes
+        self._seen = seen
+
+    def pointers(self, tensors: Any) -> tuple[int, ...]:
+        return tuple(tensors)
+
+    def execute(self, pointers: tuple[int, ...], workspace: int, handle: Any) -> None:
+        self._seen.append((self.choice, pointers, workspace if self.workspace_bytes else None))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{"none"}, {"sdpa", "matmul"}, {"tanh", "neg", "exp"}],
+    ids=["nothing", "anchors", "pointwise ops"],
+)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
+    name: str, refused: set[str], blocks: list[torch.Tensor]
+) -> None:
+    """Plans, torch steps and views mixed; what a plan does not write is the torch steps'."""
+    spec, inputs, _ = declared(name)
+    spec = canonical(spec)
+    build = builder(
+        lambda part: (
+            len(part.nodes) > 1 or any(n.op in refused or n.op in VIEWS for n in part.nodes)
+        )
+    )
+    seen: list[Any] = []
+    found = heuristic(spec, POLICY, build)
+    plans = tuple(None if plan is None else Recording(plan, seen) for plan in found.built)
+    program = Program(spec, CPU, replace(found, built=plans), POLICY, "built")  # type: ignore[arg-type]
+    outputs = [
+        torch.empty_strided(each.shape, each.stride, dtype=each.dtype)
+        for each in (spec.tensors[key] for key in spec.outputs)
+    ]
+    tensors = [*inputs.values(), *outputs]
+    for launch in program.launches(
+        dict(zip((*spec.inputs, *spec.outputs), tensors, strict=True)), 0
+    ):
+        launch(None)
+    bound, block = list(seen), runtime.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
+    seen.clear()
+    program._steps_on(tensors, block, None)
+    assert seen == bound
+    assert bool(seen) == program.uses_cudnn
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_direct_run_of_torch_steps_computes_what_torch_does(
+    name: str, blocks: list[torch.Tensor]
+) -> None:
+    spec, inputs, want = declared(name)
+    program = in_steps(spec)
+    y = torch.empty_strided(spec.tensors["y"].shape, spec.tensors["y"].stride).fill_(77.0)
+    block = torch.full((-(-program.scratch_bytes // 16) * 16,), 0xFF, dtype=torch.uint8)
+    for _ in range(2):
+        program._steps_on([*inputs.values(), y], block, None)
+        numerics.check(y, want, F32, what=name)
+        y.fill_(77.0)

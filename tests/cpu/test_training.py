@@ -261,6 +261,35 @@ def test_recomputed_and_offloaded_tensors_give_the_same_gradients(how: str) -> N
     assert all(torch.equal(plain[n].grad, other[n].grad) for n in plain)  # type: ignore[arg-type]
 
 
+def test_saved_tensors_may_come_back_in_other_strides() -> None:
+    """As what is offloaded into pinned memory does."""
+    _, tensors = block()
+    last = {
+        n: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+        for n, t in tensors.items()
+    }
+    exe = cg.specialize(g_block, training=True)
+    plain, other = with_grad(last), with_grad(last)
+    exe(*plain.values()).square().sum().backward()
+    with saved_tensors_hooks(lambda tensor: tensor.contiguous(), lambda tensor: tensor):
+        y = exe(*other.values())
+    y.square().sum().backward()
+    assert all(torch.equal(plain[n].grad, other[n].grad) for n in plain)  # type: ignore[arg-type]
+
+
+def g_block(
+    g: cg.Graph,
+    x: cg.Value,
+    w: cg.Value,
+    b: cg.Value,
+    gamma: cg.Value,
+    beta: cg.Value,
+    z: cg.Value,
+) -> cg.Value:
+    y, *_ = g.batch_norm_train(g.bias(g.conv(x, w, padding=1), b), gamma, beta)
+    return g.relu(y + z)  # type: ignore[no-any-return]
+
+
 def test_autocast_leaves_the_dtypes_of_a_graph_alone() -> None:
     g, tensors = block(F32)
     exe = g.compile("cpu", training=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.nn import sync
 from tests import numerics
 from tests.samples import BF16, F16, F32
 
@@ -108,6 +112,53 @@ def test_a_block_and_its_gradients_are_within_the_policy(
     assert ours[0].is_contiguous(memory_format=LAST)
     exact, exact_of_theirs = (
         results(by_torch, "cpu", torch.float64, (side[0] > 0).cpu()) for side in (ours, theirs)
+    )
+    within(ours, exact, theirs, dtype, names, 8 * 28 * 28, exact_of_theirs)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank, which has something to exchange all the same."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    monkeypatch.setattr(sync, "several_ranks", lambda group: True)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", ["block", "groups", "transposed"])
+def test_a_synchronised_block_and_its_gradients_are_within_the_policy(
+    label: str, dtype: torch.dtype, one_rank: None
+) -> None:
+    """The graphs of the synchronised norm; with one rank its statistics are the batch's."""
+    base = nn.SyncBatchNorm.convert_sync_batchnorm(make(label))
+    by_batch = make(label)
+    shape = base.conv(torch.zeros(8, 32, 14, 14)).shape
+    x64 = torch.randn(8, 32, 14, 14).to(dtype).double().to(memory_format=LAST)
+    grad = torch.randn(shape).to(dtype).double().to(memory_format=LAST)
+    names: list[str] = []
+
+    def results(model: Any, run: Any, place: str, kind: torch.dtype, *more: Any) -> Any:
+        model = copy.deepcopy(model).to(dtype).to(place, kind)
+        x = x64.to(place, kind).requires_grad_()
+        y = run(model, x, *more)
+        kept = {n: p for n, p in model.named_parameters() if n != "0.bias"}
+        found = torch.autograd.grad(y, [x, *kept.values()], grad.to(place, kind))
+        running = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        names[:] = ["y", "x", *kept, *running]
+        return [y.detach(), *found, *running.values()]
+
+    ours = results(base, lambda model, x: model(x), "cuda", dtype)
+    theirs = results(by_batch, lambda model, x: by_torch(model, x, None), "cuda", dtype)
+    exact, exact_of_theirs = (
+        results(
+            by_batch,
+            lambda model, x, positive: by_torch(model, x, None, positive),
+            "cpu",
+            torch.float64,
+            (side[0] > 0).cpu(),
+        )
+        for side in (ours, theirs)
     )
     within(ours, exact, theirs, dtype, names, 8 * 28 * 28, exact_of_theirs)
 
