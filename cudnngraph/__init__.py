@@ -12,6 +12,7 @@ from .cache import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
+    CannotImport,
     CaptureError,
     CudnnGraphError,
     FeatureMissing,
@@ -22,8 +23,10 @@ from .errors import (
     Problem,
     SettingsError,
     UnkeyableError,
+    WrongResult,
 )
 from .explain import Explanation, explain
+from .fuse import Fused, fuse
 from .grad import Gradient, differentiate
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
@@ -34,21 +37,36 @@ from .training import Trainable
 
 if TYPE_CHECKING:
     from . import functional, nn
-    from .nn import FusedConvBlock, FusedConvTransposeBlock, FusedMultiheadAttention, FusedSDPA
+    from .nn import (
+        FusedConvBlock,
+        FusedConvTransposeBlock,
+        FusedDepthwiseSeparable,
+        FusedLayerNorm,
+        FusedMLP,
+        FusedMultiheadAttention,
+        FusedRMSNorm,
+        FusedSDPA,
+    )
 
 __all__ = [
     "BackendUnavailable",
     "BindError",
     "BoundCall",
     "CacheStats",
+    "CannotImport",
     "CaptureError",
     "CudnnGraphError",
     "Executable",
     "Explanation",
     "FeatureMissing",
+    "Fused",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
+    "FusedLayerNorm",
+    "FusedMLP",
     "FusedMultiheadAttention",
+    "FusedRMSNorm",
     "FusedSDPA",
     "Gradient",
     "Graph",
@@ -66,11 +84,13 @@ __all__ = [
     "Trainable",
     "UnkeyableError",
     "Value",
+    "WrongResult",
     "cache_clear",
     "cache_stats",
     "differentiate",
     "explain",
     "functional",
+    "fuse",
     "nn",
     "on_miss",
     "specialize",
@@ -78,7 +98,7 @@ __all__ = [
 ]
 
 _MODULES = ("functional", "nn")
-_FROM_NN = ("FusedConvBlock", "FusedConvTransposeBlock", "FusedMultiheadAttention", "FusedSDPA")
+_FROM_NN = frozenset(name for name in __all__ if name.startswith("Fused"))
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -36,10 +37,12 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import FLOATS, OPS
+from .ops import FLOATS, OPS, Call
+from .resample import blocks
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
+_GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
 
 # Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
 # they held the operands. (exp, pow, division … may leave float16's range on the way.)
@@ -98,18 +101,49 @@ class Graph:
     def takes_epilogue(self, node: Node) -> bool:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
-        return not (row.pointwise or row.view or node.op == "concat")
+        return not (row.pointwise or row.view or row.torch_only)
 
     def takes_prologue(self, node: Node) -> bool:
         """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""
         return node.op == "batch_norm_backward"
 
     def is_free(self, node: Node) -> bool:
-        """Whether a node is a view: nothing has to run."""
+        """Whether a node is a view, or joins what was written in its place: nothing has to run."""
+        if node.op == "concat":
+            return set(node.operands) <= self.joined and len(set(node.operands)) == len(node.inputs)
         if not OPS[node.op].view or node.results[0] in self.spec.outputs:
             return False
         names = (node.operands[0], node.results[0])
-        return is_view({n: self.passed.get(n, self.spec.tensors[n]) for n in names}, node)
+        return is_view({n: self.crossing(n) for n in names}, node)
+
+    def crossing(self, name: str) -> TensorSpec:
+        """A tensor as it is where it crosses from one step to another."""
+        return self.passed.get(name, self.spec.tensors[name])
+
+    @cached_property
+    def joined(self) -> frozenset[str]:
+        """What is written straight into its slice of a concatenation's result."""
+        found: set[str] = set()
+        for node in self.spec.nodes:
+            if node.op != "concat":
+                continue
+            tensors = {name: self.crossing(name) for name in (*node.operands, *node.results)}
+            found |= {name for name in slots(tensors, node) if self.may_join(name)}
+        return frozenset(found)
+
+    def may_join(self, name: str) -> bool:
+        """Whether a tensor is memory of one of the steps, and of no view's operand."""
+        source = self.producer.get(name)
+        return source is not None and name not in self.spec.outputs and not OPS[source.op].view
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[Node]]:
+        """The nodes that read each tensor, once for each port."""
+        found: dict[str, list[Node]] = {}
+        for node in self.spec.nodes:
+            for name in node.operands:
+                found.setdefault(name, []).append(node)
+        return found
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:
@@ -127,7 +161,8 @@ class Graph:
                     continue
                 if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
-                if dtype in LOW_PRECISION and (self.is_anchor(node) or node.op in _TAME):
+                small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
+                if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
 
@@ -136,14 +171,30 @@ class Graph:
         """The dtype of the data that each tensor comes of; statistics are data of their own."""
         data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
         for node in self.spec.nodes:
+            if node.op == "aten":
+                data.update(self._of_torch(node, data))
+                continue
             dtype = self._data_dtype(node, data)
             for port, name in enumerate(node.outputs):
                 if name is not None:
                     tensor = self.spec.tensors[name]
-                    gradients = node.op == "sdpa_backward" and port < 3  # dq, dk, dv
+                    gradients = node.op in _GRADIENTS and port < 3  # dq, dk, dv
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
         return data
+
+    def _of_torch(self, node: Node, data: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of the results of torch's own op on data."""
+        operands = {
+            f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
+            for place, name in enumerate(node.operands)
+        }
+        results = OPS["aten"].infer(Call("aten", node.name, operands, dict(node.attrs))) or ()
+        found = dict(zip(node.outputs, results, strict=False))
+        return {
+            name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
+            for name in node.results
+        }
 
     @cached_property
     def _wide(self) -> frozenset[str]:
@@ -176,6 +227,12 @@ class Graph:
             if self.spec.tensors[name].numel == most:
                 dtype = torch.promote_types(dtype, data[name])
         return dtype
+
+    @cached_property
+    def _read_as_data(self) -> frozenset[str]:
+        """What anchors read that were declared on data of that dtype; sums take any."""
+        anchors = (n for n in self.spec.nodes if self.is_anchor(n) and n.op != "reduction")
+        return frozenset(name for node in anchors for name in node.operands)
 
     @cached_property
     def _numbers(self) -> frozenset[str]:
@@ -358,12 +415,59 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups[place] for place in done)
 
 
+MODEL_ANCHORS = 6  # a graph with more of them is cut at each
+
+
+def regions(graph: Graph) -> tuple[Group, ...]:
+    """A large graph cut at its natural borders, in an order that can be run; () for a small one.
+
+    A region is an anchor with the pointwise ops behind it, up to the next anchor: an op belongs to
+    the last anchor that it depends on, if it is as large as that one's result. Pointwise ops of no
+    anchor are regions too, unless they only serve one epilogue, which they then are part of.
+    """
+    nodes, tensors = work(graph.spec.nodes), graph.spec.tensors
+    anchors = [node for node in nodes if graph.is_anchor(node) and not OPS[node.op].view]
+    if len(anchors) <= MODEL_ANCHORS:
+        return ()
+    groups: list[list[Node]] = []
+    home: dict[str, int] = {}
+    for node in nodes:
+        place = max((home[source.name] for source in graph.sources(node)), default=-1)
+        if place >= 0 and not graph.is_anchor(node):
+            first = groups[place][0]
+            takes = OPS[first.op].pointwise or graph.takes_epilogue(first)
+            size = tensors[first.results[0]].numel
+            if takes and not is_copy(first, tensors) and size == tensors[node.results[0]].numel:
+                groups[place].append(node)
+                home[node.name] = place
+                continue
+        home[node.name] = len(groups)
+        groups.append([node])
+    for place, group in enumerate(groups):
+        if any(map(graph.is_anchor, group)):
+            continue
+        results = [name for node in group for name in node.results]
+        users = [user for name in results for user in graph.readers.get(name, ())]
+        homes = {home[user.name] for user in users} - {place}
+        if len(homes) != 1 or not set(graph.spec.outputs).isdisjoint(results):
+            continue
+        (other,) = homes
+        if other > place and not any(
+            graph.is_anchor(user) for user in users if home[user.name] == other
+        ):
+            groups[other] += group
+            home.update((node.name, other) for node in group)
+            groups[place] = []
+    return tuple(tuple(group) for group in groups if group)
+
+
 # -- rewrites --------------------------------------------------------------------------------------
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: additive masks, float32 sums, and views for what needs no copy."""
-    return views(wide_sums(additive_masks(spec)))
+    """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
+    and the offsets of packed sequences."""
+    return offsets_of_sequences(slices(views(wide_sums(numeric_masks(spec)))))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -417,34 +521,94 @@ def views(spec: GraphSpec) -> GraphSpec:
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
-def additive_masks(spec: GraphSpec) -> GraphSpec:
-    """The graph with 0 or -inf added in attention where a boolean mask stood, for 16-bit data."""
+def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
+    """The operands of a concatenation that lie as slices of its result would, and the offsets of
+    those slices in elements; each operand once."""
+    result, dim = tensors[node.results[0]], node.attr("dim")
+    found: dict[str, int] = {}
+    start = 0
+    for name in node.operands:
+        tensor = tensors[name]
+        offset = start * result.stride[dim]
+        start += tensor.shape[dim]
+        if (
+            name not in found
+            and tensor.numel > 0
+            and tensor.dtype == result.dtype
+            and offset * tensor.dtype.itemsize % 16 == 0
+            and same_layout(tensor.shape, tensor.stride, result.stride)
+        ):
+            found[name] = offset
+    return found
+
+
+def slices(spec: GraphSpec) -> GraphSpec:
+    """The graph with what is concatenated written into its slice of the result.
+
+    That is so for what one convolution, or a pooling that takes any strides, may read besides, and
+    where slices and their rows begin at multiples of 16 bytes.
+    """
+    joins = [node for node in spec.nodes if node.op == "concat"]
+    if not joins:
+        return spec
+    graph, tensors = Graph(spec), dict(spec.tensors)
+    for node in reversed(joins):  # the outermost first: what it joins may be joined itself
+        result = tensors[node.results[0]]
+        size = graph.crossing(result.name).dtype.itemsize
+        pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
+        if any(pitch * size % 16 for pitch in pitches):
+            continue
+        start = 0
+        for name in node.operands:
+            tensor, offset = tensors[name], start * result.stride[node.attr("dim")]
+            start += tensor.shape[node.attr("dim")]
+            others = [each for each in graph.readers[name] if each is not node]
+            if (
+                graph.may_join(name)
+                and len(graph.readers[name]) == len(others) + 1
+                and all(_reads_any_strides(each, name) for each in others)
+                and graph.crossing(name).dtype == graph.crossing(result.name).dtype
+                and offset * size % 16 == 0
+            ):
+                tensors[name] = replace(tensor, stride=result.stride)
+    return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+def _reads_any_strides(node: Node, name: str) -> bool:
+    """Whether an op is no slower on a slice of a larger tensor."""
+    if node.op == "max_pool":
+        return blocks(dict(node.attrs))
+    return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
+
+
+def numeric_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
+    added to the scores, and for dropout 1 or 0."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
         ports = OPS[node.op].ports
-        masked = ports.index("attn_mask")
-        name = node.inputs[masked]
-        if name is None:
-            continue
-        mask, data = tensors[name], tensors[str(node.inputs[ports.index("q")])].dtype
-        if mask.dtype != torch.bool or data not in LOW_PRECISION:
-            continue
-        label = f"{node.results[0]}_mask"  # another attention may share the mask
-        added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
-        keep, drop = f"{label}_keep", f"{label}_drop"
-        tensors |= {name: TensorSpec(name, (), (), torch.float32) for name in (keep, drop)}
-        tensors[added.name] = added
-        inputs = tuple(
-            added.name if port == masked else each for port, each in enumerate(node.inputs)
-        )
-        nodes[place] = replace(node, inputs=inputs)
-        nodes += [
-            Node("constant", keep, (), (keep,), (("value", 0.0),)),
-            Node("constant", drop, (), (drop,), (("value", -math.inf),)),
-            Node("where", label, (mask.name, keep, drop), (added.name,)),
-        ]
+        data = tensors[str(node.inputs[ports.index("q")])].dtype
+        inputs = list(node.inputs)
+        for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
+            name = node.inputs[ports.index(port)]
+            if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
+                continue
+            shape = tensors[name].shape
+            # Another attention may share the mask.
+            label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
+            made = TensorSpec(f"{label}_numbers", shape, contiguous_strides(shape), data)
+            names = (f"{label}_keep", f"{label}_drop")
+            tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
+            tensors[made.name] = made
+            inputs[ports.index(port)] = made.name
+            nodes += [
+                Node("constant", each, (), (each,), (("value", number),))
+                for each, number in zip(names, numbers, strict=True)
+            ]
+            nodes.append(Node("where", label, (name, *names), (made.name,)))
+        nodes[place] = replace(node, inputs=tuple(inputs))
     return (
         spec
         if len(nodes) == len(spec.nodes)
@@ -467,6 +631,54 @@ def wide_sums(spec: GraphSpec) -> GraphSpec:
         nodes[place] = replace(node, outputs=(wide.name,))
         nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
     return spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
+
+
+def token_widths(
+    node: Node, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How far apart the tokens of packed attention lie, in elements: the different widths of what
+    has the tokens of q, and of what has those of k."""
+    row = OPS[node.op]
+    widths: tuple[dict[int, None], dict[int, None]] = ({}, {})
+    for port, name in (*zip(row.ports, node.inputs), *zip(row.outputs, node.outputs)):  # noqa: B905
+        if name is not None and port not in PACKING:
+            widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
+    return tuple(widths[0]), tuple(widths[1])
+
+
+PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie
+
+
+def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
+    """The graph in which packed attention of 16-bit data is told where each sequence starts in
+    every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
+    of the same strides."""
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    made: dict[tuple[Any, ...], str] = {}
+    for place, node in enumerate(spec.nodes):
+        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward"):
+            continue
+        ports = OPS[node.op].ports
+        at = {port: ports.index(port) for port in ("q", *PACKING)}
+        data = tensors[str(node.inputs[at["q"]])]
+        ends = tuple(str(node.inputs[at[port]]) for port in PACKING[:2])
+        if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
+            continue
+        widths = token_widths(node, tensors)
+        key = (ends, widths)
+        if key not in made:
+            made[key] = name = f"{node.results[0]}_offsets"
+            rows, count = 2 + len(widths[0]) + len(widths[1]), tensors[ends[0]].shape[0]
+            stride = (-(-count // 4) * 4, 1)  # rows start at multiples of 16 bytes
+            tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)
+            attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
+            nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))
+        inputs = list(node.inputs)
+        for port in PACKING[:2]:
+            inputs[at[port]] = None
+        inputs[at["ragged"]] = made[key]
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec
 
 
 def channels_last(spec: GraphSpec) -> GraphSpec:

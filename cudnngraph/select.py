@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from .backend.plan import Choice, Outcome, Plan
+from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
-from .ops import QUANTIZED
-from .partition import Graph, Group, cuts, is_anchor, piece, prepared, work
+from .ops import ATTENTION, QUANTIZED
+from .partition import Graph, Group, cuts, is_anchor, piece, prepared, regions, work
 from .policy import Policy
 
 INT32_MAX = 2**31 - 1
@@ -91,10 +92,12 @@ def why_apart(spec: GraphSpec) -> str | None:
     if not anchors or len(nodes) == 1:
         return None
     (anchor,) = anchors
-    if anchor.op in ("sdpa", "sdpa_fp8"):
+    if anchor.op in ATTENTION:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"
+        if draws(spec):
+            return "what attention drops by a seed can be told of its own result alone"
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
         return None  # apart, the anchor would have to hand on float32, which few engines write
@@ -166,8 +169,13 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
         for index, group in enumerate(below[0] if below else ()):
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
-    spec = prepared(spec)
-    resolve(Graph(spec), work(spec.nodes), ())
+    graph = Graph(prepared(spec))
+    parts = regions(graph)
+    whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]
+    for number, group in enumerate(parts):
+        resolve(graph, group, tuple(whole) if number == 0 else ())
+    if not parts:
+        resolve(graph, work(graph.spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,9 +17,11 @@ import torch
 from . import eager, reference
 from .backend import env
 from .backend.lower import first_line
+from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
-from .ops import FP8, FP8_SCALES, OPS
-from .partition import is_view
+from .layout import Laid, Layout
+from .ops import ATTENTION, FP8, FP8_SCALES, OPS
+from .partition import PACKING, token_widths
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -34,7 +37,6 @@ FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at
 STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
-_SMALL = {torch.int8: 2, torch.int32: 100}  # whole numbers from minus this to this
 _POSITIVE = {"batch_norm", "div", "log", "pow", "reciprocal", "rsqrt", "sqrt"}
 _LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -100,16 +102,17 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, int32 -100 to 100.
+    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, integers 1.
 
     Floats are within (0.5, 1.5) where an op wants them positive or divides. A boolean mask of
     attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
-    divides by is over 0.5.
+    divides by is over 0.5; int32 sums of int8 products are within 100.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
     shift = (0.5, 1.0) if ops & _POSITIVE else (-1.0, 2.0)
+    sums = {node.inputs[0] for node in spec.nodes if node.op == "dequantize"}
     made = []
     for declared in (spec.tensors[name] for name in spec.inputs):
         values = torch.rand(declared.shape, generator=generator, device=device)
@@ -117,22 +120,26 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
             values = shift[0] + shift[1] * values
         elif declared.dtype == torch.bool and "sdpa" not in ops:
             values = values < 0.5
-        elif declared.dtype in _SMALL:
-            most = _SMALL[declared.dtype]
+        elif declared.dtype == torch.int8 or declared.name in sums:
+            most = 2 if declared.dtype == torch.int8 else 100
             values = (values * (2 * most + 1)).floor() - most
         else:
             values = torch.ones(declared.shape, device=device)
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
+        if node.op.startswith("nll_loss") and str(_port(node, "target")) in given:
+            given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
             given[scale].abs_().add_(0.5)
-        if node.op in ("sdpa", "sdpa_fp8", "sdpa_backward"):
+        if node.op in ATTENTION:
             _set_lengths(spec, node, given)
         if node.op == "sdpa_fp8":
             _set_scales(node, given)
-        if node.op == "sdpa_backward":
+        if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
+            _set_sequences(spec, node, given)
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
             _set_results(node, given)
     return made
 
@@ -144,10 +151,41 @@ def _port(node: Node, port: str) -> str | None:
 
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
-    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
-        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
-        if name in given:
-            given[name].fill_(-(-3 * data.shape[2] // 4))
+    paged = node.op == "sdpa_paged"
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
+        if port not in OPS[node.op].ports or str(_port(node, port)) not in given:
+            continue
+        longest = spec.tensors[str(_port(node, whole))].shape[2]
+        if paged and port == "seq_len_kv":
+            longest *= spec.tensors[str(_port(node, "page_table"))].shape[1]
+        given[str(_port(node, port))].fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v") if paged else ():
+        table = given.get(str(_port(node, port)))
+        if table is not None:
+            pages = spec.tensors[str(_port(node, "k_cache"))].shape[0]
+            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
+            table.copy_(order.view(table.shape))
+
+
+def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make packed sequences of about equal lengths, the last one's a token shorter."""
+    ends: list[torch.Tensor] = []
+    for side, port in enumerate(PACKING[:2]):
+        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
+        tokens = spec.tensors[str(_port(node, whole))].shape[0]
+        tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
+        count = tensor.shape[-1] - 1
+        length = min(tokens // count, node.attr(attr))
+        made = torch.arange(count + 1, dtype=torch.int32) * length
+        made[-1] -= min(length, 1)
+        ends.append(made)
+        if str(_port(node, port)) in given:
+            given[str(_port(node, port))].copy_(made)
+    ragged = given.get(str(_port(node, "ragged")))
+    if ragged is not None:
+        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        made = torch.zeros(ragged.shape, dtype=torch.int32)
+        ragged.copy_(reference.ragged_into(ends, widths, made))
 
 
 def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
@@ -161,21 +199,23 @@ def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
-    forward = OPS["sdpa"]
-    ports = [_port(node, port) for port in forward.ports]
+    forward = OPS[node.op.removesuffix("_backward")]
+    mine = OPS[node.op].ports
+    ports = [_port(node, port) if port in mine else None for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
     names = (str(_port(node, "o")), str(_port(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
-    if math.prod(q.shape[:3]) * k.shape[2] > _LARGE_SCORES:  # too much work for data of a trial
+    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    if math.prod(q.shape[:-1]) * keys > _LARGE_SCORES:  # too much work for data of a trial
         if names[1] in given:
-            given[names[1]].fill_(math.log(k.shape[2]) + 1.0)
+            given[names[1]].fill_(math.log(keys) + 1.0)
         return
     operands = [None if name is None else given[name] for name in ports]
     attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
     attrs["return_lse"] = True
-    attention = Node("sdpa", node.name, tuple(ports), names, tuple(sorted(attrs.items())))
-    for name, made in zip(names, reference.apply(attention, operands, torch.float64), strict=True):
+    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
         if name in given and made is not None:
             # cuDNN wants a large number for a row without a key, as grad.py gives it.
             given[name].copy_(torch.where(made == -math.inf, 1e30, made))
@@ -231,6 +271,7 @@ class Trial:
         ]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wanted: list[torch.Tensor] | None = None
+        self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
         """What runs ``plan``, or for None the torch step, once on the current stream."""
@@ -244,6 +285,10 @@ class Trial:
 
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
+        if draws(self.spec):
+            why = self._learn_what_is_dropped(plan)
+            if why is not None:
+                return why
         first = self._checked_run(plan)
         if isinstance(first, str):
             return first
@@ -254,6 +299,24 @@ class Trial:
             if not all(map(_same_bits, first, second)):
                 return "gives other bits when it runs again"
         return None
+
+    def _learn_what_is_dropped(self, plan: Runnable) -> str | None:
+        """Find the mask that ``plan`` draws, for the comparison; what is wrong with it, or None."""
+        if attention(self.spec) is None:
+            return "drops by a seed in several places, which cannot be checked"
+        try:
+            keep = recovered(self.spec, self._inputs, partial(self._run, plan))
+        except RuntimeError as error:
+            return f"does not run: {first_line(str(error))}"
+        self._keep, self._wanted = keep, None
+        return None
+
+    def _run(self, plan: Runnable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = [torch.empty_like(tensor) for tensor in self._outputs]
+        scratch = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self._device)
+        launcher(plan, (*inputs, *outputs), scratch, self._device)()
+        torch.cuda.synchronize(self._device)
+        return outputs
 
     def _checked_run(self, plan: Runnable) -> list[torch.Tensor] | str:
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
@@ -294,17 +357,20 @@ class Trial:
         large for that, what its first and last heads give."""
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
         corners = _corners(self.spec)
+        whole, given = self.spec, self._inputs
+        if self._keep is not None or (corners is not None and attention(self.spec) is not None):
+            whole, given = explicit(self.spec, self._inputs, self._keep)
         if corners is None:
             if self._wanted is None:
-                self._wanted = reference.run(self.spec, self._inputs, torch.float64)
+                self._wanted = reference.run(whole, given, torch.float64)
             return list(zip(declared, made, self._wanted, strict=True))
         compared = []
         for batch, head in corners:
             inputs = [
-                _corner(self.spec, name, tensor, batch, head)
-                for name, tensor in zip(self.spec.inputs, self._inputs, strict=True)
+                _corner(whole, name, tensor, batch, head)
+                for name, tensor in zip(whole.inputs, given, strict=True)
             ]
-            wanted = reference.run(self.spec, inputs, torch.float64)
+            wanted = reference.run(whole, inputs, torch.float64)
             for spec, out, want in zip(declared, made, wanted, strict=True):
                 if spec.shape == ():  # the largest of all, not of a corner
                     continue
@@ -334,6 +400,8 @@ def _corner(
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
     if node.op == "sdpa" and name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
+    if node.op == "sdpa" and name in (_port(node, "alibi_slopes"), _port(node, "sink")):
+        return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)
     if tensor.dim() < 3 or tensor.shape[1] == 1:
@@ -351,29 +419,32 @@ class Chain:
     """The steps of a whole graph on random data, each writing what the later ones read."""
 
     def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:
-        self._spec = spec
         self._policy = policy
         self._device = device
         values = random_inputs(spec, device)
         self._inputs = dict(zip(spec.inputs, values, strict=True))
+        self._outputs = {
+            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
+            for name, t in ((name, spec.tensors[name]) for name in spec.outputs)
+        }
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
         """What runs ``steps`` once, in order, on the current stream."""
-        values = dict(self._inputs)
-        need = max((plan.workspace_bytes for _, plan in steps if plan is not None), default=0)
-        workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
+        laid = [
+            Laid(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
+            for spec, plan in steps
+        ]
+        layout = Layout(laid, {*self._inputs, *self._outputs})
+        block = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._device)
+        values = layout.tensors(block, {**self._inputs, **self._outputs})
         launches: list[Callable[[], None]] = []
-        for spec, plan in steps:
-            (*_, node) = spec.nodes
-            if plan is None and self._is_free(spec, node):
-                eager.view(node, spec, values)
+        for number, (spec, plan) in enumerate(steps):
+            if number in layout.free:
                 continue
-            for declared in (spec.tensors[name] for name in spec.outputs):
-                values[declared.name] = torch.empty_strided(
-                    declared.shape, declared.stride, dtype=declared.dtype, device=self._device
-                )
             inputs = [values[name] for name in spec.inputs]
             outputs = [values[name] for name in spec.outputs]
+            need = 0 if plan is None else plan.workspace_bytes
+            workspace = block[layout.scratch[number] : layout.scratch[number] + need]
             launches.append(self._step(spec, plan, inputs, outputs, workspace))
 
         def run() -> None:
@@ -381,9 +452,6 @@ class Chain:
                 launch()
 
         return run
-
-    def _is_free(self, spec: GraphSpec, node: Node) -> bool:
-        return node.results[0] not in self._spec.outputs and is_view(spec.tensors, node)
 
     def _step(
         self,

@@ -61,8 +61,11 @@ def _computes_beside_a_convolution(spec: GraphSpec) -> bool:
 def _attends_over_padding(spec: GraphSpec) -> bool:
     """Attention with lengths of the keys."""
     return any(
-        node.op in ("sdpa", "sdpa_fp8")
-        and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
+        node.op in ("sdpa_paged", "sdpa_varlen")
+        or (
+            node.op in ("sdpa", "sdpa_fp8")
+            and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
+        )
         for node in spec.nodes
     )
 
