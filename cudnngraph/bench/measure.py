@@ -60,10 +60,11 @@ class Ceilings:
     matmul_tflop_s: Mapping[str, float]
 
     def least_us(self, flops: int, moved_bytes: int, dtype: str) -> float | None:
-        """The time below which work cannot be done; None where nobody counted it."""
-        if not flops and not moved_bytes:
-            return None
+        """The time below which work cannot be done; None where nobody counted it, or measured
+        products of the dtype."""
         peak = self.matmul_tflop_s.get(dtype, math.inf)
+        if (not flops and not moved_bytes) or (flops and peak == math.inf):
+            return None
         return max(flops / peak / 1e6, moved_bytes / self.copy_gb_s / 1e3)
 
 
@@ -210,7 +211,7 @@ class CeilingsOf:
             self._copy_gb_s = 2 * size / us / 1e3
         kind = dtype_text(dtype)
         if kind not in self._products and dtype.is_floating_point and dtype.itemsize > 1:
-            n = 512 if small else 8192
+            n = 256 if small else 8192
             a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
             out = torch.empty_like(a)
             (us,) = times_us(

@@ -80,7 +80,7 @@ def heading(report: Report) -> list[str]:
     if report.reference:
         lines.append(
             "on a CPU graphs run by the reference executor, which is there to be right: "
-            "these times say nothing about cuDNN"
+            "these times, by one thread, say nothing about cuDNN"
         )
     if report.quick or report.reference:
         lines.append("small data")

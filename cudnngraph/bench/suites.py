@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..policy import Tune
-from . import cases, host
+from . import breadth, cases, host, lowprecision
 from .cases import Case
 from .measure import Call, Contest, Task
 from .work import bytes_of, flops_of
@@ -79,8 +79,15 @@ def _of_cases(suite: str, listed: Sequence[Case], options: Options) -> list[Task
     return [Task(suite, case.name, partial(contest_of, case, options)) for case in listed]
 
 
-def _selected(*suites: str) -> list[Case]:
-    return [case for case in cases.selection_suite() if case.suite in suites]
+def _large(*suites: str) -> list[Case]:
+    """The cases of these names in every list that there is, each once."""
+    listed = [*cases.selection_suite(), *breadth.breadth_suite()]
+    found = {case.name: case for case in listed if case.suite in suites}
+    return list(found.values())
+
+
+def _small(*suites: str) -> list[Case]:
+    return [case for case in breadth.breadth_suite(quick=True) if case.suite in suites]
 
 
 def _conv(options: Options) -> Suite:
@@ -89,49 +96,48 @@ def _conv(options: Options) -> Suite:
         cases.conv(2, 16, 14, 16, 3, 1, 1, dtype=kind),
         cases.conv(2, 16, 14, 32, 1, 1, 0, dtype=kind, residual=True),
         cases.conv(2, 16, 14, 16, 3, 1, 1, dtype=kind, groups=16),
+        *_small("separable"),
     ]
-    return Suite(_of_cases("conv", small if options.small else _selected("conv"), options))
+    listed = small if options.small else _large("conv", "separable")
+    return Suite(_of_cases("conv", listed, options))
 
 
 def _transpose(options: Options) -> Suite:
     small = [cases.conv_transpose(2, 7, 16, 16, 4, 2, 1)]
-    listed = small if options.small else _selected("transpose")
-    return Suite(_of_cases("transpose", listed, options))
+    return Suite(_of_cases("transpose", small if options.small else _large("transpose"), options))
 
 
 def _sdpa(options: Options) -> Suite:
     kind = torch.float32 if options.device.type == "cpu" else torch.bfloat16
-    small = [cases.sdpa(1, 2, 64, 32, causal=True, dtype=kind)]
-    return _with_more("sdpa", small, ("sdpa",), "attention", options)
+    if options.small:
+        small = [cases.sdpa(1, 2, 64, 32, causal=True, dtype=kind)]
+        return Suite(_of_cases("sdpa", small, options))
+    listed, notes = _large("sdpa"), []
+    try:
+        listed += importlib.import_module(f"{__package__}.attention").attention_suite()
+    except ModuleNotFoundError:
+        notes.append(
+            "sdpa: masks, windows and caches are left out, bench/attention.py is not there"
+        )
+    return Suite(_of_cases("sdpa", listed, options), notes)
 
 
 def _norm(options: Options) -> Suite:
-    small = [
-        cases.norm("layer_norm", 64, 256),
-        cases.norm("rms_norm", 64, 256, residual=True),
-        cases.pointwise_chain(1 << 16),
-    ]
-    return _with_more("norm", small, ("norm", "pointwise"), "breadth", options)
+    small = [*_small("norm", "others"), cases.pointwise_chain(1 << 16)]
+    listed = small if options.small else _large("norm", "others", "pointwise")
+    return Suite(_of_cases("norm", listed, options))
 
 
 def _matmul(options: Options) -> Suite:
-    small = [cases.matmul(64, 128, 64, "relu"), cases.swiglu(64, 64, 128)]
-    return _with_more("matmul", small, ("matmul",), "lowprecision", options)
+    small = [cases.matmul(64, 128, 64, "relu"), *_small("ffn")]
+    listed = small if options.small else _large("matmul", "ffn")
+    return Suite(_of_cases("matmul", listed, options))
 
 
-def _with_more(
-    suite: str, small: Sequence[Case], names: tuple[str, ...], module: str, options: Options
-) -> Suite:
-    """The selection's cases of these suites, and where it is there the module's own suite."""
+def _low_precision(options: Options) -> Suite:
     if options.small:
-        return Suite(_of_cases(suite, small, options))
-    listed, notes = _selected(*names), []
-    try:
-        made = importlib.import_module(f"{__package__}.{module}")
-        listed += list(getattr(made, f"{module}_suite")())
-    except ModuleNotFoundError:
-        notes.append(f"{suite}: bench/{module}.py is not there")
-    return Suite(_of_cases(suite, listed, options), notes)
+        return Suite([], ["lowprecision: left out, it has no small data"])
+    return Suite(_of_cases("lowprecision", lowprecision.lowprecision_suite(), options))
 
 
 def _host(options: Options) -> Suite:
@@ -265,6 +271,7 @@ SUITES: Mapping[str, Callable[[Options], Suite]] = {
     "sdpa": _sdpa,
     "norm": _norm,
     "matmul": _matmul,
+    "lowprecision": _low_precision,
     "host": _host,
     "startup": _startup,
     "models": _models,

@@ -86,12 +86,15 @@ def run(args: argparse.Namespace) -> int:
         raise BackendUnavailable("--device cuda and torch sees no CUDA device; leave it out")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    before = torch.backends.cudnn.benchmark
+    before, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     torch.backends.cudnn.benchmark = True
     try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # on small data threads wait for each other
         report, failed = _measure(args, device)
     finally:
         torch.backends.cudnn.benchmark = before
+        torch.set_num_threads(threads)
     if args.json == "-":
         print(json.dumps(to_json(report), indent=1))
     else:

@@ -56,7 +56,8 @@ def test_the_least_time_is_that_of_the_nearer_ceiling() -> None:
     ceilings = Ceilings(1000.0, {"float16": 100.0})
     assert ceilings.least_us(2_000_000_000, 1000, "float16") == 20.0
     assert ceilings.least_us(2000, 4_000_000, "float16") == 4.0
-    assert ceilings.least_us(2000, 4_000_000, "int8") == 4.0
+    assert ceilings.least_us(2000, 4_000_000, "int8") is None
+    assert ceilings.least_us(0, 4_000_000, "int8") == 4.0
     assert ceilings.least_us(0, 0, "float16") is None
 
 
@@ -115,7 +116,7 @@ def test_a_baseline_that_fails_is_noted_and_ours_may_not() -> None:
 def test_contenders_of_a_case_compute_the_same(name: str) -> None:
     """Ours writes into the case's tensors what the eager baseline returns."""
     tasks: list[Any] = list(SUITES[name](QUICK).tasks)
-    listed: list[cases.Case] = [task.prepare.args[0] for task in tasks]
+    listed = [case for case in (t.prepare.args[0] for t in tasks) if type(case) is cases.Case]
     assert listed
     for case in listed:
         tensors = case.tensors(CPU)
@@ -135,7 +136,7 @@ def test_torch_compile_is_a_baseline_where_it_is_asked_for() -> None:
 def test_off_the_cpu_the_suites_have_the_cases_of_the_tables() -> None:
     large = Options(torch.device("cuda", 0))
     names = {suite: [task.name for task in SUITES[suite](large).tasks] for suite in SUITES}
-    assert len(names["conv"]) == 19 and len(names["transpose"]) == 4
+    assert len(names["conv"]) > 19 and len(names["transpose"]) == 4
     known = {case.name for case in cases.selection_suite()}
     listed = {
         name for suite in ("conv", "transpose", "sdpa", "norm", "matmul") for name in names[suite]
@@ -156,21 +157,21 @@ def test_the_quick_run_measures_every_suite_and_writes_both_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [str(tmp_path / name) for name in ("bench.json", "bench.html")]
-    before = torch.backends.cudnn.benchmark
+    before = torch.backends.cudnn.benchmark, torch.get_num_threads()
     assert main(["bench", "--quick", "--json", files[0], "--html", files[1]]) == 0
-    assert torch.backends.cudnn.benchmark == before
+    assert (torch.backends.cudnn.benchmark, torch.get_num_threads()) == before
     out, err = capsys.readouterr()
     assert "error" not in err
-    assert "these times say nothing about cuDNN" in out and "\nceilings, measured in" in out
+    assert "by one thread, say nothing about cuDNN" in out and "\nceilings, measured in" in out
     told = json.loads(Path(files[0]).read_text())
     assert told["reference"] and told["schema"] == report.JSON_SCHEMA
     there = {each["suite"] for each in told["rows"]}
-    assert set(SUITES) - {"models"} <= there <= set(SUITES)
+    assert set(SUITES) - {"models", "lowprecision"} <= there <= set(SUITES)
     for each in told["rows"]:
         assert each["ours"] in each["times_us"] and len(each["times_us"]) > 1, each["name"]
         assert all(0 < us < math.inf for us in each["times_us"].values())
         assert f"{each['times_us'][each['ours']]:.1f}" in out
-    assert told["summary"]["conv"]["eager"]["rows"] == 3
+    assert told["summary"]["conv"]["eager"]["rows"] >= 3
     page = Path(files[1]).read_text()
     assert page.count("<svg") == len(there) + 1
     assert "<script" not in page and "<img" not in page and "<link" not in page
@@ -179,7 +180,11 @@ def test_the_quick_run_measures_every_suite_and_writes_both_files(
 def test_json_alone_is_printed_to_the_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "norm", "--quick", "--only", "rms_norm", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in told["rows"]] == ["rms_norm 64 256 residual"]
+    assert [each["name"] for each in told["rows"]] == [
+        "rms_norm 16 64",
+        "rms_norm 16 64 residual",
+        "rms_norm 16 64 residual and sum",
+    ]
     assert told["ceilings"]["copy_gb_s"] > 0
 
 
@@ -204,7 +209,7 @@ def test_a_failing_row_is_told_and_the_others_are_measured(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["convs"], 2, "error: no suite convs; there are conv, transpose, sdpa"),
+        (["convs"], 2, "error: no suite convs; there are conv, transpose, sdpa, norm"),
         (["--compile", "fast"], 2, "argument --compile: invalid choice: 'fast'"),
         (["--device", "cuda"], 1, "--device cuda and torch sees no CUDA device; leave it out"),
     ],
