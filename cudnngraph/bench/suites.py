@@ -16,9 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..policy import Tune
-from . import breadth, cases, host, lowprecision
+from ..fuse import fuse
+from ..policy import Policy, Tune
+from . import breadth, cases, host, lowprecision, models
 from .cases import Case
 from .measure import Call, Contest, Task
 from .work import bytes_of, flops_of
@@ -232,37 +234,57 @@ def _startup(options: Options) -> Suite:
 
 
 def _models(options: Options) -> Suite:
-    try:
-        fuse: Any = importlib.import_module("cudnngraph.fuse").fuse
-        models: Any = importlib.import_module(f"{__package__}.models")
-    except ModuleNotFoundError as error:
-        return Suite([], [f"models: left out, {error.name} is not there"])
-    kind = torch.float32 if options.device.type == "cpu" else torch.float16
-    listed: list[tuple[str, Callable[[], Any], tuple[int, ...]]] = [
+    gpu = options.device.type == "cuda"
+    kind = torch.float16 if gpu else torch.float32
+    listed: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
         ("ResNet-50 batch 32", models.resnet50, (32, 3, 224, 224)),
         ("ResNet-50 batch 1", models.resnet50, (1, 3, 224, 224)),
         ("DeepLabV3-ResNet-50 batch 4", models.deeplab_resnet50, (4, 3, 512, 512)),
+        ("U-Net batch 8", models.UNet, (8, 3, 256, 256)),
     ]
     if options.small:
         small = partial(models.ResNet, (1, 1), width=8, classes=10)
         listed = [("a small ResNet batch 2", small, (2, 3, 32, 32))]
 
-    def contest(make: Callable[[], Any], shape: tuple[int, ...]) -> Contest:
-        model = make().eval().to(options.device, kind).to(memory_format=host.LAST)
+    def contest(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Contest:
+        torch.manual_seed(0)
+        model: Any = models.randomized(make()).eval()
+        model = model.to(options.device, kind).to(memory_format=host.LAST)
         x = torch.randn(shape, device=options.device, dtype=kind).to(memory_format=host.LAST)
-
-        @torch.no_grad()
-        def run(called: Any) -> object:
-            return called(x)
-
-        with torch.no_grad():
-            fused = fuse(model, (x,))
-        calls: dict[str, Call] = {"fused": partial(run, fused), "eager": partial(run, model)}
+        policy = Policy(tune=options.tune if gpu else None)
+        fused = fuse(model, x, policy=policy, capture=gpu, reuse_results=True, check=False)
+        calls: dict[str, Call] = {"fused": partial(_inferred, fused, x)}
+        calls["eager"] = partial(_inferred, model, x)
+        if gpu:
+            calls["eager in a CUDA graph"] = _captured(calls["eager"])
         for mode in options.compile_modes:
-            calls[f"torch.compile {mode}"] = partial(run, _compiled(model, mode))
+            calls[f"torch.compile {mode}"] = partial(_inferred, _compiled(model, mode), x)
         return Contest(calls, "fused", clock="wall", dtype=kind)
 
     return Suite([Task("models", name, partial(contest, make, x)) for name, make, x in listed])
+
+
+@torch.no_grad()
+def _inferred(model: Callable[..., Any], x: torch.Tensor) -> object:
+    return model(x)
+
+
+def _captured(call: Call) -> Call:
+    """A call whose launches are captured in a CUDA graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = call()
+
+    def replay(kept: object = kept) -> object:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 SUITES: Mapping[str, Callable[[Options], Suite]] = {
