@@ -1,14 +1,19 @@
 """Write the tables that come from the code: `python docs/generate.py`.
 
-README.md holds the table of environment variables, docs/ops.md the table of ops. Each stands
-between a pair of markers; a test holds that they say what the code says.
+README.md holds the table of environment variables and one of what was measured, from the JSON in
+docs/results; docs/ops.md the table of ops. Each stands between a pair of markers; a test holds that
+they say what the code and the files say.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cudnngraph import Graph, settings
 from cudnngraph.ops import OPS, REQUIRED, Op
@@ -33,8 +38,59 @@ def _row(op: Op) -> str:
     return f"| `{op.name}` | {', '.join(op.inputs)} | {attributes} | {meaning} |"
 
 
+# -- what was measured -----------------------------------------------------------------------------
+
+SELECTION = ROOT / "docs" / "results" / "h200-selection.json"
+_KINDS = {
+    "conv": "convolutions",
+    "transpose": "transposed convolutions",
+    "matmul": "matrix products",
+    "norm": "norms",
+    "pointwise": "pointwise ops",
+    "sdpa": "attention",
+}
+_OURS = ("heuristic", "autotuned")
+
+
+def performance(path: Path = SELECTION) -> str:
+    """How many times as fast as eager torch plans are, by suite, from a committed run."""
+    run = json.loads(path.read_text(encoding="utf-8"))["warm"]
+    rows = [row for row in run["rows"] if "times_us" in row]
+    lines = [
+        "How many times as fast as eager torch with `cudnn.benchmark`, and in the last two columns "
+        "as the fastest",
+        f"of eager and torch's fused calls, on one {run['gpu']} with cuDNN {_version(run)}: "
+        "geometric means and worst cases.",
+        "",
+        '| what | cases | `"heuristic"` | worst | `"autotune"` | worst '
+        '| `"autotune"`, fused calls | worst |',
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    suites = list(dict.fromkeys(row["suite"] for row in rows))
+    for suite in suites:
+        lines.append(_ratios(_KINDS[suite], [row for row in rows if row["suite"] == suite]))
+    lines.append(_ratios("all", rows))
+    page = f"docs/results/{path.stem}.md"
+    lines += ["", f"Every case, in µs, is in [{page}]({page})."]
+    return "\n".join(lines) + "\n"
+
+
+def _version(run: Mapping[str, Any]) -> str:
+    number = int(run["cudnn"])
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _ratios(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    times = [row["times_us"] for row in rows]
+    found = [[t["eager"] / t[ours] for t in times] for ours in _OURS]
+    found.append([min(us for n, us in t.items() if n not in _OURS) / t["autotuned"] for t in times])
+    cells = [f"{math.exp(statistics.fmean(map(math.log, f))):.2f} | {min(f):.2f}" for f in found]
+    return f"| {what} | {len(rows)} | {' | '.join(cells)} |"
+
+
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "environment variables"): settings.markdown_table,
+    ("README.md", "performance"): performance,
     ("docs/ops.md", "ops"): ops_table,
 }
 

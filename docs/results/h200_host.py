@@ -18,13 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-import cudnngraph as cg
+from cudnngraph.bench.host import BESIDE, inference, training
 
 Call = Callable[[], object]
-LAST = torch.channels_last
 LOOPS, SECONDS = 15, 0.05
 
 
@@ -65,74 +62,14 @@ def least_us(calls: dict[str, Call], device: torch.device, *, wait: bool) -> dic
     return best
 
 
-def inference(device: torch.device) -> dict[str, Call]:
-    """conv + bias + relu on little data, in every way to call it; batch norm where it says so."""
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    x = torch.randn(1, 8, 4, 4, device=device, dtype=dtype).to(memory_format=LAST)
-    conv = nn.Conv2d(8, 8, 3, padding=1).to(device, dtype).to(memory_format=LAST)
-    conv.requires_grad_(False)
-    w, b = conv.weight, conv.bias
-    g = cg.Graph("conv_bias_relu")
-    given = [g.input(name, like=t) for name, t in (("x", x), ("w", w), ("b", b))]
-    g.output("y", g.conv_bias_act(*given, padding=1))
-    exe = g.compile(device)
-    out = exe(x, w, b)
-    bound = exe.bind(x, w, b, out)
-    plain = cg.FusedConvBlock.from_torch(conv, None, nn.ReLU()).eval()
-    bn = nn.BatchNorm2d(8).to(device, dtype)
-    bn.requires_grad_(False)
-    normed = cg.FusedConvBlock.from_torch(conv, bn, nn.ReLU()).eval()
-    by_torch, normed_by_torch = nn.Sequential(conv, nn.ReLU()).eval(), normed.to_torch().eval()
-    functional = cg.functional
-    calls: dict[str, Call] = {
-        "bound": bound,
-        "exe(...)": lambda: exe(x, w, b),
-        "exe.run(...)": lambda: exe.run(x, w, b, out),
-        "functional": lambda: functional.conv_bias_act(x, w, b, padding=1),
-        "functional, out=": lambda: functional.conv_bias_act_into(out, x, w, b, padding=1),
-        "module eval": lambda: plain(x),
-        "module eval, batch norm": lambda: normed(x),
-        "torch: F.relu(F.conv2d(...))": lambda: F.relu(F.conv2d(x, w, b, padding=1)),
-        "torch: modules": lambda: by_torch(x),
-        "torch: modules, batch norm": lambda: normed_by_torch(x),
-    }
-    if device.type == "cuda":
-        pairs = ((1, 1), (1, 1), (1, 1))
-        calls["torch: cudnn_convolution_relu"] = lambda: torch.cudnn_convolution_relu(
-            x, w, b, *pairs, 1
-        )
-    return calls
-
-
-def training(
+def training_calls(
     device: torch.device, shape: tuple[int, ...], *, backward: bool = True
 ) -> dict[str, Call]:
-    """Conv-BN-ReLU, and without the norm: forward and, where asked, backward."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    channels = shape[1]
-    x = torch.randn(shape, device=device, dtype=dtype).to(memory_format=LAST).requires_grad_()
-    grad = torch.randn(shape, device=device, dtype=dtype).to(memory_format=LAST)
+    """Ours and torch's, with the norm and without."""
     calls: dict[str, Call] = {}
-    for name, norm in (("Conv-BN-ReLU", "batch"), ("Conv-ReLU", None)):
-        blocks = [
-            cg.FusedConvBlock(channels, channels, 3, padding=1, bias=norm is None, norm=norm)
-            .to(device, dtype)
-            .to(memory_format=LAST)
-            for _ in range(2)
-        ]
-        for block in blocks:
-            if norm is not None:
-                block.norm.float()  # as under autocast
-        ours, theirs = blocks[0].train(), blocks[1].to_torch().train()
-
-        def step(model: nn.Module) -> Call:
-            given = [x, *model.parameters()]
-            if backward:
-                return lambda: torch.autograd.grad(model(x), given, grad)
-            return lambda: model(x)
-
-        calls[name] = step(ours)
-        calls[f"torch: {name}"] = step(theirs)
+    for name, norm in (("Conv-BN-ReLU", True), ("Conv-ReLU", False)):
+        ours, theirs, _ = training(device, shape, norm=norm, backward=backward)
+        calls |= {name: ours, f"torch: {name}": theirs}
     return calls
 
 
@@ -141,14 +78,14 @@ def rows(device: torch.device) -> dict[str, dict[str, float]]:
     tables = {
         "inference": least_us(inference(device), device, wait=False),
         "training, forward": least_us(
-            training(device, (1, 8, 4, 4), backward=False), device, wait=False
+            training_calls(device, (1, 8, 4, 4), backward=False), device, wait=False
         ),
         "training, forward and backward": least_us(
-            training(device, (1, 8, 4, 4)), device, wait=False
+            training_calls(device, (1, 8, 4, 4)), device, wait=False
         ),
     }
     if device.type == "cuda":
-        big = training(device, (32, 128, 28, 28))
+        big = training_calls(device, (32, 128, 28, 28))
         tables["training step by the clock, (32, 128, 28, 28)"] = least_us(big, device, wait=True)
     return tables
 
@@ -180,7 +117,7 @@ def page(answer: dict) -> str:
             "|---|---|---|",
         ]
         for name, us in times.items():
-            other = times.get(f"torch: {name}")
+            other = times.get(BESIDE.get(name, f"torch: {name}"))
             ratio = "" if other is None else f"{us / other:.2f}"
             wanted = TARGETS_US.get(name) if answer["gpu"] and title == "inference" else None
             limit = "" if wanted is None else f" (wanted: {wanted:g} at most)"

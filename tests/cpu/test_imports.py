@@ -31,7 +31,8 @@ LAYERS = (
     ("torch_ops",),
     ("functional",),
     ("nn", "fuse"),
-    ("bench", "cli"),
+    ("bench",),
+    ("cli",),
     ("__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

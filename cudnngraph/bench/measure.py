@@ -1,0 +1,221 @@
+"""Measuring: contenders side by side, and the device's own ceilings in the same run.
+
+Four clocks. "gpu" replays launches in CUDA graphs (:mod:`~cudnngraph.timing`): the host's part is
+not in it. "wall" is what a caller waits for, the GPU's work finished. "host" is what a call costs
+the host, on data so small that the GPU waits. "process" is for calls that take seconds each. On a
+CPU all are the time of the call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from .. import timing
+
+Call = Callable[[], object]
+Clock = str
+
+ROUNDS = 9
+SAMPLE_S = 0.02  # about how long one sample of the wall clock takes
+IN_FLIGHT = 50  # calls of the host's clock in a row, so few that no queue of launches fills
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Calls that do the same: by name, ours under ``ours``. ``clock`` is one of the four.
+
+    ``flops`` and ``moved_bytes`` are what has to be done once, 0 where nobody counts;
+    ``dtype`` says which ceiling holds. ``notes`` say what is missing, and why.
+    """
+
+    calls: Mapping[str, Call]
+    ours: str
+    clock: Clock = "gpu"
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: torch.dtype = torch.float32
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row to be: ``prepare`` makes its contest when its turn comes, and it is let go then."""
+
+    suite: str
+    name: str
+    prepare: Callable[[], Contest]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device reaches: a copy in GB/s (read and written), products in TFLOP/s by dtype."""
+
+    copy_gb_s: float
+    matmul_tflop_s: Mapping[str, float]
+
+    def least_us(self, flops: int, moved_bytes: int, dtype: str) -> float | None:
+        """The time below which work cannot be done; None where nobody counted it, or measured
+        products of the dtype."""
+        peak = self.matmul_tflop_s.get(dtype, math.inf)
+        if (not flops and not moved_bytes) or (flops and peak == math.inf):
+            return None
+        return max(flops / peak / 1e6, moved_bytes / self.copy_gb_s / 1e3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a task: microseconds by contender, and what they are measured by."""
+
+    suite: str
+    name: str
+    ours: str
+    clock: Clock
+    times_us: Mapping[str, float]
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: str = "float32"
+    least_us: float | None = None
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def us(self) -> float:
+        """Our time."""
+        return self.times_us[self.ours]
+
+    def times_faster(self, other: str) -> float | None:
+        """How many times faster than a contender, None where there is no such."""
+        theirs = self.times_us.get(other)
+        return None if theirs is None else theirs / self.us
+
+    @property
+    def part_of_ceiling(self) -> float | None:
+        """The least time over ours: 1 is what the device can do."""
+        return None if self.least_us is None else self.least_us / self.us
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """ "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _wall_us(call: Call, count: int, device: torch.device, host: bool) -> float:
+    _sync(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    if not host:
+        _sync(device)
+    took = time.perf_counter() - start
+    _sync(device)
+    return took / count * 1e6
+
+
+def times_us(
+    calls: Sequence[Call], clock: Clock, device: torch.device, *, quick: bool = False
+) -> list[float]:
+    """The median microseconds of each call, side by side."""
+    rounds = 3 if quick else ROUNDS
+    if clock == "gpu" and device.type == "cuda":
+        launches = [partial(_launch, call) for call in calls]
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return timing.measure(launches, stream, rounds=rounds, drop_over=math.inf, quick=quick)
+    if clock == "process":
+        samples = [partial(_wall_us, call, 1, device, False) for call in calls]
+        return [sample() for sample in samples] if quick else timing.interleave(samples, rounds=3)
+    host = clock == "host"
+    most = IN_FLIGHT if host and device.type == "cuda" else 10_000
+    samples = []
+    for call in calls:
+        for _ in range(3):
+            call()
+        once = max(_wall_us(call, 3, device, host), 0.1)
+        wanted = (0.2 if quick else 1.0) * SAMPLE_S * 1e6 / once
+        count = max(1, min(most, int(wanted)))
+        samples.append(partial(_wall_us, call, count, device, host))
+    return timing.interleave(samples, rounds=rounds, drop_over=math.inf)
+
+
+def _launch(call: Call) -> None:
+    call()
+
+
+def measured(
+    task: Task, device: torch.device, ceilings: Callable[[torch.dtype], Ceilings], *, quick: bool
+) -> Row:
+    """The row of a task. A contender that cannot run is left out with a note; ours may not fail."""
+    contest = task.prepare()
+    notes = list(contest.notes)
+    calls: dict[str, Call] = {}
+    for name, call in contest.calls.items():
+        try:
+            if contest.clock != "process":
+                call()
+                _sync(device)
+            calls[name] = call
+        except Exception as error:  # whatever a compiler of torch's raises is no reason to stop
+            if name == contest.ours:
+                raise
+            notes.append(f"{name} does not run: {str(error).strip().splitlines()[0][:120]}")
+    found = times_us(list(calls.values()), contest.clock, device, quick=quick)
+    kind = dtype_text(contest.dtype)
+    least = None
+    if contest.flops or contest.moved_bytes:
+        least = ceilings(contest.dtype).least_us(contest.flops, contest.moved_bytes, kind)
+    return Row(
+        suite=task.suite,
+        name=task.name,
+        ours=contest.ours,
+        clock=contest.clock,
+        times_us=dict(zip(calls, found, strict=True)),
+        flops=contest.flops,
+        moved_bytes=contest.moved_bytes,
+        dtype=kind,
+        least_us=least,
+        notes=tuple(notes),
+    )
+
+
+class CeilingsOf:
+    """The ceilings of a device, measured when a dtype is first asked for."""
+
+    def __init__(self, device: torch.device, *, quick: bool = False) -> None:
+        self._device = device
+        self._quick = quick
+        self._copy_gb_s = 0.0
+        self._products: dict[str, float] = {}
+
+    @property
+    def known(self) -> Ceilings:
+        """What has been measured so far."""
+        return Ceilings(self._copy_gb_s, dict(self._products))
+
+    def __call__(self, dtype: torch.dtype) -> Ceilings:
+        """The ceilings, that of products of ``dtype`` among them."""
+        small = self._device.type == "cpu" or self._quick
+        if not self._copy_gb_s:
+            size = (16 if small else 512) << 20
+            source = torch.empty(size, dtype=torch.uint8, device=self._device)
+            target = torch.empty_like(source)
+            (us,) = times_us([lambda: target.copy_(source)], "gpu", self._device, quick=small)
+            self._copy_gb_s = 2 * size / us / 1e3
+        kind = dtype_text(dtype)
+        if kind not in self._products and dtype.is_floating_point and dtype.itemsize > 1:
+            n = 256 if small else 8192
+            a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            (us,) = times_us(
+                [lambda: torch.matmul(a, b, out=out)], "gpu", self._device, quick=small
+            )
+            self._products[kind] = 2 * n**3 / us / 1e6
+        return self.known

@@ -1,0 +1,251 @@
+"""What was measured, as text, as JSON and as a page with plots."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from ..errors import FeatureMissing
+from .measure import Ceilings, Row
+
+JSON_SCHEMA = 1
+"""Of the object that ``--json`` writes; raised when a field goes or changes its meaning."""
+
+COLUMNS = ("case", "µs", "TFLOP/s", "GB/s", "% of ceiling", "times as fast as", "notes")
+CLOCKS = {
+    "gpu": "time on the GPU, launches replayed in CUDA graphs",
+    "wall": "time until the work is finished, as a caller waits",
+    "host": "what a call costs the host",
+    "process": "a new process",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run of ``cudnngraph bench``: its rows, the device's ceilings, what was left out."""
+
+    device: str
+    versions: Mapping[str, str]
+    reference: bool
+    quick: bool
+    ceilings: Ceilings
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+
+    @property
+    def suites(self) -> list[str]:
+        """The suites that have rows, in order."""
+        return list(dict.fromkeys(row.suite for row in self.rows))
+
+    def of(self, suite: str) -> list[Row]:
+        """The rows of a suite."""
+        return [row for row in self.rows if row.suite == suite]
+
+
+def _others(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(n for row in rows for n in row.times_us if n != row.ours))
+
+
+def summary(rows: Sequence[Row]) -> list[tuple[str, int, float, float, str]]:
+    """For each baseline: its name, the number of rows that have it, how many times faster ours is
+    (geometric mean), the least of these, and its row."""
+    made = []
+    for other in _others(rows):
+        found = [(f, row.name) for row in rows if (f := row.times_faster(other)) is not None]
+        ratios = [ratio for ratio, _ in found]
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        made.append((other, len(found), mean, *min(found)))
+    return made
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table under :data:`COLUMNS`."""
+    rate = f"{row.flops / row.us / 1e6:.3g}" if row.flops else ""
+    moved = f"{row.moved_bytes / row.us / 1e3:.3g}" if row.moved_bytes else ""
+    part = "" if row.part_of_ceiling is None else f"{100 * row.part_of_ceiling:.0f}"
+    others = [f"{name} {row.times_faster(name):.2f}" for name in row.times_us if name != row.ours]
+    what = row.name if row.ours == row.name else f"{row.name}: {row.ours}"
+    return (what, f"{row.us:.1f}", rate, moved, part, ", ".join(others), "; ".join(row.notes))
+
+
+def heading(report: Report) -> list[str]:
+    """What stands above the tables."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines = [f"{report.device}; {versions}"]
+    if report.reference:
+        lines.append(
+            "on a CPU graphs run by the reference executor, which is there to be right: "
+            "these times, by one thread, say nothing about cuDNN"
+        )
+    if report.quick or report.reference:
+        lines.append("small data")
+    products = ", ".join(
+        f"{kind} products {rate:.3g} TFLOP/s"
+        for kind, rate in report.ceilings.matmul_tflop_s.items()
+    )
+    if report.ceilings.copy_gb_s:
+        measured = f"a copy {report.ceilings.copy_gb_s:.3g} GB/s" + (products and f", {products}")
+        lines.append(f"ceilings, measured in this run: {measured}")
+    return [*lines, *report.notes]
+
+
+def summary_lines(rows: Sequence[Row]) -> list[str]:
+    """The geometric mean and the worst row against each baseline, a line each."""
+    return [
+        f"{mean:.2f} times as fast as {other} (geometric mean of {count}), at worst {worst:.2f} "
+        f"({name})"
+        for other, count, mean, worst, name in summary(rows)
+    ]
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as one object; ``summary`` by suite."""
+    rows = [{**asdict(row), "times_us": dict(row.times_us)} for row in report.rows]
+    return {
+        "schema": JSON_SCHEMA,
+        "device": report.device,
+        "versions": dict(report.versions),
+        "reference": report.reference,
+        "quick": report.quick,
+        "ceilings": {
+            "copy_gb_s": report.ceilings.copy_gb_s,
+            "matmul_tflop_s": dict(report.ceilings.matmul_tflop_s),
+        },
+        "rows": rows,
+        "summary": {
+            suite: {
+                other: {"rows": count, "geomean": mean, "worst": worst, "worst_row": name}
+                for other, count, mean, worst, name in summary(report.of(suite))
+            }
+            for suite in report.suites
+        },
+        "notes": list(report.notes),
+    }
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+_STYLE = (
+    "body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:left;"
+    "border-bottom:1px solid #ddd;vertical-align:top}svg{max-width:100%;height:auto}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}.note{color:#777}"
+)
+
+
+def to_html(report: Report) -> str:
+    """The report as one page that needs no other file: tables, bars and a roofline as SVG.
+
+    Raises :class:`FeatureMissing` without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise FeatureMissing(
+            "the page has plots, which need matplotlib; pip install 'cudnngraph[plots]'"
+        ) from None
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><meta charset="utf-8"><title>cudnngraph bench</title>',
+        f"<style>{_STYLE}</style>",
+        "<h1>cudnngraph bench</h1>",
+        *(f"<p>{escape(line)}</p>" for line in heading(report)),
+    ]
+    # Text stays text, and ids do not change from run to run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+        for suite in report.suites:
+            rows = report.of(suite)
+            parts.append(f"<h2>{escape(suite)}</h2>")
+            parts.append(f'<p class="note">{escape(CLOCKS[rows[0].clock])}</p>')
+            parts.append(_html_table(rows))
+            parts += [f"<p>{escape(line)}</p>" for line in summary_lines(rows)]
+            parts.append(_bars(rows))
+        if any(row.flops for row in report.rows):
+            parts += ["<h2>Roofline</h2>", _roofline(report)]
+    return "\n".join([*parts, "</html>", ""])
+
+
+def _html_table(rows: Sequence[Row]) -> str:
+    numbers = {"µs", "TFLOP/s", "GB/s", "% of ceiling"}
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    body = []
+    for row in rows:
+        pairs = zip(COLUMNS, cells(row), strict=True)
+        made = [
+            f"<td{' class=n' if name in numbers else ''}>{escape(cell)}</td>"
+            for name, cell in pairs
+        ]
+        body.append(f"<tr>{''.join(made)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+
+
+def _svg(figure: Any) -> str:
+    """A figure as an element of a page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _bars(rows: Sequence[Row]) -> str:
+    """Each row's bars: how many times as fast as the baselines ours is; 1 is a line."""
+    from matplotlib.figure import Figure
+
+    others = _others(rows)
+    height = 0.8 / max(1, len(others))
+    figure = Figure(figsize=(9, 1.0 + (0.2 + 0.22 * len(others)) * len(rows)))
+    axes = figure.subplots()
+    for number, other in enumerate(others):
+        found = [
+            (place, ratio)
+            for place, row in enumerate(rows)
+            if (ratio := row.times_faster(other)) is not None
+        ]
+        axes.barh(
+            [place + (number - (len(others) - 1) / 2) * height for place, _ in found],
+            [ratio for _, ratio in found],
+            height=height,
+            label=f"over {other}",
+        )
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#222", linewidth=1)
+    axes.set_xlabel("times as fast")
+    axes.legend(loc="best", fontsize="small")
+    return _svg(figure)
+
+
+def _roofline(report: Report) -> str:
+    """TFLOP/s over operations per byte, under the ceilings of this run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5))
+    axes = figure.subplots()
+    shown = [row for row in report.rows if row.flops and row.moved_bytes]
+    places = [row.flops / row.moved_bytes for row in shown]
+    for suite in dict.fromkeys(row.suite for row in shown):
+        mine = [row for row in shown if row.suite == suite]
+        axes.scatter(
+            [row.flops / row.moved_bytes for row in mine],
+            [row.flops / row.us / 1e6 for row in mine],
+            label=suite,
+        )
+    left, right = min(places) / 2, max(places) * 2
+    for kind, peak in report.ceilings.matmul_tflop_s.items():
+        knee = peak * 1e3 / report.ceilings.copy_gb_s
+        line = sorted({left, min(max(knee, left), right), right})
+        axes.plot(
+            line,
+            [min(peak, at * report.ceilings.copy_gb_s / 1e3) for at in line],
+            label=f"ceiling, {kind}",
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(loc="best", fontsize="small")
+    return _svg(figure)

@@ -1,0 +1,151 @@
+"""``cudnngraph bench [SUITE ...]``: our plans beside torch's own ways, measured in one run.
+
+Exit codes: 0 when every row was measured, 1 when one failed or the page cannot be made, 2 for a
+call that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from cudnngraph.backend.env import distribution_version
+from cudnngraph.bench.measure import CeilingsOf, Row, measured
+from cudnngraph.bench.report import (
+    COLUMNS,
+    Report,
+    cells,
+    heading,
+    summary_lines,
+    to_html,
+    to_json,
+)
+from cudnngraph.bench.suites import SUITES, Options
+from cudnngraph.cli.table import print_table
+from cudnngraph.errors import BackendUnavailable
+from cudnngraph.progress import progress_bar
+
+MODES = ("default", "reduce-overhead", "max-autotune")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``bench`` and its arguments."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure our plans beside torch's own ways",
+        description="Measure suites of cases: our plans beside eager torch with cudnn.benchmark, "
+        "torch's fused calls and, where asked, torch.compile; all in this process, in turn. The "
+        "ceilings (a copy, a large product) are measured in the same run. Without a GPU the "
+        "reference executor runs small data, to see that everything works.",
+        epilog="Exit code: 0 when every row was measured; 1 when one failed, or the page cannot "
+        "be made; 2 for a call that makes no sense.",
+    )
+    parser.add_argument(
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        help=f"any of {', '.join(SUITES)}; none for all",
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has the text")
+    parser.add_argument("--quick", action="store_true", help="small data, few rounds")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument(
+        "--tune",
+        choices=("autotune", "heuristic"),
+        default="autotune",
+        help="how our plans are chosen (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="append",
+        choices=MODES,
+        default=[],
+        dest="modes",
+        help="torch.compile in this mode as a further baseline; may be given several times",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one JSON object; '-' prints it and nothing else"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and show; see the module's description for the exit code."""
+    unknown = [name for name in args.suites if name not in SUITES]
+    if unknown:
+        known = ", ".join(SUITES)
+        print(f"error: no suite {', '.join(unknown)}; there are {known}", file=sys.stderr)
+        return 2
+    there = torch.cuda.is_available()
+    device = torch.device(args.device or ("cuda" if there else "cpu"))
+    if device.type == "cuda" and not there:
+        raise BackendUnavailable("--device cuda and torch sees no CUDA device; leave it out")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    before, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
+    torch.backends.cudnn.benchmark = True
+    try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # on small data threads wait for each other
+        report, failed = _measure(args, device)
+    finally:
+        torch.backends.cudnn.benchmark = before
+        torch.set_num_threads(threads)
+    if args.json == "-":
+        print(json.dumps(to_json(report), indent=1))
+    else:
+        _print(report)
+    if args.json and args.json != "-":
+        Path(args.json).write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
+    if args.html:
+        Path(args.html).write_text(to_html(report), encoding="utf-8")
+    for line in failed:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, list[str]]:
+    options = Options(device, args.quick, args.tune, tuple(dict.fromkeys(args.modes)))
+    suites = [SUITES[name](options) for name in dict.fromkeys(args.suites or SUITES)]
+    tasks = [task for suite in suites for task in suite.tasks if args.only in task.name]
+    notes = [note for suite in suites for note in suite.notes]
+    ceilings = CeilingsOf(device, quick=args.quick)
+    rows: list[Row] = []
+    failed: list[str] = []
+    with progress_bar("measuring", after_s=2.0) as tell:
+        for done, task in enumerate(tasks):
+            tell(done, len(tasks))
+            try:
+                rows.append(measured(task, device, ceilings, quick=options.small))
+            except Exception as error:  # the other rows are worth having
+                failed.append(f"{task.suite} {task.name}: {type(error).__name__}: {error}")
+        tell(len(tasks), len(tasks))
+    gpu = device.type == "cuda"
+    versions = {"torch": str(torch.__version__)}
+    for name, package in (("cudnngraph", "cudnngraph"), ("frontend", "nvidia-cudnn-frontend")):
+        versions[name] = distribution_version(package) or "unknown"
+    report = Report(
+        device=torch.cuda.get_device_name(device) if gpu else "CPU",
+        versions=versions,
+        reference=not gpu,
+        quick=args.quick,
+        ceilings=ceilings.known,
+        rows=rows,
+        notes=notes,
+    )
+    return report, failed
+
+
+def _print(report: Report) -> None:
+    for line in heading(report):
+        print(line)
+    for suite in report.suites:
+        rows = report.of(suite)
+        print()
+        print_table(COLUMNS, [cells(row) for row in rows], suite)
+        for line in summary_lines(rows):
+            print(line)

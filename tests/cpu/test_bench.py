@@ -1,0 +1,255 @@
+"""The benchmark command on a CPU, what it works out of times, and its page and its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.bench import cases, measure, report, suites
+from cudnngraph.bench.measure import Ceilings, CeilingsOf, Contest, Row, Task
+from cudnngraph.bench.report import Report
+from cudnngraph.bench.suites import SUITES, Options
+from cudnngraph.bench.work import bytes_of, flops_of
+from cudnngraph.cli import bench as command
+from cudnngraph.cli import main
+
+CPU = torch.device("cpu")
+F16, F32 = torch.float16, torch.float32
+QUICK = Options(CPU, quick=True)
+
+
+def row(name: str, ours: float, suite: str = "conv", **theirs: float) -> Row:
+    return Row(suite, name, "autotuned", "gpu", {"autotuned": ours, **theirs}, 4_000_000, 20_000)
+
+
+def made(*rows: Row) -> Report:
+    ceilings = Ceilings(1000.0, {"float32": 2.0})
+    return Report("a GPU", {"torch": "2"}, False, False, ceilings, rows, ["a note"])
+
+
+# -- what is worked out ----------------------------------------------------------------------------
+
+
+def test_work_is_counted_of_the_graph() -> None:
+    conv = cases.conv(2, 8, 14, 16, 3, 1, 1, groups=2).graph.spec()
+    assert flops_of(conv) == 2 * 2 * 16 * 14 * 14 * (8 // 2) * 9
+    assert bytes_of(conv) == 2 * (2 * 8 * 14 * 14 + 16 * 4 * 9 + 16 + 2 * 16 * 14 * 14)
+    turned = cases.conv_transpose(2, 7, 16, 8, 4, 2, 1).graph.spec()
+    assert flops_of(turned) == 2 * 2 * 16 * 7 * 7 * 8 * 16
+    assert flops_of(cases.swiglu(64, 32, 128).graph.spec()) == 2 * (2 * 64 * 32 * 128)
+    full = cases.sdpa(1, 2, 64, 32).graph.spec()
+    assert flops_of(full) == 2 * flops_of(cases.sdpa(1, 2, 64, 32, causal=True).graph.spec())
+    assert flops_of(full) == 4 * 2 * 64 * 64 * 32
+    assert flops_of(cases.pointwise_chain(4096).graph.spec()) == 0
+
+
+def test_the_least_time_is_that_of_the_nearer_ceiling() -> None:
+    ceilings = Ceilings(1000.0, {"float16": 100.0})
+    assert ceilings.least_us(2_000_000_000, 1000, "float16") == 20.0
+    assert ceilings.least_us(2000, 4_000_000, "float16") == 4.0
+    assert ceilings.least_us(2000, 4_000_000, "int8") is None
+    assert ceilings.least_us(0, 4_000_000, "int8") == 4.0
+    assert ceilings.least_us(0, 0, "float16") is None
+
+
+def test_a_summary_has_the_geometric_mean_and_the_worst_row() -> None:
+    rows = [row("a", 10.0, eager=20.0, other=5.0), row("b", 10.0, eager=5.0)]
+    assert report.summary(rows) == [
+        ("eager", 2, pytest.approx(1.0), 0.5, "b"),
+        ("other", 1, pytest.approx(0.5), 0.5, "a"),
+    ]
+    assert report.summary_lines(rows)[0] == (
+        "1.00 times as fast as eager (geometric mean of 2), at worst 0.50 (b)"
+    )
+
+
+def test_the_cells_of_a_row() -> None:
+    one = Row("conv", "a", "ours", "gpu", {"ours": 4.0, "eager": 6.0}, 8_000_000, 4000, "x", 1.0)
+    assert report.cells(one) == ("a: ours", "4.0", "2", "1", "25", "eager 1.50", "")
+    bare = Row("host", "bound", "bound", "host", {"bound": 4.0}, notes=("n", "m"))
+    assert report.cells(bare) == ("bound", "4.0", "", "", "", "", "n; m")
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def test_the_slower_call_takes_longer() -> None:
+    small, large = torch.ones(100), torch.ones(2_000_000)
+    for clock in ("gpu", "wall", "host"):
+        times = measure.times_us([small.neg, large.neg], clock, CPU, quick=True)
+        assert 0 < 5 * times[0] < times[1], clock
+
+
+def test_the_ceilings_of_this_machine_are_of_its_order() -> None:
+    ceilings = CeilingsOf(CPU, quick=True)
+    assert ceilings.known == Ceilings(0.0, {})
+    found = ceilings(F32)
+    assert 0.5 < found.copy_gb_s < 5000 and 1e-4 < found.matmul_tflop_s["float32"] < 100
+    assert ceilings(torch.int8) == found, "no ceiling of products for integers"
+
+
+def test_a_baseline_that_fails_is_noted_and_ours_may_not() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    x = torch.ones(4)
+    ceilings = CeilingsOf(CPU, quick=True)
+    task = Task("s", "t", lambda: Contest({"ours": x.neg, "bad": fail}, "ours"))
+    found = measure.measured(task, CPU, ceilings, quick=True)
+    assert list(found.times_us) == ["ours"] and found.least_us is None
+    assert found.notes == ("bad does not run: no such kernel",)
+    task = Task("s", "t", lambda: Contest({"ours": fail, "eager": x.neg}, "ours"))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        measure.measured(task, CPU, ceilings, quick=True)
+
+
+@pytest.mark.parametrize("name", ["conv", "transpose", "sdpa", "norm", "matmul"])
+def test_contenders_of_a_case_compute_the_same(name: str) -> None:
+    """Ours writes into the case's tensors what the eager baseline returns."""
+    tasks: list[Any] = list(SUITES[name](QUICK).tasks)
+    listed = [case for case in (t.prepare.args[0] for t in tasks) if type(case) is cases.Case]
+    assert listed
+    for case in listed:
+        tensors = case.tensors(CPU)
+        case.graph.compile("cpu").bind(**tensors)()
+        (out,) = (tensors[key] for key in case.graph.spec().outputs)
+        want = case.eager(tensors)
+        assert torch.allclose(out.float(), want.float(), rtol=0.05, atol=0.05), case.name
+
+
+def test_torch_compile_is_a_baseline_where_it_is_asked_for() -> None:
+    contest = suites.contest_of(
+        cases.norm("rms_norm", 8, 16), Options(CPU, quick=True, compile_modes=("default",))
+    )
+    assert list(contest.calls) == ["reference", "eager", "torch.compile default"]
+
+
+def test_off_the_cpu_the_suites_have_the_cases_of_the_tables() -> None:
+    large = Options(torch.device("cuda", 0))
+    names = {suite: [task.name for task in SUITES[suite](large).tasks] for suite in SUITES}
+    assert len(names["conv"]) > 19 and len(names["transpose"]) == 4
+    known = {case.name for case in cases.selection_suite()}
+    listed = {
+        name for suite in ("conv", "transpose", "sdpa", "norm", "matmul") for name in names[suite]
+    }
+    assert known <= listed
+
+
+def test_the_fused_model_of_the_suite_computes_what_eager_does() -> None:
+    (task,) = SUITES["models"](QUICK).tasks
+    calls: Any = task.prepare().calls
+    assert list(calls) == ["fused", "eager"]
+    assert torch.allclose(calls["fused"](), calls["eager"](), rtol=1e-3, atol=1e-4)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_quick_run_measures_every_suite_and_writes_both_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / name) for name in ("bench.json", "bench.html")]
+    before = torch.backends.cudnn.benchmark, torch.get_num_threads()
+    assert main(["bench", "--quick", "--json", files[0], "--html", files[1]]) == 0
+    assert (torch.backends.cudnn.benchmark, torch.get_num_threads()) == before
+    out, err = capsys.readouterr()
+    assert "error" not in err
+    assert "by one thread, say nothing about cuDNN" in out and "\nceilings, measured in" in out
+    told = json.loads(Path(files[0]).read_text())
+    assert told["reference"] and told["schema"] == report.JSON_SCHEMA
+    there = {each["suite"] for each in told["rows"]}
+    assert there == set(SUITES) - {"lowprecision"}
+    for each in told["rows"]:
+        assert each["ours"] in each["times_us"] and len(each["times_us"]) > 1, each["name"]
+        assert all(0 < us < math.inf for us in each["times_us"].values())
+        assert f"{each['times_us'][each['ours']]:.1f}" in out
+    assert told["summary"]["conv"]["eager"]["rows"] >= 3
+    page = Path(files[1]).read_text()
+    assert page.count("<svg") == len(there) + 1
+    assert "<script" not in page and "<img" not in page and "<link" not in page
+
+
+def test_json_alone_is_printed_to_the_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "norm", "--quick", "--only", "rms_norm", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told["rows"]] == [
+        "rms_norm 16 64",
+        "rms_norm 16 64 residual",
+        "rms_norm 16 64 residual and sum",
+    ]
+    assert told["ceilings"]["copy_gb_s"] > 0
+
+
+def test_a_failing_row_is_told_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Contest:
+        raise ValueError("no such graph")
+
+    x = torch.ones(4)
+    tasks = [
+        Task("norm", "bad", fail),
+        Task("norm", "good", lambda: Contest({"ours": x.neg, "eager": x.abs}, "ours")),
+    ]
+    monkeypatch.setattr(command, "SUITES", {"norm": lambda options: suites.Suite(tasks)})
+    assert main(["bench", "norm", "--quick"]) == 1
+    out, err = capsys.readouterr()
+    assert "good: ours" in out
+    assert err.splitlines()[-1] == "error: norm bad: ValueError: no such graph"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["convs"], 2, "error: no suite convs; there are conv, transpose, sdpa, norm"),
+        (["--compile", "fast"], 2, "argument --compile: invalid choice: 'fast'"),
+        (["--device", "cuda"], 1, "--device cuda and torch sees no CUDA device; leave it out"),
+    ],
+    ids=["suite", "mode", "device"],
+)
+def test_a_wrong_call_is_told(
+    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["bench", *arguments]) == code
+    assert said in capsys.readouterr().err
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_draws_a_bar_for_every_ratio_and_a_point_for_every_row() -> None:
+    page = report.to_html(made(row("a <b>", 10.0, eager=20.0), row("c", 10.0, eager=5.0)))
+    assert "<h2>conv</h2>" in page and "a &lt;b&gt;: autotuned" in page and "a note" in page
+    assert "1.00 times as fast as eager" in page
+    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    assert len(pictures) == 2
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    bars, roofline = pictures
+    assert "over eager" in bars and "times as fast" in bars
+    assert "ceiling, float32" in roofline and "operations per byte" in roofline
+
+
+def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(cg.FeatureMissing, match=r"pip install 'cudnngraph\[plots\]'"):
+        report.to_html(made(row("a", 10.0, eager=20.0)))
+
+
+def test_json_has_every_time_and_the_summary() -> None:
+    told: Any = json.loads(json.dumps(report.to_json(made(row("a", 10.0, eager=20.0)))))
+    assert told["rows"][0]["times_us"] == {"autotuned": 10.0, "eager": 20.0}
+    assert told["summary"] == {
+        "conv": {"eager": {"rows": 1, "geomean": 2.0, "worst": 2.0, "worst_row": "a"}}
+    }
