@@ -495,6 +495,12 @@ CUT = (
         ),
     ),
     Known(
+        "cuDNN reduces to float32, and what rounds it to 16 bits is a second plan",
+        lambda spec: (
+            [node.op for node in _anchors(spec)] == ["reduction"] and bool(_nodes(spec, "identity"))
+        ),
+    ),
+    Known(
         "an instance norm fuses with a relu behind it alone",
         lambda spec: (
             bool(_nodes(spec, "instance_norm"))
