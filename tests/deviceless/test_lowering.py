@@ -495,6 +495,13 @@ CUT = (
         ),
     ),
     Known(
+        "cuDNN reduces to float32, and what rounds it to 16 bits is a second plan",
+        lambda spec: any(
+            spec.tensors[node.results[0]].dtype in (torch.float16, torch.bfloat16)
+            for node in _nodes(spec, "reduction")
+        ),
+    ),
+    Known(
         "an instance norm fuses with a relu behind it alone",
         lambda spec: (
             bool(_nodes(spec, "instance_norm"))
