@@ -59,10 +59,10 @@ def _computes_beside_a_convolution(spec: GraphSpec) -> bool:
 
 
 def _attends_over_padding(spec: GraphSpec) -> bool:
-    """Attention with lengths of the keys."""
+    """Attention with lengths of the keys, of which nothing is promised."""
     return any(
-        node.op in ("sdpa_paged", "sdpa_varlen")
-        or (node.op == "sdpa" and node.inputs[5] is not None)
+        (node.op in ("sdpa_paged", "sdpa_varlen") or (node.op == "sdpa" and node.inputs[5]))
+        and not node.attr("finite_padding")
         for node in spec.nodes
     )
 

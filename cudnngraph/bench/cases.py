@@ -21,13 +21,17 @@ Eager = Callable[[Tensors], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what eager torch does for it, and other ways that torch has, by name."""
+    """A graph, what eager torch does for it, and other ways that torch has, by name.
+
+    ``given`` are the inputs that are not random.
+    """
 
     name: str
     suite: str
     graph: Graph
     eager: Eager
     others: Mapping[str, Eager] = field(default_factory=dict)
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random inputs of about unit results, and outputs to write to."""
@@ -39,7 +43,9 @@ class Case:
             tensor = made[name] = torch.empty_strided(
                 declared.shape, declared.stride, dtype=declared.dtype, device=device
             )
-            if name in spec.inputs:
+            if name in self.given:
+                tensor.copy_(self.given[name])
+            elif name in spec.inputs:
                 fan_in = tensor[0].numel() if name.startswith("w") and tensor.dim() > 1 else 1
                 tensor.normal_(0.0, fan_in**-0.5, generator=generator)
         return made
