@@ -34,7 +34,16 @@ from .training import Trainable
 
 if TYPE_CHECKING:
     from . import functional, nn
-    from .nn import FusedConvBlock, FusedConvTransposeBlock, FusedMultiheadAttention, FusedSDPA
+    from .nn import (
+        FusedConvBlock,
+        FusedConvTransposeBlock,
+        FusedDepthwiseSeparable,
+        FusedLayerNorm,
+        FusedMLP,
+        FusedMultiheadAttention,
+        FusedRMSNorm,
+        FusedSDPA,
+    )
 
 __all__ = [
     "BackendUnavailable",
@@ -48,7 +57,11 @@ __all__ = [
     "FeatureMissing",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
+    "FusedLayerNorm",
+    "FusedMLP",
     "FusedMultiheadAttention",
+    "FusedRMSNorm",
     "FusedSDPA",
     "Gradient",
     "Graph",
@@ -78,7 +91,7 @@ __all__ = [
 ]
 
 _MODULES = ("functional", "nn")
-_FROM_NN = ("FusedConvBlock", "FusedConvTransposeBlock", "FusedMultiheadAttention", "FusedSDPA")
+_FROM_NN = frozenset(name for name in __all__ if name.startswith("Fused"))
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from . import torch_ops
 from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
+from .runtime import Over
 from .specialize import Build, Specialized, Static
 
 Tensor = torch.Tensor
@@ -40,6 +41,12 @@ __all__ = [
     "conv_transpose_bias_act",
     "conv_transpose_bias_act_into",
     "conv_transpose_bn_act",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "linear",
+    "mlp",
+    "rms_norm",
     "scaled_dot_product_attention",
     "paged_attention",
     "scaled_dot_product_attention_into",
@@ -98,11 +105,12 @@ def conv_norm_act(
     eps: float,
     activation: str | None,
     attrs: tuple[tuple[str, Any], ...],
+    momentum: float = 1.0,
 ) -> Value | tuple[Value, ...]:
     """act(batch_norm(conv(x, weight) + bias) + residual).
 
-    In training with running statistics also the batch's own, mean and unbiased variance: so the
-    momentum, which may change with every step, stays out of the graph.
+    In training with running statistics also the next ones; with a momentum of 1.0 those are the
+    batch's own mean and unbiased variance.
     """
     convolve = g.conv_transpose if transposed else g.conv
     y, batch = convolve(x, weight, **dict(geometry)), ()
@@ -115,7 +123,7 @@ def conv_norm_act(
             running_mean,
             running_var,
             eps=eps,
-            momentum=1.0,
+            momentum=momentum,
         )
     else:
         y = g.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)  # type: ignore[arg-type]
@@ -187,6 +195,113 @@ def attention_paged(
     )
 
 
+@torch_ops.function
+def summed_norm_act(
+    g: Graph,
+    x: Value,
+    residual: Value | None,
+    weight: Value | None,
+    bias: Value | None,
+    *,
+    kind: str,
+    eps: float,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    num_groups: int = 0,
+) -> Value | tuple[Value, ...]:
+    """act(norm(x + residual)), and the sum where there is one."""
+    total = x if residual is None else g.add(x, residual)
+    groups = (num_groups,) if kind == "group_norm" else ()
+    y = getattr(g, kind)(total, *groups, weight, bias, eps=eps)
+    y = g.activation(y, activation, **dict(attrs))
+    return y if residual is None else (y, total)
+
+
+@torch_ops.function
+def separable(
+    g: Graph,
+    x: Value,
+    residual: Value | None,
+    weight: Value,
+    bias: Value | None,
+    mean: Value | None,
+    var: Value | None,
+    bn_weight: Value | None,
+    bn_bias: Value | None,
+    weight_1: Value,
+    bias_1: Value | None,
+    mean_1: Value | None,
+    var_1: Value | None,
+    bn_weight_1: Value | None,
+    bn_bias_1: Value | None,
+    *,
+    stages: tuple[tuple[tuple[str, Any], ...], ...],
+) -> Value | tuple[Value, ...]:
+    """A convolution behind another, each with what :func:`conv_norm_act` has; with their batches'
+    statistics where those are to be kept."""
+    batch: list[Value] = []
+    tensors = (
+        (weight, bias, mean, var, bn_weight, bn_bias, None),
+        (weight_1, bias_1, mean_1, var_1, bn_weight_1, bn_bias_1, residual),
+    )
+    for options, (w, b, *norm, added) in zip(stages, tensors, strict=True):
+        given: Any = dict(options)
+        if norm[0] is None and not given["training"]:  # no norm
+            for word in ("training", "eps"):
+                given.pop(word)
+            x = conv_act(g, x, w, b, added, **given)  # type: ignore[assignment]
+            continue
+        made: Any = conv_norm_act(g, x, w, b, *norm, added, **given)
+        x, *now = made if isinstance(made, tuple) else (made,)
+        batch += now
+    return (x, *batch) if batch else x
+
+
+@torch_ops.function
+def linear_act(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    residual: Value | None,
+    *,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> Value:
+    """act(x weight^T + bias + residual)."""
+    y = g.linear(x, weight, bias)
+    y = y if residual is None else g.add(y, residual)
+    return g.activation(y, activation, **dict(attrs))
+
+
+@torch_ops.function
+def gated_mlp(
+    g: Graph,
+    x: Value,
+    up: Value,
+    up_bias: Value | None,
+    gate: Value | None,
+    gate_bias: Value | None,
+    down: Value,
+    down_bias: Value | None,
+    *,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> Value:
+    """Both layers of :meth:`cudnngraph.Graph.mlp`."""
+    return g.mlp(
+        x,
+        up,
+        up_bias,
+        down,
+        down_bias,
+        gate=gate,
+        gate_bias=gate_bias,
+        activation=activation,
+        **dict(attrs),
+    )
+
+
 # -- calling them ----------------------------------------------------------------------------------
 
 _DETERMINISTIC = Policy(deterministic=True)
@@ -208,13 +323,14 @@ def run_graph(
     tensors: Sequence[Tensor | None],
     static: Static,
     results: int = 1,
+    over: Over = (),
 ) -> Any:
     """Run a graph's function: as an op where torch.compile traces, else directly, which is
-    cheaper. A tensor, or several."""
+    cheaper. A tensor, or several; ``over`` as of :meth:`Executable.call`."""
     if torch.compiler.is_compiling():
         made = torch_ops.call(build.__name__, tensors, static.values, _policy(policy), results)
         return made[0] if results == 1 else made
-    return _compiled(build, policy).call(tensors, static)
+    return _compiled(build, policy).call(tensors, static, over)
 
 
 def _into(
@@ -292,9 +408,52 @@ def norm_options(
     attrs: tuple[tuple[str, Any], ...],
     training: bool,
     eps: float,
+    momentum: float | None = None,
 ) -> dict[str, Any]:
-    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`."""
-    return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`.
+
+    A momentum is given where the graph is to update the running statistics in place.
+    """
+    made = {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    return made if momentum is None else {**made, "momentum": momentum}
+
+
+MOMENTA_KEPT = 4
+_momenta: set[float] = set()
+
+
+def fixed_momentum(momentum: float | Tensor, running: Tensor | None) -> float | None:
+    """A momentum that may be part of a graph: the first few that come, outside of torch.compile.
+
+    One that changes with every step would make a graph for each; those are applied behind it, and
+    so are those of running statistics in 16 bits or not there.
+    """
+    if type(momentum) is not float or running is None or running.dtype.itemsize < 4:
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    if momentum not in _momenta:
+        if len(_momenta) >= MOMENTA_KEPT:
+            return None
+        _momenta.add(momentum)
+    return momentum
+
+
+def summed_norm_options(
+    kind: str,
+    eps: float,
+    num_groups: int,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> dict[str, Any]:
+    """The options of :func:`summed_norm_act`."""
+    made = {"kind": kind, "eps": float(eps), **product_options(activation, attrs)}
+    return {**made, "num_groups": num_groups} if kind == "group_norm" else made
+
+
+def product_options(activation: str | None, attrs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The options of :func:`linear_act` and :func:`gated_mlp`."""
+    return {"activation": activation, "attrs": attrs}
 
 
 def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -586,9 +745,55 @@ def run_conv_norm_act(
     if not training or mean is None or var is None:
         return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
+    if "momentum" in static.values:
+        place = 2 + (bias is not None)
+        result = run_graph(conv_norm_act, policy, given, static, over=((1, place), (2, place + 1)))
+        torch.autograd.graph.increment_version((mean, var))
+        return result
     result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
     update_running(mean, var, now_mean, now_var, momentum)
     return result
+
+
+Update = tuple[Tensor, Tensor, float | Tensor]
+
+
+def run_separable(
+    static: Static,
+    x: Tensor,
+    residual: Tensor | None,
+    parts: Sequence[Sequence[Tensor | None]],
+    updates: Sequence[Update],
+    policy: Policy | None,
+) -> Tensor:
+    """:func:`separable` on its tensors. ``updates`` are the running statistics to update in place,
+    with their momentum."""
+    first, second = parts
+    x, w, b, w_1, b_1 = cast(x, *first[:2], *second[:2])
+    x, w = one_layout(x, w)
+    x, w_1 = one_layout(x, w_1)
+    norms = [list(part[2:]) for part in parts]
+    stages: Any = static.values["stages"]
+    for options, norm, weight in zip(stages, norms, (w, w_1), strict=True):
+        if dict(options)["training"]:
+            ones, zeros = _no_affine(weight.shape[0], x)
+            norm[2:] = [
+                given if given is not None else other
+                for given, other in zip(norm[2:], (ones, zeros), strict=True)
+            ]
+    given = (x, residual, w, b, *norms[0], w_1, b_1, *norms[1])
+    result = run_graph(separable, policy, given, static, 1 + 2 * len(updates))
+    if not updates:
+        return result  # type: ignore[no-any-return]
+    y, *batch = result
+    for place, (mean, var, momentum) in enumerate(updates):
+        update_running(mean, var, batch[2 * place], batch[2 * place + 1], momentum)
+    return y  # type: ignore[no-any-return]
+
+
+def stages_options(*stages: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of :func:`separable`; each stage has those of :func:`norm_options`."""
+    return {"stages": tuple(tuple(norm_options(*stage).items()) for stage in stages)}
 
 
 @torch.no_grad()
@@ -657,7 +862,13 @@ def conv_bn_act(
     """
     geometry = (stride, padding, dilation, groups)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)
@@ -705,10 +916,197 @@ def conv_transpose_bn_act(
     """:func:`conv_bn_act` with a transposed convolution."""
     geometry = (stride, padding, output_padding, groups, dilation)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def _norm(
+    kind: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    attrs: dict[str, Any],
+    policy: Policy | None,
+    num_groups: int = 0,
+) -> Any:
+    static = static_of(summed_norm_options, kind, eps, num_groups, activation, _sorted(attrs))
+    tensors = (x, residual, weight, bias)
+    result = run_graph(summed_norm_act, policy, tensors, static, 1 if residual is None else 2)
+    return result if residual is None else tuple(result)
+
+
+def _trailing(name: str, x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor:
+    """The weight of a norm over the last dims of x, ones where there is none."""
+    sizes = tuple(shape)
+    if weight is None:
+        return x.new_ones(sizes)
+    if tuple(weight.shape) != sizes:
+        what = f"weight has shape {tuple(weight.shape)}"
+        problem = Problem(name, what, f"{sizes}, the normalized_shape")
+        raise GraphError(name, [problem])
+    return weight
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.layer_norm(input + residual)) over the last dims; with a residual the pair (y, sum).
+
+    Parameters have the dtype of the input or are float32; y has the input's. The sum is what comes
+    out of the addition, in the input's dtype. Autocast changes nothing here.
+    """
+    weight = _trailing("layer_norm", input, normalized_shape, weight)
+    return _norm(
+        "layer_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.rms_norm(input + residual)) over the last dims; with a residual the pair (y, sum).
+
+    ``eps`` defaults to the smallest step at 1 in the input's dtype, as torch's. Parameters have the
+    dtype of the input or are float32; y has the input's.
+    """
+    weight = _trailing("rms_norm", input, normalized_shape, weight)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return _norm(
+        "rms_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.group_norm(input + residual)) of (N, C, ...); with a residual the pair (y, sum).
+
+    Weight and bias (C,) have the dtype of the input or are float32. y is contiguous, also where the
+    input is channels_last.
+    """
+    return _norm(
+        "group_norm",
+        input,
+        residual,
+        weight,
+        bias,
+        eps,
+        activation,
+        activation_attrs,
+        policy,
+        num_groups,
+    )
+
+
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.instance_norm(input + residual)) of (N, C, ...); with a residual the pair (y, sum).
+
+    By the statistics of each channel of each image, never by running ones. y lies as the input.
+    """
+    return _norm(
+        "instance_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with 2 to 4 dims, as products of a graph have them."""
+    return x if 2 <= x.dim() <= 4 else x.reshape(-1, x.shape[-1])
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
+    x, weight, bias, residual = cast(input, weight, bias, residual)
+    static = static_of(product_options, activation, _sorted(activation_attrs))
+    residual = None if residual is None else _rows(residual)
+    y: Tensor = run_graph(linear_act, policy, (_rows(x), weight, bias, residual), static)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def mlp(
+    input: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str | None = "gelu",
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """Two linear layers with an activation between, gated where there is a gate.
+
+    input (..., K), up and gate (F, K), down (N, F) → (..., N): down's of act(up's), or with a gate
+    of act(gate's) * up's.
+    """
+    tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
+    static = static_of(product_options, activation, _sorted(activation_attrs))
+    y: Tensor = run_graph(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
+    return y.view(*input.shape[:-1], down.shape[0])
 
 
 # -- attention -------------------------------------------------------------------------------------

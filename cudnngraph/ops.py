@@ -40,6 +40,13 @@ REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: The 8-bit floating formats: data of products and attention, results of quantize, nothing else.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (torch.int8, *FP8)
+
+#: A sum of so many products of two int8 numbers may be 2^31, which int32 does not hold.
+INT32_TERMS = 1 << 17
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,7 +91,8 @@ class Op:
     ``inputs`` names the ports in order, optional ones end in "?". ``attrs`` maps each attribute to
     its default, to :data:`REQUIRED` where it has none. ``pointwise`` marks an op that works element
     by element (it may join an epilogue), ``view`` one whose result is its operand seen in another
-    way: where strides allow, the same memory.
+    way: where strides allow, the same memory; ``torch_only`` one that cuDNN's Python frontend does
+    not have.
 
     A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
     """
@@ -96,6 +104,7 @@ class Op:
     infer: InferRule
     pointwise: bool = False
     view: bool = False
+    torch_only: bool = False
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -233,7 +242,9 @@ def _float_operand(call: Call, port: str) -> bool:
     call.problem(
         f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
         "float16, bfloat16, float32 or float64",
-        "convert it first",
+        "dequantize or convert it first"
+        if spec.dtype in (*QUANTIZED, torch.int32)
+        else "convert it first",
     )
     return False
 
@@ -250,6 +261,37 @@ def _same_dtype(call: Call, first: str, *others: str) -> bool:
             )
             ok = False
     return ok
+
+
+def _factors(call: Call, first: str, second: str) -> torch.dtype | None:
+    """The dtype of what the products of two operands of one dtype are summed up to; None if wrong.
+
+    Of int8 that is int32, of FP8 (either format, or one of each) float32.
+    """
+    a, b = call[first], call[second]
+    if a.dtype == b.dtype == torch.int8:
+        return torch.int32
+    if a.dtype in FP8 and b.dtype in FP8:
+        return torch.float32
+    if a.dtype in QUANTIZED or b.dtype in QUANTIZED:
+        call.problem(
+            f"{second} '{b.name}' is {dtype_name(b.dtype)}, "
+            f"{first} '{a.name}' is {dtype_name(a.dtype)}",
+            "int8 for both, FP8 for both or one floating dtype for both",
+            "quantize one, or dequantize the other",
+        )
+        return None
+    return a.dtype if _same_dtype(call, first, second) else None
+
+
+def _fits_int32(call: Call, operand: str, terms: int) -> None:
+    """Report a sum of int8 products that int32 need not hold."""
+    if call[operand].dtype == torch.int8 and terms >= INT32_TERMS:
+        call.problem(
+            f"sums up {terms} products of int8, which int32 need not hold",
+            f"fewer than {INT32_TERMS}",
+            "cut it and add the parts",
+        )
 
 
 def _same_shape(call: Call, first: str, *others: str) -> bool:
@@ -304,10 +346,13 @@ def _conv_order(x: TensorSpec, weight: TensorSpec) -> tuple[int, ...]:
 # -- convolution -----------------------------------------------------------------------------------
 
 
-def _conv_common(call: Call) -> tuple[int, int] | None:
-    """Rank and groups, after the checks that both directions share; None when they say nothing."""
+def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
+    """Rank, groups and the result's dtype, after the checks that both directions share.
+
+    None when they say nothing.
+    """
     x, weight = call["x"], call["weight"]
-    _same_dtype(call, "x", "weight")
+    dtype = _factors(call, "x", "weight")
     ok = True
     rank = len(x.shape) - 2
     if rank not in (1, 2, 3):
@@ -327,14 +372,19 @@ def _conv_common(call: Call) -> tuple[int, int] | None:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
         groups = 1
     call.attrs["groups"] = int(groups)
-    return (rank, int(groups)) if ok else None
+    if not ok:
+        return None
+    if groups <= weight.shape[0]:
+        per_group = weight.shape[1] if call.op == "conv" else weight.shape[0] // int(groups)
+        _fits_int32(call, "x", per_group * numel(weight.shape[2:]))
+    return rank, int(groups), x.dtype if dtype is None else dtype
 
 
 def _conv(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     k, c_per_group = weight.shape[:2]
@@ -372,14 +422,14 @@ def _conv(call: Call) -> list[Result] | None:
         out.append((size - reach) // stride[dim] + 1)
     if call.problems:
         return None
-    return [Result((n, k, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, k, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_transpose(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     kernel = weight.shape[2:]
@@ -419,7 +469,7 @@ def _conv_transpose(call: Call) -> list[Result] | None:
         out.append(size)
     if call.problems:
         return None
-    return [Result((n, weight.shape[1] * groups, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, weight.shape[1] * groups, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_wgrad(call: Call) -> list[Result] | None:
@@ -471,13 +521,16 @@ def _conv_wgrad(call: Call) -> list[Result] | None:
 # -- per-channel ops -------------------------------------------------------------------------------
 
 
-def _channels(call: Call, port: str) -> bool:
-    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x."""
+def _channels(call: Call, port: str, *, of_images: bool = False) -> bool:
+    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x.
+
+    With ``of_images`` it may have N at dim 0 too: other numbers for each image.
+    """
     spec, x = call[port], call["x"]
     ok = _param_dtype(call, port)
-    c = x.shape[1]
-    full = (1, c, *(1,) * (len(x.shape) - 2))
-    if spec.shape not in ((c,), full):
+    n, c = x.shape[:2]
+    ones = (1,) * (len(x.shape) - 2)
+    if spec.shape not in ((c,), (1, c, *ones), *([(n, c, *ones)] if of_images else ())):
         call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"({c},), the channels of x")
         ok = False
     return ok
@@ -493,7 +546,7 @@ def _has_channels(call: Call) -> bool:
 
 def _per_channel(port: str) -> InferRule:
     def infer(call: Call) -> list[Result] | None:
-        if not _has_channels(call) or not _channels(call, port):
+        if not _has_channels(call) or not _channels(call, port, of_images=True):
             return None
         x = call["x"]
         return [Result(x.shape, x.dtype, _like_order(x))]
@@ -560,6 +613,62 @@ def _batch_norm_backward(call: Call) -> list[Result] | None:
         return None
     x, weight = call["x"], call["weight"]
     vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
+    return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
+
+
+# -- normalisation of each channel of each image ---------------------------------------------------
+
+
+def _per_image(call: Call) -> bool:
+    """The checks that instance norm and its gradient share."""
+    x = call["x"]
+    if len(x.shape) < 3:
+        call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "at least 3: (N, C, ...)")
+        return False
+    ok = _float_operand(call, "x")
+    given = [port for port in ("weight", "bias") if call.inputs.get(port) is not None]
+    if given and "bias" in call.inputs and len(given) == 1:
+        call.problem(f"{given[0]} is given alone", "weight and bias, or neither")
+        ok = False
+    return all([_channels(call, port) for port in given]) and ok
+
+
+def _image_statistic(x: TensorSpec) -> Result:
+    """One number for each channel of each image, at the rank of x."""
+    shape = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    return Result(shape, _statistics_dtype(x), _like_order(x))
+
+
+def _instance_norm(call: Call) -> list[Result | None] | None:
+    ok = _per_image(call)
+    before = len(call.problems)
+    wanted = _flag(call, "return_stats")
+    if _eps(call) is None or not ok or len(call.problems) > before:
+        return None
+    x = call["x"]
+    stat = _image_statistic(x) if wanted else None
+    return [Result(x.shape, x.dtype, _like_order(x)), stat, stat]
+
+
+def _instance_norm_backward(call: Call) -> list[Result | None] | None:
+    if not _per_image(call):
+        return None
+    ok = _same_dtype(call, "x", "dy") and _same_shape(call, "x", "dy")
+    x, weight = call["x"], call.get("weight")
+    stat = _image_statistic(x)
+    for port in ("mean", "inv_std"):
+        spec = call[port]
+        if (spec.shape, spec.dtype) != (stat.shape, stat.dtype):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                f"{dtype_name(stat.dtype)} {stat.shape}",
+            )
+            ok = False
+    if not ok:
+        return None
+    vector = None
+    if weight is not None:
+        vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
     return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
 
 
@@ -647,7 +756,9 @@ def _matmul(call: Call) -> list[Result] | None:
                 "2, 3 or 4: " + ("(..., M, K)" if port == "x" else "(..., K, N)"),
             )
             return None
-    ok = _same_dtype(call, "x", "y")
+    dtype = _factors(call, "x", "y")
+    ok = dtype is not None
+    _fits_int32(call, "x", x.shape[-1])
     if x.shape[-1] != y.shape[-2]:
         call.problem(
             f"y '{y.name}' {y.shape} has {y.shape[-2]} rows, x '{x.name}' {x.shape} has "
@@ -665,7 +776,70 @@ def _matmul(call: Call) -> list[Result] | None:
         )
         return None
     shape = (*batch, x.shape[-2], y.shape[-1])
-    return [Result(shape, x.dtype, tuple(range(len(shape))))] if ok else None
+    if dtype is None or not ok or call.problems:
+        return None
+    return [Result(shape, dtype, tuple(range(len(shape))))]
+
+
+# -- quantisation ----------------------------------------------------------------------------------
+
+
+def _quantization(call: Call) -> bool:
+    """Checks the scale, a float32 number or vector along ``dim`` of x, and the zero point."""
+    x, scale = call["x"], call.get("scale")
+    before = len(call.problems)
+    point = call.attrs["zero_point"]
+    if not _whole(point) or point != 0:
+        call.problem(
+            f"zero_point={point!r}", "0: quantisation is symmetric here", "shift the data instead"
+        )
+    else:
+        call.attrs["zero_point"] = 0
+    if scale is None:
+        call.attrs["dim"] = 1
+        return len(call.problems) == before
+    if scale.dtype != torch.float32:
+        call.problem(
+            f"scale '{scale.name}' is {dtype_name(scale.dtype)}", "float32", "convert scale"
+        )
+    if scale.shape in ((), (1,)):
+        call.attrs["dim"] = 1  # says nothing
+        return len(call.problems) == before
+    dim = _dim(call, "dim", len(x.shape))
+    if dim is not None and scale.shape != (x.shape[dim],):
+        call.problem(
+            f"scale '{scale.name}' has shape {scale.shape}",
+            f"() or (1,) for all of x, or ({x.shape[dim]},) along dim {dim} of x {x.shape}",
+        )
+    return len(call.problems) == before
+
+
+def _dequantize(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = x.dtype in (*QUANTIZED, torch.int32, torch.float32)
+    if not ok:
+        call.problem(
+            f"x '{x.name}' is {dtype_name(x.dtype)}",
+            "int8, FP8, or the int32 or float32 that their products give",
+            "multiply or scale it",
+        )
+    if not _quantization(call) or not ok:
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
+def _quantize(call: Call) -> list[Result] | None:
+    x, given = call["x"], call.attrs["dtype"]
+    ok = _float_operand(call, "x")
+    kinds = {dtype_name(dtype): dtype for dtype in QUANTIZED}
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    dtype = kinds.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        call.problem(f"dtype={given!r} is no 8-bit dtype", " or ".join(f"torch.{k}" for k in kinds))
+    if not _quantization(call) or not ok or dtype is None:
+        return None
+    call.attrs["dtype"] = name
+    return [Result(x.shape, dtype, _like_order(x))]
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -802,13 +976,21 @@ def _activation_backward(port: str, *attrs: str) -> InferRule:
     return infer
 
 
+def _to_float(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if x.dtype not in (torch.uint8, torch.int8, torch.int32):
+        call.problem(f"x '{x.name}' is {dtype_name(x.dtype)}", "uint8, int8 or int32")
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
 def _constant(call: Call) -> list[Result] | None:
     return [Result((), torch.float32, ())] if _number(call, "value") is not None else None
 
 
 # -- shape -----------------------------------------------------------------------------------------
 
-MODES = ("sum", "mean", "max", "min")
+MODES = ("sum", "mean", "max", "min", "amax")
 
 
 def _dims(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
@@ -893,12 +1075,84 @@ def _expand(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, order)]
 
 
+# -- softmax and its loss --------------------------------------------------------------------------
+
+
+def _softmax(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = _float_operand(call, "x")
+    if _dim(call, "dim", len(x.shape)) is None or not ok:
+        return None
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
+def _softmax_backward(call: Call) -> list[Result] | None:
+    dy, y = call["dy"], call["y"]
+    ok = _same_dtype(call, "y", "dy") and _same_shape(call, "y", "dy")
+    if _dim(call, "dim", len(y.shape)) is None or not ok:
+        return None
+    return [Result(dy.shape, dy.dtype, _like_order(y))]
+
+
+REDUCTIONS_OF_LOSS = ("mean", "sum", "none")
+
+
+def _loss_options(call: Call, classes: tuple[int, ...]) -> bool:
+    """Checks what a loss over (N, C, ...) and its gradient share."""
+    before = len(call.problems)
+    target, reduction = call["target"], call.attrs["reduction"]
+    if reduction not in REDUCTIONS_OF_LOSS:
+        known = " or ".join(map(repr, REDUCTIONS_OF_LOSS))
+        call.problem(f"reduction={reduction!r} is unknown", known)
+    if not _whole(call.attrs["ignore_index"]):
+        call.problem(f"ignore_index={call.attrs['ignore_index']!r}", "a whole number")
+    if len(classes) < 2 or classes[1] < 1:
+        call.problem(f"x has shape {classes}", "(N, C, ...) with at least one class")
+    elif target.shape != (classes[0], *classes[2:]):
+        call.problem(
+            f"target '{target.name}' has shape {target.shape}",
+            f"{(classes[0], *classes[2:])}, a class for each row of x {classes}",
+        )
+    if target.dtype != torch.int64:
+        call.problem(f"target '{target.name}' is {dtype_name(target.dtype)}", "int64", "convert it")
+    if len(call.problems) > before:
+        return False
+    call.attrs["ignore_index"] = int(call.attrs["ignore_index"])
+    return True
+
+
+def _loss_shape(call: Call) -> tuple[int, ...]:
+    return call["target"].shape if call.attrs["reduction"] == "none" else ()
+
+
+def _nll_loss(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if not _float_operand(call, "x") or not _loss_options(call, x.shape):
+        return None
+    shape = _loss_shape(call)
+    return [Result(shape, x.dtype, tuple(range(len(shape))))]
+
+
+def _nll_loss_backward(call: Call) -> list[Result] | None:
+    dy, shape = call["dy"], _whole_tuple(call, "shape")
+    if shape is None or not _float_operand(call, "dy") or not _loss_options(call, shape):
+        return None
+    call.attrs["shape"] = shape
+    if dy.shape != _loss_shape(call):
+        call.problem(f"dy '{dy.name}' has shape {dy.shape}", f"{_loss_shape(call)}, the loss's")
+        return None
+    return [Result(shape, dy.dtype, tuple(range(len(shape))))]
+
+
 # -- attention -------------------------------------------------------------------------------------
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
 #: The ops of attention and its gradients.
-ATTENTION = ("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_varlen", "sdpa_varlen_backward")
+ATTENTION = (
+    *("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_fp8"),
+    *("sdpa_varlen", "sdpa_varlen_backward"),
+)
 
 
 def _sdpa_shapes(call: Call) -> bool:
@@ -1096,6 +1350,70 @@ def _sdpa(call: Call) -> list[Result | None] | None:
     shape = (*q.shape[:3], v.shape[3])
     lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
     return [Result(shape, q.dtype, _like_order(q)), lse]
+
+
+FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _sdpa_fp8_operands(call: Call) -> None:
+    """Data of one FP8 dtype, which is that of the result; scales of one float32 each."""
+    q = call["q"]
+    for port in ("q", "k", "v"):
+        spec = call[port]
+        if spec.dtype not in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
+                "float8_e4m3fn or float8_e5m2",
+                "quantize it, or use sdpa",
+            )
+        elif spec.dtype != q.dtype and q.dtype in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, q '{q.name}' is "
+                f"{dtype_name(q.dtype)}",
+                "one dtype",
+            )
+    for port in FP8_SCALES:
+        spec = call[port]
+        if spec.dtype != torch.float32 or spec.shape not in ((), (1,)):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "float32 () or (1,): one number",
+            )
+    given = call.attrs["dtype"]
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if name not in (None, dtype_name(q.dtype)):
+        call.problem(f"dtype={given!r}", f"None or torch.{dtype_name(q.dtype)}, that of q")
+    call.attrs["dtype"] = dtype_name(q.dtype)
+
+
+def _sdpa_fp8(call: Call) -> list[Result | None] | None:
+    want_lse, causal = _flag(call, "return_lse"), _flag(call, "is_causal")
+    _sdpa_fp8_operands(call)
+    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
+        call.problem(
+            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
+            " or ".join(map(repr, ALIGNMENTS)),
+        )
+    if not _sdpa_shapes(call):
+        return None
+    _sdpa_lengths(call)
+    _sdpa_window(call)
+    q, v = call["q"], call["v"]
+    if call.attrs["scale"] is None:
+        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+    else:
+        _number(call, "scale")
+    if call.problems:
+        return None
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None:
+        call.attrs["diagonal_alignment"] = "top_left"
+    shape = (*q.shape[:3], v.shape[3])
+    lse = Result(q.shape[:3], torch.float32, (0, 1, 2)) if want_lse else None
+    largest = Result((), torch.float32, ())
+    return [Result(shape, q.dtype, _like_order(q)), lse, largest, largest]
 
 
 def _sdpa_backward(call: Call) -> list[Result | None] | None:
@@ -1416,9 +1734,187 @@ def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return order
 
 
+# -- pooling and interpolation ---------------------------------------------------------------------
+
+
+def _spatial_rank(call: Call, port: str = "x") -> int | None:
+    """How many spatial dims an image has; torch pools none without channels or elements."""
+    spec = call[port]
+    rank = len(spec.shape) - 2
+    if not _float_operand(call, port):
+        return None
+    if rank not in (1, 2, 3):
+        call.problem(
+            f"{port} '{spec.name}' has {len(spec.shape)} dims {spec.shape}",
+            "3, 4 or 5: (N, C, spatial...)",
+        )
+        return None
+    if 0 in spec.shape[1:]:
+        call.problem(
+            f"{port} '{spec.name}' has shape {spec.shape}", "at least one channel and one element"
+        )
+        return None
+    return rank
+
+
+def _image_order(x: TensorSpec) -> tuple[int, ...]:
+    """channels_last where x is unmistakably so (torch's rule), else contiguous."""
+    return _conv_order(x, x)
+
+
+def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The spatial sizes of what a pool makes of an image; its attributes in canonical form."""
+    rank = len(shape)
+    kernel = _int_tuple(call, "kernel_size", rank, 1)
+    if call.attrs["stride"] is None:
+        call.attrs["stride"] = call.attrs["kernel_size"]
+    stride = _int_tuple(call, "stride", rank, 1)
+    padding = _int_tuple(call, "padding", rank, 0)
+    dilation = _int_tuple(call, "dilation", rank, 1) if "dilation" in call.attrs else (1,) * rank
+    ceil = _flag(call, "ceil_mode")
+    if "count_include_pad" in call.attrs:
+        _flag(call, "count_include_pad")
+    if kernel is None or stride is None or padding is None or dilation is None or call.problems:
+        return None
+    out = []
+    for dim in range(rank):
+        reach = dilation[dim] * (kernel[dim] - 1) + 1
+        size = shape[dim] + 2 * padding[dim]
+        if padding[dim] > kernel[dim] // 2:
+            call.problem(
+                f"padding={padding[dim]} over spatial dim {dim} is more than half of "
+                f"kernel_size={kernel[dim]}",
+                f"padding <= {kernel[dim] // 2}",
+            )
+        steps, rest = divmod(size - reach, stride[dim])
+        # A window that begins in the padding behind the image is left out, as torch does.
+        steps += ceil and rest > 0 and (steps + 1) * stride[dim] < shape[dim] + padding[dim]
+        if steps < 0:
+            call.problem(
+                f"the window reaches {reach} (kernel_size {kernel[dim]}, dilation {dilation[dim]}) "
+                f"over spatial dim {dim}, the padded input is {size}",
+                "a window no larger than the padded input",
+            )
+        out.append(steps + 1)
+    return None if call.problems else tuple(out)
+
+
+def _pool(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _pooled_sizes(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+def _image_result(x: TensorSpec, sizes: Sequence[int]) -> Result:
+    return Result((*x.shape[:2], *sizes), x.dtype, _image_order(x))
+
+
+def _adaptive_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Canonical form: one size per spatial dim; None in its place stands for the input's own."""
+    given = call.attrs["output_size"]
+    many = tuple(given) if isinstance(given, (tuple, list, torch.Size)) else (given,) * len(shape)
+    if len(many) == len(shape):
+        many = tuple(n if want is None else want for n, want in zip(shape, many, strict=True))
+    call.attrs["output_size"] = many
+    return _int_tuple(call, "output_size", len(shape), 1)
+
+
+def _adaptive_pool(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _adaptive_sizes(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+MODES_OF_RANK = {
+    1: ("nearest", "nearest-exact", "linear"),
+    2: ("nearest", "nearest-exact", "bilinear", "bicubic"),
+    3: ("nearest", "nearest-exact", "trilinear"),
+}
+
+
+def _resized(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The spatial sizes of what interpolation makes of an image; one of the attributes gives it."""
+    rank, mode = len(shape), call.attrs["mode"]
+    if mode not in MODES_OF_RANK[rank]:
+        known = ", ".join(map(repr, MODES_OF_RANK[rank]))
+        call.problem(f"mode={mode!r} with {rank} spatial dims", f"one of {known}")
+        return None
+    if call.attrs["align_corners"] is None:
+        call.attrs["align_corners"] = False
+    if _flag(call, "align_corners") and mode.startswith("nearest"):
+        call.problem(f"align_corners=True with mode={mode!r}", "a mode that interpolates linearly")
+    size, scale = call.attrs["size"], call.attrs["scale_factor"]
+    if (size is None) == (scale is None):
+        call.problem(f"size={size!r} and scale_factor={scale!r}", "one of them")
+        return None
+    if scale is None:
+        out = _int_tuple(call, "size", rank, 1)
+        return None if call.problems else out
+    many = tuple(scale) if isinstance(scale, (tuple, list)) else (scale,) * rank
+    if len(many) != rank or not all(
+        isinstance(f, numbers.Real) and not isinstance(f, bool) and 0 < float(f) < math.inf
+        for f in many
+    ):
+        call.problem(f"scale_factor={scale!r}", f"a positive number, or {rank} of them")
+        return None
+    call.attrs["scale_factor"] = many = tuple(map(float, many))
+    out = tuple(int(n * f) for n, f in zip(shape, many, strict=True))
+    if 0 in out:
+        call.problem(f"scale_factor={scale!r} makes of {tuple(shape)} sizes {out}", "sizes >= 1")
+    return None if call.problems else out
+
+
+def _interpolate(call: Call) -> list[Result] | None:
+    rank = _spatial_rank(call)
+    out = None if rank is None else _resized(call, call["x"].shape[2:])
+    return None if out is None else [_image_result(call["x"], out)]
+
+
+def _pool_backward(call: Call) -> list[Result] | None:
+    """The gradient of x from dy; x is an operand where its elements count, else its sizes are."""
+    rank = _spatial_rank(call, "dy")
+    if rank is None:
+        return None
+    dy, x = call["dy"], call.inputs.get("x")
+    if x is None:
+        sizes = _int_tuple(call, "input_size", rank, 1)
+    else:
+        sizes = x.shape[2:] if _same_dtype(call, "x", "dy") else None
+    if sizes is None or (x is not None and _spatial_rank(call) is None):
+        return None
+    if x is not None and len(x.shape) != len(dy.shape):
+        call.problem(f"dy '{dy.name}' has {len(dy.shape)} dims {dy.shape}", f"{len(x.shape)} dims")
+        return None
+    if "mode" in call.attrs:
+        out = _resized(call, sizes)
+    else:
+        out = (_adaptive_sizes if "output_size" in call.attrs else _pooled_sizes)(call, sizes)
+    if out is None:
+        return None
+    like = dy if x is None else x
+    if dy.shape != (*like.shape[:2], *out):
+        n, c = like.shape[:2]
+        call.problem(
+            f"dy '{dy.name}' has shape {dy.shape}",
+            f"(N, C, out...) = ({n}, {c}, {', '.join(map(str, out))}), the forward's result",
+        )
+        return None
+    return [_image_result(like, sizes)]
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_POOL: dict[str, Any] = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
+_MAX: dict[str, Any] = {**_POOL, "dilation": 1, "ceil_mode": False}
+_AVG: dict[str, Any] = {**_POOL, "ceil_mode": False, "count_include_pad": True}
+_LOSS: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
+_RESIZED: dict[str, Any] = {
+    "size": None,
+    "scale_factor": None,
+    "mode": "nearest",
+    "align_corners": False,
+}
 _BAND: dict[str, Any] = {
     "scale": None,
     "is_causal": False,
@@ -1439,16 +1935,21 @@ def _rows() -> list[Op]:
         outputs: str = "y",
         pointwise: bool = False,
         view: bool = False,
+        torch_only: bool = False,
         **attrs: Any,
     ) -> Op:
         ports = tuple(inputs.split())
-        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view)
+        return Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view, torch_only)
 
     def unary(name: str, **attrs: Any) -> Op:
         return op(name, "x", _unary(*attrs), pointwise=True, **attrs)
 
     def binary(name: str, infer: InferRule) -> Op:
         return op(name, "x y", infer, pointwise=True)
+
+    def resample(name: str, inputs: str, infer: InferRule, **attrs: Any) -> Op:
+        outputs = "dx" if name.endswith("_backward") else "y"
+        return op(name, inputs, infer, outputs, torch_only=True, **attrs)
 
     return [
         op("conv", "x weight", _conv, **_CONV),
@@ -1514,6 +2015,18 @@ def _rows() -> list[Op]:
             widths_q=REQUIRED,
             widths_kv=REQUIRED,
         ),
+        op(
+            "sdpa_fp8",
+            f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
+            _sdpa_fp8,
+            outputs="o lse amax_s amax_o",
+            dtype=None,
+            scale=None,
+            is_causal=False,
+            diagonal_alignment="top_left",
+            window=None,
+            return_lse=False,
+        ),
         op("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV),
         op(
             "layer_norm_backward",
@@ -1553,6 +2066,20 @@ def _rows() -> list[Op]:
             _batch_norm_backward,
             outputs="dx dweight dbias",
         ),
+        op(
+            "instance_norm",
+            "x weight? bias?",
+            _instance_norm,
+            outputs="y mean inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
+        op(
+            "instance_norm_backward",
+            "dy x mean inv_std weight?",
+            _instance_norm_backward,
+            outputs="dx dweight dbias",
+        ),
         op("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False),
         op("expand", "x", _expand, pointwise=True, shape=REQUIRED, dims=None),
         op(
@@ -1563,6 +2090,16 @@ def _rows() -> list[Op]:
             eps=1e-5,
         ),
         op("batch_norm_apply", "x mean inv_std weight bias", _batch_norm_apply, pointwise=True),
+        op("dequantize", "x scale", _dequantize, pointwise=True, dim=1, zero_point=0),
+        op(
+            "quantize",
+            "x scale?",
+            _quantize,
+            pointwise=True,
+            dtype=REQUIRED,
+            dim=1,
+            zero_point=0,
+        ),
         op("bias", "x bias", _per_channel("bias"), pointwise=True),
         op("scale", "x scale", _per_channel("scale"), pointwise=True),
         unary("relu"),
@@ -1588,6 +2125,7 @@ def _rows() -> list[Op]:
             for name in ("gelu", "gelu_tanh", "silu")
         ),
         unary("identity"),
+        op("to_float", "x", _to_float, pointwise=True),
         unary("neg"),
         unary("abs"),
         unary("exp"),
@@ -1609,7 +2147,55 @@ def _rows() -> list[Op]:
         op("transpose", "x", _transpose, view=True, dim0=REQUIRED, dim1=REQUIRED),
         op("permute", "x", _permute, view=True, dims=REQUIRED),
         op("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1),
-        op("concat", "x*", _concat, dim=0),
+        op("concat", "x*", _concat, torch_only=True, dim=0),
+        *(
+            row
+            for name in ("softmax", "log_softmax")
+            for row in (
+                op(name, "x", _softmax, torch_only=True, dim=REQUIRED),
+                op(
+                    f"{name}_backward",
+                    "dy y",
+                    _softmax_backward,
+                    outputs="dx",
+                    torch_only=True,
+                    dim=REQUIRED,
+                ),
+            )
+        ),
+        op("nll_loss", "x target", _nll_loss, torch_only=True, **_LOSS),
+        op(
+            "nll_loss_backward",
+            "dy target",
+            _nll_loss_backward,
+            outputs="dx",
+            torch_only=True,
+            shape=REQUIRED,
+            **_LOSS,
+        ),
+        resample("max_pool", "x", _pool, **_MAX),
+        resample("max_pool_backward", "dy x", _pool_backward, **_MAX),
+        resample("avg_pool", "x", _pool, **_AVG),
+        resample("avg_pool_backward", "dy", _pool_backward, input_size=REQUIRED, **_AVG),
+        *(
+            row
+            for kind, operands, sizes in (
+                ("avg", "dy", {"input_size": REQUIRED}),
+                ("max", "dy x", {}),
+            )
+            for row in (
+                resample(f"adaptive_{kind}_pool", "x", _adaptive_pool, output_size=REQUIRED),
+                resample(
+                    f"adaptive_{kind}_pool_backward",
+                    operands,
+                    _pool_backward,
+                    output_size=REQUIRED,
+                    **sizes,
+                ),
+            )
+        ),
+        resample("interpolate", "x", _interpolate, **_RESIZED),
+        resample("interpolate_backward", "dy", _pool_backward, input_size=REQUIRED, **_RESIZED),
         op("constant", "", _constant, pointwise=True, value=0.0),
     ]
 

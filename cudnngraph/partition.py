@@ -37,7 +37,7 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import OPS
+from .ops import FLOATS, OPS
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
@@ -100,7 +100,7 @@ class Graph:
     def takes_epilogue(self, node: Node) -> bool:
         """Whether pointwise ops behind a node may be part of its plan."""
         row = OPS[node.op]
-        return not (row.pointwise or row.view or node.op == "concat")
+        return not (row.pointwise or row.view or row.torch_only)
 
     def takes_prologue(self, node: Node) -> bool:
         """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""
@@ -162,14 +162,16 @@ class Graph:
 
     def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
         """The dtype of the data that a node works on: of its first operand for an anchor, else what
-        its largest floating operands have in common."""
-        if node.op == "constant":
-            return self.spec.tensors[node.results[0]].dtype
+        its largest floating operands have in common. What becomes of 8-bit data is data anew."""
+        own = self.spec.tensors[node.results[0]].dtype
+        if node.op in ("constant", "quantize", "dequantize"):
+            return own
         if self.is_anchor(node):
-            return data[node.operands[0]]
+            dtype = data[node.operands[0]]
+            return dtype if dtype in FLOATS or OPS[node.op].view else own
         floats = [n for n in node.operands if data[n].is_floating_point and n not in self._numbers]
         if not floats:
-            return self.spec.tensors[node.results[0]].dtype
+            return own
         most = max(self.spec.tensors[name].numel for name in floats)
         dtype = data[next(n for n in floats if self.spec.tensors[n].numel == most)]
         for name in floats:

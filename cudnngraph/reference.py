@@ -2,8 +2,8 @@
 
 It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every
 op is computed in the graph's compute dtype from operands converted to it; the result is then
-rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the
-yardstick for accuracy.
+rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere but
+where rounding is what an op means (``quantize``): the yardstick for accuracy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import resample
 from .ir import GraphSpec, Node
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -27,6 +28,17 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _need(value: torch.Tensor | None) -> torch.Tensor:
     assert value is not None
     return value
+
+
+def _exactly(rule: Callable[[Tensors, Mapping[str, Any]], torch.Tensor]) -> Rule:
+    """A rule of products, on int8 operands too: sums in float64, which holds them all, as int32."""
+
+    def run(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+        if _need(inputs[0]).dtype != torch.int8:
+            return rule(inputs, attrs)
+        return rule([_need(value).double() for value in inputs], attrs).to(torch.int32)
+
+    return run
 
 
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -101,8 +113,38 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return _need(weight)
 
 
+def _along(scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A scale so that it broadcasts: one for all of x, or one for each index of ``dim``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape([-1 if place == dim else 1 for place in range(x.dim())])
+
+
+def _dequantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), _need(inputs[1])
+    return x.to(scale.dtype) * _along(scale, x, attrs["dim"])
+
+
+def _quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), inputs[1]
+    if scale is not None:
+        x = x / _along(scale, x, attrs["dim"])
+    return saturated(x, getattr(torch, attrs["dtype"]))
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
+    beyond."""
+    if dtype == torch.int8:
+        return x.round().clamp(-128, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
-    return _need(value).reshape(1, -1, *(1,) * (_need(x).dim() - 2))
+    """A per-channel operand at the rank of x."""
+    vector, rank = _need(value), _need(x).dim()
+    return vector.reshape(1, -1, *(1,) * (rank - 2)) if vector.dim() == 1 else vector
 
 
 def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -155,6 +197,33 @@ def _batch_norm_backward(
     pull = (_channel(dbias, x) + normal * _channel(dweight, x)) / count
     dx = _channel(weight, x) * inv_std * (dy - pull)
     return dx, dweight.view(weight.shape), dbias.view(weight.shape)
+
+
+def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, dims = _need(inputs[0]), list(range(2, _need(inputs[0]).dim()))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse
+    if inputs[1] is not None:
+        y = y * _channel(inputs[1], x) + _channel(inputs[2], x)
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _instance_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, mean, inverse = (_need(value) for value in inputs[:4])
+    weight, dims = inputs[4], list(range(2, x.dim()))
+    normal = (x - mean) * inverse
+    scaled = dy if weight is None else dy * _channel(weight, x)
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dx = inverse * (scaled - pull)
+    if weight is None:
+        return dx, None, None
+    over = _all_but_channels(x)
+    return dx, (dy * normal).sum(over).view(weight.shape), dy.sum(over).view(weight.shape)
 
 
 def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
@@ -377,6 +446,40 @@ def _valid_rows(q: torch.Tensor, length_q: torch.Tensor) -> torch.Tensor:
     return row < length_q.view(-1, 1, 1, 1)
 
 
+def _sdpa_fp8(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Attention of FP8 data: with P = exp(scores - their largest in the row), l its row sums,
+
+    scores = (q descale_q) (k descale_k)^T scale, o = fp8(scale_o fp8(scale_s P) v descale_s
+    descale_v / l). amax_s is the largest of P / l, amax_o that of |o| before scale_o.
+    """
+    q, k, v, descale_q, descale_k, descale_v, descale_s, scale_s, scale_o = (
+        _need(value) if place < 3 else _need(value).reshape(())
+        for place, value in enumerate(inputs[:9])
+    )
+    fp8 = getattr(torch, attrs["dtype"])
+    keep, _, valid_key = _kept(q, k, inputs[9:], attrs)[:3]
+    if inputs[10] is not None:
+        v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (value.repeat_interleave(repeat, dim=1) for value in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (descale_q * descale_k * attrs["scale"])
+    scores = torch.where(keep, scores, -torch.inf)
+    floor = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = torch.cat([scores, floor], -1).amax(dim=-1, keepdim=True)  # also of no key
+    nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
+    weights = torch.exp(scores - torch.where(nothing, 0.0, top))
+    total = torch.where(nothing, 1.0, weights.sum(dim=-1, keepdim=True))
+    rounded = saturated(weights * scale_s, fp8).to(weights.dtype)
+    out = torch.matmul(rounded, v) * (descale_s * descale_v) / total
+    out = torch.where(nothing, 0.0, out)
+    amax_s, amax_o = (
+        value.abs().amax() if value.numel() else value.new_zeros(())
+        for value in (weights / total, out)
+    )
+    lse = torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+    return saturated(out * scale_o, fp8), lse if attrs["return_lse"] else None, amax_s, amax_o
+
+
 def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """With P the attention weights, exp(scores - lse), Z what dropout multiplies them by (or 1),
     and D the row sums of do * o:
@@ -540,18 +643,55 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * gate * (1.0 + x * (1.0 - gate))
 
 
+def _softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return y * (dy - (dy * y).sum(attrs["dim"], keepdim=True))
+
+
+def _log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return dy - torch.exp(y) * dy.sum(attrs["dim"], keepdim=True)
+
+
+def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    counts = target != attrs["ignore_index"]
+    return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+
+
+def _nll_loss(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -x.gather(1, place).squeeze(1)
+    each = each.to(torch.promote_types(each.dtype, torch.float32))  # 16 bits hold no sum
+    each = torch.where(counts, each, torch.zeros_like(each))
+    if attrs["reduction"] == "none":
+        return each
+    return each.sum() / counts.sum() if attrs["reduction"] == "mean" else each.sum()
+
+
+def _nll_loss_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """-dy at each row's class; over the number of rows that count for a mean."""
+    dy, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -dy / counts.sum() if attrs["reduction"] == "mean" else -dy
+    each = torch.where(counts, each, torch.zeros_like(each))
+    return dy.new_zeros(attrs["shape"]).scatter_(1, place, each.unsqueeze(1))
+
+
 _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
     "max": torch.amax,
     "min": torch.amin,
+    "amax": lambda x, dims, keepdim: torch.amax(x.abs(), dims, keepdim=keepdim),
 }
 
 
 def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
     if not dims:  # a number
-        return x
+        return x.abs() if attrs["mode"] == "amax" else x
     result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
     kept = dims if keep is True else keep or ()
     return result.squeeze([dim for dim in dims if dim not in kept])
@@ -578,15 +718,16 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 
 
 RULES: Mapping[str, Rule] = {
-    "conv": _conv,
-    "conv_transpose": _conv_transpose,
+    "conv": _exactly(_conv),
+    "conv_transpose": _exactly(_conv_transpose),
     "conv_wgrad": _conv_wgrad,
-    "matmul": _binary(torch.matmul),
+    "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
     "sdpa_paged": _sdpa_paged,
     "sdpa_varlen": _sdpa_varlen,
@@ -594,10 +735,14 @@ RULES: Mapping[str, Rule] = {
     "ragged_offsets": _ragged_offsets,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _instance_norm_backward,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),
@@ -615,6 +760,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _binary(_gelu_tanh_backward),
     "silu_backward": _binary(_silu_backward),
     "identity": _unary(lambda x: x),
+    "to_float": _unary(lambda x: x.to(torch.float32)),
     "neg": _unary(torch.neg),
     "abs": _unary(torch.abs),
     "exp": _unary(torch.exp),
@@ -647,6 +793,13 @@ RULES: Mapping[str, Rule] = {
     "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
+    "softmax": lambda inputs, attrs: torch.softmax(_need(inputs[0]), attrs["dim"]),
+    "softmax_backward": _softmax_backward,
+    "log_softmax": lambda inputs, attrs: torch.log_softmax(_need(inputs[0]), attrs["dim"]),
+    "log_softmax_backward": _log_softmax_backward,
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }
 

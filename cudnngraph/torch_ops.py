@@ -31,7 +31,12 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def function(build: Build) -> Build:
-    """Make a function of a graph callable through the ops, under its own name."""
+    """Make a function of a graph callable through the ops, under its own name.
+
+    Raises :class:`ValueError` where another function has that name.
+    """
+    if build.__name__ in _BUILDS:
+        raise ValueError(f"two functions of graphs are named '{build.__name__}'")
     _BUILDS[build.__name__] = build
     return build
 

@@ -19,7 +19,7 @@ from .backend import env
 from .backend.lower import first_line
 from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
-from .ops import ATTENTION, OPS
+from .ops import ATTENTION, FP8, FP8_SCALES, OPS
 from .partition import PACKING, is_view, token_widths
 from .policy import Policy
 
@@ -28,10 +28,15 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 1e-5,
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 2.0**-3,
+    torch.float8_e5m2: 2.0**-2,
 }
 TF32_TOLERANCE = 2e-3
+FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at about 13 bits
+STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
+_SMALL = {torch.int8: 2, torch.int32: 100}  # whole numbers from minus this to this
 _POSITIVE = {"batch_norm", "div", "log", "pow", "reciprocal", "rsqrt", "sqrt"}
 _LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -50,17 +55,41 @@ class Runnable(Protocol):
         """Launch on the handle's stream."""
 
 
-def tolerance(dtype: torch.dtype, *, tf32: bool) -> float:
-    """The largest relative error that a result of ``dtype`` may have; 0 for whole numbers."""
+def tolerance(dtype: torch.dtype, *, tf32: bool, fp8: bool = False) -> float:
+    """The largest relative error that a result of ``dtype`` may have; 0 for whole numbers.
+
+    ``fp8``: products of FP8 data are behind it (:func:`multiplies_fp8`).
+    """
     if not dtype.is_floating_point:
         return 0.0
     if dtype == torch.float32 and tf32:
         return TF32_TOLERANCE
+    if dtype == torch.float32 and fp8:
+        return FP8_TOLERANCE
     return TOLERANCE[dtype]
 
 
+def multiplies_fp8(spec: GraphSpec) -> bool:
+    """Whether an op that is not element by element reads FP8."""
+    return any(
+        spec.tensors[name].dtype in FP8
+        for node in spec.nodes
+        if not OPS[node.op].pointwise
+        for name in node.operands
+    )
+
+
 def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
-    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not."""
+    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not.
+
+    Of int8 a few elements one step off are no error: what is rounded may lie next to a tie.
+    """
+    if out.dtype == torch.int8:
+        steps = (out.int() - ref64.int()).abs()
+        if int((steps > 0).sum()) <= max(1, int(STRAYS * steps.numel())) and bool(
+            (steps < 2).all()
+        ):
+            return 0.0
     wide, ref = out.to(torch.float64), ref64.to(torch.float64)
     finite = ref.isfinite()
     mine, theirs = wide[~finite], ref[~finite]
@@ -73,11 +102,12 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), integers 1.
+    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, int32 -100 to 100.
 
     Floats are within (0.5, 1.5) where an op wants them positive or divides. A boolean mask of
     attention hides nothing, a quarter of its rows and of its keys is padding where it takes
-    lengths, and its gradient is given the o and lse that belong to the q, k and v.
+    lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
+    divides by is over 0.5.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
@@ -89,13 +119,23 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
             values = shift[0] + shift[1] * values
         elif declared.dtype == torch.bool and "sdpa" not in ops:
             values = values < 0.5
+        elif declared.dtype in _SMALL:
+            most = _SMALL[declared.dtype]
+            values = (values * (2 * most + 1)).floor() - most
         else:
             values = torch.ones(declared.shape, device=device)
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
+        if node.op.startswith("nll_loss") and str(_port(node, "target")) in given:
+            given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
+        scale = node.inputs[1] if node.op == "quantize" else None
+        if scale is not None and scale in given:
+            given[scale].abs_().add_(0.5)
         if node.op in ATTENTION:
             _set_lengths(spec, node, given)
+        if node.op == "sdpa_fp8":
+            _set_scales(node, given)
         if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
             _set_sequences(spec, node, given)
         if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
@@ -145,6 +185,15 @@ def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor
         widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
         made = torch.zeros(ragged.shape, dtype=torch.int32)
         ragged.copy_(reference.ragged_into(ends, widths, made))
+
+
+def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
+    usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
+    for port in FP8_SCALES:
+        name = str(_port(node, port))
+        if name in given:
+            given[name].fill_(usual.get(port, 1.0))
 
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
@@ -292,9 +341,9 @@ class Trial:
         return self._why_off(made) or made
 
     def _why_off(self, made: Sequence[torch.Tensor]) -> str | None:
-        tf32 = bool(self._policy.allow_tf32)
+        tf32, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
         for spec, out, want in self._compared(made):
-            bound = tolerance(out.dtype, tf32=tf32)
+            bound = tolerance(out.dtype, tf32=tf32, fp8=fp8)
             error = relative_error(out, want)
             if not error <= bound:
                 return f"wrong: '{spec.name}' is off by {error:.2g}, at most {bound:.2g} is right"
@@ -308,7 +357,7 @@ class Trial:
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
         corners = _corners(self.spec)
         whole, given = self.spec, self._inputs
-        if self._keep is not None or corners is not None:
+        if self._keep is not None or (corners is not None and attention(self.spec) is not None):
             whole, given = explicit(self.spec, self._inputs, self._keep)
         if corners is None:
             if self._wanted is None:
@@ -322,6 +371,8 @@ class Trial:
             ]
             wanted = reference.run(whole, inputs, torch.float64)
             for spec, out, want in zip(declared, made, wanted, strict=True):
+                if spec.shape == ():  # the largest of all, not of a corner
+                    continue
                 compared.append((spec, _corner(self.spec, spec.name, out, batch, head), want))
         return compared
 
@@ -329,7 +380,7 @@ class Trial:
 def _corners(spec: GraphSpec) -> list[tuple[int, int]] | None:
     """For an attention whose scores are too many: (batch, head of k) at both ends; else None."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
-    if len(nodes) != 1 or nodes[0].op != "sdpa":
+    if len(nodes) != 1 or nodes[0].op not in ("sdpa", "sdpa_fp8"):
         return None
     q, k = (spec.tensors[name] for name in nodes[0].operands[:2])
     if math.prod(q.shape[:3]) * k.shape[2] <= _LARGE_SCORES:
@@ -341,12 +392,14 @@ def _corner(
     spec: GraphSpec, name: str, tensor: torch.Tensor, batch: int, head: int
 ) -> torch.Tensor:
     """The part of an operand or result of attention that belongs to one batch and head of k."""
-    (node,) = (node for node in spec.nodes if node.op == "sdpa")
+    (node,) = (node for node in spec.nodes if node.op in ("sdpa", "sdpa_fp8"))
+    if tensor.numel() == 1:
+        return tensor
     k = spec.tensors[node.operands[1]]
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
-    if name == node.inputs[3]:
+    if node.op == "sdpa" and name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
-    if name in (_port(node, "alibi_slopes"), _port(node, "sink")):
+    if node.op == "sdpa" and name in (_port(node, "alibi_slopes"), _port(node, "sink")):
         return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)

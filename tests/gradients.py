@@ -33,9 +33,9 @@ def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
 
 def differentiable(case: Case) -> bool:
     """Whether a sample has a gradient: not one of gradients' own ops, nor one of a cache, nor one
-    of whole numbers or bools alone."""
+    of whole numbers, bools or 8 bits alone."""
     bools = ("pointwise-comparisons", "view-bools")
-    without = ("gradients", "sdpa_paged", "ragged_offsets")
+    without = ("gradients", "sdpa_paged", "ragged_offsets", "int8", "fp8")
     return case.family not in without and not case.id.startswith(bools)
 
 

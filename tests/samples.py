@@ -26,7 +26,8 @@ import cudnngraph as cg
 from cudnngraph.ir import dense_strides
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
+I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", I8: "int8", E4: "e4m3", E5: "e5m2"}
 
 Shape = tuple[int, ...]
 Layout = str | Shape | None  # "channels_last", strides in elements, or None for contiguous
@@ -510,6 +511,24 @@ def _conv_epilogues() -> Iterator[Case]:
     yield _conv_case("residual_gelu", replace(conv, dtype=F64, residual=True, act="gelu"))
 
 
+def _of_images(dtype: torch.dtype, vectors: torch.dtype, layout: Layout) -> Case:
+    """A scale and a bias of its own for each image, as diffusion models condition on a step."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("of_images")
+        x = g.input("x", (2, 16, 6, 10), dtype, **_at(layout))
+        s, b = (g.input(key, (2, 16, 1, 1), vectors) for key in ("s", "b"))
+        g.output("y", g.bias(g.scale(x, s), b).silu())
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        wide = torch.promote_types(t["x"].dtype, t["s"].dtype)
+        return {"y": F.silu(t["x"].to(wide) * t["s"] + t["b"]).to(t["x"].dtype)}
+
+    name = f"{'nchw' if layout is None else 'nhwc'}_{SHORT[vectors]}_vectors"
+    return Case(f"pointwise-of_images_{name}-{SHORT[dtype]}", "pointwise", dtype, build, eager)
+
+
 def _chain(dtype: torch.dtype) -> Case:
     """Two convolutions in one graph, the second on the output of the first."""
 
@@ -538,6 +557,28 @@ def _chain(dtype: torch.dtype) -> Case:
         terms=144,
         note="an output that another op uses; two anchors",
     )
+
+
+def _separable(dtype: torch.dtype) -> Case:
+    """A convolution of each channel by itself, then one of 1 x 1."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("separable")
+        x = g.input("x", (2, 32, 14, 12), dtype, layout="channels_last")
+        d = g.input("d", (32, 1, 3, 3), dtype, layout="channels_last")
+        p = g.input("p", (48, 32, 1, 1), dtype, layout="channels_last")
+        a, b = g.input("a", (32,), dtype), g.input("b", (48,), dtype)
+        acts = {"activation": "silu", "pointwise_activation": "gelu"}
+        g.output("y", g.depthwise_separable(x, d, p, a, b, padding=1, **acts))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.silu(F.conv2d(t["x"], t["d"], t["a"], padding=1, groups=32))
+        return {"y": F.gelu(F.conv2d(y, t["p"], t["b"]))}
+
+    fills = {"d": normal(1.0 / 3.0), "p": normal(1.0 / 6.0)}
+    name = f"conv_bias_act-separable-{SHORT[dtype]}"
+    return Case(name, "conv_bias_act", dtype, build, eager, fills, terms=32)
 
 
 def _branches(dtype: torch.dtype) -> Case:
@@ -604,6 +645,7 @@ def _conv_bias_act() -> Iterator[Case]:
     yield from _conv_layouts()
     yield from _conv_epilogues()
     yield from (_chain(F16), _chain(F32), _branches(F16), _branches(F32))
+    yield from (_separable(F16), _separable(BF16), _separable(F32))
     yield from (_scaled(F16, F16), _scaled(F16, F32), _scaled(F32, F32))
 
 
@@ -1868,6 +1910,162 @@ def _norms() -> Iterator[Case]:
         )
 
 
+# -- instance and group norms ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageNorm:
+    """A norm over the elements of each channel, or of ``groups`` groups of channels, of an image.
+
+    ``params`` is the dtype of weight and bias, None for none; ``residual`` is added in front.
+    """
+
+    x: Shape
+    dtype: torch.dtype = F16
+    groups: int = 0
+    params: torch.dtype | None = F32
+    at: Layout = None
+    eps: float = 1e-5
+    residual: bool = False
+    act: str | None = None
+    stats: bool = False
+
+    def declare(self, g: cg.Graph) -> dict[str, cg.Value]:
+        """x, weight and bias, and the residual."""
+        made = {"x": g.input("x", self.x, self.dtype, **_at(self.at))}
+        if self.params is not None:
+            made |= {key: g.input(key, (self.x[1],), self.params) for key in ("w", "b")}
+        if self.residual:
+            made["z"] = g.input("z", self.x, self.dtype, **_at(self.at))
+        return made
+
+    def build(self) -> cg.Graph:
+        """The graph of the forward."""
+        g = cg.Graph("norm")
+        v = self.declare(g)
+        x = v["x"] + v["z"] if self.residual else v["x"]
+        params = (v.get("w"), v.get("b"))
+        if self.stats:
+            y, mean, inv_std = g.instance_norm(x, *params, eps=self.eps, return_stats=True)
+            g.output("mean", mean)
+            g.output("inv_std", inv_std)
+        elif self.groups:
+            y = g.group_norm(x, self.groups, *params, eps=self.eps)
+        else:
+            y = g.instance_norm(x, *params, eps=self.eps)
+        g.output("y", g.activation(y, self.act))
+        return g
+
+    def forward(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        """torch's own norm, in the wider of the dtypes of x and the parameters."""
+        wide = torch.promote_types(x.dtype, params[0].dtype) if params else x.dtype
+        w, b = (p.to(wide) for p in params) if params else (None, None)
+        groups = self.groups or self.x[1]
+        return F.group_norm(x.to(wide), groups, w, b, self.eps).to(x.dtype)
+
+    def eager(self, t: Tensors) -> Tensors:
+        """What a user of torch would write."""
+        x = t["x"] + t["z"] if self.residual else t["x"]
+        y = self.forward(x, *(t[key] for key in ("w", "b") if key in t))
+        made = {"y": activate(y, self.act, {})}
+        if self.stats:
+            wide = x.to(torch.promote_types(x.dtype, F32))
+            dims = tuple(range(2, x.dim()))
+            var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+            made |= {"mean": mean, "inv_std": torch.rsqrt(var + self.eps)}
+        return made
+
+    def backward(self) -> cg.Graph:
+        """The gradient of instance norm, with the forward that gives its statistics."""
+        g = cg.Graph("norm_gradient")
+        v = self.declare(g)
+        dy = g.input("dy", self.x, self.dtype, **_at(self.at))
+        params = (v.get("w"), v.get("b"))
+        y, mean, inv_std = g.instance_norm(v["x"], *params, eps=self.eps, return_stats=True)
+        g.output("y", y)
+        grads = g.instance_norm_backward(dy, v["x"], mean, inv_std, v.get("w"))
+        many = grads if isinstance(grads, tuple) else (grads,)
+        for key, grad in zip(("dx", "dw", "db"), many, strict=False):
+            g.output(key, grad)
+        return g
+
+    def eager_backward(self, t: Tensors) -> Tensors:
+        """torch autograd."""
+        of = [t[key] for key in ("x", "w", "b") if key in t]
+        grads = _grads(self.forward, of, t["dy"])
+        made = dict(zip(("dx", "dw", "db"), grads, strict=False))
+        return {**made, "y": self.forward(*of)}
+
+
+_IMAGE_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(2.0, 0.5)}
+
+
+def _image_norms() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"instance_{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (
+                ("nchw", F32, None),
+                ("nhwc", dtype, last),
+                ("without_affine", None, last),
+            )
+        },
+        "instance_relu": ImageNorm(image, act="relu", at=last),
+        "instance_residual_silu": ImageNorm(image, residual=True, act="silu"),
+        "instance_stats": ImageNorm(image, stats=True, at=last),
+        "instance_stats_relu": ImageNorm(image, BF16, stats=True, act="relu"),
+        "instance_line": ImageNorm((3, 16, 50)),
+        "instance_volume": ImageNorm((2, 8, 5, 6, 7), at=last, eps=1e-3),
+        "instance_gaps": ImageNorm(image, at=(4000, 200, 12, 1)),
+        "instance_float64": ImageNorm(image, F64, params=F64),
+        "instance_no_images": ImageNorm((0, 16, 12, 10)),
+        **{
+            f"group_{SHORT[dtype]}": ImageNorm(image, dtype, 4, params=params)
+            for dtype, params in ((F16, F32), (BF16, BF16), (F32, F32))
+        },
+        "group_residual_silu": ImageNorm(image, BF16, 4, params=BF16, residual=True, act="silu"),
+        "group_channels_last": ImageNorm(image, F16, 4, at=last),
+        "group_one": ImageNorm(image, F16, 1),
+        "group_each": ImageNorm(image, F16, 16),
+        "group_without_affine": ImageNorm(image, F32, 4, params=None),
+        "group_line": ImageNorm((3, 16, 50), F32, 4),
+        "group_flat": ImageNorm((6, 64), F32, 4),
+        "group_float64": ImageNorm(image, F64, 4, params=F64),
+    }
+    for name, norm in norms.items():
+        terms = math.prod(norm.x) // max(norm.x[0], 1)
+        label = f"image_norm-{name}"
+        yield Case(
+            label, "image_norm", norm.dtype, norm.build, norm.eager, _IMAGE_FILLS, terms=terms
+        )
+
+
+def _image_norm_gradients() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (("nchw", F32, None), ("nhwc", dtype, last))
+        },
+        "without_affine": ImageNorm(image, F16, params=None),
+        "line": ImageNorm((3, 16, 50), F16),
+        "volume": ImageNorm((2, 8, 5, 6, 7), BF16, at=last),
+        "float64": ImageNorm(image, F64, params=F64, at=last),
+    }
+    for name, norm in norms.items():
+        yield _gradient_case(
+            f"instance_norm_{name}",
+            norm.dtype,
+            norm.backward,
+            norm.eager_backward,
+            _IMAGE_FILLS,
+            terms=math.prod(norm.x),
+        )
+
+
 # -- views and concatenation -----------------------------------------------------------------------
 
 
@@ -1916,6 +2114,34 @@ def _joined(
         lambda t: {"y": torch.cat([t[key] for key in names], dim)},
         note=note,
     )
+
+
+def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
+    """Both layers of a transformer's feed-forward part, SwiGLU where gated."""
+    names = ("up", "gate") if gated else ("up",)
+    shapes: Inputs = {
+        "x": ((4, 24, 64), dtype, None),
+        **{name: ((96, 64), dtype, None) for name in names},
+        **{f"{name}_bias": ((96,), dtype, None) for name in names},
+        "down": ((40, 96), dtype, None),
+        "down_bias": ((40,), dtype, None),
+    }
+
+    def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+        act = "silu" if gated else "gelu"
+        more = {key: v[key] for key in ("gate", "gate_bias") if key in v}
+        y = g.mlp(v["x"], v["up"], v["up_bias"], v["down"], v["down_bias"], activation=act, **more)
+        return {"y": y}
+
+    def eager(t: Tensors) -> Tensors:
+        inner = F.linear(t["x"], t["up"], t["up_bias"])
+        inner = F.silu(F.linear(t["x"], t["gate"], t["gate_bias"])) * inner if gated else inner
+        inner = inner if gated else F.gelu(inner)
+        return {"y": F.linear(inner, t["down"], t["down_bias"])}
+
+    fills = {name: normal(1.0 / 8.0) for name in ("up", "gate")} | {"down": normal(0.1)}
+    name = "mlp_gated" if gated else "mlp"
+    return _table_case("view", name, shapes, declare, eager, fills, terms=96)
 
 
 def _views() -> Iterator[Case]:
@@ -2047,6 +2273,355 @@ def _views() -> Iterator[Case]:
         {"gate": normal(1.0 / 8.0), "up": normal(1.0 / 8.0)},
         terms=64,
     )
+    for gated in (False, True):
+        yield _mlp_case(F16, gated)
+        yield _mlp_case(BF16, gated)
+        yield _mlp_case(F64, gated)
+
+
+# -- pooling and interpolation ---------------------------------------------------------------------
+
+_TORCH_POOLS: Mapping[str, Sequence[Callable[..., torch.Tensor]]] = {
+    "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d),
+    "avg_pool": (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    "adaptive_avg_pool": (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    "adaptive_max_pool": (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    "interpolate": (F.interpolate,) * 3,
+}
+
+
+def _resample_case(
+    op: str,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    at: Layout = None,
+    note: str = "",
+    backward: bool = False,
+    **attrs: Any,
+) -> Case:
+    """A pool or an interpolation of x, or its gradient; ``attrs`` go by name to both sides."""
+    run = _TORCH_POOLS[op][len(shape) - 3]
+
+    def eager(t: Tensors) -> Tensors:
+        if not backward:
+            return {"y": run(t["x"], **attrs)}
+        x = t.get("x", torch.zeros(shape, dtype=t["dy"].dtype, device=t["dy"].device))
+        return {"dx": _grads(lambda x: run(x, **attrs), [x], t["dy"])[0]}
+
+    def build() -> cg.Graph:
+        g = cg.Graph(op)
+        if not backward:
+            g.output("y", getattr(g, op)(g.input("x", shape, dtype, **_at(at)), **attrs))
+            return g
+        out = getattr(cg.Graph(), op)  # its result's shape is that of dy
+        dy = g.input("dy", out(out.__self__.input("x", shape, dtype), **attrs).shape, dtype)
+        more = {} if "max" in op else {"input_size": shape[2:]}
+        x = [g.input("x", shape, dtype, **_at(at))] if "max" in op else []
+        g.output("dx", getattr(g, f"{op}_backward")(dy, *x, **attrs, **more))
+        return g
+
+    if backward:
+        return _gradient_case(f"{op}_backward_{name}", dtype, build, eager, note=note, terms=64)
+    label = f"resample-{op}_{name}-{SHORT[dtype]}"
+    return Case(label, "resample", dtype, build, eager, note=note, terms=64)
+
+
+def _resamples() -> Iterator[Case]:
+    image, volume, line, last = (2, 16, 12, 9), (2, 4, 5, 6, 8), (2, 16, 30), "channels_last"
+    window = {"kernel_size": 3, "stride": 2, "padding": 1}
+    for dtype in (F16, BF16, F32):
+        for op in ("max_pool", "avg_pool"):
+            yield _resample_case(op, "3x3", image, dtype, **window)
+            yield _resample_case(op, "3x3_channels_last", image, dtype, last, **window)
+        yield _resample_case("adaptive_avg_pool", "of_unequal", image, dtype, last, output_size=5)
+        for mode in ("nearest", "bilinear"):
+            yield _resample_case(
+                "interpolate", f"{mode}_x2", image, dtype, last, scale_factor=2, mode=mode
+            )
+    for op in ("max_pool", "avg_pool"):
+        yield _resample_case(op, "line", line, F16, kernel_size=4)
+        yield _resample_case(op, "line_last", line, F16, last, kernel_size=4, padding=2)
+        # torch averages volumes of float16 on no CPU.
+        deep = F32 if op == "avg_pool" else F16
+        yield _resample_case(op, "volume", volume, deep, kernel_size=(1, 2, 3), stride=1)
+        yield _resample_case(op, "volume_last", volume, deep, last, **window)
+        yield _resample_case(op, "ceil", image, F32, ceil_mode=True, **window)
+        yield _resample_case(op, "ceil_leaves_one", image, F32, ceil_mode=True, kernel_size=2)
+        yield _resample_case(op, "gaps", image, F16, (2000, 120, 10, 1), "a slice", **window)
+        yield _resample_case(op, "no_images", (0, 16, 12, 9), F16, last, "empty", **window)
+        yield _resample_case(op, "float64", image, F64, **window)
+    yield _resample_case("max_pool", "dilated", image, F16, kernel_size=3, dilation=2, padding=1)
+    yield _resample_case("avg_pool", "inside", image, F16, count_include_pad=False, **window)
+    yield _resample_case("avg_pool", "one_channel", (2, 1, 12, 9), F16, last, **window)
+    for kind in ("avg", "max"):
+        op = f"adaptive_{kind}_pool"
+        yield _resample_case(op, "of_equal", image, F16, last, output_size=(4, 3))
+        yield _resample_case(op, "one", image, F16, last, output_size=1)
+        yield _resample_case(op, "some", image, F16, output_size=(None, 4))
+        yield _resample_case(op, "line", line, F32, output_size=7)
+        yield _resample_case(op, "volume", volume, F32, last, output_size=(2, 4, 3))
+        yield _resample_case(op, "larger", image, F64, output_size=(16, 20))
+    sized = "interpolate"
+    yield _resample_case(sized, "size", image, F16, last, size=(5, 20), mode="bilinear")
+    yield _resample_case(
+        sized, "corners", image, F16, last, size=(23, 17), mode="bilinear", align_corners=True
+    )
+    yield _resample_case(sized, "to_one", image, F32, size=1, mode="bilinear", align_corners=True)
+    # Coordinates that float32 rounds move the weights by more than float32's bound.
+    yield _resample_case(sized, "uneven", image, F16, scale_factor=(1.7, 0.6), mode="bilinear")
+    yield _resample_case(sized, "exact", image, F16, last, size=(7, 20), mode="nearest-exact")
+    yield _resample_case(sized, "cubic", image, F32, scale_factor=2, mode="bicubic")
+    yield _resample_case(sized, "line", line, F16, scale_factor=1.5, mode="linear")
+    yield _resample_case(sized, "line_nearest", line, F16, size=47)
+    yield _resample_case(sized, "volume", volume, F16, last, scale_factor=2, mode="trilinear")
+    yield _resample_case(sized, "volume_nearest", volume, F16, scale_factor=(2, 1, 3))
+    yield _resample_case(sized, "gaps", image, F16, (2000, 120, 10, 1), "a slice", size=(5, 20))
+    yield _resample_case(sized, "float64", image, F64, scale_factor=2, mode="bilinear")
+    for dtype, layout in ((F16, last), (F32, None)):
+        for name, shape in (("pixel_shuffle", image), ("pixel_unshuffle", (2, 3, 12, 8))):
+            yield _table_case(
+                "resample",
+                name,
+                {"x": (shape, dtype, layout)},
+                lambda g, v, name=name: {"y": getattr(g, name)(v["x"], 2)},
+                lambda t, name=name: {"y": getattr(F, name)(t["x"], 2)},
+            )
+    for dtype in (F16, F32):
+        yield _table_case(
+            "resample",
+            "stem",
+            {
+                "x": ((2, 3, 20, 20), dtype, last),
+                "w": ((16, 3, 3, 3), dtype, last),
+                "b": ((16,), dtype, None),
+            },
+            lambda g, v: {
+                "y": g.interpolate(
+                    g.max_pool(g.conv_bias_act(v["x"], v["w"], v["b"]), 3, 2, 1),
+                    scale_factor=2,
+                    mode="bilinear",
+                )
+                * 2.0
+            },
+            lambda t: {
+                "y": F.interpolate(
+                    F.max_pool2d(F.relu(F.conv2d(t["x"], t["w"], t["b"])), 3, 2, 1),
+                    scale_factor=2,
+                    mode="bilinear",
+                )
+                * 2.0
+            },
+            {"w": normal(0.2)},
+            terms=64,
+            note="torch steps between cuDNN's",
+        )
+
+
+def _resample_gradients() -> Iterator[Case]:
+    image, volume, line, last = (2, 16, 12, 9), (2, 4, 5, 6, 8), (2, 16, 30), "channels_last"
+    window = {"kernel_size": 3, "stride": 2, "padding": 1}
+    options: dict[str, dict[str, Any]] = {
+        "max_pool": window,
+        "avg_pool": {**window, "ceil_mode": True},
+        "adaptive_avg_pool": {"output_size": 5},
+        "adaptive_max_pool": {"output_size": 5},
+        "interpolate": {"scale_factor": 1.5},
+    }
+    for op, attrs in options.items():
+        for dtype in (F16, BF16, F32, F64):
+            yield _resample_case(op, "image", image, dtype, last, backward=True, **attrs)
+        yield _resample_case(op, "line", line, F32, backward=True, **attrs)
+        yield _resample_case(op, "volume", volume, F32, backward=True, **attrs)
+    for shape, mode in ((line, "linear"), (image, "bilinear"), (volume, "trilinear")):
+        for corners in (False, True):
+            yield _resample_case(
+                "interpolate",
+                f"{mode}_corners" if corners else mode,
+                shape,
+                F16,
+                backward=True,
+                size=7,
+                mode=mode,
+                align_corners=corners,
+            )
+
+
+# -- softmax, losses, dropout, optimizers, pixels --------------------------------------------------
+
+
+def _softmaxes() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32, F64):
+        for op in ("softmax", "log_softmax"):
+            run = getattr(F, op)
+            yield _table_case(
+                "softmax",
+                op,
+                {"x": ((24, 64), dtype, None)},
+                lambda g, v, op=op: {"y": getattr(g, op)(v["x"], -1)},
+                lambda t, run=run: {"y": run(t["x"], -1)},
+                {"x": normal(3.0)},
+                terms=64,
+            )
+    for name, shape, dim, at in (
+        ("channels", (2, 16, 6, 10), 1, None),
+        ("channels_last", (2, 16, 6, 10), 1, "channels_last"),
+        ("first", (24, 64), 0, None),
+        ("gaps", (24, 64), 1, (100, 1)),
+    ):
+        yield _table_case(
+            "softmax",
+            f"softmax_{name}",
+            {"x": (shape, F16, at)},
+            lambda g, v, dim=dim: {"y": g.softmax(v["x"], dim)},
+            lambda t, dim=dim: {"y": F.softmax(t["x"], dim)},
+            terms=64,
+        )
+    yield _table_case(
+        "softmax",
+        "softmax_between",
+        {"x": ((24, 64), F16, None), "w": ((64, 64), F16, None)},
+        lambda g, v: {"y": g.softmax((v["x"] @ v["w"]) * 0.125, -1) @ v["w"]},
+        lambda t: {"y": F.softmax((t["x"] @ t["w"]) * 0.125, -1) @ t["w"]},
+        terms=64,
+        note="a torch step between products",
+    )
+
+
+def _loss_case(
+    name: str, shape: Shape, dtype: torch.dtype, backward: bool = False, **options: Any
+) -> Case:
+    """Cross entropy over classes at dim 1; every fourth class or so is ignored (-1)."""
+    rows = (shape[0], *shape[2:])
+    options = {"ignore_index": -1, **options}
+
+    def build() -> cg.Graph:
+        g = cg.Graph("loss")
+        target = g.input("t", rows, torch.int64)
+        if backward:
+            dy = g.input("dy", rows if options.get("reduction") == "none" else (), dtype)
+            g.output("dx", g.nll_loss_backward(dy, target, shape, **options))
+        else:
+            g.output("y", g.cross_entropy(g.input("x", shape, dtype), target, **options))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        if backward:
+            x = torch.zeros(shape, dtype=t["dy"].dtype, device=t["dy"].device)
+            return {"dx": _grads(lambda x: F.nll_loss(x, t["t"], **options), [x], t["dy"])[0]}
+        return {"y": F.cross_entropy(t["x"], t["t"], **options)}
+
+    fills = {"t": small_whole(-1, min(shape[1], 4))}
+    terms = math.prod(shape)
+    if backward:
+        return _gradient_case(f"nll_loss_{name}", dtype, build, eager, fills, terms=terms)
+    label = f"loss-{name}-{SHORT[dtype]}"
+    return Case(label, "loss", dtype, build, eager, fills, terms=terms)
+
+
+def _losses(backward: bool = False) -> Iterator[Case]:
+    for dtype in (F16, BF16, F32, F64):
+        yield _loss_case("mean", (64, 10), dtype, backward)
+    yield _loss_case("sum", (16, 10), F32, backward, reduction="sum")
+    yield _loss_case("none", (16, 10), F16, backward, reduction="none")
+    yield _loss_case("pixels", (2, 5, 6, 7), F32, backward)
+    yield _loss_case("one_class", (16, 1), F32, backward, ignore_index=-1)
+
+
+def _softmax_gradients() -> Iterator[Case]:
+    for op in ("softmax", "log_softmax"):
+        run = getattr(F, op)
+        for dtype in (F16, BF16, F32, F64):
+
+            def build(op: str = op, dtype: torch.dtype = dtype) -> cg.Graph:
+                g = cg.Graph("gradient")
+                dy, x = (g.input(key, (24, 64), dtype) for key in ("dy", "x"))
+                g.output("dx", getattr(g, f"{op}_backward")(dy, getattr(g, op)(x, 1), 1))
+                return g
+
+            yield _gradient_case(
+                op,
+                dtype,
+                build,
+                lambda t, run=run: {"dx": _grads(lambda x: run(x, 1), [t["x"]], t["dy"])[0]},
+                terms=64,
+            )
+    yield from _losses(backward=True)
+
+
+def _adamw_case(name: str, shape: Shape, number: Shape, **options: Any) -> Case:
+    """The third step of AdamW, as torch's own rule is written."""
+    options = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, **options}
+    tensors = ("p", "g", "m", "v")
+
+    def build() -> cg.Graph:
+        g = cg.Graph("adamw")
+        given = [g.input(key, shape, F32) for key in tensors]
+        numbers = [g.input(key, number, F32) for key in ("lr", "c1", "c2")]
+        for key, value in zip("pmv", g.adamw(*given, *numbers, **options), strict=True):
+            g.output(f"next_{key}", value)
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        p, grad, m, v = (t[key] for key in tensors)
+        (beta1, beta2), decay = options["betas"], options["weight_decay"]
+        p = p * (1.0 - t["lr"] * decay)
+        m, v = beta1 * m + (1.0 - beta1) * grad, beta2 * v + (1.0 - beta2) * grad * grad
+        spread = v.sqrt() / t["c2"].sqrt() + options["eps"]
+        return {"next_p": p - t["lr"] / t["c1"] * m / spread, "next_m": m, "next_v": v}
+
+    fills = {
+        "v": uniform(0.1, 2.0),
+        "lr": uniform(1e-3, 1e-2),
+        "c1": uniform(0.2, 0.3),
+        "c2": uniform(0.02, 0.03),
+    }
+    return Case(f"pointwise-adamw_{name}-fp32", "pointwise", F32, build, eager, fills)
+
+
+def _others() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32):
+        yield _table_case(
+            "pointwise",
+            "dropout_add",
+            {
+                "x": ((24, 64), dtype, None),
+                "z": ((24, 64), dtype, None),
+                "keep": ((24, 64), torch.bool, None),
+            },
+            lambda g, v: {"y": v["z"] + g.dropout(v["x"], v["keep"], 0.25)},
+            lambda t: {"y": t["z"] + torch.where(t["keep"], t["x"] / 0.75, 0.0).to(t["x"].dtype)},
+            {"keep": small_whole(0, 2)},
+        )
+    yield _adamw_case("matrix", (24, 64), (1,))
+    yield _adamw_case("vector", (4096,), (), weight_decay=0.0)
+    for dtype in (F16, BF16, F32):
+        yield _table_case(
+            "pointwise",
+            f"pixels_to_{SHORT[dtype]}",
+            {
+                "scale": ((40, 3), F32, None),
+                "shift": ((40, 3), F32, None),
+                "x": ((2, 24, 40, 3), torch.uint8, None),
+            },
+            lambda g, v: {"y": g.normalize_images(v["x"], v["scale"], v["shift"])},
+            lambda t, dtype=dtype: {
+                "y": (t["x"] * t["scale"] + t["shift"])
+                .permute(0, 3, 1, 2)
+                .to(torch.float64 if t["scale"].dtype == torch.float64 else dtype)
+            },
+            {"x": small_whole(0, 256), "scale": uniform(0.01, 0.02), "shift": uniform(-2.0, -1.0)},
+            result=dtype,
+        )
+    for kind in (torch.int8, torch.int32):
+        yield _table_case(
+            "pointwise",
+            f"{str(kind).removeprefix('torch.')}_to_float",
+            {"s": ((64,), F32, None), "x": ((24, 64), kind, None)},
+            lambda g, v: {"y": v["x"].to_float() * v["s"]},
+            lambda t: {"y": t["x"] * t["s"]},
+            {"x": small_whole(-128, 128)},
+        )
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -2075,6 +2650,10 @@ def _unary_tail(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
 
 def _pointwise() -> Iterator[Case]:
     image = (2, 16, 6, 10)
+    for layout in (None, "channels_last"):
+        yield _of_images(F16, F32, layout)
+        yield _of_images(BF16, BF16, layout)
+        yield _of_images(F64, F64, layout)
     for dtype in (F16, BF16, F32):
         x = {"x": (image, dtype, "channels_last")}
         both: Inputs = {**x, "y": (image, dtype, "channels_last")}
@@ -2824,13 +3403,466 @@ def _ragged() -> Iterator[Case]:
 
 def _gradients() -> Iterator[Case]:
     yield from _wgrads()
+    yield from _resample_gradients()
+    yield from _softmax_gradients()
     yield from _reductions()
     yield from _expands()
     yield from _activation_gradients()
     yield from _training_norms()
     yield from _trailing_norm_gradients()
+    yield from _image_norm_gradients()
     yield from _attention_gradients()
     yield from _packed_gradients()
+
+
+# -- 8-bit data ------------------------------------------------------------------------------------
+
+
+def rounded(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y in an 8-bit dtype, saturated; a yardstick in float64 stays so, but for int8."""
+    if dtype == I8:
+        return y.round().clamp(-128, 127).to(I8)
+    most = torch.finfo(dtype).max
+    return y.clamp(-most, most).to(dtype).to(y.dtype if y.dtype == F64 else dtype)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A product of 8-bit data and what follows it: scale, bias, activation, rounding to 8 bits.
+
+    ``w`` is the weight's shape; ``kind`` is "conv", "conv_transpose" or "matmul", ``options`` the
+    keywords of a convolution. ``scale`` is None (the bare product), "tensor", "one" (of shape (1,))
+    or "channel" (along ``dim``). ``out`` is the 8-bit dtype of the result, rounded by ``out_scale``
+    (as ``scale``); without it the result is of ``y_dtype``.
+    """
+
+    x: Shape
+    w: Shape
+    dtype: torch.dtype = I8
+    w_dtype: torch.dtype | None = None
+    kind: str = "conv"
+    options: tuple[tuple[str, Any], ...] = ()
+    scale: str | None = "channel"
+    dim: int = 1
+    bias: bool = True
+    act: str | None = "relu"
+    residual: torch.dtype | None = None
+    amax: bool = False
+    out: torch.dtype | None = None
+    out_scale: str | None = "tensor"
+    y_dtype: torch.dtype = F32
+    x_at: Layout = "channels_last"
+    w_at: Layout = "channels_last"
+    full: bool = False  # int8 at the ends of its range: sums past 2^24
+
+    @property
+    def terms(self) -> int:
+        """Products behind one element."""
+        if self.kind == "matmul":
+            return self.x[-1]
+        groups = int(dict(self.options).get("groups", 1))
+        lead = self.w[0] // groups if self.kind == "conv_transpose" else self.w[1]
+        return lead * math.prod(self.w[2:])
+
+    def _product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if self.kind == "matmul":
+            return x @ w
+        rank, options = len(self.x) - 2, dict(self.options)
+        many = {"conv": (F.conv1d, F.conv2d, F.conv3d)}.get(
+            self.kind, (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+        )
+        padding = options.pop("padding", 0)
+        if isinstance(padding, tuple):
+            x, padding = F.pad(x, [side for pair in reversed(padding) for side in pair]), 0
+        return many[rank - 1](x, w, padding=padding, **options)
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("quantized")
+        matmul = self.kind == "matmul"
+        x = g.input("x", self.x, self.dtype, **_at(None if matmul else self.x_at))
+        w = g.input("w", self.w, self.w_dtype or self.dtype, **_at(self.w_at))
+        y = getattr(g, self.kind)(x, w, **dict(self.options))
+        if self.scale is None:
+            g.output("y", y, dtype=None if self.dtype == I8 else self.y_dtype)
+            return g
+        shapes = {"tensor": (), "one": (1,), "channel": (y.shape[self.dim],)}
+        s = g.input("s", shapes[self.scale], F32)
+        y = g.dequantize(y, s, dim=self.dim)
+        if self.residual is not None:
+            z: cg.Value = g.input("z", y.shape, self.residual, stride=y.stride)
+            if self.residual not in (F16, BF16, F32):
+                z = g.dequantize(z, g.input("s_z", (), F32))
+            y = y + z
+        if self.bias:
+            b = g.input("b", (y.shape[self.dim],), F32)
+            y = y + b if matmul else g.bias(y, b)
+        y = g.activation(y, self.act)
+        if self.amax:
+            g.output("amax", g.reduction(y, mode="amax"))
+        if self.out is not None:
+            so = None
+            if self.out_scale is not None:
+                so = g.input("s_out", shapes[self.out_scale], F32)
+            y = g.quantize(y, so, dtype=self.out, dim=self.dim)
+        g.output("y", y, dtype=None if self.out is not None else self.y_dtype)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        yardstick = t["x"].dtype == F64 or (self.dtype == I8 and t.get("s", t["x"]).dtype == F64)
+        if self.scale is None and self.dtype == I8:
+            return {"y": self._product(t["x"].double(), t["w"].double()).to(torch.int32)}
+        wide = F64 if yardstick else F32
+        exact = F64 if self.dtype == I8 else wide
+        y = self._product(t["x"].to(exact), t["w"].to(exact)).to(wide)
+        narrow = (lambda y: y) if yardstick else (lambda y: y.to(self.y_dtype))
+        if self.scale is None:
+            return {"y": narrow(y)}
+        along = [1] * y.dim()
+        along[self.dim] = -1
+        y = y * t["s"].view(along if t["s"].dim() else ())
+        if self.residual is not None:
+            y = y + t["z"].to(wide) * t.get("s_z", torch.ones((), device=y.device))
+        if self.bias:
+            y = y + t["b"].view(along)
+        y = activate(y, self.act, {})
+        found = {"amax": y.abs().amax()} if self.amax else {}
+        if self.out is None:
+            return {**found, "y": narrow(y)}
+        if self.out_scale is not None:
+            y = y / t["s_out"].view(along if t["s_out"].dim() else ())
+        return {**found, "y": rounded(y, self.out)}
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        """Sums of about 1 behind the scale; results over half the range of the 8-bit dtype."""
+        scale: Fill = uniform(0.5, 1.5)
+        fills: dict[str, Fill] = {}
+        if self.dtype == I8:
+            data = small_whole(126, 128) if self.full else small_whole(-128, 128)
+            typical = 127**2 * self.terms if self.full else 74**2 * math.sqrt(self.terms)
+            fills, scale = {"x": data, "w": data}, uniform(0.5 / typical, 1.5 / typical)
+        else:
+            fills = {"w": normal(1.0 / math.sqrt(self.terms))}
+        most = 127 if self.out == I8 else 448 if self.out == E4 else 57344
+        fills |= {"s": scale, "s_out": uniform(2.0 / most, 4.0 / most), "s_z": uniform(0.01, 0.02)}
+        if self.residual == I8:
+            fills["z"] = small_whole(-128, 128)
+        return fills
+
+
+def _quantized_case(name: str, one: Quantized, note: str = "") -> Case:
+    family = "int8" if one.dtype == I8 else "fp8"
+    return Case(
+        f"{family}-{one.kind}-{name}-{SHORT[one.dtype]}",
+        family,
+        one.dtype,
+        one.build,
+        one.eager,
+        fills=one.fills,
+        terms=one.terms,
+        note=note,
+    )
+
+
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+def _quantized_convs(dtype: torch.dtype) -> Iterator[Case]:
+    conv = Quantized((2, 32, 9, 10), (48, 32, 3, 3), dtype, options=_options(padding=1))
+    bare = replace(conv, scale=None)
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", bare, ""),
+        ("bare_k1", replace(bare, w=(48, 32, 1, 1), options=()), ""),
+        ("bare_s2", replace(bare, options=_options(stride=2, padding=1)), ""),
+        ("bare_dilation2", replace(bare, options=_options(dilation=2, padding=2)), ""),
+        ("bare_groups2", replace(bare, w=(48, 16, 3, 3), options=_options(groups=2)), ""),
+        ("bare_c3", replace(bare, x=(2, 3, 9, 10), w=(48, 3, 3, 3)), "cudnn-frontend#131: C = 3"),
+        ("bare_k5", replace(bare, w=(5, 32, 3, 3)), "K not a multiple of 4"),
+        ("bare_contiguous", replace(bare, x_at=None, w_at=None), "cudnn-frontend#422: NCHW"),
+        ("bare_hw1", replace(bare, x=(4, 32, 1, 1), w=(48, 32, 1, 1), options=()), "H = W = 1"),
+        ("relu", conv, "cudnn-frontend#422: NHWC with ReLU"),
+        ("relu_fp16", replace(conv, y_dtype=F16), ""),
+        ("relu_bf16", replace(conv, y_dtype=BF16), ""),
+        ("relu_contiguous", replace(conv, x_at=None, w_at=None), "cudnn-frontend#422: NCHW"),
+        ("per_tensor", replace(conv, scale="tensor"), ""),
+        ("per_tensor_one", replace(conv, scale="one", y_dtype=F16), "a scale of shape (1,)"),
+        ("no_bias_no_act", replace(conv, bias=False, act=None, y_dtype=F16), ""),
+        ("rounded", replace(conv, out=dtype), ""),
+        ("rounded_per_tensor", replace(conv, scale="tensor", out=dtype), ""),
+        ("rounded_per_channel", replace(conv, out=dtype, out_scale="channel"), ""),
+        ("rounded_no_act", replace(conv, act=None, out=dtype), "both signs"),
+        ("rounded_silu", replace(conv, act="silu", out=dtype), ""),
+        ("rounded_gelu", replace(conv, act="gelu", out=dtype), ""),
+        ("rounded_s2", replace(conv, options=_options(stride=2, padding=1), out=dtype), ""),
+        (
+            "rounded_asymmetric",
+            replace(conv, options=_options(padding=((0, 1), (2, 1))), out=dtype),
+            "pytorch#45667",
+        ),
+        ("rounded_c24_k20", replace(conv, x=(2, 24, 9, 10), w=(20, 24, 3, 3), out=dtype), ""),
+        ("rounded_depthwise", replace(conv, w=(32, 1, 3, 3), options=_options(groups=32)), ""),
+        ("rounded_1d", replace(conv, x=(2, 32, 30), w=(48, 32, 3), out=dtype), ""),
+        ("rounded_3d", replace(conv, x=(1, 16, 5, 5, 6), w=(16, 16, 3, 3, 3), out=dtype), ""),
+        ("amax", replace(conv, amax=True, out=dtype), "the largest result, for the next scale"),
+        ("amax_fp32", replace(conv, act=None, amax=True), ""),
+        ("residual", replace(conv, residual=dtype, out=dtype), "an 8-bit residual"),
+        ("residual_fp16", replace(conv, residual=F16, y_dtype=F16), ""),
+    ]
+    for name, one, note in cases:
+        yield _quantized_case(name, one, note)
+
+
+def _quantized_products(dtype: torch.dtype) -> Iterator[Case]:
+    product = Quantized((64, 32), (32, 48), dtype, kind="matmul", w_at=(1, 32))
+    bare = replace(product, scale=None)
+    batch = replace(product, x=(3, 40, 32), w=(3, 32, 48), w_at=None, dim=2)
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", bare, "(N, K) in memory"),
+        ("bare_rows", replace(bare, w_at=None), "(K, N) in memory"),
+        ("bare_batch", replace(batch, scale=None), ""),
+        ("bare_sequence", replace(bare, x=(4, 24, 32)), "two dims of rows fold"),
+        ("bare_odd_sizes", replace(bare, x=(63, 31), w=(31, 47), w_at=None), ""),
+        ("bare_one_row", replace(bare, x=(1, 32)), "M = 1"),
+        ("gelu_fp16", replace(product, act="gelu", y_dtype=F16), ""),
+        ("per_tensor_bf16", replace(product, scale="tensor", y_dtype=BF16), ""),
+        ("rounded", replace(product, out=dtype), ""),
+        ("rounded_batch", replace(batch, out=dtype), ""),
+        ("amax", replace(product, amax=True, out=dtype), ""),
+    ]
+    for name, one, note in cases:
+        yield _quantized_case(name, one, note)
+
+
+def _quantized_transposed(dtype: torch.dtype) -> Iterator[Case]:
+    # Channels of x fastest in memory: so cuDNN takes FP8.
+    at = (1, 9 * 32 * 1, 3 * 32, 32)
+    one = Quantized(
+        (2, 32, 7, 8), (32, 48, 3, 3), dtype, kind="conv_transpose", options=_options(padding=1)
+    )
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", replace(one, scale=None, w_at=at), ""),
+        ("bare_channels_last", replace(one, scale=None), "a weight that FP8 is refused with"),
+        ("bare_s2", replace(one, scale=None, w_at=at, options=_options(stride=2, padding=1)), ""),
+        ("rounded", replace(one, w_at=at, out=dtype), ""),
+        ("relu_fp16", replace(one, w_at=at, y_dtype=F16), ""),
+    ]
+    for name, case, note in cases:
+        yield _quantized_case(name, case, note)
+
+
+def _conversions(dtype: torch.dtype) -> Iterator[Case]:
+    """Rounding to 8 bits and back, by themselves and before a product."""
+    family = "int8" if dtype == I8 else "fp8"
+    data = {"x": small_whole(-128, 128)} if dtype == I8 else {}
+    yield _table_case(
+        family,
+        "dequantize",
+        {"x": ((16, 64), dtype, None), "s": ((64,), F32, None)},
+        lambda g, v: {"y": g.dequantize(v["x"], v["s"])},
+        lambda t: {"y": t["x"].to(t["s"].dtype) * t["s"]},
+        data,
+    )
+    most = 127.0 if dtype == I8 else torch.finfo(dtype).max
+    scales = {"s": uniform(2.0 / most, 4.0 / most)}
+    for source in (F16, F32):
+        yield _table_case(
+            family,
+            f"quantize_{SHORT[dtype]}",
+            {"x": ((16, 64), source, None), "s": ((), F32, None)},
+            lambda g, v: {"y": g.quantize(v["x"], v["s"], dtype=dtype)},
+            lambda t: {"y": rounded(t["x"].to(t["s"].dtype) / t["s"], dtype)},
+            scales,
+            note="some are beyond the range",
+        )
+    yield _table_case(
+        family,
+        f"quantize_unscaled_{SHORT[dtype]}",
+        {"x": ((4, 16, 6, 6), F32, "channels_last")},
+        lambda g, v: {"y": g.quantize(v["x"], dtype=dtype)},
+        lambda t: {"y": rounded(t["x"], dtype)},
+        {"x": normal(50.0)},
+    )
+
+    def chained(t: Tensors) -> Tensors:
+        wide = t["s"].dtype
+        x = rounded(t["x"].to(wide) / t["s"], dtype)
+        exact = F64 if dtype == I8 else wide
+        y = (x.to(exact) @ t["w"].to(exact)).to(wide)
+        return {"y": (y * t["s"] * t["s_w"]).to(F16 if wide == F32 else wide)}
+
+    yield _table_case(
+        family,
+        f"dynamic_{SHORT[dtype]}",
+        {
+            "x": ((40, 64), F16, None),
+            "w": ((64, 48), dtype, (1, 64)),
+            "s": ((), F32, None),
+            "s_w": ((48,), F32, None),
+        },
+        lambda g, v: {
+            "y": g.dequantize(
+                g.dequantize(g.quantize(v["x"], v["s"], dtype=dtype) @ v["w"], v["s"]), v["s_w"]
+            )
+        },
+        chained,
+        {**scales, "s_w": uniform(1e-3, 2e-3), **({"w": data["x"]} if data else {})},
+        note="a product of what the same graph rounds",
+        terms=64,
+        result=F16,
+    )
+
+
+@dataclass(frozen=True)
+class Attention8:
+    """Attention of FP8 data; q (b, h, s, d), k and v (b, h_kv, keys, d and d_v)."""
+
+    dtype: torch.dtype = E4
+    b: int = 2
+    h: int = 4
+    s: int = 64
+    d: int = 32
+    h_kv: int | None = None
+    keys: int | None = None
+    d_v: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    alignment: str = "top_left"
+    len_kv: tuple[int, ...] | None = None
+    scale: float | None = None
+    lse: bool = False
+    bshd: bool = False  # heads behind rows in memory
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        kv, keys = self.h_kv or self.h, self.keys or self.s
+        return {
+            "q": (self.b, self.h, self.s, self.d),
+            "k": (self.b, kv, keys, self.d),
+            "v": (self.b, kv, keys, self.d_v or self.d),
+        }
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("attention")
+        order = (0, 2, 1, 3) if self.bshd else (0, 1, 2, 3)
+        data = [
+            g.input(name, shape, self.dtype, stride=dense_strides(shape, order))
+            for name, shape in self.shapes.items()
+        ]
+        scales = [g.input(name, (), F32) for name in _SCALES_8]
+        lengths = None if self.len_kv is None else g.input("len_kv", (self.b,), torch.int32)
+        o, *rest = g.sdpa_fp8(
+            *data,
+            *scales,
+            seq_len_kv=lengths,
+            scale=self.scale,
+            is_causal=self.causal,
+            window=self.window,
+            diagonal_alignment=self.alignment,
+            return_lse=self.lse,
+        )
+        g.output("o", o)
+        if self.lse:
+            g.output("lse", rest[0])
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """The weights are not rounded here: what that makes is part of what o may be off by."""
+        wide = t["descale_q"].dtype
+        q, k, v = (t[name].to(wide) * t[f"descale_{name}"] for name in "qkv")
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scores = q @ k.transpose(-1, -2) * (self.d**-0.5 if self.scale is None else self.scale)
+        row = torch.arange(q.shape[2], device=q.device).view(-1, 1)
+        key = torch.arange(k.shape[2], device=q.device)
+        shift = k.shape[2] - q.shape[2] if self.alignment == "bottom_right" else 0
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if right is not None:
+            kept &= key <= row + shift + right
+        if left is not None:
+            kept &= key >= row + shift - left
+        if self.len_kv is not None:
+            kept &= key < t["len_kv"].view(-1, 1, 1, 1)
+        scores = scores.masked_fill(~kept, -torch.inf)
+        o = torch.softmax(scores, -1) @ v * (t["scale_s"] * t["descale_s"] * t["scale_o"])
+        most = torch.finfo(self.dtype).max
+        o = o.clamp(-most, most)
+        found = {"o": o if wide == F64 else o.to(self.dtype)}
+        return {**found, "lse": torch.logsumexp(scores, -1)} if self.lse else found
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        """Scales that use the range of the 8 bits."""
+        fills = {name: uniform(0.5, 1.5) for name in ("descale_q", "descale_k", "descale_v")}
+        fills |= {"scale_s": uniform(200.0, 400.0), "descale_s": uniform(1 / 400, 1 / 200)}
+        fills["scale_o"] = uniform(50.0, 100.0)
+        if self.len_kv is not None:
+            fills["len_kv"] = exactly(self.len_kv)
+        return fills
+
+
+_SCALES_8 = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _attentions_8() -> Iterator[Case]:
+    one = Attention8()
+    cases: list[tuple[str, Attention8, str]] = [
+        ("plain", one, ""),
+        ("causal", replace(one, causal=True), ""),
+        ("lse", replace(one, lse=True), ""),
+        ("causal_lse", replace(one, causal=True, lse=True), ""),
+        ("window", replace(one, causal=True, window=(16, 0)), ""),
+        ("gqa_4_2", replace(one, h_kv=2), ""),
+        ("mqa", replace(one, h_kv=1, causal=True), ""),
+        ("d_64", replace(one, d=64), ""),
+        ("d_128", replace(one, d=128, causal=True), ""),
+        ("d_256", replace(one, d=256), ""),
+        ("d_v_64", replace(one, d_v=64), "d_v unlike d"),
+        ("d_40", replace(one, d=40), "not a multiple of 16"),
+        ("s_197", replace(one, s=197), "no multiple of anything"),
+        ("s_320", replace(one, s=320, causal=True), "several tiles of keys"),
+        ("keys_over_rows", replace(one, keys=160), ""),
+        ("rows_over_keys", replace(one, s=160, keys=64, causal=True), ""),
+        ("bottom_right", replace(one, keys=160, causal=True, alignment="bottom_right"), ""),
+        ("decode", replace(one, s=1, keys=128), "one row"),
+        ("bshd", replace(one, bshd=True, causal=True), "heads behind rows in memory"),
+        ("scale", replace(one, scale=0.05), ""),
+        ("lengths", replace(one, len_kv=(64, 20)), ""),
+        ("e5m2", replace(one, dtype=E5), ""),
+        ("e5m2_causal", replace(one, dtype=E5, causal=True, d=128), ""),
+    ]
+    for name, case, note in cases:
+        yield Case(
+            f"fp8-sdpa-{name}-{SHORT[case.dtype]}",
+            "fp8",
+            case.dtype,
+            case.build,
+            case.eager,
+            fills=case.fills,
+            terms=max(case.shapes["k"][2:]),
+            note=note,
+        )
+
+
+def _quantized() -> Iterator[Case]:
+    yield from _attentions_8()
+    for dtype in (I8, E4):
+        yield from _quantized_convs(dtype)
+        yield from _quantized_products(dtype)
+        yield from _quantized_transposed(dtype)
+    conv = Quantized((2, 32, 9, 10), (48, 32, 3, 3), E5, options=_options(padding=1))
+    product = Quantized((64, 32), (32, 48), E5, kind="matmul", w_at=(1, 32))
+    for name, one in (("conv", conv), ("matmul", product)):
+        yield _quantized_case(f"{name}_bare", replace(one, scale=None))
+        yield _quantized_case(f"{name}_rounded", replace(one, out=E5))
+        yield _quantized_case(f"{name}_by_e4m3", replace(one, w_dtype=E4, out=E4), "two formats")
+    deep = Quantized((2, 256, 5, 5), (16, 256, 3, 3), full=True, options=_options(padding=1))
+    yield _quantized_case("bare_past_2_24", replace(deep, scale=None), "float32 holds no such sums")
+    yield _quantized_case("rounded_past_2_24", replace(deep, out=I8))
+    for dtype in (I8, E4, E5):
+        yield from _conversions(dtype)
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -2845,7 +3877,12 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_conv_transpose(),
         *_matmul(),
         *_norms(),
+        *_image_norms(),
         *_views(),
+        *_resamples(),
+        *_softmaxes(),
+        *_losses(),
+        *_others(),
         *_sdpa(),
         *_packed(),
         *_paged(),
@@ -2854,6 +3891,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_blocks(),
         *_pointwise(),
         *_gradients(),
+        *_quantized(),
     )
     ids = [case.id for case in cases]
     twice = sorted({name for name in ids if ids.count(name) > 1})

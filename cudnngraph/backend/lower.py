@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import resample
 from ..errors import NotSupported
 from ..ir import (
     GraphSpec,
@@ -31,7 +32,7 @@ from ..ir import (
     memory_order,
     numel,
 )
-from ..ops import OPS
+from ..ops import FP8, OPS, QUANTIZED
 from ..partition import token_widths
 from ..validate import check_node
 
@@ -39,11 +40,15 @@ Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
 # Anchors whose plans see merged dims.
 _MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 # Anchors that cuDNN takes in two spatial dims at least.
-_SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
+_SPREAD = (
+    *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
+    *("instance_norm", "instance_norm_backward"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ def _dtypes(frontend: Any) -> dict[torch.dtype, Any]:
         torch.float32: kinds.FLOAT,
         torch.float16: kinds.HALF,
         torch.bfloat16: kinds.BFLOAT16,
+        torch.float8_e4m3fn: kinds.FP8_E4M3,
+        torch.float8_e5m2: kinds.FP8_E5M2,
         torch.int32: kinds.INT32,
         torch.int64: kinds.INT64,
         torch.int8: kinds.INT8,
@@ -305,7 +312,9 @@ def _view_of(spec: GraphSpec) -> _View:
         return _pointwise_view(spec, rank, real)
     for node in anchors:
         if node.op in _MERGED:
-            if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
+            if any(other.op != "reduction" for other in anchors if other is not node) or (
+                len(anchors) > 1 and node.op != "matmul"
+            ):  # two products in one plan took 12 times as long as torch (9.19)
                 raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
             return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
     if all(node.op == "reduction" for node in anchors):
@@ -588,11 +597,45 @@ def _convolution(transposed: bool) -> Rule:
             "dilation": _spatial(node.attr("dilation"), spread),
             "name": node.name,
         }
+        kind = _check_narrow(ctx, node)
+        if kind == torch.int8:
+            if transposed:
+                raise _Refused("cuDNN has no transposed convolution of int8")
+            options["compute_data_type"] = ctx.dtype(torch.int32)
         if transposed:  # dx of the convolution whose filter is this weight
             return ctx.graph.conv_dgrad(loss=x, filter=weight, **options)
         return ctx.graph.conv_fprop(image=x, weight=weight, **options)
 
     return rule
+
+
+def _check_narrow(ctx: Context, node: Node) -> torch.dtype:
+    """Refuse layouts that cuDNN takes for no 8-bit convolution; the dtype of its data."""
+    x, weight = (ctx.spec.tensors[name] for name in node.operands)
+    if x.dtype not in QUANTIZED:
+        return x.dtype
+    fused = x.dtype in FP8 or len(ctx.spec.nodes) > 1
+    names = [*node.operands[: 1 if node.op == "conv_transpose" else 2], *ctx.spec.outputs]
+    for tensor in (ctx.spec.tensors[name] for name in names if fused):
+        if tensor.numel > 1 and not is_channels_last(tensor.shape, tensor.stride):
+            raise _Refused(
+                f"'{tensor.name}' is not channels_last, as 8-bit convolutions want it; "
+                "declare it with layout='channels_last'"
+            )
+    groups = node.attr("groups")
+    if fused and groups > 1 and x.shape[1] // groups % 4:
+        raise _Refused(
+            f"{x.shape[1] // groups} channels in each of {groups} groups; 8-bit convolutions take "
+            "a multiple of 4"
+        )
+    if x.dtype in FP8 and node.op == "conv_transpose":
+        order = (*range(2, len(weight.shape)), 0)
+        if weight.stride != dense_strides(weight.shape, (1, *order)):
+            raise _Refused(
+                f"the weight '{weight.name}' of a transposed convolution in FP8 has its first dim "
+                f"fastest in memory; declare stride={dense_strides(weight.shape, (1, *order))}"
+            )
+    return x.dtype
 
 
 def _conv_wgrad(ctx: Context, node: Node) -> Any:
@@ -795,6 +838,36 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
     return out, stats
 
 
+def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
+    ports = OPS[node.op].ports
+    names = dict(zip(ports, node.inputs, strict=True))
+    q, k = (ctx.spec.tensors[str(names[port])] for port in "qk")
+    depths = {ctx.spec.tensors[str(names[port])].shape[3] for port in "qkv"}
+    if any(depth % 16 or depth > 256 for depth in depths):
+        raise _Refused(
+            f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
+        )
+    options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
+    seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
+    if seq_q is not None or seq_kv is not None:
+        ones = [q.shape[0], 1, 1, 1]
+        options["use_padding_mask"] = True
+        options["seq_len_q"] = seq_q or ctx.constant(ones, q.shape[2], torch.int32)
+        options["seq_len_kv"] = seq_kv or ctx.constant(ones, k.shape[2], torch.int32)
+    if node.attr("window") is not None:
+        left, right = node.attr("window")
+        kinds = ctx.frontend.diagonal_alignment
+        top_left = node.attr("diagonal_alignment") == "top_left"
+        options["diagonal_alignment"] = kinds.TOP_LEFT if top_left else kinds.BOTTOM_RIGHT
+        if left is not None:
+            options["left_bound"] = left + 1  # cuDNN counts the diagonal itself
+        if right is not None:
+            options["right_bound"] = right
+    data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))
+    results = ctx.graph.sdpa_fp8(**data, generate_stats=node.attr("return_lse"), **options)
+    return list(results)
+
+
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     if _has_lengths(node) and not node.attr("finite_padding"):
         raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
@@ -966,6 +1039,32 @@ def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
     )
 
 
+# Added to a number below 2^22 and taken away again, this rounds it to the nearest whole one, ties
+# to even: float32 has no fractions at 2^23.
+_ROUNDER = 1.5 * 2.0**23
+
+
+def _dequantize(ctx: Context, node: Node) -> Any:
+    return ctx.graph.mul(*ctx.operands(node), name=node.name)
+
+
+def _quantize(ctx: Context, node: Node) -> Any:
+    """Rounds and saturates by arithmetic for int8; FP8 conversions do both of themselves."""
+    x, scale = ctx.operands(node)
+    result, like = node.results[0], ctx.spec.tensors[str(node.inputs[0])]
+    if any(result in each.operands for each in ctx.spec.nodes):
+        raise _Refused("what is quantised is rounded where it leaves a plan, not within")
+    g = ctx.graph
+    if node.attr("dtype") != "int8":
+        return g.identity(x, name=node.name) if scale is None else g.div(x, scale, name=node.name)
+    if scale is not None:
+        x = ctx.temporary(g.div(x, scale), like)
+    x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
+    x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
+    x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)
+    return g.sub(x, ctx.scalar(_ROUNDER), name=node.name)
+
+
 def _reduction(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
@@ -975,7 +1074,13 @@ def _reduction(ctx: Context, node: Node) -> Any:
         source = ctx.spec.tensors[str(node.inputs[0])]
         count = numel(source.shape[dim] for dim in node.attr("dims"))
         x = ctx.temporary(ctx.graph.mul(x, ctx.scalar(1.0 / count)), source)
-    kind = {"sum": modes.ADD, "mean": modes.ADD, "max": modes.MAX, "min": modes.MIN}[mode]
+    kind = {
+        "sum": modes.ADD,
+        "mean": modes.ADD,
+        "max": modes.MAX,
+        "min": modes.MIN,
+        "amax": modes.AMAX,
+    }[mode]
     return ctx.graph.reduction(input=x, mode=kind, name=node.name)
 
 
@@ -1045,14 +1150,38 @@ def _matmul(ctx: Context, node: Node) -> Any:
     x, y = ctx.operands(node)
     if node.inputs[0] == node.inputs[1]:  # cuDNN gets a tensor times itself wrong
         y = ctx.alias(str(node.inputs[1]))
+    if ctx.spec.tensors[str(node.inputs[0])].dtype == torch.int8:
+        kind = ctx.dtype(torch.int32)
+        return ctx.graph.matmul(A=x, B=y, compute_data_type=kind, name=node.name)
     return ctx.graph.matmul(A=x, B=y, name=node.name)
 
 
+def _ones(ctx: Context, node: Node) -> Any:
+    """A weight for an instance norm that has none: the frontend wants one."""
+    vector = _vector(ctx.spec.tensors[str(node.inputs[OPS[node.op].ports.index("x")])])
+    return ctx.constant(ctx.view.dims(vector.shape, vector.stride)[0], 1.0, torch.float32)
+
+
+def _check_image_layout(ctx: Context, node: Node, *names: str | None) -> None:
+    """Refuse an instance norm whose images lie with gaps, or in different orders."""
+    shape = ctx.spec.tensors[str(names[0])].shape
+    strides = [ctx.spec.tensors[name].stride for name in names if name is not None]
+    if not any(
+        all(lies(shape, stride) for stride in strides) for lies in (is_contiguous, is_channels_last)
+    ):
+        raise _Refused(f"{node.op} takes images of one layout, without gaps")
+
+
 def _norm(method: str) -> Rule:
-    """A norm over trailing dims; its statistics are made where somebody takes them."""
+    """A norm; its statistics are made where somebody takes them."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         x, weight, bias = ctx.operands(node)
+        if method == "instancenorm":
+            _check_image_layout(ctx, node, node.inputs[0], node.outputs[0])
+        if method == "instancenorm" and weight is None:
+            weight = _ones(ctx, node)
+            bias = ctx.constant(list(weight.get_dim()), 0.0, torch.float32)
         if bias is None and method == "layernorm":  # the frontend wants one
             spec = ctx.spec.tensors[str(node.inputs[1])]
             shape = ctx.view.dims(spec.shape, spec.stride)[0]
@@ -1077,21 +1206,36 @@ def _norm(method: str) -> Rule:
 
 
 def _norm_backward(method: str) -> Rule:
-    """The gradients of a norm over trailing dims."""
+    """The gradients of a norm."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         if len([each for each in ctx.spec.nodes if each.op != "constant"]) > 1:
             # cuDNN takes what follows and does not run it (seen on 9.19).
             raise _Refused("the gradient of a norm shares a plan with nothing")
-        dy, x, weight, *statistics = ctx.operands(node)
-        names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
-        options = dict(zip(names, statistics, strict=True))
+        given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+        options = {
+            word: given[port]
+            for word, port in (("mean", "mean"), ("inv_variance", "inv_std"))
+            if port in given
+        }
+        if method == "instancenorm_backward":
+            _check_image_layout(ctx, node, *node.inputs[:2], node.outputs[0])
+        weight = given["weight"]
         with_bias = node.outputs[2] is not None
         if method == "rmsnorm_backward":
             options["has_dbias"] = with_bias
         dx, dweight, dbias = getattr(ctx.graph, method)(
-            grad=dy, input=x, scale=weight, name=node.name, **options
+            grad=given["dy"],
+            input=given["x"],
+            scale=_ones(ctx, node) if weight is None else weight,
+            name=node.name,
+            **options,
         )
+        if weight is None:
+            vector = _vector(ctx.spec.tensors[str(node.inputs[1])])
+            for unused in (dweight, dbias):
+                ctx.discard(unused, vector)
+            return dx, None, None
         if dbias is not None and not with_bias:
             ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
         return dx, dweight, dbias if with_bias else None
@@ -1190,6 +1334,23 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
 
 
+def _no_resample(ctx: Context | None, node: Node) -> Any:
+    """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
+
+
+def _no_softmax(ctx: Context | None, node: Node) -> Any:
+    """By reductions and pointwise ops softmax passes over its data three times as often."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
+
+
+_REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
+    _torch_only,
+    _no_resample,
+    _no_softmax,
+)
+
+
 RULES: Mapping[str, Rule] = {
     "conv": _convolution(transposed=False),
     "conv_transpose": _convolution(transposed=True),
@@ -1200,6 +1361,7 @@ RULES: Mapping[str, Rule] = {
     "layer_norm_backward": _norm_backward("layernorm_backward"),
     "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
     "sdpa_paged": _sdpa_paged,
     "sdpa_varlen": _sdpa_varlen,
@@ -1207,10 +1369,14 @@ RULES: Mapping[str, Rule] = {
     "ragged_offsets": _torch_only,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _norm("instancenorm"),
+    "instance_norm_backward": _norm_backward("instancenorm_backward"),
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": _call("bias"),
     "scale": _call("scale"),
     "relu": _call("relu"),
@@ -1228,6 +1394,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _gelu_tanh_backward,
     "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
+    "to_float": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
     "exp": _call("exp"),
@@ -1259,6 +1426,12 @@ RULES: Mapping[str, Rule] = {
     "permute": _torch_only,
     "slice": _torch_only,
     "concat": _torch_only,
+    **{name: _no_resample for name in resample.RULES},
+    **{
+        f"{name}{suffix}": _no_softmax
+        for name in ("softmax", "log_softmax", "nll_loss")
+        for suffix in ("", "_backward")
+    },
 }
 
 _CHANNEL_PORTS = {
@@ -1268,9 +1441,12 @@ _CHANNEL_PORTS = {
     "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
+    "instance_norm": ("weight", "bias"),
+    "instance_norm_backward": ("weight",),
 }
+_SCALED = ("dequantize", "quantize")
 _ATTENTION = ("sdpa", "sdpa_backward")
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged")}
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged", "sdpa_fp8")}
 _VARLEN = ("sdpa_varlen", "sdpa_varlen_backward")
 _HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
 _NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
@@ -1284,7 +1460,9 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
         for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if operand != name:
                 continue
-            if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                views.add(_scale_place(spec, node, tensor))
+            elif len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
@@ -1327,6 +1505,14 @@ def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> 
     return shape, (longest * token, head, token, *(steps or [1]))
 
 
+def _scale_place(spec: GraphSpec, node: Node, scale: TensorSpec) -> tuple[Shape, Shape]:
+    """Shape and stride of a quantisation's scale: one for all of x, or along one of its dims."""
+    rank = len(spec.tensors[str(node.inputs[0])].shape)
+    if scale.numel == 1:
+        return (1,) * rank, (1,) * rank
+    return _set_out(scale, (node.attr("dim"),), rank)
+
+
 def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
     """Shape and stride with the tensor's dims at ``dims``, and ones elsewhere."""
     place = dict(zip(dims, zip(tensor.shape, tensor.stride, strict=True), strict=True))
@@ -1344,7 +1530,9 @@ def _check_places(spec: GraphSpec) -> None:
             shape = spec.tensors[name].shape
             made = _result_spec(spec, producer[name], name).shape
             wanted: Shape = shape
-            if len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                wanted = _scale_place(spec, node, spec.tensors[name])[0]
+            elif len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
             elif node.op == "expand":
                 wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
@@ -1375,6 +1563,11 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 f"graph '{spec.name}'",
                 [f"'{name}' is {tensor.dtype}, which cuDNN graphs do not take"],
             )
+    if any(tensor.dtype in FP8 for tensor in spec.tensors.values()):
+        major, minor = divmod(graph_options.get("sm_version") or _capability(), 10)
+        if (major, minor) < FP8_CAPABILITY:
+            reason = f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}"
+            raise NotSupported(f"graph '{spec.name}'", [f"{reason}; declare float16 data"])
     graph = frontend.pygraph(
         name=spec.name,
         io_data_type=frontend.data_type.FLOAT,
@@ -1385,8 +1578,9 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     try:
         _check_places(spec)
         for node in spec.nodes:
-            if RULES[node.op] is _torch_only:
-                _torch_only(None, node)
+            for refuse in _REFUSALS:
+                if RULES[node.op] is refuse:
+                    refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
@@ -1434,6 +1628,12 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
 
 
+def _capability() -> int:
+    """Of the current GPU, as 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:
     """The dtype that a result has of itself, whatever it is kept in."""
     ports = OPS[node.op].ports_of(len(node.inputs))
@@ -1452,9 +1652,10 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     if node.op in _VARLEN:
         keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
         shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
-    if node.op in ("sdpa", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
+    if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
-    if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
+    vectors = ("batch_norm_train", "batch_norm_backward", "instance_norm_backward")
+    if node.op in vectors and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)
         shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
     if node.op == "reduction":

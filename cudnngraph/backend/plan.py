@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -126,6 +127,23 @@ class Plan:
             self._graph.execute(pack, workspace, handle)
         else:
             self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
+
+    def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
+        """A call that launches with the addresses at ``places`` of a list (inputs, then outputs),
+        a workspace and a handle: :meth:`execute` for one that is launched often."""
+        pick, fast = itemgetter(*places), self._fast
+        if fast is None or len(places) < 2 or any(at is not None for at, _ in self._added):
+            return lambda addresses, workspace, handle: self.execute(
+                self.pointers([addresses[at] for at in places]), workspace, handle
+            )
+        constants = tuple(constant for _, constant in self._added)
+
+        def launch(addresses: Sequence[int], workspace: int, handle: Any) -> None:
+            pointers = array("Q", pick(addresses) + constants)
+            address, count = pointers.buffer_info()
+            fast(address, count, workspace, handle.backend_handle)
+
+        return launch
 
     def serialize(self) -> bytes:
         """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""

@@ -86,7 +86,7 @@ def _case(
     given: Mapping[str, torch.Tensor] | None = None,
 ) -> Case:
     g.output("o", o)
-    return Case(f"attention {label}", "attention", g, eager, others, given or {})
+    return Case(f"attention {label}", "attention", g, eager, others, given=given or {})
 
 
 def _causal(batch: Any, head: Any, row: Any, key: Any) -> Any:

@@ -29,7 +29,14 @@ from cudnngraph.policy import Policy
 from cudnngraph.recorded import StaleRecord, env_components, steps_of
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
-from cudnngraph.trial import launcher, random_inputs, relative_error, strided, tolerance
+from cudnngraph.trial import (
+    launcher,
+    multiplies_fp8,
+    random_inputs,
+    relative_error,
+    strided,
+    tolerance,
+)
 from plans_cache import PlanRecord, PlanStore
 
 RunStep = Callable[[StepPlan, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -102,7 +109,8 @@ def check_plans(record: PlanRecord, steps: Sequence[StepPlan], run_step: RunStep
             return Verdict("failed", f"step {number} does not run: {_first_line(str(error))}")
         wanted = reference.run(spec, given, torch.float64)
         for name, out, ref in zip(step.spec.outputs, outputs, wanted, strict=True):
-            error_, bound = relative_error(out, ref), tolerance(out.dtype, tf32=tf32)
+            error_ = relative_error(out, ref)
+            bound = tolerance(out.dtype, tf32=tf32, fp8=multiplies_fp8(step.spec))
             worst = max(worst, error_)
             if not error_ <= bound:
                 return Verdict(

@@ -484,7 +484,7 @@ TABLE = [
         ),
     ),
     ("matmul_dtypes", product("y 'y' is float32, x 'x' is float16", "same dtype", y_dtype=F32)),
-    ("matmul_int", product("x 'x' is int8", "convert it first", dtype=torch.int8)),
+    ("matmul_int", product("x 'x' is int32", "convert it first", dtype=torch.int32)),
     (
         "matmul_number",
         pointwise(lambda g, x: x @ 2.0, "matmul", "y '", "has 0 dims"),

@@ -151,15 +151,23 @@ def test_conv_bn_act_is_torchs_and_updates_the_running_statistics(
         assert float((a - c).abs().max()) < EXACT
 
 
-def test_a_momentum_that_changes_compiles_nothing() -> None:
-    x, w, gamma, beta = made((3, 4, 6, 6), (4, 4, 3, 3), (4,), (4,))
+def test_a_momentum_that_changes_compiles_no_graph_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CF, "_momenta", set())
+    x, w, gamma, beta = made((3, 5, 6, 6), (4, 5, 3, 3), (4,), (4,))
     mean, var = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
+    theirs = (mean.clone(), var.clone())
     calls = CF._compiled(CF.conv_norm_act, None)
-    CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=0.5)
     before = len(calls)
-    for step in range(1, 4):
-        CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=1.0 / step)
-    assert len(calls) == before
+    for step in range(1, 10):
+        given = (gamma, beta)
+        CF.conv_bn_act(x, w, mean, var, *given, training=True, momentum=1.0 / step)
+        F.batch_norm(F.conv2d(x, w), *theirs, *given, True, 1.0 / step)
+        for a, c in zip((mean, var), theirs, strict=True):
+            assert float((a - c).abs().max()) < EXACT
+    assert len(calls) == before + CF.MOMENTA_KEPT + 1
+    assert mean._version >= 9, "autograd knows that they were written to"
 
 
 # -- layouts and dtypes ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("errors", "timing", "memory", "progress", "ranks"),
+    ("errors", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
     ("ops", "key"),
     ("validate", "reference", "partition"),
@@ -42,7 +42,7 @@ SELECTION = {
     "memory": set(),
     "progress": set(),
     "partition": {"ir", "ops"},
-    "eager": {"ir", "ops", "partition", "reference"},
+    "eager": {"ir", "ops", "partition", "reference", "resample"},
     "dropped": {"ir", "ops", "reference"},
     "trial": {"backend", "dropped", "eager", "ir", "ops", "partition", "policy", "reference"},
     "select": {"backend", "dropped", "errors", "ir", "ops", "partition", "policy"},

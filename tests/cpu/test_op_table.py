@@ -9,14 +9,20 @@ import sys
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import grad, reference
+from cudnngraph import grad, reference, resample
 from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
+from cudnngraph.ir import Node
 from cudnngraph.ops import OPS
 from cudnngraph.partition import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)
+LOSSES = {
+    f"{name}{suffix}"
+    for name in ("softmax", "log_softmax", "nll_loss")
+    for suffix in ("", "_backward")
+}
 
 
 def test_the_tables_have_the_same_keys() -> None:
@@ -73,6 +79,15 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
     assert views == refused - {"concat", "ragged_offsets"}
 
 
+def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
+    torch_only = {name for name in OPS if OPS[name].torch_only}
+    assert torch_only == {"concat", *LOSSES, *resample.RULES}
+    for name in torch_only:
+        (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
+        with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
+            refuse(None, Node(name, name, (), (), ()))
+
+
 def test_a_list_of_operands_has_a_port_each() -> None:
     assert OPS["concat"].ports == ("x",)
     assert OPS["concat"].ports_of(3) == ("x0", "x1", "x2")
@@ -86,6 +101,8 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reshape",
         "slice",
         "transpose",
+        *resample.RULES,
+        *LOSSES,
         "conv",
         "conv_transpose",
         "conv_wgrad",
@@ -93,11 +110,14 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reduction",
         "batch_norm_train",
         "batch_norm_backward",
+        "instance_norm",
+        "instance_norm_backward",
         "layer_norm",
         "layer_norm_backward",
         "rms_norm",
         "rms_norm_backward",
         "sdpa",
+        "sdpa_fp8",
         "sdpa_backward",
         "sdpa_paged",
         "sdpa_varlen",

@@ -118,11 +118,13 @@ def test_what_steps_hand_on_is_precise_enough(case: Case) -> None:
             exact = same_roundings(spec, steps)
             for name, want in zip(spec.outputs, expected, strict=True):
                 assert results[name].dtype == want.dtype
-                if exact:
-                    assert torch.equal(results[name], want), name
+                if exact or want.dtype == torch.int32:
+                    assert torch.equal(results[name].double(), want.double()), name
                 else:
                     # Anchors hand on 16 bits then: no output is better, float32 ones too.
-                    narrow = results[name].to(case.dtype)
+                    narrow = results[name]
+                    if case.dtype in (torch.float16, torch.bfloat16):
+                        narrow = narrow.to(case.dtype)
                     numerics.check(narrow, yardstick[name], case.dtype, what=name)
 
 

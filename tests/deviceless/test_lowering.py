@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph import resample
 from cudnngraph.backend import env
 from cudnngraph.backend.lower import Alias, Constant, Lowered
 from cudnngraph.backend.plan import propose, propose_for
@@ -131,6 +132,9 @@ def _computes_a_column(spec: GraphSpec) -> bool:
     return any(t.stride[1] != 1 and t.shape[1] > 1 for t in tensors)
 
 
+PER_CHANNEL = ("bias", "scale", "batch_norm", "dequantize", "quantize")
+
+
 def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
     """Whether an operand has one dim alone, neither the slowest nor the fastest of the result."""
     result = spec.tensors[node.results[0]]
@@ -138,7 +142,7 @@ def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
     inner = [dim for dim in order if result.shape[dim] > 1][1:-1]
     for name in node.operands:
         shape = spec.tensors[name].shape
-        if shape == result.shape[1:2] and node.op in ("bias", "scale", "batch_norm"):
+        if shape == result.shape[1:2] and node.op in PER_CHANNEL:
             shape = (1, shape[0], *(1,) * (len(result.shape) - 2))
         shape = (1,) * (len(result.shape) - len(shape)) + shape
         if any([dim for dim, n in enumerate(shape) if n > 1] == [place] for place in inner):
@@ -155,6 +159,13 @@ def _memory_orders(spec: GraphSpec) -> set[tuple[int, ...]]:
         for t in tensors
         if t.numel == largest
     }
+
+
+I8, FP8 = torch.int8, (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _lies_last(tensor: TensorSpec) -> bool:
+    return same_layout(tensor.shape, tensor.stride, channels_last_strides(tensor.shape))
 
 
 def _product(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
@@ -215,7 +226,70 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known(
+        "cuDNN's Python frontend has no resampling",
+        lambda spec: bool(_nodes(spec, *resample.RULES)),
+    ),
+    Known(
+        "cuDNN's Python frontend has softmax in attention alone",
+        lambda spec: any(node.op.startswith(("softmax", "log_soft", "nll")) for node in spec.nodes),
+    ),
+    Known(
+        "an instance norm takes images of one layout, without gaps",
+        lambda spec: any(
+            not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)
+            for node in _nodes(spec, "instance_norm", "instance_norm_backward")
+            for name in node.operands[:2]
+        ),
+    ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
+    Known(
+        "cuDNN has no transposed convolution of int8",
+        lambda spec: any(_dtype(spec, node) == I8 for node in _nodes(spec, "conv_transpose")),
+    ),
+    Known(
+        "FP8 convolutions read and write channels_last",
+        lambda spec: any(
+            _dtype(spec, node) in FP8 and not _lies_last(spec.tensors[name])
+            for node in _nodes(spec, "conv")
+            for name in (*node.operands, *node.results)
+        ),
+    ),
+    Known(
+        "a transposed convolution in FP8 takes a weight with its first dim fastest",
+        lambda spec: any(
+            _dtype(spec, node) in FP8 and spec.tensors[node.operands[1]].stride[0] != 1
+            for node in _nodes(spec, "conv_transpose")
+        ),
+    ),
+    Known(
+        "FP8 convolutions take groups of 4, 8... channels",
+        lambda spec: any(
+            _dtype(spec, node) in FP8
+            and node.attr("groups") > 1
+            and spec.tensors[node.operands[1]].shape[1] % 4
+            for node in _nodes(spec, "conv")
+        ),
+    ),
+    Known(
+        "FP8 attention takes head dims that are multiples of 16",
+        _sdpa(
+            lambda spec, node: any(spec.tensors[name].shape[3] % 16 for name in node.operands[:3]),
+            "sdpa_fp8",
+        ),
+    ),
+    Known(
+        "FP8 attention takes more than one row",
+        _sdpa(lambda spec, node: spec.tensors[node.operands[0]].shape[2] == 1, "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has the bottom-right diagonal from Blackwell on",
+        _sdpa(lambda spec, node: node.attr("diagonal_alignment") == "bottom_right", "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has engines alone that let NaN out of the padding behind lengths",
+        _sdpa(lambda spec, node: _at(spec, node, "seq_len_kv") is not None, "sdpa_fp8"),
+    ),
     Known(
         "attention takes 16-bit data only",
         _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32, *ATTENTION),
@@ -374,7 +448,7 @@ def _channels_last(spec: GraphSpec) -> bool:
     names = {name for node in _anchors(spec) for name in node.operands[:2]} | set(spec.outputs)
     names |= {name for name in spec.inputs if len(spec.tensors[name].shape) >= 3}
     tensors = [spec.tensors[name] for name in names]
-    return all(same_layout(t.shape, t.stride, channels_last_strides(t.shape)) for t in tensors)
+    return all(map(_lies_last, tensors))
 
 
 def _changes_a_residual(spec: GraphSpec) -> bool:
@@ -428,7 +502,16 @@ CUT = (
     ),
     Known(
         "the gradients of norms fuse with nothing",
-        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+        lambda spec: bool(
+            _nodes(spec, "layer_norm_backward", "rms_norm_backward", "instance_norm_backward")
+        ),
+    ),
+    Known(
+        "an instance norm fuses with a relu behind it alone",
+        lambda spec: (
+            bool(_nodes(spec, "instance_norm"))
+            and {node.op for node in spec.nodes} != {"instance_norm", "relu"}
+        ),
     ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(

@@ -1,0 +1,318 @@
+"""Pooling and interpolation: torch's sizes, layouts and out variants; mistakes; what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cudnngraph as cg
+from cudnngraph import eager, reference, resample
+from cudnngraph.grad import RULES, NoGradient
+from tests.gradients import ours, upstream
+from tests.samples import F16, F32, F64
+
+Apply = Callable[[cg.Graph, cg.Value], cg.Value]
+LAST = torch.channels_last
+
+BOTH: dict[str, tuple[Apply, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "max_pool": (lambda g, x: g.max_pool(x, 3, 2, 1), lambda x: F.max_pool2d(x, 3, 2, 1)),
+    "avg_pool": (lambda g, x: g.avg_pool(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 3, 2, 1)),
+    "adaptive_avg_pool": (
+        lambda g, x: g.adaptive_avg_pool(x, 5),
+        lambda x: F.adaptive_avg_pool2d(x, 5),
+    ),
+    "adaptive_max_pool": (
+        lambda g, x: g.adaptive_max_pool(x, 5),
+        lambda x: F.adaptive_max_pool2d(x, 5),
+    ),
+    **{
+        mode: (
+            lambda g, x, mode=mode: g.interpolate(x, scale_factor=2, mode=mode),  # type: ignore[misc]
+            lambda x, mode=mode: F.interpolate(x, scale_factor=2, mode=mode),  # type: ignore[misc]
+        )
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    },
+    "pixel_shuffle": (lambda g, x: g.pixel_shuffle(x, 2), lambda x: F.pixel_shuffle(x, 2)),
+    "pixel_unshuffle": (lambda g, x: g.pixel_unshuffle(x, 2), lambda x: F.pixel_unshuffle(x, 2)),
+}
+
+
+def graph_of(apply: Apply, x: torch.Tensor) -> cg.Graph:
+    g = cg.Graph("g")
+    g.output("y", apply(g, g.input("x", like=x)))
+    return g
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_numbers_and_strides_are_torchs_in_both_layouts(
+    name: str, layout: torch.memory_format
+) -> None:
+    apply, run = BOTH[name]
+    x = torch.randn(2, 8, 12, 14).to(memory_format=layout)
+    y, want = graph_of(apply, x).compile("cpu")(x=x), run(x)
+    assert torch.equal(y, want)
+    assert y.stride() == want.stride()
+    assert y.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("op", ["max_pool", "avg_pool", "adaptive_avg_pool", "interpolate"])
+def test_volumes_and_lines_stay_channels_last(op: str) -> None:
+    options = {"kernel_size": 2}
+    if op == "adaptive_avg_pool":
+        options = {"output_size": 3}
+    if op == "interpolate":
+        options = {"scale_factor": 2}
+    for shape in ((2, 8, 10), (2, 8, 4, 5, 10)):
+        g = cg.Graph("g")
+        y = getattr(g, op)(g.input("x", shape, F32, layout="channels_last"), **options)
+        assert y.stride[1] == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.integers(1, 3)
+)
+def test_the_number_of_windows_is_torchs(
+    size: int, kernel: int, stride: int, padding: int, dilation: int
+) -> None:
+    x = torch.zeros(1, 1, size, 7)
+    for ceil in (False, True):
+        options: dict[str, Any] = {
+            "kernel_size": (kernel, 1),
+            "stride": (stride, 1),
+            "padding": (padding, 0),
+            "dilation": (dilation, 1),
+            "ceil_mode": ceil,
+        }
+        g = cg.Graph("g")
+        y = g.max_pool(g.input("x", like=x), **options)
+        try:
+            want = F.max_pool2d(x, **options).shape
+        except RuntimeError:
+            assert g.problems
+        else:
+            assert not g.problems, (options, g.problems)
+            assert y.shape == want
+
+
+def test_adaptive_pools_of_equal_windows_are_plain_ones() -> None:
+    def ops(size: Any, shape: tuple[int, ...] = (2, 8, 12, 9)) -> list[str]:
+        g = graph_of(lambda g, x: g.adaptive_avg_pool(x, size), torch.zeros(shape))
+        return [node.op for node in g.spec().nodes]
+
+    assert ops(1) == ["reduction"]
+    assert ops((4, 3)) == ops((None, 9)) == ["avg_pool"]
+    assert ops((5, 3)) == ops(24) == ["adaptive_avg_pool"]
+    assert ops(4, (2, 8, 12)) == ["avg_pool"]
+
+
+MISTAKES: dict[str, tuple[tuple[int, ...], Apply, tuple[str, ...]]] = {
+    "rank": (
+        (2, 8),
+        lambda g, x: g.max_pool(x, 2, name="p"),
+        ("max_pool 'p': x 'x' has 2 dims (2, 8); expected 3, 4 or 5: (N, C, spatial...)",),
+    ),
+    "no_channels": (
+        (2, 0, 8, 8),
+        lambda g, x: g.avg_pool(x, 2, name="p"),
+        ("x 'x' has shape (2, 0, 8, 8); expected at least one channel and one element",),
+    ),
+    "padding": (
+        (2, 8, 8, 8),
+        lambda g, x: g.max_pool(x, 3, padding=(2, 0), name="p"),
+        ("padding=2 over spatial dim 0 is more than half of kernel_size=3; expected padding <= 1",),
+    ),
+    "window": (
+        (2, 8, 8, 3),
+        lambda g, x: g.avg_pool(x, 4, name="p"),
+        (
+            "the window reaches 4 (kernel_size 4, dilation 1) over spatial dim 1, the padded "
+            "input is 3; expected a window no larger than the padded input",
+        ),
+    ),
+    "stride": (
+        (2, 8, 8, 8),
+        lambda g, x: g.max_pool(x, 2, 0, name="p"),
+        ("stride=0 is not positive; expected every stride >= 1",),
+    ),
+    "ceil": (
+        (2, 8, 8, 8),
+        lambda g, x: g.max_pool(x, 2, ceil_mode=1, name="p"),  # type: ignore[arg-type]
+        ("ceil_mode=1 is not a bool; expected True or False",),
+    ),
+    "output_size": (
+        (2, 8, 8, 8),
+        lambda g, x: g.adaptive_max_pool(x, (2, 2, 2), name="p"),
+        ("output_size=(2, 2, 2) has 3 numbers; expected 1 or 2, one per spatial dim of x",),
+    ),
+    "output_size_zero": (
+        (2, 8, 8, 8),
+        lambda g, x: g.adaptive_avg_pool(x, 0, name="p"),
+        ("output_size=(0, 0) is not positive",),
+    ),
+    "mode": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, 4, mode="trilinear", name="p"),
+        (
+            "interpolate 'p': mode='trilinear' with 2 spatial dims; expected one of 'nearest', "
+            "'nearest-exact', 'bilinear', 'bicubic'",
+        ),
+    ),
+    "corners": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, 4, align_corners=True, name="p"),
+        ("align_corners=True with mode='nearest'; expected a mode that interpolates linearly",),
+    ),
+    "no_size": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, name="p"),
+        ("size=None and scale_factor=None; expected one of them",),
+    ),
+    "both_sizes": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, 4, 2.0, name="p"),
+        ("size=4 and scale_factor=2.0; expected one of them",),
+    ),
+    "scale": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, scale_factor=(2.0, -1.0), name="p"),
+        ("scale_factor=(2.0, -1.0); expected a positive number, or 2 of them",),
+    ),
+    "to_nothing": (
+        (2, 8, 8, 8),
+        lambda g, x: g.interpolate(x, scale_factor=0.1, name="p"),
+        ("scale_factor=0.1 makes of (8, 8) sizes (0, 0); expected sizes >= 1",),
+    ),
+    "shuffle": (
+        (2, 6, 8, 8),
+        lambda g, x: g.pixel_shuffle(x, 2),
+        ("pixel_shuffle: x 'x' has shape (2, 6, 8, 8); expected C % 4 == 0",),
+    ),
+    "unshuffle": (
+        (2, 6, 8, 9),
+        lambda g, x: g.pixel_unshuffle(x, 2),
+        ("pixel_unshuffle: x 'x' has shape (2, 6, 8, 9); expected H and W % 2 == 0",),
+    ),
+    "shuffle_rank": (
+        (2, 6, 8),
+        lambda g, x: g.pixel_shuffle(x, 2),
+        ("x 'x' (2, 6, 8) by factor 2; expected (N, C, H, W) and a factor >= 1",),
+    ),
+    "gradient": (
+        (2, 8, 3, 3),
+        lambda g, x: g.avg_pool_backward(x, 2, input_size=8, name="p"),
+        (
+            "avg_pool_backward 'p': dy 'x' has shape (2, 8, 3, 3); expected (N, C, out...) = "
+            "(2, 8, 4, 4), the forward's result",
+        ),
+    ),
+    "gradient_rank": (
+        (2, 8, 3, 3),
+        lambda g, x: g.max_pool_backward(x, g.input("z", (2, 8, 9), F32), 2, name="p"),
+        ("max_pool_backward 'p': dy 'x' has 4 dims (2, 8, 3, 3); expected 3 dims",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_problem_in_the_right_words(name: str) -> None:
+    shape, apply, says = MISTAKES[name]
+    g = cg.Graph("g")
+    g.output("y", apply(g, g.input("x", shape, F32)))
+    with pytest.raises(cg.GraphError) as error:
+        g.compile("cpu")
+    assert str(error.value).count("\n  - ") == 1, error.value
+    for text in says:
+        assert text in str(error.value)
+
+
+def test_whole_numbers_are_not_pooled() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.max_pool(g.input("x", (2, 8, 8, 8), torch.int32), 2))
+    with pytest.raises(cg.GraphError, match="x 'x' is int32; expected float16, bfloat16"):
+        g.spec()
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def test_a_max_pool_saves_its_input_and_no_indices() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 8, 12, 12), F16)
+    g.output("y", g.max_pool(x, 3, 2, 1))
+    gradient = cg.differentiate(g, ["x"])
+    assert gradient.saved == ("x",)
+    assert [node.op for node in gradient.backward.nodes] == ["max_pool_backward"]
+
+
+@pytest.mark.parametrize("op", ["avg_pool", "adaptive_avg_pool", "interpolate"])
+def test_a_linear_op_saves_nothing_and_has_a_second_gradient(op: str) -> None:
+    options: dict[str, Any] = {
+        "avg_pool": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+        "adaptive_avg_pool": {"output_size": 5},
+        "interpolate": {"size": (5, 17), "mode": "bilinear"},
+    }[op]
+    g = cg.Graph("g")
+    g.output("y", getattr(g, op)(g.input("x", (2, 3, 8, 9), F64), **options))
+    spec = g.spec()
+    first = cg.differentiate(spec, ["x"])
+    assert first.saved == ()
+    (dy,) = first.backward.inputs
+    second = cg.differentiate(first.backward, [dy])
+    grads = upstream(second, 1, F64)
+    (ddx,) = grads.values()
+    found = ours(second, {dy: torch.zeros(first.backward.tensors[dy].shape).double()}, grads)
+    assert torch.allclose(found[dy], reference.run(spec, [ddx])[0], rtol=1e-14)
+
+
+def test_a_max_pools_gradient_has_none_of_its_own() -> None:
+    for op in ("max_pool_backward", "adaptive_max_pool_backward"):
+        rule = RULES[op]
+        assert isinstance(rule, NoGradient)
+        assert not rule.flat
+
+
+# -- torch steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
+@pytest.mark.parametrize("name", sorted(set(BOTH) - {"pixel_shuffle", "pixel_unshuffle"}))
+def test_a_step_writes_through_torchs_out_variant(
+    name: str, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, run = BOTH[name]
+    x = torch.randn(2, 8, 12, 14).half().to(memory_format=layout)
+    spec = graph_of(apply, x).spec()
+    out = torch.full_like(run(x), 77)
+
+    def never(*given: Any) -> None:
+        raise AssertionError("a copy")
+
+    monkeypatch.setattr(resample, "RULES", dict.fromkeys(resample.RULES, never))
+    monkeypatch.setattr(resample, "_interpolate", never)
+    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    assert torch.equal(out, run(x))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
+@pytest.mark.parametrize("name", sorted(set(BOTH) - {"pixel_shuffle", "pixel_unshuffle"}))
+def test_a_step_writes_into_a_slice_of_a_larger_tensor(
+    name: str, layout: torch.memory_format
+) -> None:
+    apply, run = BOTH[name]
+    x = torch.randn(2, 8, 12, 14).to(memory_format=layout)
+    want = run(x)
+    wide = torch.full((2, 20, *want.shape[2:]), 77.0).to(memory_format=layout)
+    out = wide[:, 4:12]
+    g = cg.Graph("g")
+    g.output("y", apply(g, g.input("x", like=x)), stride=out.stride())
+    eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+    assert torch.equal(out, want)
+    assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
