@@ -12,6 +12,7 @@ from .cache import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
+    CannotImport,
     CaptureError,
     CudnnGraphError,
     FeatureMissing,
@@ -22,8 +23,10 @@ from .errors import (
     Problem,
     SettingsError,
     UnkeyableError,
+    WrongResult,
 )
 from .explain import Explanation, explain
+from .fuse import Fused, fuse
 from .grad import Gradient, differentiate
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
@@ -50,11 +53,13 @@ __all__ = [
     "BindError",
     "BoundCall",
     "CacheStats",
+    "CannotImport",
     "CaptureError",
     "CudnnGraphError",
     "Executable",
     "Explanation",
     "FeatureMissing",
+    "Fused",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
     "FusedDepthwiseSeparable",
@@ -79,11 +84,13 @@ __all__ = [
     "Trainable",
     "UnkeyableError",
     "Value",
+    "WrongResult",
     "cache_clear",
     "cache_stats",
     "differentiate",
     "explain",
     "functional",
+    "fuse",
     "nn",
     "on_miss",
     "specialize",

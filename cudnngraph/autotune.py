@@ -25,10 +25,10 @@ import torch
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
 from .dropped import draws
 from .eager import runs_whole
-from .errors import NotSupported, UnkeyableError
+from .errors import NotSupported
 from .ir import GraphSpec
-from .key import graph_key
-from .partition import Graph, Group, channels_last, cuts, piece, prepared, work
+from .key import step_digest
+from .partition import Graph, Group, channels_last, cuts, piece, prepared, regions, work
 from .policy import Policy
 from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import HEAVY_US, measure
@@ -44,6 +44,11 @@ FINAL_WAYS = 5
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
 SPACER_BYTES = 33 << 20
+IN_PLACE_WAYS = 3  # plans of a step that are timed with the whole graph around them,
+IN_PLACE = 1.12  # those within this factor of the one that is fastest alone,
+IN_PLACE_SHARE = 0.01  # of a step that takes this share of the graph's time,
+IN_PLACE_BUDGETS = 4.0  # within this many budgets of an anchor;
+IN_PLACE_GAIN = 0.997  # a plan has to bring the graph's time below this
 
 
 class Bench(Protocol):
@@ -240,10 +245,10 @@ def _joined(parts: Sequence[_Assembly]) -> _Assembly:
 class _Search:
     """The tree of parts and what is known of them."""
 
-    def __init__(self, policy: Policy, bench: Bench) -> None:
+    def __init__(self, policy: Policy, bench: Bench, steps: dict[str, _Step] | None = None) -> None:
         self._policy = policy
         self._bench = bench
-        self._steps: dict[str, _Step] = {}
+        self._steps: dict[str, _Step] = {} if steps is None else steps  # by digest
         self._parts: dict[tuple[int, tuple[str, ...]], _Part] = {}
         self.order: list[_Part] = []
         self._why_left = ""
@@ -256,11 +261,7 @@ class _Search:
         found = self._parts.get(place)
         if found is None:
             spec = piece(graph, nodes)
-            try:
-                digest = graph_key(spec, self._policy).digest
-            except UnkeyableError:  # the -inf of a converted mask: nothing is like it
-                digest = str(id(spec))
-            step = self._steps.setdefault(digest, _Step(spec))
+            step = self._steps.setdefault(step_digest(spec), _Step(spec))
             found = self._parts[place] = _Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
                 step.ways.append(_Way(0, None, None, 0, 0.0))
@@ -461,10 +462,10 @@ class _Search:
                 least = min(rival.time_us for rival in close)
             near = [rival for rival in close if rival.time_us <= TIE * least]
             winner = min(near, key=lambda rival: (rival.workspace_bytes, rival.time_us))
-            if all([self._check(part.step, way, checked) for part, way in winner.runs.steps]):
+            if all([self.check(part.step, way, checked) for part, way in winner.runs.steps]):
                 return winner, rivals
 
-    def _check(self, step: _Step, way: _Way, checked: set[int]) -> bool:
+    def check(self, step: _Step, way: _Way, checked: set[int]) -> bool:
         """Whether a way does what it should; one that does not is thrown out."""
         if way.plan is None or id(way.plan) in checked:
             return True
@@ -536,6 +537,9 @@ def autotune(
     else:
         spec = prepared(spec)
         graphs = [Graph(spec)]
+        borders = regions(graphs[0])
+        if borders:
+            return _Regions(graphs[0], borders, policy, bench).tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(Graph(other))
@@ -557,6 +561,152 @@ def autotune(
         steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
         built.append(plan)
     return Selection(tuple(steps), tuple(built))
+
+
+# -- large graphs ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Region:
+    """A region that was searched: of all regions equal to it, the first."""
+
+    spec: GraphSpec
+    search: _Search
+    winner: _Rival
+    rivals: list[_Rival]
+
+
+@dataclass
+class _Place:
+    """A step of the whole graph, the part that was searched for it, and the way that it takes."""
+
+    spec: GraphSpec
+    part: _Part
+    way: _Way
+    region: _Region
+
+
+class _Regions:
+    """A large graph, searched region by region; equal regions are searched once.
+
+    What is chosen so is fast alone, in a warm cache. So in the end close plans of the steps that
+    take most of the time are timed once more in their place, with the whole graph around them.
+    """
+
+    def __init__(
+        self, graph: Graph, borders: Sequence[Group], policy: Policy, bench: Bench
+    ) -> None:
+        self._graph = graph
+        self._borders = borders
+        self._policy = policy
+        self._bench = bench
+        self._steps: dict[str, _Step] = {}
+        self._replayed: dict[tuple[int, int], Plan] = {}
+        self._checked: set[int] = set()
+
+    def tuned(self, progress: Progress | None) -> Selection:
+        """The choice. ``progress(done, known)`` is told how many plans were built."""
+        found: dict[str, _Region] = {}
+        places: list[_Place] = []
+        for group in self._borders:
+            spec = piece(self._graph, group)
+            digest = step_digest(spec)
+            if digest not in found:
+                found[digest] = self._searched(spec, group, progress)
+            places += self._placed(spec, found[digest])
+        self._compare_in_place(places)
+        steps: list[StepPlan] = []
+        first_of: dict[int, int] = {}
+        for number, place in enumerate(places):
+            decisions = self._decisions(place, first_of.setdefault(id(place.part), number), number)
+            if number == 0:
+                kinds, count = len(found), len(self._borders)
+                reason = f"cut at its anchors into {count} regions, {kinds} of them different"
+                decisions = (Decision("the whole graph", True, reason), *decisions)
+            way = place.way
+            steps.append(
+                StepPlan(
+                    place.spec, way.choice, way.workspace_bytes, decisions, _measured(way.time_us)
+                )
+            )
+        return Selection(tuple(steps), tuple(self._plan(place) for place in places))
+
+    def _searched(self, spec: GraphSpec, group: Group, progress: Progress | None) -> _Region:
+        search = _Search(self._policy, self._bench, self._steps)
+        root = search.part(self._graph, group)
+        anchors = max(1, sum(map(self._graph.is_anchor, group)))
+        deadline = time.perf_counter() + self._policy.budget_s * anchors
+        for done, known in search.explore([root], deadline):
+            if progress is not None:
+                progress(done, known)
+        winner, rivals = search.settle(root.spec, [root])
+        return _Region(spec, search, winner, rivals)
+
+    def _placed(self, spec: GraphSpec, region: _Region) -> list[_Place]:
+        """The steps of a region that is equal to one that was searched."""
+        like = {a.name: b for a, b in zip(region.spec.nodes, spec.nodes, strict=True)}
+        return [
+            _Place(
+                piece(self._graph, [like[node.name] for node in work(part.spec.nodes)]),
+                part,
+                way,
+                region,
+            )
+            for part, way in region.winner.runs.steps
+        ]
+
+    def _plan(self, place: _Place) -> Plan | None:
+        """The plan of a step, replayed once for all steps that are equal."""
+        if place.way.choice is None:
+            return None
+        key = (id(place.part.step), id(place.way))
+        if key not in self._replayed:
+            self._replayed[key] = self._bench.replay(place.spec, place.way.choice)
+        return self._replayed[key]
+
+    def _compare_in_place(self, places: Sequence[_Place]) -> None:
+        """Give each step that matters the plan that makes the whole graph fastest."""
+        total = sum(place.way.time_us for place in places)
+        same: dict[int, list[_Place]] = {}
+        for place in places:
+            same.setdefault(id(place.part.step), []).append(place)
+        deadline = time.perf_counter() + IN_PLACE_BUDGETS * self._policy.budget_s
+        for alike in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
+            taken, step = alike[0].way, alike[0].part.step
+            others = [
+                way
+                for way in sorted(step.ways, key=lambda way: way.time_us)
+                if way is not taken and way.time_us <= IN_PLACE * taken.time_us
+            ][:IN_PLACE_WAYS]
+            share = sum(place.way.time_us for place in alike) / total if total else 0.0
+            if not others or share < IN_PLACE_SHARE or time.perf_counter() > deadline:
+                continue
+            ways = [taken, *others]
+            chains = [
+                [(p.spec, way.plan if p.part.step is step else p.way.plan) for p in places]
+                for way in ways
+            ]
+            times = self._bench.chain_times_us(self._graph.spec, chains)
+            if times is None:
+                return
+            for way, time_us in sorted(
+                zip(ways[1:], times[1:], strict=True), key=lambda pair: pair[1]
+            ):
+                search = alike[0].region.search
+                if time_us < IN_PLACE_GAIN * times[0] and search.check(step, way, self._checked):
+                    for place in alike:
+                        place.way = way
+                    break
+
+    def _decisions(self, place: _Place, first: int, number: int) -> tuple[Decision, ...]:
+        if first != number:
+            return (Decision("all plans", True, f"as for step {first + 1}, which is equal"),)
+        region = place.region
+        decisions = region.search.decisions(place.part, place.way)
+        if place.part is region.winner.runs.steps[0][0]:
+            compared = _of_cuts(region.winner, region.rivals)
+            decisions = (*compared, *_of_others(region.search, region.winner.runs), *decisions)
+        return decisions
 
 
 def _of_cuts(winner: _Rival, rivals: Sequence[_Rival]) -> list[Decision]:

@@ -29,10 +29,10 @@ from . import ranks, settings
 from .backend import env
 from .backend.env import EnvKey
 from .backend.known_bad import why_bad
-from .backend.plan import Plan, load, replay
+from .backend.plan import Choice, Plan, load, replay
 from .errors import NotSupported, PlanNotCached
 from .ir import GraphSpec
-from .key import Key, nearest
+from .key import Key, nearest, step_digest
 from .policy import Policy
 from .recorded import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
 from .select import Selection
@@ -276,22 +276,29 @@ def _restored(
     tf32 = dict(record.key).get("policy.allow_tf32") == "true"
     how: set[str] = set()
     plans: list[Plan | None] = []
+    made: dict[tuple[str, Choice], Plan] = {}  # steps that are equal share a plan
     for number, step in enumerate(steps):
         if step.choice is None:
             plans.append(None)
+            continue
+        like = (step_digest(step.spec), step.choice)
+        if like in made:
+            plans.append(made[like])
             continue
         bad = why_bad(step.spec, step.choice.engine, env.cudnn_version(), allow_tf32=tf32)
         if bad is not None:
             raise StaleRecord(bad)
         try:
             if parts is not None:
-                plans.append(load(parts[number], step.choice, device_index))
+                made[like] = load(parts[number], step.choice, device_index)
+                plans.append(made[like])
                 how.add("serialized")
                 continue
         except NotSupported as error:
             _log.info("step %d of %s is replayed: %s", number, record.id[:16], error)
         try:
-            plans.append(replay(step.spec, step.choice, device_index))
+            made[like] = replay(step.spec, step.choice, device_index)
+            plans.append(made[like])
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import reference, resample
+from . import aten, reference, resample
 from .ir import GraphSpec, Node
 from .ops import ATTENTION, OPS
 from .partition import view_place
@@ -75,7 +75,10 @@ OUT: Mapping[str, OutRule] = {
     "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
     "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
     "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
-    "concat": lambda inputs, attrs, out: torch.cat(list(inputs), attrs["dim"], out=out),
+    "expand": lambda inputs, attrs, out: out.copy_(
+        reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
+    ),
+    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     **resample.INTO,
@@ -186,21 +189,80 @@ def prepare(spec: GraphSpec, *, allow_tf32: bool) -> Callable[[Tensors, Tensors]
     return quietly
 
 
+def _run_aten(spec: GraphSpec, node: Node) -> Run:
+    """An op of torch; into the given tensors where those are as torch would make them, since out
+    variants of images take no other strides."""
+    attrs = dict(node.attrs)
+    operands = [spec.inputs.index(name) for name in node.operands]
+    like, wanted = (
+        [
+            torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
+            for t in (spec.tensors[name] for name in names)
+        ]
+        for names in (node.operands, spec.outputs)
+    )
+    made = aten.run(attrs, like)
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
+    found = aten.out_variant(attrs["overload"])
+    fits = found is not None and all(
+        result is not None and (at is None or _form(wanted[at]) == _form(result))
+        for at, result in zip(places, made, strict=True)
+    )
+    if found is None or not fits:
+        plain = aten.overload(attrs["overload"])
+
+        def compute(inputs: Tensors, outputs: Tensors) -> None:
+            results = aten.call(plain, attrs, [inputs[at] for at in operands])
+            for at, result in zip(places, results, strict=True):
+                if at is not None:
+                    outputs[at].copy_(result)
+
+        return compute
+    function, names = found
+
+    def run(inputs: Tensors, outputs: Tensors) -> object:
+        given = [inputs[at] for at in operands]
+        outs = {
+            name: torch.empty_strided(
+                unasked.shape, unasked.stride(), dtype=unasked.dtype, device=given[0].device
+            )
+            if at is None
+            else outputs[at]
+            for name, at, unasked in zip(names, places, made, strict=True)
+        }
+        return aten.call(function, attrs, given, **outs)
+
+    return run
+
+
+def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
+    """torch.cat; of what has been written into ``out`` already, the rest alone."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start = 0
+    for x in inputs:
+        part = out.narrow(dim, start, x.shape[dim])
+        start += x.shape[dim]
+        if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
+            rest.append((part, x))
+    if len(rest) == len(inputs):
+        return torch.cat(list(inputs), dim, out=out)
+    for part, x in rest:
+        part.copy_(x)
+    return out
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Dtype, shape, and strides where those say something."""
+    real = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tensor.dtype, tensor.shape, tuple(real)
+
+
 def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
     """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
     return partial(prepare(spec, allow_tf32=allow_tf32), inputs, outputs)
-
-
-def view(node: Node, spec: GraphSpec, values: dict[str, torch.Tensor]) -> None:
-    """Add to ``values`` the result of a view op whose declared strides are those of the view."""
-    place = view_place(node, spec.tensors[node.operands[0]])
-    assert place is not None
-    source, result = values[node.operands[0]], spec.tensors[node.results[0]]
-    values[result.name] = source.as_strided(
-        result.shape, place[0], source.storage_offset() + place[1]
-    )
 
 
 def elements_past(node: Node, spec: GraphSpec) -> int:
@@ -218,6 +280,8 @@ def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool)
 def _single(spec: GraphSpec) -> Run | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
+    if len(nodes) == 1 and nodes[0].op == "aten":
+        return _run_aten(spec, nodes[0])
     if len(nodes) != 1 or len(nodes[0].results) != 1:
         return _run_linear(spec)
     (node,) = nodes

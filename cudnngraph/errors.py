@@ -114,6 +114,14 @@ class FeatureMissing(CudnnGraphError, NotImplementedError):
     """What was asked for has no implementation: a second derivative, dropout in attention."""
 
 
+class CannotImport(CudnnGraphError, RuntimeError):
+    """A model is no single graph; the message names the op and the line of the model."""
+
+
+class WrongResult(CudnnGraphError, ArithmeticError):
+    """A fused model's result is not the model's."""
+
+
 class NotSupported(CudnnGraphError, RuntimeError):
     """cuDNN refuses the graph.
 

@@ -1230,5 +1230,6 @@ RULES: Mapping[str, GradRule | NoGradient] = {
         "x": lambda: c.g.where(c["condition"], c.dy, 0.0),
         "y": lambda: c.g.where(c["condition"], 0.0, c.dy),
     },
+    "aten": NoGradient("aten is torch's own op, of which no gradient is known here"),
     "constant": NoGradient("is a number", flat=True),
 }

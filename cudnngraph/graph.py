@@ -406,6 +406,28 @@ class Graph:
     def _one(self, op: str, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
         return self._apply(op, operands, attrs, name)[0]
 
+    # -- taking back ---------------------------------------------------------------------------
+
+    def mark(self) -> tuple[int, int]:
+        """Where the graph stands, for :meth:`undo`."""
+        return len(self._nodes), len(self.problems)
+
+    def undo(self, mark: tuple[int, int]) -> None:
+        """Take back the ops, and the problems, since ``mark``; nothing may have used them."""
+        for node in self._nodes[mark[0] :]:
+            for name in node.results:
+                self._values.pop(name, None)
+        self._scalars = {
+            bits: value for bits, value in self._scalars.items() if value.name in self._values
+        }
+        del self._nodes[mark[0] :], self.problems[mark[1] :]
+
+    def drop_unused_inputs(self) -> None:
+        """Take back the inputs that no declared output depends on."""
+        nodes = canonical_order(self._nodes, [value.name for _, value, _ in self._outputs])
+        used = {name for node in nodes for name in node.operands}
+        self._inputs = {name: value for name, value in self._inputs.items() if name in used}
+
     # -- convolution ---------------------------------------------------------------------------
 
     def conv(
@@ -1144,6 +1166,33 @@ class Graph:
     ) -> Value:
         """F.cross_entropy of x (N, C, ...) and classes (N, ...) int64, without weights."""
         return self.nll_loss(self.log_softmax(x, 1), target, reduction, ignore_index)
+
+    def aten(
+        self,
+        x: Sequence[Value],
+        overload: str,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...] = (),
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """An op of torch that has no other name here, always a torch step: ``overload`` on x.
+
+        ``overload`` is its full name, "aten.embedding.default"; ``args`` and ``kwargs`` are its
+        arguments as plain values, ``("tensor", 0)`` for the first of the list x (see
+        :mod:`cudnngraph.aten`). → the result, or a tuple of up to 4.
+        """
+        many = tuple(x) if isinstance(x, (tuple, list)) else ()
+        if not many:
+            label = name or "aten"
+            self.problems.append(
+                Problem(f"aten '{label}'", f"x is {x!r}", "a list of one value or more")
+            )
+            return Value(self, "?", None)
+        attrs = {"overload": overload, "args": args, "kwargs": kwargs}
+        outputs = self._apply("aten", many, attrs, name)
+        made = [value for value in outputs[1:] if value.spec is not None]
+        return (outputs[0], *made) if made else outputs[0]
 
     # -- pooling and interpolation -------------------------------------------------------------
 
@@ -2222,7 +2271,7 @@ ACTIVATIONS = (
     "identity",
 )
 
-METHODS = frozenset(OPS) - {"constant", "concat"} | {
+METHODS = frozenset(OPS) - {"constant", "concat", "aten"} | {
     "relu6",
     "hardswish",
     "activation",

@@ -112,6 +112,14 @@ def graph_key(
     return Key(tuple((name, json.dumps(encode(value))) for name, value in parts))
 
 
+def step_digest(spec: GraphSpec) -> str:
+    """The same for two steps, of one policy, that are equal but for names."""
+    try:
+        return graph_key(spec, Policy(allow_tf32=False)).digest
+    except UnkeyableError:  # the -inf of a converted mask: nothing is like it
+        return str(id(spec))
+
+
 def nearest(key: Key, others: Iterable[Key]) -> tuple[Key, tuple[Difference, ...]] | None:
     """The key that differs from ``key`` in the fewest components, and those; None without any."""
     compared = ((other, diff(key, other)) for other in others)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from . import aten
 from .errors import Problem
 from .ir import (
     TensorSpec,
@@ -1734,6 +1735,61 @@ def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return order
 
 
+# -- torch's own ops -------------------------------------------------------------------------------
+
+
+def _aten_problem(call: Call) -> str | None:
+    """What is wrong with the attributes, or None."""
+    name, args, kwargs = (call.attrs[attr] for attr in ("overload", "args", "kwargs"))
+    if not isinstance(name, str) or not isinstance(args, tuple) or not isinstance(kwargs, tuple):
+        return f"overload={name!r}, args={args!r}, kwargs={kwargs!r} is no name and two tuples"
+    try:
+        schema = aten.overload(name)._schema
+        named = sorted(aten.places((*args, *(value for _, value in kwargs))))
+    except (TypeError, ValueError, IndexError) as error:
+        return str(error)
+    if schema.is_mutable:
+        return f"{name} writes over its operands"
+    if sorted(set(named)) != list(range(len(call.inputs))):
+        return f"args and kwargs name the operands {named}, there are {len(call.inputs)}"
+    return None
+
+
+def _aten(call: Call) -> list[Result | None] | None:
+    """torch itself is asked, on tensors without memory."""
+    wrong = _aten_problem(call)
+    if wrong is not None:
+        call.problem(
+            wrong, "the name of an overload, and its arguments as cudnngraph.aten has them"
+        )
+        return None
+    specs = [call[port] for port in call.inputs]
+    like = [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        for spec in specs
+    ]
+    try:
+        results = aten.run(call.attrs, like)
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        call.problem(f"{call.attrs['overload']} does not take these operands: {lines[0]}")
+        return None
+    if not 0 < len(results) <= aten.RESULTS or not isinstance(results[0], torch.Tensor):
+        call.problem(
+            f"{call.attrs['overload']} gives {len(results)} results",
+            f"1 to {aten.RESULTS} tensors",
+        )
+        return None
+    made: list[Result | None] = []
+    for result in results:
+        if result is None:
+            made.append(None)
+            continue
+        seen = TensorSpec("", tuple(result.shape), tuple(result.stride()), result.dtype)
+        made.append(Result(seen.shape, seen.dtype, _like_order(seen)))
+    return made + [None] * (aten.RESULTS - len(made))
+
+
 # -- pooling and interpolation ---------------------------------------------------------------------
 
 
@@ -2147,6 +2203,17 @@ def _rows() -> list[Op]:
         op("transpose", "x", _transpose, view=True, dim0=REQUIRED, dim1=REQUIRED),
         op("permute", "x", _permute, view=True, dims=REQUIRED),
         op("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1),
+        op("concat", "x*", _concat, dim=0),
+        op(
+            "aten",
+            "x*",
+            _aten,
+            outputs=" ".join(("y", *(f"y{n}" for n in range(1, aten.RESULTS)))),
+            torch_only=True,
+            overload=REQUIRED,
+            args=REQUIRED,
+            kwargs=(),
+        ),
         op("concat", "x*", _concat, torch_only=True, dim=0),
         *(
             row

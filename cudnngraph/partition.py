@@ -37,7 +37,8 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import FLOATS, OPS
+from .ops import FLOATS, OPS, Call
+from .resample import blocks
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
@@ -107,11 +108,42 @@ class Graph:
         return node.op == "batch_norm_backward"
 
     def is_free(self, node: Node) -> bool:
-        """Whether a node is a view: nothing has to run."""
+        """Whether a node is a view, or joins what was written in its place: nothing has to run."""
+        if node.op == "concat":
+            return set(node.operands) <= self.joined and len(set(node.operands)) == len(node.inputs)
         if not OPS[node.op].view or node.results[0] in self.spec.outputs:
             return False
         names = (node.operands[0], node.results[0])
-        return is_view({n: self.passed.get(n, self.spec.tensors[n]) for n in names}, node)
+        return is_view({n: self.crossing(n) for n in names}, node)
+
+    def crossing(self, name: str) -> TensorSpec:
+        """A tensor as it is where it crosses from one step to another."""
+        return self.passed.get(name, self.spec.tensors[name])
+
+    @cached_property
+    def joined(self) -> frozenset[str]:
+        """What is written straight into its slice of a concatenation's result."""
+        found: set[str] = set()
+        for node in self.spec.nodes:
+            if node.op != "concat":
+                continue
+            tensors = {name: self.crossing(name) for name in (*node.operands, *node.results)}
+            found |= {name for name in slots(tensors, node) if self.may_join(name)}
+        return frozenset(found)
+
+    def may_join(self, name: str) -> bool:
+        """Whether a tensor is memory of one of the steps, and of no view's operand."""
+        source = self.producer.get(name)
+        return source is not None and name not in self.spec.outputs and not OPS[source.op].view
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[Node]]:
+        """The nodes that read each tensor, once for each port."""
+        found: dict[str, list[Node]] = {}
+        for node in self.spec.nodes:
+            for name in node.operands:
+                found.setdefault(name, []).append(node)
+        return found
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:
@@ -129,7 +161,8 @@ class Graph:
                     continue
                 if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
-                if dtype in LOW_PRECISION and (self.is_anchor(node) or node.op in _TAME):
+                small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
+                if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
 
@@ -138,6 +171,9 @@ class Graph:
         """The dtype of the data that each tensor comes of; statistics are data of their own."""
         data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
         for node in self.spec.nodes:
+            if node.op == "aten":
+                data.update(self._of_torch(node, data))
+                continue
             dtype = self._data_dtype(node, data)
             for port, name in enumerate(node.outputs):
                 if name is not None:
@@ -146,6 +182,19 @@ class Graph:
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
         return data
+
+    def _of_torch(self, node: Node, data: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of the results of torch's own op on data."""
+        operands = {
+            f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
+            for place, name in enumerate(node.operands)
+        }
+        results = OPS["aten"].infer(Call("aten", node.name, operands, dict(node.attrs))) or ()
+        found = dict(zip(node.outputs, results, strict=False))
+        return {
+            name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
+            for name in node.results
+        }
 
     @cached_property
     def _wide(self) -> frozenset[str]:
@@ -178,6 +227,12 @@ class Graph:
             if self.spec.tensors[name].numel == most:
                 dtype = torch.promote_types(dtype, data[name])
         return dtype
+
+    @cached_property
+    def _read_as_data(self) -> frozenset[str]:
+        """What anchors read that were declared on data of that dtype; sums take any."""
+        anchors = (n for n in self.spec.nodes if self.is_anchor(n) and n.op != "reduction")
+        return frozenset(name for node in anchors for name in node.operands)
 
     @cached_property
     def _numbers(self) -> frozenset[str]:
@@ -360,13 +415,59 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups[place] for place in done)
 
 
+MODEL_ANCHORS = 6  # a graph with more of them is cut at each
+
+
+def regions(graph: Graph) -> tuple[Group, ...]:
+    """A large graph cut at its natural borders, in an order that can be run; () for a small one.
+
+    A region is an anchor with the pointwise ops behind it, up to the next anchor: an op belongs to
+    the last anchor that it depends on, if it is as large as that one's result. Pointwise ops of no
+    anchor are regions too, unless they only serve one epilogue, which they then are part of.
+    """
+    nodes, tensors = work(graph.spec.nodes), graph.spec.tensors
+    anchors = [node for node in nodes if graph.is_anchor(node) and not OPS[node.op].view]
+    if len(anchors) <= MODEL_ANCHORS:
+        return ()
+    groups: list[list[Node]] = []
+    home: dict[str, int] = {}
+    for node in nodes:
+        place = max((home[source.name] for source in graph.sources(node)), default=-1)
+        if place >= 0 and not graph.is_anchor(node):
+            first = groups[place][0]
+            takes = OPS[first.op].pointwise or graph.takes_epilogue(first)
+            size = tensors[first.results[0]].numel
+            if takes and not is_copy(first, tensors) and size == tensors[node.results[0]].numel:
+                groups[place].append(node)
+                home[node.name] = place
+                continue
+        home[node.name] = len(groups)
+        groups.append([node])
+    for place, group in enumerate(groups):
+        if any(map(graph.is_anchor, group)):
+            continue
+        results = [name for node in group for name in node.results]
+        users = [user for name in results for user in graph.readers.get(name, ())]
+        homes = {home[user.name] for user in users} - {place}
+        if len(homes) != 1 or not set(graph.spec.outputs).isdisjoint(results):
+            continue
+        (other,) = homes
+        if other > place and not any(
+            graph.is_anchor(user) for user in users if home[user.name] == other
+        ):
+            groups[other] += group
+            home.update((node.name, other) for node in group)
+            groups[place] = []
+    return tuple(tuple(group) for group in groups if group)
+
+
 # -- rewrites --------------------------------------------------------------------------------------
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: numeric masks, float32 sums, views for what needs no copy, and the
-    offsets of packed sequences."""
-    return offsets_of_sequences(views(wide_sums(numeric_masks(spec))))
+    """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
+    and the offsets of packed sequences."""
+    return offsets_of_sequences(slices(views(wide_sums(numeric_masks(spec)))))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -418,6 +519,66 @@ def views(spec: GraphSpec) -> GraphSpec:
         if place is not None and name not in spec.outputs:
             tensors[name] = replace(tensors[name], stride=place[0])
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
+    """The operands of a concatenation that lie as slices of its result would, and the offsets of
+    those slices in elements; each operand once."""
+    result, dim = tensors[node.results[0]], node.attr("dim")
+    found: dict[str, int] = {}
+    start = 0
+    for name in node.operands:
+        tensor = tensors[name]
+        offset = start * result.stride[dim]
+        start += tensor.shape[dim]
+        if (
+            name not in found
+            and tensor.numel > 0
+            and tensor.dtype == result.dtype
+            and offset * tensor.dtype.itemsize % 16 == 0
+            and same_layout(tensor.shape, tensor.stride, result.stride)
+        ):
+            found[name] = offset
+    return found
+
+
+def slices(spec: GraphSpec) -> GraphSpec:
+    """The graph with what is concatenated written into its slice of the result.
+
+    That is so for what one convolution, or a pooling that takes any strides, may read besides, and
+    where slices and their rows begin at multiples of 16 bytes.
+    """
+    joins = [node for node in spec.nodes if node.op == "concat"]
+    if not joins:
+        return spec
+    graph, tensors = Graph(spec), dict(spec.tensors)
+    for node in reversed(joins):  # the outermost first: what it joins may be joined itself
+        result = tensors[node.results[0]]
+        size = graph.crossing(result.name).dtype.itemsize
+        pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
+        if any(pitch * size % 16 for pitch in pitches):
+            continue
+        start = 0
+        for name in node.operands:
+            tensor, offset = tensors[name], start * result.stride[node.attr("dim")]
+            start += tensor.shape[node.attr("dim")]
+            others = [each for each in graph.readers[name] if each is not node]
+            if (
+                graph.may_join(name)
+                and len(graph.readers[name]) == len(others) + 1
+                and all(_reads_any_strides(each, name) for each in others)
+                and graph.crossing(name).dtype == graph.crossing(result.name).dtype
+                and offset * size % 16 == 0
+            ):
+                tensors[name] = replace(tensor, stride=result.stride)
+    return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+def _reads_any_strides(node: Node, name: str) -> bool:
+    """Whether an op is no slower on a slice of a larger tensor."""
+    if node.op == "max_pool":
+        return blocks(dict(node.attrs))
+    return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
 
 
 def numeric_masks(spec: GraphSpec) -> GraphSpec:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import resample
+from . import aten, resample
 from .ir import GraphSpec, Node
 
 Tensors = Sequence["torch.Tensor | None"]
@@ -799,6 +799,7 @@ RULES: Mapping[str, Rule] = {
     "log_softmax_backward": _log_softmax_backward,
     "nll_loss": _nll_loss,
     "nll_loss_backward": _nll_loss_backward,
+    "aten": lambda inputs, attrs: aten.run(attrs, inputs),
     **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
 }

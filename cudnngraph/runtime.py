@@ -23,6 +23,8 @@ from . import cache, eager, reference, settings
 from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
+    Choice,
+    Outcome,
     Plan,
     build_first,
     multiplies_float32,
@@ -30,15 +32,14 @@ from .backend.plan import (
     replay,
 )
 from .cache import CacheStats
-from .errors import BackendUnavailable, BindError, PolicyError, Problem
-from .ir import GraphSpec, Node, TensorSpec, print_spec, same_layout
-from .key import Key, graph_key
-from .memory import Need, place
+from .errors import BackendUnavailable, BindError, NotSupported, PolicyError, Problem
+from .ir import GraphSpec, TensorSpec, print_spec, same_layout
+from .key import Key, graph_key, step_digest
+from .layout import Laid, Layout
 from .ops import ATTENTION, OPS, dtype_name, is_default
-from .partition import is_view
 from .policy import Policy
 from .progress import progress_bar
-from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
+from .select import Build, Decision, Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -136,60 +137,30 @@ class Program:
         self._allow_tf32 = bool(policy.allow_tf32)
         self._threads = threading.local()
         self._threads.plans = selection.built
-        bound = {*spec.inputs, *spec.outputs}
-        born: dict[str, int] = {}
-        dies: dict[str, int] = {}
-        self._between: dict[str, TensorSpec] = {}
-        self._views: dict[int, Node] = {}  # by the number of the step
-        base: dict[str, str] = {}
-        for number, step in enumerate(self.steps):
-            for name in step.spec.inputs:
-                dies[base.get(name, name)] = number
-            (*_, node) = step.spec.nodes
-            if (
-                step.choice is None
-                and bound.isdisjoint(step.spec.outputs)
-                and is_view(step.spec.tensors, node)
-            ):
-                self._views[number] = node
-                base[node.results[0]] = base.get(node.operands[0], node.operands[0])
-                continue
-            for name in step.spec.outputs:
-                if name not in bound:
-                    self._between[name] = step.spec.tensors[name]
-                    born[name] = dies[name] = number
-        needs = [
-            Need(tensor.extent * tensor.dtype.itemsize, born[name], dies[name])
-            for name, tensor in self._between.items()
+        laid = [
+            Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
         ]
-        needs += [Need(step.workspace_bytes, at, at) for at, step in enumerate(self.steps)]
-        offsets, self.scratch_bytes = place(needs)
-        self._offsets = dict(zip(self._between, offsets, strict=False))
-        self._scratch_offsets = offsets[len(self._between) :]
+        self._layout = Layout(laid, {*spec.inputs, *spec.outputs})
+        self.scratch_bytes = self._layout.size_bytes
+        free = self._layout.free
         self._torch_runs = tuple(
-            None if step.choice is not None or number in self._views else self._torch_run(step)
+            None if step.choice is not None or number in free else self._torch_run(step)
             for number, step in enumerate(self.steps)
         )
         self._number_places()
 
     def _number_places(self) -> None:
-        """Give every tensor a place for direct runs: inputs, outputs, those between, views."""
+        """Give every tensor a place for direct runs: inputs, outputs, and the layout's."""
         places = self._places = {
             name: at for at, name in enumerate((*self.spec.inputs, *self.spec.outputs))
         }
         behind: list[tuple[int, int]] = []  # (place or -1 for the scratch memory, bytes past it)
         shows: dict[int, tuple[int, int, TensorSpec]] = {}  # (the same, elements past it, form)
-        for name, tensor in self._between.items():
-            offset = self._offsets[name]
-            shows[len(places)] = (-1, offset // tensor.dtype.itemsize, tensor)
-            places[name] = len(places)
-            behind.append((-1, offset))
-        for number, node in self._views.items():
-            step, root = self.steps[number], places[node.operands[0]]
-            past, result = eager.elements_past(node, step.spec), step.spec.tensors[node.results[0]]
-            shows[len(places)] = (root, past, result)
-            places[result.name] = len(places)
-            behind.append((root, past * result.dtype.itemsize))
+        for each in self._layout.order:
+            root = -1 if each.root is None else places[each.root]
+            shows[len(places)] = (root, each.past, each.form)
+            places[each.form.name] = len(places)
+            behind.append((root, each.past * each.form.dtype.itemsize))
         self._behind = tuple(behind)
         needed: set[int] = set()  # by torch steps, which take tensors; a plan takes addresses
         for number, run in enumerate(self._torch_runs):
@@ -211,33 +182,32 @@ class Program:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
         if plans is None:
             index = self.device.index
-            plans = tuple(
-                None if step.choice is None else replay(step.spec, step.choice, index)
-                for step in self.steps
-            )
-            self._threads.plans = plans
+            made: dict[tuple[str, Choice], Plan] = {}
+            found: list[Plan | None] = []
+            for step in self.steps:
+                if step.choice is None:
+                    found.append(None)
+                    continue
+                like = (step_digest(step.spec), step.choice)
+                if like not in made:
+                    made[like] = replay(step.spec, step.choice, index)
+                found.append(made[like])
+            plans = self._threads.plans = tuple(found)
         return plans
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
-        values = dict(tensors)
-        base, block, plans = 0, None, self._plans()
+        block, plans = None, self._plans()
         if self.scratch_bytes or self.device.type == "cuda":
             block = _scratch(self.device.index, stream, self.scratch_bytes, plans)
-        if block is not None:
-            base = block.data_ptr()
-            for name, offset in self._offsets.items():
-                tensor = self._between[name]
-                flat = block[offset : offset + tensor.extent * tensor.dtype.itemsize]
-                values[name] = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride)
-        launches = []
-        steps = zip(self.steps, plans, self._scratch_offsets, strict=True)
-        for number, (step, plan, offset) in enumerate(steps):
-            if number in self._views:
-                eager.view(self._views[number], step.spec, values)
-            else:
-                launches.append(self._launch(number, plan, values, base + offset))
-        return launches
+        values = self._layout.tensors(block, tensors)
+        base = 0 if block is None else block.data_ptr()
+        steps = zip(plans, self._layout.scratch, strict=True)
+        return [
+            self._launch(number, plan, values, base + offset)
+            for number, (plan, offset) in enumerate(steps)
+            if number not in self._layout.free
+        ]
 
     def _launch(
         self, number: int, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
@@ -258,7 +228,7 @@ class Program:
         runners: Sequence[_Runner] | None = getattr(self._threads, "runners", None)
         if runners is None:
             steps = zip(
-                self.steps, self._plans(), self._torch_runs, self._scratch_offsets, strict=True
+                self.steps, self._plans(), self._torch_runs, self._layout.scratch, strict=True
             )
             runners = self._threads.runners = tuple(
                 self._runner(step.spec, plan, run, offset)
@@ -370,6 +340,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def _once_each(policy: Policy, index: int) -> Build:
+    """Builds the first plan of a step; of steps that are equal, once."""
+    known: dict[str, tuple[Plan, tuple[Outcome, ...]] | NotSupported] = {}
+
+    def build(part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
+        digest = step_digest(part)
+        if digest not in known:
+            try:
+                known[digest] = build_first(part, policy, index)
+            except NotSupported as refusal:
+                known[digest] = refusal
+        found = known[digest]
+        if isinstance(found, NotSupported):
+            raise found
+        return found
+
+    return build
+
+
 def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
     by_reference = settings.current().backend == "reference"
     place = (key.digest, device, by_reference)
@@ -394,7 +383,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
                 with progress_bar("tuning", after_s=2.0) as tell:
                     bench = GpuBench(policy, device, partial(cache.alone_on, index))
                     return autotune(spec, policy, bench, tell)
-            return heuristic(spec, policy, lambda part: build_first(part, policy, index))
+            return heuristic(spec, policy, _once_each(policy, index))
 
         with torch.cuda.device(device):
             if torch_only(spec) is None:

@@ -18,7 +18,7 @@ from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
 from .ops import ATTENTION, QUANTIZED
-from .partition import Graph, Group, cuts, is_anchor, piece, prepared, work
+from .partition import Graph, Group, cuts, is_anchor, piece, prepared, regions, work
 from .policy import Policy
 
 INT32_MAX = 2**31 - 1
@@ -169,8 +169,13 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
         for index, group in enumerate(below[0] if below else ()):
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
-    spec = prepared(spec)
-    resolve(Graph(spec), work(spec.nodes), ())
+    graph = Graph(prepared(spec))
+    parts = regions(graph)
+    whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]
+    for number, group in enumerate(parts):
+        resolve(graph, group, tuple(whole) if number == 0 else ())
+    if not parts:
+        resolve(graph, work(graph.spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
 
 

@@ -19,8 +19,9 @@ from .backend import env
 from .backend.lower import first_line
 from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
+from .layout import Laid, Layout
 from .ops import ATTENTION, FP8, FP8_SCALES, OPS
-from .partition import PACKING, is_view, token_widths
+from .partition import PACKING, token_widths
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -418,29 +419,32 @@ class Chain:
     """The steps of a whole graph on random data, each writing what the later ones read."""
 
     def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:
-        self._spec = spec
         self._policy = policy
         self._device = device
         values = random_inputs(spec, device)
         self._inputs = dict(zip(spec.inputs, values, strict=True))
+        self._outputs = {
+            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
+            for name, t in ((name, spec.tensors[name]) for name in spec.outputs)
+        }
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
         """What runs ``steps`` once, in order, on the current stream."""
-        values = dict(self._inputs)
-        need = max((plan.workspace_bytes for _, plan in steps if plan is not None), default=0)
-        workspace = torch.empty(need, dtype=torch.uint8, device=self._device)
+        laid = [
+            Laid(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
+            for spec, plan in steps
+        ]
+        layout = Layout(laid, {*self._inputs, *self._outputs})
+        block = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._device)
+        values = layout.tensors(block, {**self._inputs, **self._outputs})
         launches: list[Callable[[], None]] = []
-        for spec, plan in steps:
-            (*_, node) = spec.nodes
-            if plan is None and self._is_free(spec, node):
-                eager.view(node, spec, values)
+        for number, (spec, plan) in enumerate(steps):
+            if number in layout.free:
                 continue
-            for declared in (spec.tensors[name] for name in spec.outputs):
-                values[declared.name] = torch.empty_strided(
-                    declared.shape, declared.stride, dtype=declared.dtype, device=self._device
-                )
             inputs = [values[name] for name in spec.inputs]
             outputs = [values[name] for name in spec.outputs]
+            need = 0 if plan is None else plan.workspace_bytes
+            workspace = block[layout.scratch[number] : layout.scratch[number] + need]
             launches.append(self._step(spec, plan, inputs, outputs, workspace))
 
         def run() -> None:
@@ -448,9 +452,6 @@ class Chain:
                 launch()
 
         return run
-
-    def _is_free(self, spec: GraphSpec, node: Node) -> bool:
-        return node.results[0] not in self._spec.outputs and is_view(spec.tensors, node)
 
     def _step(
         self,

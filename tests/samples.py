@@ -2144,6 +2144,72 @@ def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
     return _table_case("view", name, shapes, declare, eager, fills, terms=96)
 
 
+def _torchs_own() -> Iterator[Case]:
+    """Ops that only torch has, between ops that cuDNN has."""
+    image, last = (2, 16, 12, 10), "channels_last"
+    x, pair = ("tensor", 0), ("list", 2, 2)
+    for dtype in (F16, BF16, F32, F64):
+        yield _table_case(
+            "aten",
+            "pad",
+            {"x": (image, dtype, last)},
+            lambda g, v: {
+                "y": g.relu(
+                    g.aten(
+                        [v["x"] * 2.0],
+                        "aten.constant_pad_nd.default",
+                        (x, ("list", 1, 2, 0, 3), 0.25),
+                    )
+                )
+            },
+            lambda t: {"y": F.relu(F.pad(t["x"] * 2.0, (1, 2, 0, 3), value=0.25))},
+        )
+        yield _table_case(
+            "aten",
+            "softmax",
+            {"x": ((6, 40), dtype, None)},
+            lambda g, v: {"y": g.aten([v["x"]], "aten._softmax.default", (x, -1, False))},
+            lambda t: {"y": torch.softmax(t["x"], -1)},
+        )
+    yield _table_case(
+        "aten",
+        "two_results",
+        {"x": (image, F16, last)},
+        lambda g, v: dict(
+            zip(
+                ("y", "at"),
+                g.aten([v["x"]], "aten.max_pool2d_with_indices.default", (x, pair, pair)),
+                strict=True,
+            )
+        ),
+        lambda t: dict(zip(("y", "at"), F.max_pool2d(t["x"], 2, return_indices=True), strict=True)),
+    )
+    yield _table_case(
+        "aten",
+        "gather",
+        {"x": ((5, 8), F16, None), "at": ((3, 4), torch.int64, None)},
+        lambda g, v: {
+            "y": g.neg(
+                g.aten([v["x"], v["at"]], "aten.embedding.default", (("tensor", 0), ("tensor", 1)))
+            )
+        },
+        lambda t: {"y": -F.embedding(t["at"], t["x"])},
+        {"at": small_whole(0, 5)},
+    )
+    yield _table_case(
+        "aten",
+        "cast",
+        {"z": ((5, 8), F16, None), "x": ((5, 8), F32, None)},
+        lambda g, v: {
+            "y": g.relu(
+                g.aten([v["x"]], "aten._to_copy.default", (x,), (("dtype", ("dtype", "float16")),))
+                + v["z"]
+            )
+        },
+        lambda t: {"y": F.relu(t["x"].to(t["z"].dtype) + t["z"])},
+    )
+
+
 def _views() -> Iterator[Case]:
     image, last = (2, 16, 6, 10), "channels_last"
     for dtype in (F16, BF16, F32):
@@ -3878,6 +3944,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_matmul(),
         *_norms(),
         *_image_norms(),
+        *_torchs_own(),
         *_views(),
         *_resamples(),
         *_softmaxes(),

@@ -1334,6 +1334,11 @@ def _torch_only(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op} is no part of a cuDNN plan: a torch step, or strides of a tensor")
 
 
+def _torchs_own(ctx: Context | None, node: Node) -> Any:
+    """An op that only torch has."""
+    raise _Refused(f"{node.attr('overload')} is torch's own op, no part of a plan: a torch step")
+
+
 def _no_resample(ctx: Context | None, node: Node) -> Any:
     """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
     raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
@@ -1346,6 +1351,7 @@ def _no_softmax(ctx: Context | None, node: Node) -> Any:
 
 _REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     _torch_only,
+    _torchs_own,
     _no_resample,
     _no_softmax,
 )
@@ -1426,6 +1432,7 @@ RULES: Mapping[str, Rule] = {
     "permute": _torch_only,
     "slice": _torch_only,
     "concat": _torch_only,
+    "aten": _torchs_own,
     **{name: _no_resample for name in resample.RULES},
     **{
         f"{name}{suffix}": _no_softmax

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -745,3 +746,95 @@ def test_two_branches_are_compared_in_every_way() -> None:
         if why_apart(step) is None
     }
     assert steps == set(bench.timed)
+
+
+# -- large graphs ----------------------------------------------------------------------------------
+
+
+def tower(blocks: int) -> GraphSpec:
+    """A chain of equal blocks, a convolution with bias and relu each, and one that is different."""
+    g = cg.Graph("tower")
+    last = {"layout": "channels_last"}
+    y = g.input("x", (2, 8, 6, 6), F16, **last)
+    for number in range(blocks):
+        w = g.input(f"w{number}", (8, 8, 3, 3), F16, **last)
+        y = g.conv_bias_act(y, w, g.input(f"b{number}", (8,), F16), padding=1)
+    g.output("y", g.tanh(g.conv(y, g.input("v", (8, 8, 1, 1), F16, **last))))
+    return g.spec()
+
+
+LAST = "conv tanh last"
+
+
+def test_equal_regions_of_a_large_graph_are_searched_once_and_share_a_plan() -> None:
+    bench = table({WHOLE: [Offer(30.0), Offer(20.0)], LAST: [Offer(5.0)]})
+    selection = run(tower(20), bench)
+    assert taken(selection) == [(WHOLE, 1)] * 20 + [(LAST, 0)]
+    assert Counter(bench.asked)[WHOLE] == Counter(bench.asked)[LAST] == 1
+    assert Counter(bench.checked) == {(WHOLE, 1): 1, (LAST, 0): 1}
+    assert [choice.engine for _, choice in bench.replayed] == [1, 0]
+    assert len({id(plan) for plan in selection.built[:20]}) == 1
+    there = {"x"}
+    for step in selection.steps:  # each reads what the one before made, and its own weights
+        assert there & set(step.spec.inputs)
+        there = set(step.spec.outputs)
+    assert there == {"y"}
+
+
+def test_a_large_graph_says_how_it_was_cut_and_which_steps_are_equal() -> None:
+    bench = table({WHOLE: [Offer(30.0), Offer(20.0)], LAST: [Offer(5.0)]})
+    selection = run(tower(20), bench)
+    first = selection.steps[0].decisions
+    assert first[0].reason == "cut at its anchors into 21 regions, 2 of them different"
+    assert of(selection, 0).reason == "1.50 times the time of the one taken"
+    for step in selection.steps[1:20]:
+        assert [d.reason for d in step.decisions] == ["as for step 1, which is equal"]
+        assert step.time_us == 20.0
+
+
+def test_a_region_of_a_large_graph_may_be_split_and_so_are_its_likes() -> None:
+    bench = table({WHOLE: [Offer(90.0)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]}, conv=99.0)
+    selection = run(tower(8), bench)
+    kinds = taken(selection)
+    assert kinds[:16] == [(CONV, 0), (EPILOGUE, 0)] * 8
+    for number in range(0, 16, 2):
+        (made,) = selection.steps[number].spec.outputs
+        assert made in selection.steps[number + 1].spec.inputs
+
+
+def test_the_search_of_a_large_graph_grows_with_its_kinds_of_regions_alone() -> None:
+    counts = []
+    for blocks in (10, 60):
+        bench = table({WHOLE: [Offer(30.0 - n) for n in range(5)], LAST: [Offer(5.0)]})
+        run(tower(blocks), bench)
+        counts.append((len(bench.built), len(bench.asked), len(bench.rounds)))
+    assert counts[0] == counts[1]
+
+
+def test_a_close_plan_that_is_faster_in_its_place_is_taken() -> None:
+    """Timed with the whole graph around it, for all steps that are equal."""
+    bench = table({WHOLE: [Offer(20.0), Offer(21.0), Offer(40.0)], LAST: [Offer(5.0)]})
+
+    def whole(chains: Sequence[Any]) -> list[float]:
+        used = [[plan.choice.engine for _, plan in chain] for chain in chains]
+        assert used == [[0] * 8 + [0], [1] * 8 + [0]], "the slow plan is not worth it"
+        return [200.0, 150.0]
+
+    bench.whole_us = whole
+    selection = run(tower(8), bench)
+    assert taken(selection) == [(WHOLE, 1)] * 8 + [(LAST, 0)]
+    assert (WHOLE, 1) in bench.checked
+    bench = table({WHOLE: [Offer(20.0), Offer(21.0, wrong="wrong: it is")], LAST: [Offer(5.0)]})
+    bench.whole_us = lambda chains: [200.0, 150.0]
+    assert taken(run(tower(8), bench))[0] == (WHOLE, 0)
+    bench = table({WHOLE: [Offer(20.0), Offer(21.0)], LAST: [Offer(5.0)]})
+    bench.whole_us = lambda chains: [200.0, 199.8]
+    assert taken(run(tower(8), bench))[0] == (WHOLE, 0), "no gain to speak of"
+
+
+def test_a_large_graph_takes_seconds_even_with_hundreds_of_anchors() -> None:
+    bench = table({WHOLE: [Offer(30.0), Offer(20.0)], LAST: [Offer(5.0)]})
+    start = time.perf_counter()
+    selection = run(tower(200), bench)
+    assert len(selection.steps) == 201
+    assert time.perf_counter() - start < 20.0

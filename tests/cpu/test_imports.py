@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("errors", "timing", "memory", "progress", "ranks", "resample"),
+    ("errors", "aten", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
     ("ops", "key"),
     ("validate", "reference", "partition"),
     ("graph", "backend", "eager", "dropped"),
+    ("layout",),
     ("grad", "importer", "select", "trial"),
     ("autotune", "recorded"),
     ("cache",),
@@ -35,16 +36,20 @@ LAYERS = (
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Inside a function, so that the cycle is closed only when it is called: (importing, imported).
-LATE = {("graph", "runtime"), ("graph", "training")}
+LATE = {("graph", "runtime"), ("graph", "training"), ("fuse", "cli")}
 # What the modules of selection may import, and nothing else of what lies below them.
 SELECTION = {
     "timing": set(),
     "memory": set(),
     "progress": set(),
-    "partition": {"ir", "ops"},
-    "eager": {"ir", "ops", "partition", "reference", "resample"},
+    "partition": {"ir", "ops", "resample"},
+    "eager": {"aten", "ir", "ops", "partition", "reference", "resample"},
     "dropped": {"ir", "ops", "reference"},
-    "trial": {"backend", "dropped", "eager", "ir", "ops", "partition", "policy", "reference"},
+    "layout": {"eager", "ir", "memory", "partition"},
+    "trial": {
+        *("backend", "dropped", "eager", "ir", "layout", "ops", "partition", "policy"),
+        "reference",
+    },
     "select": {"backend", "dropped", "errors", "ir", "ops", "partition", "policy"},
     "autotune": {
         *("backend", "dropped", "eager", "errors", "ir", "key", "partition", "policy"),

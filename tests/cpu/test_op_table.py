@@ -59,7 +59,7 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
 
 
 def test_every_op_is_a_method_of_a_value() -> None:
-    assert set(OPS) - {"constant", "concat"} <= METHODS
+    assert set(OPS) - {"constant", "concat", "aten"} <= METHODS
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,11 +81,11 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", *LOSSES, *resample.RULES}
+    assert torch_only == {"concat", "aten", *LOSSES, *resample.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
         with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
-            refuse(None, Node(name, name, (), (), ()))
+            refuse(None, Node(name, name, (), (), (("overload", "aten.relu.default"),)))
 
 
 def test_a_list_of_operands_has_a_port_each() -> None:
@@ -96,6 +96,7 @@ def test_a_list_of_operands_has_a_port_each() -> None:
 
 def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
     assert {name for name in OPS if not OPS[name].pointwise} == {
+        "aten",
         "concat",
         "permute",
         "reshape",

@@ -88,7 +88,8 @@ def test_declaring_every_sample_makes_no_tensor() -> None:
 
     with NoTensors():
         for case in enumerate_cases.__wrapped__():
-            case.build().spec()
+            if case.family != "aten":  # torch is asked there, on tensors without memory
+                case.build().spec()
 
 
 def test_inputs_depend_on_the_seed_and_on_nothing_else() -> None:

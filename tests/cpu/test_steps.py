@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import runtime
+from cudnngraph import eager, runtime
 from cudnngraph.ir import GraphSpec
 from cudnngraph.runtime import Program, canonical
 from cudnngraph.select import FREE, heuristic
@@ -173,6 +173,83 @@ def test_a_view_keeps_the_memory_that_it_shows(blocks: list[torch.Tensor]) -> No
     (block,) = blocks
     assert program.scratch_bytes <= block.numel()
     assert program.scratch_bytes == 3 * 1024, "two of the six and the one that is shown"
+
+
+# -- what is joined --------------------------------------------------------------------------------
+
+
+def two_levels(g: cg.Graph, x: cg.Value, w: cg.Value, v: cg.Value) -> cg.Value:
+    """A slice that a convolution reads too, a join of a join, an input among what is joined."""
+    a = g.relu(g.conv(x, w, padding=1))
+    b = g.relu(g.conv(a, w, padding=1))
+    inner = g.concat([a, b], 1)
+    return g.conv(g.concat([g.tanh(x), inner, x], 1), v)
+
+
+def torch_two_levels(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    a = torch.conv2d(x, w, padding=1).relu()
+    b = torch.conv2d(a, w, padding=1).relu()
+    return torch.conv2d(torch.cat([x.tanh(), a, b, x], 1), v)
+
+
+def joined_images() -> tuple[GraphSpec, dict[str, torch.Tensor], torch.Tensor]:
+    """A graph of images channels last, its inputs, and what torch makes of them in float64."""
+    gen = torch.Generator().manual_seed(5)
+    shapes = {"x": (2, 8, 6, 5), "w": (8, 8, 3, 3), "v": (4, 32, 1, 1)}
+    inputs = {
+        key: (0.25 * torch.randn(shape, generator=gen)).contiguous(
+            memory_format=torch.channels_last
+        )
+        for key, shape in shapes.items()
+    }
+    g = cg.Graph("joined")
+    g.output("y", two_levels(g, **{key: g.input(key, like=t) for key, t in inputs.items()}))
+    return g.spec(), inputs, torch_two_levels(*(t.double() for t in inputs.values()))
+
+
+def test_what_is_joined_is_written_into_its_slice(blocks: list[torch.Tensor]) -> None:
+    spec, inputs, want = joined_images()
+    program = in_steps(spec)
+    y = torch.empty_strided(spec.tensors["y"].shape, spec.tensors["y"].stride)
+    names = (*program.spec.inputs, *program.spec.outputs)
+    bound = dict(zip(names, [inputs[n] for n in spec.inputs] + [y], strict=True))
+    launches = program.launches(bound, 0)
+    joins = [step for step in program.steps if step.spec.nodes[-1].op == "concat"]
+    assert [FREE in step.decisions for step in joins] == [True, False]
+    assert len(launches) == len(program.steps) - 1
+    values = program._layout.tensors(blocks[-1], bound)
+    whole = values[joins[1].spec.outputs[0]]
+    start = 0
+    for number, name in enumerate(joins[1].spec.nodes[-1].operands):
+        part = whole.narrow(1, start, values[name].shape[1])
+        assert (values[name].data_ptr() == part.data_ptr()) == (number < 2)
+        start += values[name].shape[1]
+    for name in joins[0].spec.inputs:
+        assert values[name].stride() == whole.stride()
+    for _ in range(2):
+        for launch in launches:
+            launch(None)
+        numerics.check(y, want, F32)
+        y.fill_(77.0)
+
+
+def test_joining_on_a_gpu_copies_only_what_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = torch.zeros(2, 12, 3, 3).contiguous(memory_format=torch.channels_last)
+    there, apart = whole[:, :8], torch.ones(2, 4, 3, 3)
+    g = cg.Graph("g")
+    values = [g.input(n, like=t) for n, t in (("a", there), ("b", apart))]
+    g.output("y", g.concat(values, 1), layout="channels_last")
+    there.fill_(3.0)
+    run = eager.launcher(g.spec(), [there, apart], [whole], allow_tf32=False)
+    monkeypatch.setattr(torch, "cat", None)  # it would read what it writes
+    run()
+    assert torch.equal(whole[:, :8], torch.full((2, 8, 3, 3), 3.0))
+    assert torch.equal(whole[:, 8:], apart)
+
+
+# -- direct runs -----------------------------------------------------------------------------------
 
 
 class Recording:

@@ -1,0 +1,631 @@
+"""Whole models fused: :func:`fuse` makes a module of a model, :func:`backend` is for torch.compile.
+
+A model becomes one graph for each form of its inputs (:mod:`~cudnngraph.importer`), which is
+compiled like any other: cut at its anchors into plans and torch steps, tensors between them in one
+block. Parameters are bound once, inputs are copied into tensors of the graph's own, and a CUDA
+graph of it all may be replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .errors import CannotImport, GraphError, PolicyError, WrongResult
+from .importer import Exported, Imported, convert, export
+from .ir import TensorSpec
+from .policy import Policy
+from .recorded import to_record
+from .runtime import ALIGNMENT_BYTES, Executable, compile
+from .select import FREE, Selection, StepPlan
+from .trial import TOLERANCE, relative_error
+
+_log = logging.getLogger(__name__)
+
+MAX_SHAPES = 8
+TORCH_FACTOR = 2.0  # how much farther from float64 than the model itself a result may be
+EQUAL_SHARE = 0.99  # of whole numbers: an argmax of two near numbers may differ
+_CPU = torch.device("cpu")
+
+
+# -- a model for one form of its inputs ------------------------------------------------------------
+
+
+class Bound:
+    """A graph with every tensor bound: call it with nothing, as often as wanted.
+
+    ``inputs`` are the tensors that a run reads, in the order of the model's tensors, None where
+    nothing depends on one; ``results`` are what it makes: tensors that every run writes anew, or
+    that never change, and values. ``tensors`` are all that are bound, by their names in the graph;
+    ``graph`` is the CUDA graph, if it was captured.
+    """
+
+    def __init__(
+        self,
+        imported: Imported,
+        executable: Executable | None,
+        device: torch.device,
+        stream: Any = None,
+    ) -> None:
+        self.imported = imported
+        self.executable = executable
+        self.inputs: list[torch.Tensor | None] = [None] * len(imported.inputs)
+        self.written: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.graph: Any = None
+        self._call: Callable[[], None] = _nothing
+        if executable is None or imported.spec is None:
+            return
+        tensors = imported.spec.tensors
+        given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
+        for place, name in enumerate(imported.inputs):
+            if name is not None:
+                self.inputs[place] = given[name] = _empty(tensors[name], device).zero_()
+        for name in imported.spec.outputs:
+            self.written[name] = given[name] = _empty(tensors[name], device)
+        self.tensors = given
+        self._call = executable.bind(**given)
+        if stream is not None:
+            self._capture(stream)
+
+    def _capture(self, stream: Any) -> None:
+        """Record a run in a CUDA graph."""
+        with torch.cuda.stream(stream):
+            self._call()
+            stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._call()
+        self.graph = graph
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._call()
+
+    def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
+        """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
+        for mine, given in zip(self.inputs, tensors, strict=True):
+            if mine is not None:
+                mine.copy_(given)
+        self()
+        results: list[Any] = []
+        for result in self.imported.results:
+            if isinstance(result, str):
+                made = self.written[result]
+                results.append(made if reuse else made.clone())
+            else:
+                kind, value = result
+                results.append(tensors[value] if kind == "input" else value)
+        return results
+
+
+def _nothing() -> None:
+    pass
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it begins at an address that plans do not take."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES == 0 or tensor.device.type == "cpu":
+        return tensor
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.copy_(tensor)
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model for one form of its inputs; ``str()`` of it is a table.
+
+    ``steps`` run in order, ``tier`` says what served their plans. ``folded`` batch norms are in
+    weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
+    holds, where results were checked, the relative error to float64 of each, and the model's own.
+    """
+
+    model: str
+    device: torch.device
+    channels_last: bool
+    captured: bool
+    tier: str
+    steps: tuple[StepPlan, ...]
+    folded: int
+    opaque: tuple[tuple[str, str], ...]
+    workspace_bytes: int
+    errors: tuple[tuple[float, float | None], ...] = ()
+    executable: Executable | None = None
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many steps are plans of cuDNN, torch's, views, or the reference executor."""
+        return Counter(self._kind(step) for step in self.steps)
+
+    def _kind(self, step: StepPlan) -> str:
+        if step.choice is not None:
+            return "cuDNN"
+        if FREE in step.decisions:
+            return "view"
+        return "reference" if self.device.type == "cpu" else "torch"
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Of each step: what runs it, its ops, its time in µs, and why it is no plan of cuDNN."""
+        for step in self.steps:
+            kind = self._kind(step)
+            ops = [node.op for node in step.spec.nodes if node.op != "constant"]
+            shown = " ".join(ops) if len(ops) < 9 else f"{' '.join(ops[:8])} … ({len(ops)} ops)"
+            time = "" if step.time_us is None else f"{step.time_us:.1f}"
+            reasons = [d.reason for d in step.decisions if not d.accepted]
+            yield kind, shown, time, reasons[-1] if kind == "torch" and reasons else ""
+
+    def __str__(self) -> str:
+        layout = "channels_last" if self.channels_last else "as given"
+        head = f"{self.model} on {self.device}: {len(self.steps)} steps ("
+        head += ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        head += f"), images {layout}, {self.folded} batch norms folded"
+        lines = [head, f"plans from: {self.tier}, workspace {self.workspace_bytes} bytes"]
+        if self.captured:
+            lines[-1] += ", in a CUDA graph"
+        for number, (error, own) in enumerate(self.errors):
+            beside = "" if own is None else f", the model's own {own:.1e}"
+            lines.append(f"result {number}: relative error {error:.1e}{beside}")
+        rows = [("step", "runs on", "ops", "µs", "why"), *self._numbered()]
+        widths = [max(len(row[place]) for row in rows) for place in range(4)]
+        lines += [
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
+            ).rstrip()
+            for row in rows
+        ]
+        for name, line in dict.fromkeys(self.opaque):
+            lines.append(f"torch's own: {name}" + (f", {line}" if line else ""))
+        return "\n".join(lines)
+
+    def _numbered(self) -> Iterator[tuple[str, ...]]:
+        for number, row in enumerate(self.rows(), 1):
+            yield (str(number), *row)
+
+    def svg(self) -> str:
+        """The steps as a picture."""
+        from .backend.env import EnvKey
+        from .cli.draw import svg
+
+        if self.executable is None:
+            raise PolicyError("nothing of the model is left to run, so there is nothing to draw")
+        exe = self.executable
+        selection = Selection(self.steps, (None,) * len(self.steps))
+        environment = EnvKey(0, "", str(self.device), (0, 0), 0, 0)
+        return svg(to_record(exe.spec, exe.key, environment, exe.policy, selection))
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file, as SVG."""
+        Path(path).write_text(self.svg(), encoding="utf-8")
+
+
+# -- fuse ------------------------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """A model that runs as fused graphs, one for each form of its inputs; see :func:`fuse`.
+
+    ``report`` is that of the example's form; ``bound(*args)`` gives the graph that calls like this
+    run. Weights are those of ``model`` when a form was first seen; :meth:`refresh` takes the
+    present ones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: Policy | None = None,
+        channels_last: bool | None = None,
+        dtype: torch.dtype | None = None,
+        capture: bool = False,
+        reuse_results: bool = False,
+        max_shapes: int = MAX_SHAPES,
+    ) -> None:
+        super().__init__()
+        if model.training:
+            raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
+        if max_shapes < 1:
+            raise PolicyError(f"max_shapes={max_shapes!r}; expected a whole number >= 1")
+        self.model = model if dtype is None else copy.deepcopy(model).to(dtype)
+        self._dtype = dtype
+        self._policy = policy
+        self._channels_last = channels_last
+        self._capture = capture
+        self._reuse = reuse_results
+        self._max_shapes = max_shapes
+        self._captures_left = max_shapes
+        self._stream: Any = None
+        self._forms: OrderedDict[Hashable, tuple[Bound, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.report: Report | None = None
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; results have no gradient."""
+        leaves, form = self._flat(args, kwargs)
+        with self._lock, torch.no_grad():
+            bound, out_spec = self._form(form, args, kwargs)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            results = bound.run(tensors, reuse=self._reuse)
+        return pytree.tree_unflatten(results, out_spec)
+
+    def bound(self, *args: Any, **kwargs: Any) -> Bound:
+        """What calls with arguments of this form run, their tensors copied into its inputs."""
+        leaves, form = self._flat(args, kwargs)
+        with self._lock, torch.no_grad():
+            bound, _ = self._form(form, args, kwargs)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            bound.run(tensors, reuse=True)
+        return bound
+
+    def refresh(self) -> None:
+        """Forget the weights that were bound; the plans stay in the cache."""
+        with self._lock:
+            self._forms.clear()
+            self._captures_left = self._max_shapes
+
+    def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        parts: list[Hashable] = [str(spec)]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                dtype = leaf.dtype if self._dtype is None or not _floats(leaf) else self._dtype
+                parts.append((tuple(leaf.shape), dtype, leaf.device))
+            else:
+                parts.append((type(leaf), leaf))
+        return leaves, tuple(parts)
+
+    def _form(self, form: Hashable, args: Any, kwargs: Any) -> tuple[Bound, Any]:
+        found = self._forms.get(form)
+        if found is None:
+            found = self._made(args, kwargs)
+            self._forms[form] = found
+            while len(self._forms) > self._max_shapes:
+                self._forms.popitem(last=False)
+        self._forms.move_to_end(form)
+        return found
+
+    # -- making ------------------------------------------------------------------------------------
+
+    def _made(self, args: Any, kwargs: Any) -> tuple[Bound, Any]:
+        args, kwargs = self.cast((args, kwargs))
+        device = _device_of((args, kwargs), self.model)
+        exported = export(self.model, args, kwargs)
+        last = self._channels_last
+        if last is None:
+            last = _has_images(exported)
+        imported = convert(
+            exported.module,
+            exported.constants,
+            exported.placeholders,
+            name=type(self.model).__name__,
+            channels_last=last,
+        )
+        executable = None
+        if imported.spec is not None:
+            executable = compile(imported.spec, device, policy=self._policy)
+        stream = None
+        if self._capture and device.type == "cuda" and self._captures_left:
+            if self._stream is None:
+                made: Any = torch.cuda.Stream
+                self._stream = made(device)
+            stream = self._stream
+            self._captures_left -= 1
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            bound = Bound(imported, executable, device, stream)
+        if self.report is None:
+            self.report = Report(
+                type(self.model).__name__,
+                device,
+                last,
+                bound.graph is not None,
+                "" if executable is None else executable.tier,
+                () if executable is None else executable.steps,
+                imported.folded,
+                tuple((each.overload, each.line) for each in imported.opaque),
+                0 if executable is None else executable.workspace_bytes,
+                executable=executable,
+            )
+        return bound, exported.out_spec
+
+    def cast(self, arguments: Any) -> Any:
+        """Arguments with their floating tensors in the dtype that was asked for."""
+        if self._dtype is None:
+            return arguments
+        return pytree.tree_map(
+            lambda leaf: leaf.to(self._dtype) if _floats(leaf) else leaf, arguments
+        )
+
+    def __len__(self) -> int:
+        """How many forms of inputs are kept ready."""
+        return len(self._forms)
+
+    def extra_repr(self) -> str:
+        """For torch's printed form of a module."""
+        return f"{len(self)} of {self._max_shapes} forms" + (", captured" * self._capture)
+
+
+def _floats(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _device_of(arguments: Any, model: nn.Module) -> torch.device:
+    """The one device of the arguments and the model. Raises :class:`PolicyError` for several."""
+    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    devices = dict.fromkeys(x.device for x in (*tensors, *model.parameters(), *model.buffers()))
+    if len(devices) > 1:
+        listed = ", ".join(map(str, devices))
+        raise PolicyError(f"arguments and model are on {listed}; expected one device")
+    return next(iter(devices), _CPU)
+
+
+def _has_images(exported: Exported) -> bool:
+    """Whether a model convolves images: their channels are best the fastest dim."""
+    return any(
+        node.op == "call_function"
+        and str(node.target).startswith("aten.conv")
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and node.meta["val"].dim() in (4, 5)
+        for node in exported.module.graph.nodes
+    )
+
+
+def fuse(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    channels_last: bool | None = None,
+    dtype: torch.dtype | None = None,
+    capture: bool = False,
+    reuse_results: bool = False,
+    max_shapes: int = MAX_SHAPES,
+    check: bool = True,
+) -> Fused:
+    """``model`` as a module that runs fused, for inference, compiled for ``example_inputs``.
+
+    ``example_inputs`` is the tuple of arguments, or one tensor. Another shape is compiled when it
+    is first met; ``max_shapes`` of them are kept ready, each, with ``capture``, as a CUDA graph.
+
+    - ``channels_last``: lay images and the weights of convolutions out so; None where there are
+      such. Results keep the layout that their op passes on.
+    - ``dtype``: run a copy of the model in it; floating inputs are converted.
+    - ``reuse_results``: return the tensors that the next call of this shape overwrites, no copies.
+    - ``check``: compare the results for the example with the model run in float64.
+
+    What has no op of ours is a torch step; ``report`` of the result says which, and why. Raises
+    :class:`CannotImport` for a model that is no single graph: control flow on numbers in tensors,
+    state that changes, random numbers. Raises :class:`WrongResult` where the check fails.
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    fused = Fused(
+        model,
+        policy=policy,
+        channels_last=channels_last,
+        dtype=dtype,
+        capture=capture,
+        reuse_results=reuse_results,
+        max_shapes=max_shapes,
+    )
+    fused.eval()
+    results = fused(*args, **(kwargs or {}))
+    if check and fused.report is not None:
+        errors = _checked(fused, args, dict(kwargs or {}), results)
+        fused.report = Report(**{**fused.report.__dict__, "errors": errors})
+    return fused
+
+
+def _checked(
+    fused: Fused, args: Any, kwargs: Any, results: Any
+) -> tuple[tuple[float, float | None], ...]:
+    """The errors of the results and of the model itself; raises where ours are too large."""
+    args, kwargs = fused.cast((args, kwargs))
+    name = type(fused.model).__name__
+    with torch.no_grad():
+        own = pytree.tree_leaves(fused.model(*args, **kwargs))
+        exact = _in_float64(fused.model, args, kwargs)
+    ours = pytree.tree_leaves(results)
+    errors: list[tuple[float, float | None]] = []
+    for number, (mine, theirs) in enumerate(zip(ours, own, strict=True)):
+        if not isinstance(theirs, torch.Tensor):
+            if mine != theirs:
+                raise WrongResult(f"{name}: result {number} is {mine!r}, the model's {theirs!r}")
+            continue
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            raise WrongResult(
+                f"{name}: result {number} is {mine.dtype} {tuple(mine.shape)}, the model's "
+                f"{theirs.dtype} {tuple(theirs.shape)}"
+            )
+        if theirs.dtype not in TOLERANCE and theirs.dtype != torch.float64:
+            same = float((mine == theirs).double().mean()) if theirs.numel() else 1.0
+            if same < EQUAL_SHARE:
+                raise WrongResult(f"{name}: {1 - same:.1%} of result {number} differ")
+            continue
+        floor = TOLERANCE.get(theirs.dtype, 1e-12)
+        if exact is None:
+            error, yardstick = relative_error(mine, theirs), None
+            limit = TORCH_FACTOR * floor
+        else:
+            error = relative_error(mine, exact[number])
+            yardstick = relative_error(theirs, exact[number])
+            limit = max(TORCH_FACTOR * yardstick, floor)
+        if not error <= limit:
+            raise WrongResult(
+                f"{name}: result {number} is off by {error:.2g}, at most {limit:.2g} is right"
+                + ("" if yardstick is None else f" (the model itself is off by {yardstick:.2g})")
+            )
+        errors.append((error, yardstick))
+    return tuple(errors)
+
+
+def _in_float64(model: nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
+    """The results of the model in float64; None for a model that does not run in it."""
+    try:
+        wide = copy.deepcopy(model).double()
+        wide_args, wide_kwargs = pytree.tree_map(
+            lambda leaf: leaf.double() if _floats(leaf) else leaf, (args, kwargs)
+        )
+        return list(pytree.tree_leaves(wide(*wide_args, **wide_kwargs)))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+_OPTIONS = ("channels_last", "policy", "max_shapes")
+CHANGES = 3  # of the weights, after which they are inputs like others
+
+
+def backend(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend of ``torch.compile(model, backend="cudnngraph")``.
+
+    Each graph that dynamo finds is imported as a whole for each set of shapes it is called with;
+    in training its forward and its backward are. Weights are bound, batch norms folded into them,
+    for inference; weights that change are taken anew. What cannot be imported runs as torch's own
+    graph, and the log says why. ``options``: ``channels_last`` (bool), ``policy``, ``max_shapes``.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    unknown = [name for name in options or {} if name not in _OPTIONS]
+    if unknown or mode not in (None, "default"):
+        what = f"option {', '.join(unknown)}" if unknown else f"mode={mode!r}"
+        raise PolicyError(f"{what} is unknown to this backend; options are {', '.join(_OPTIONS)}")
+    given = dict(options or {})
+
+    def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return _boxed(_Compiled(traced, _static_places(len(examples)), given))
+
+    def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return _boxed(_Compiled(traced, (), given))
+
+    make: Any = aot_autograd
+    made: Callable[..., Any] = make(
+        fw_compiler=training, bw_compiler=training, inference_compiler=inference
+    )(module, example_inputs)
+    return made
+
+
+def _static_places(count: int) -> tuple[int, ...]:
+    """Which inputs of the graph being compiled are parameters and buffers."""
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = None if context is None else context.fw_metadata
+    places = getattr(metadata, "static_input_indices", None) or ()
+    return tuple(place for place in places if place < count)
+
+
+def _boxed(function: Callable[..., Any]) -> Any:
+    return import_module("functorch.compile").make_boxed_func(function)
+
+
+class _Compiled:
+    """A graph of torch.compile, run as ours for each form of its inputs, as itself where it cannot
+    be."""
+
+    def __init__(
+        self, traced: torch.fx.GraphModule, static: Sequence[int], options: Mapping[str, Any]
+    ) -> None:
+        self._traced = traced
+        self._static = tuple(static)
+        self._last = bool(options.get("channels_last", False))
+        self._policy = options.get("policy")
+        self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
+        self._forms: dict[Hashable, Any] = {}
+        self._weights: tuple[Any, ...] = ()
+        self._changes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock, torch.no_grad():
+            self._notice_changes(args)
+            form = tuple(map(_form_of, args))
+            found = self._forms.get(form, False)
+            if found is False:
+                found = None
+                if len(self._forms) < self._max_shapes:
+                    found = self._made(args)
+                else:
+                    _log.warning("over %d shapes: this one runs by torch", self._max_shapes)
+                self._forms[form] = found
+            if found is None:
+                return self._traced(*args)
+            free = [arg for place, arg in enumerate(args) if place not in self._static]
+            return tuple(found.run([arg for arg in free if isinstance(arg, torch.Tensor)]))
+
+    def _notice_changes(self, args: Sequence[Any]) -> None:
+        """Bind the weights anew that were written or exchanged since the last call."""
+        if not self._static:
+            return
+        now = tuple((args[p].data_ptr(), args[p]._version) for p in self._static)
+        if now == self._weights:
+            return
+        if self._weights:
+            self._forms.clear()
+            self._changes += 1
+            if self._changes > CHANGES:
+                self._static = ()
+        self._weights = now
+
+    def _made(self, args: Sequence[Any]) -> Bound | None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), _CPU)
+        try:
+            traced = make_fx(self._traced, tracing_mode="fake")(*args)
+            names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+            constants = {names[place]: args[place].detach() for place in self._static}
+            tensors = [
+                name
+                for place, name in enumerate(names)
+                if place not in self._static and isinstance(args[place], torch.Tensor)
+            ]
+            imported = convert(
+                traced,
+                constants,
+                tensors,
+                name="compiled",
+                channels_last=self._last,
+                keep_strides=True,
+            )
+            executable = None
+            if imported.spec is not None:
+                executable = compile(imported.spec, device, policy=self._policy)
+            return Bound(imported, executable, device)
+        except (CannotImport, GraphError) as error:
+            _log.warning("a graph of torch.compile runs by torch: %s", error)
+            return None
+
+
+def _form_of(arg: Any) -> Hashable:
+    if isinstance(arg, torch.Tensor):
+        return tuple(arg.shape), tuple(arg.stride()), arg.dtype, arg.device
+    return arg  # type: ignore[no-any-return]

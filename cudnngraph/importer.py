@@ -1,0 +1,1074 @@
+"""Models as graphs: a graph of ATen ops, as torch.export and torch.compile make it, becomes one.
+
+An ATen op that there is an op for becomes it; any other becomes an ``aten`` node, which is a step
+of torch. Parameters and buffers are constants: they are inputs of the graph with their tensors
+beside it, and what depends on constants alone is computed here. A batch norm behind a convolution
+is folded into its weight, in float64 and rounded once. Layouts are the graph's own: with
+``channels_last`` images and the weights of convolutions lie so from the input to the output, and
+what only asks for a layout (``contiguous``, ``clone``) is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import aten
+from .errors import CannotImport, GraphError
+from .graph import Graph, Value
+from .ir import GraphSpec, channels_last_strides, is_contiguous
+from .ops import FLOATS
+
+_TORCH = Path(torch.__file__).parent
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """An op that stays torch's own, and the line of the model that it comes from."""
+
+    overload: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A model as a graph.
+
+    ``inputs`` gives, for each tensor that the model takes, the name of the graph's input, None
+    where nothing depends on it. ``constants`` are the tensors of the other inputs. ``results`` are
+    the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
+    and the place of a tensor that is handed on, or "value" and what the result always is.
+    ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
+    """
+
+    spec: GraphSpec | None
+    inputs: tuple[str | None, ...]
+    constants: Mapping[str, torch.Tensor]
+    results: tuple[str | tuple[str, Any], ...]
+    opaque: tuple[Opaque, ...]
+    folded: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model as ATen ops: the graph, its constants by placeholder, and how it is called.
+
+    ``placeholders`` are the names of those that stand for the caller's tensors, in the order of
+    the tensors among the flattened arguments.
+    """
+
+    module: torch.fx.GraphModule
+    constants: Mapping[str, torch.Tensor]
+    placeholders: tuple[str, ...]
+    out_spec: Any
+
+
+def export(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Exported:
+    """``model`` called with ``args`` as a graph of ATen ops, without a gradient.
+
+    Raises :class:`CannotImport` for a model that changes its buffers or its inputs, and for one
+    whose ops depend on the numbers in its tensors.
+    """
+    from torch.export.graph_signature import InputKind
+
+    name = type(model).__name__
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
+            program = program.run_decompositions({})
+    except Exception as error:
+        raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        what = ", ".join(f"'{each}'" for each in changed)
+        raise CannotImport(
+            f"{name} changes {what} in place, which a graph does not (a batch norm in training "
+            "mode, a counter, a cache?); call model.eval(), or return the new value"
+        )
+    constants: dict[str, torch.Tensor] = {}
+    placeholders: list[str] = []
+    for each in signature.input_specs:
+        held = {**program.state_dict, **program.constants}
+        if each.kind == InputKind.USER_INPUT:
+            if type(each.arg).__name__ == "TensorArgument":
+                placeholders.append(each.arg.name)
+        elif each.target in held:
+            constants[each.arg.name] = held[each.target].detach()
+        else:
+            raise CannotImport(f"{name} takes a {each.kind.name.lower()}, which no graph has")
+    return Exported(
+        program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
+    )
+
+
+def _export_failure(error: Exception) -> str:
+    """Why torch.export gave up, in a line, and where."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    where = _last_line(text)
+    return f"{first} ({where})" if where else first
+
+
+def _last_line(trace: str) -> str:
+    """The last line of a stack trace that is not torch's own, "" where there is none."""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in (\S+)\n\s*(.+)', trace)
+    ours = [each for each in found if _TORCH not in Path(each[0]).parents] or found
+    if not ours:
+        return ""
+    path, number, function, code = ours[-1]
+    return f"{Path(path).name}:{number} in {function}: {code.strip()}"
+
+
+def convert(
+    module: torch.fx.GraphModule,
+    constants: Mapping[str, torch.Tensor],
+    placeholders: Sequence[str],
+    *,
+    name: str = "model",
+    channels_last: bool = False,
+    keep_strides: bool = False,
+) -> Imported:
+    """The graph of ATen ops ``module`` as one of ours.
+
+    ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
+    ``keep_strides`` gives the outputs the strides that the trace says. Raises
+    :class:`CannotImport` with the op and its line where that cannot be.
+    """
+    return _Conversion(module, constants, placeholders, name, channels_last, keep_strides).run()
+
+
+def import_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    channels_last: bool = False,
+) -> Imported:
+    """``model`` as called with ``args``, as one graph; see :func:`export`, :func:`convert`."""
+    made = export(model, args, kwargs)
+    return convert(
+        made.module,
+        made.constants,
+        made.placeholders,
+        name=type(model).__name__,
+        channels_last=channels_last,
+    )
+
+
+# -- the conversion --------------------------------------------------------------------------------
+
+Arguments = Mapping[str, Any]
+
+
+class _Skip(Exception):
+    """A rule does not apply to these arguments."""
+
+
+@dataclass
+class _Conversion:
+    module: torch.fx.GraphModule
+    constants: Mapping[str, torch.Tensor]
+    placeholders: Sequence[str]
+    name: str
+    channels_last: bool
+    keep_strides: bool
+    env: dict[torch.fx.Node, Any] = field(default_factory=dict)
+    opaque: list[Opaque] = field(default_factory=list)
+    folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
+    node: Any = None
+
+    def __post_init__(self) -> None:
+        label = re.sub(r"\W", "_", self.name) or "model"
+        self.g = Graph(label if label.isidentifier() else "model")
+        self._names: dict[str, torch.fx.Node] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._held: dict[tuple[Any, ...], Value] = {}
+        self._by_input: dict[str, int] = {}
+
+    # -- the walk ----------------------------------------------------------------------------------
+
+    def run(self) -> Imported:
+        graph = self.module.graph
+        for node in list(graph.nodes):
+            if node.op == "call_function" and str(node.target) in _ASSERTIONS:
+                node.replace_all_uses_with(None)
+                graph.erase_node(node)
+        graph.eliminate_dead_code()
+        user = {name: place for place, name in enumerate(self.placeholders)}
+        results: list[str | tuple[str, Any]] = []
+        for node in graph.nodes:
+            self.node = node
+            if node.op == "placeholder":
+                self.env[node] = self._placeholder(node, user)
+            elif node.op == "get_attr":
+                self.env[node] = self._attribute(node)
+            elif node.op == "call_function":
+                self.env[node] = self._result(node)
+            elif node.op == "output":
+                results = self._outputs(node)
+            else:
+                raise self._refused(f"a node of kind {node.op}")
+        return self._finished(results)
+
+    def _placeholder(self, node: torch.fx.Node, user: Mapping[str, int]) -> Any:
+        if node.name in self.constants:
+            return self.constants[node.name]
+        seen = node.meta.get("val")
+        if not isinstance(seen, torch.Tensor):
+            return seen
+        if node.name not in user:
+            raise self._refused("a placeholder that is neither input nor constant")
+        self._known_shape(seen)
+        label = self._free(node.name)
+        self._by_input[label] = user[node.name]
+        stride: Any = tuple(seen.stride())
+        layout = None
+        if self._is_image(seen):
+            stride, layout = None, "channels_last"
+        return self.g.input(label, tuple(seen.shape), seen.dtype, stride=stride, layout=layout)
+
+    def _is_image(self, tensor: torch.Tensor) -> bool:
+        return self.channels_last and tensor.dim() in (4, 5) and tensor.dtype in FLOATS
+
+    def _attribute(self, node: torch.fx.Node) -> Any:
+        value: Any = self.module
+        for word in str(node.target).split("."):
+            value = getattr(value, word)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _result(self, node: torch.fx.Node) -> Any:
+        target: Any = node.target
+        args, kwargs = self._filled(node.args), self._filled(node.kwargs)
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if not isinstance(target, torch._ops.OpOverload):
+            if not any(isinstance(each, Value) for each in _leaves((args, kwargs))) and not (
+                isinstance(target, torch._ops.HigherOrderOperator)
+            ):
+                return target(*args, **kwargs)  # arithmetic on sizes
+            raise self._refused("control flow, or a call that is no op of torch")
+        if node in self.folded:
+            return (
+                (self.env[self.folded[node]], None, None)
+                if _many(node)
+                else self.env[self.folded[node]]
+            )
+        if target._schema.is_mutable:
+            raise self._refused("it writes over its operands")
+        graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
+        if not graph_values and torch.Tag.nondeterministic_seeded not in target.tags:
+            with torch.no_grad():
+                return target(*args, **kwargs)
+        for seen in _leaves(node.meta.get("val")):
+            if isinstance(seen, torch.Tensor):
+                self._known_shape(seen)
+            elif isinstance(seen, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise self._refused("its result depends on the numbers in a tensor")
+        rule = RULES.get(str(target).rpartition(".")[0])
+        if rule is not None:
+            made = self._by_rule(rule, node, target, args, kwargs)
+            if made is not None:
+                return made
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise self._refused("it draws random numbers (call model.eval()?)")
+        return self._left_to_torch(str(target), args, kwargs, node)
+
+    def _filled(self, value: Any) -> Any:
+        """Arguments with what the nodes in them stand for."""
+        return torch.fx.node.map_arg(value, lambda node: self.env[node])
+
+    def _by_rule(
+        self, rule: Rule, node: torch.fx.Node, target: Any, args: Any, kwargs: Any
+    ) -> Any | None:
+        """What a rule makes of an op; None where it does not apply, or made something else."""
+        mark = self.g.mark()
+        names = [each.name for each in target._schema.arguments]
+        given = {
+            each.name: each.default_value
+            for each in target._schema.arguments
+            if each.has_default_value()
+        }
+        given.update(zip(names, args, strict=False))
+        given.update(kwargs)
+        try:
+            made = rule(self, given)
+        except (_Skip, GraphError):
+            made = None
+        seen = node.meta.get("val")
+        if made is not None and len(self.g.problems) == mark[1] and _agrees(made, seen):
+            if str(target).startswith(_MAKE_IMAGES):
+                self._settle(made)
+            return made
+        self.g.undo(mark)
+        return None
+
+    def _left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
+        """A node of torch's own op."""
+        operands: list[Value] = []
+
+        def place(value: Any) -> int | None:
+            if isinstance(value, torch.Tensor):
+                value = self.constant(value)
+            if not isinstance(value, Value):
+                return None
+            if value not in operands:
+                operands.append(value)
+            return operands.index(value)
+
+        mark = self.g.mark()
+        try:
+            encoded = tuple(aten.encode(value, place) for value in args)
+            named = tuple((key, aten.encode(value, place)) for key, value in kwargs.items())
+        except ValueError as error:
+            raise self._refused(str(error)) from None
+        made = self.g.aten(operands, name, encoded, named)
+        if len(self.g.problems) > mark[1]:
+            raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
+        self.opaque.append(Opaque(name, self._line(node)))
+        results = made if isinstance(made, tuple) else (made,)
+        self._settle(results[0])
+        return results if _many(node) else results[0]
+
+    def _settle(self, value: Any) -> None:
+        """Lay an image out as the others are, where its op could not know: a single pixel says
+        nothing, and what is broadcast has no layout yet."""
+        spec = value.spec if isinstance(value, Value) else None
+        if spec is None or not self.channels_last or len(spec.shape) not in (4, 5):
+            return
+        if spec.dtype in FLOATS and is_contiguous(spec.shape, spec.stride):
+            value.spec = replace(spec, stride=channels_last_strides(spec.shape))
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def value(self, given: Any) -> Value:
+        """An operand of a rule as a value of the graph; a number stays out of it."""
+        if isinstance(given, Value):
+            return given
+        if isinstance(given, torch.Tensor):
+            return self.constant(given)
+        raise _Skip
+
+    def operand(self, given: Any) -> Any:
+        """The same, or a number: a Python one, or that of a tensor without dims."""
+        if isinstance(given, bool):
+            raise _Skip
+        if isinstance(given, (int, float)):
+            return float(given)
+        if isinstance(given, torch.Tensor) and given.dim() == 0 and given.dtype in FLOATS:
+            return float(given)
+        return self.value(given)
+
+    def constant(self, tensor: torch.Tensor, label: str = "constant") -> Value:
+        """The graph's input for a tensor that is always the same."""
+        place = (
+            tensor.data_ptr() if tensor.numel() else id(tensor),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+        )
+        found = self._held.get(place)
+        if found is not None and self.g._inputs.get(found.name) is found:
+            return found
+        name = self._free(label)
+        value = self.g.input(name, like=tensor)
+        self._kept[name] = tensor
+        self._held[place] = value
+        return value
+
+    def biased_value(self, value: Value, bias: torch.Tensor) -> Value:
+        """The value with a constant added along its channels."""
+        made = self.g.bias(value, self.constant(bias, "bias"))
+        self.biased[made.name] = (value, bias)
+        return made
+
+    def image_weight(self, weight: torch.Tensor) -> Value:
+        """The weight of a convolution, laid out as the graph's images are."""
+        if not self.channels_last or weight.dim() not in (4, 5):
+            return self.constant(weight.contiguous(), "weight")
+        last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+        return self.constant(weight.contiguous(memory_format=last), "weight")
+
+    def _free(self, label: str) -> str:
+        label = re.sub(r"\W", "_", label)
+        label = label if label.isidentifier() else f"x_{label}"
+        name, count = label, 0
+        while name in self.g._inputs or name in self._names:
+            count += 1
+            name = f"{label}_{count}"
+        self._names[name] = self.node
+        return name
+
+    # -- batch norm --------------------------------------------------------------------------------
+
+    def following_norm(self) -> tuple[torch.fx.Node, _Norm] | None:
+        """The batch norm that alone reads the convolution at hand, its parameters constant."""
+        users = list(self.node.users)
+        if len(users) != 1 or users[0].op != "call_function" or users[0].args[0] is not self.node:
+            return None
+        (user,) = users
+        target: Any = user.target
+        if not isinstance(target, torch._ops.OpOverload) or any(
+            each is not self.node and each not in self.env for each in user.all_input_nodes
+        ):
+            return None
+        names = [each.name for each in target._schema.arguments]
+        rest = self._filled((None, *user.args[1:]))
+        given = {
+            each.name: each.default_value
+            for each in target._schema.arguments
+            if each.has_default_value()
+        }
+        given.update(zip(names, rest, strict=False))
+        given.update(self._filled(dict(user.kwargs)))
+        norm = _norm_of(str(target).rpartition(".")[0], given)
+        return None if norm is None else (user, norm)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _outputs(self, node: torch.fx.Node) -> list[str | tuple[str, Any]]:
+        results: list[str | tuple[str, Any]] = []
+        named: dict[str, str] = {}
+        flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+        for each in flat:
+            value = self.env[each] if isinstance(each, torch.fx.Node) else each
+            if not isinstance(value, Value):
+                results.append(("value", value))
+            elif value.name in self._by_input:
+                results.append(("input", self._by_input[value.name]))
+            elif value.name in self._kept:
+                results.append(("value", self._kept[value.name]))
+            elif value.name in named:
+                results.append(named[value.name])
+            else:
+                name = self._free(f"out{len(named)}")
+                seen = each.meta.get("val") if isinstance(each, torch.fx.Node) else None
+                stride = tuple(seen.stride()) if self.keep_strides and seen is not None else None
+                mark = self.g.mark()
+                self.g.output(name, value, stride=stride)
+                if len(self.g.problems) > mark[1]:
+                    raise CannotImport(
+                        f"{self.name}: " + "; ".join(map(str, self.g.problems[mark[1] :]))
+                    )
+                named[value.name] = name
+                results.append(name)
+        return results
+
+    def _finished(self, results: list[str | tuple[str, Any]]) -> Imported:
+        spec = None
+        if any(isinstance(result, str) for result in results):
+            self.g.drop_unused_inputs()
+            spec = self.g.spec()
+        there = set(() if spec is None else spec.inputs)
+        by_place = {place: name for name, place in self._by_input.items() if name in there}
+        return Imported(
+            spec,
+            tuple(by_place.get(place) for place in range(len(self.placeholders))),
+            {name: tensor for name, tensor in self._kept.items() if name in there},
+            tuple(results),
+            tuple(self.opaque),
+            len(self.folded),
+        )
+
+    def _known_shape(self, seen: torch.Tensor) -> None:
+        if any(not isinstance(size, int) for size in (*seen.shape, *seen.stride())):
+            raise self._refused("the shape of its result depends on the numbers in a tensor")
+
+    def _line(self, node: torch.fx.Node) -> str:
+        """The line of the model that an op comes from, "" where torch does not say."""
+        return _last_line(node.meta.get("stack_trace") or "")
+
+    def _refused(self, why: str) -> CannotImport:
+        line = self._line(self.node)
+        at = f" ({line})" if line else ""
+        return CannotImport(f"{self.name} is no single graph: {self.node.target}{at}: {why}")
+
+
+def _many(node: torch.fx.Node) -> bool:
+    """Whether an op gives several results."""
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _agrees(made: Any, seen: Any) -> bool:
+    """Whether results have the shapes and dtypes that torch says; None is a result unused."""
+    if isinstance(seen, (tuple, list)):
+        return isinstance(made, tuple) and all(
+            mine is None or _agrees(mine, theirs) for mine, theirs in zip(made, seen, strict=False)
+        )
+    if isinstance(made, torch.Tensor):
+        return True
+    return (
+        isinstance(made, Value)
+        and made.spec is not None
+        and isinstance(seen, torch.Tensor)
+        and (made.shape, made.dtype) == (tuple(seen.shape), seen.dtype)
+    )
+
+
+#: Ops whose results are images: they get the layout of images where nothing says otherwise.
+_MAKE_IMAGES = ("aten.conv", "aten.upsample", "aten._upsample", "aten.adaptive_avg_pool")
+
+_ASSERTIONS = frozenset(
+    {
+        "aten._assert_tensor_metadata.default",
+        "aten._assert_async.default",
+        "aten._assert_async.msg",
+        "aten._assert_scalar.default",
+    }
+)
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+Rule = Callable[[_Conversion, Arguments], Any]
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A batch norm with given statistics: y = x * scale + shift along the channels, in float64."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+
+def _norm_of(packet: str, a: Arguments) -> _Norm | None:
+    if packet not in _NORMS or a.get("training", a.get("train", False)):
+        return None
+    mean, var = a["running_mean"], a["running_var"]
+    given = [mean, var, a["weight"], a["bias"]]
+    if (
+        mean is None
+        or var is None
+        or any(each is not None and not isinstance(each, torch.Tensor) for each in given)
+    ):
+        return None
+    scale = torch.rsqrt(var.double() + float(a["eps"]))
+    scale = scale if a["weight"] is None else scale * a["weight"].double()
+    shift = -mean.double() * scale
+    return _Norm(scale, shift if a["bias"] is None else shift + a["bias"].double())
+
+
+_NORMS = frozenset(
+    {
+        "aten.batch_norm",
+        "aten._native_batch_norm_legit_no_training",
+        "aten.native_batch_norm",
+        "aten.cudnn_batch_norm",
+    }
+)
+
+
+def _batch_norm(c: _Conversion, a: Arguments) -> Any:
+    """One that no convolution took in: a scale and a bias."""
+    norm = _norm_of(str(c.node.target).rpartition(".")[0], a)
+    if norm is None:
+        raise _Skip
+    x = c.value(a["input"])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = c.g.scale(x, c.constant(norm.scale.to(wide), "scale"))
+    y = c.g.bias(y, c.constant(norm.shift.to(wide), "shift"))
+    return (y, None, None) if _many(c.node) else y
+
+
+def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
+    x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
+    if len(x.shape) != rank + 2:
+        raise _Skip
+    options: dict[str, Any] = {
+        "stride": _spread(a["stride"], rank),
+        "padding": padding,
+        "dilation": _spread(a["dilation"], rank),
+        "groups": a["groups"],
+    }
+    if transposed:
+        options["output_padding"] = _spread(a["output_padding"], rank)
+    norm = c.following_norm() if isinstance(weight, torch.Tensor) else None
+    if norm is not None and (bias is None or isinstance(bias, torch.Tensor)):
+        weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
+    else:
+        norm = None
+    held = c.image_weight(weight) if isinstance(weight, torch.Tensor) else c.value(weight)
+    y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
+    if isinstance(bias, torch.Tensor):
+        y = c.biased_value(y, bias)
+    elif bias is not None:
+        y = c.g.bias(y, c.value(bias))
+    if norm is not None and y.spec is not None:
+        c.folded[norm[0]] = c.node
+    return y
+
+
+def _folded(
+    norm: _Norm, weight: torch.Tensor, bias: torch.Tensor | None, groups: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of a convolution with a batch norm behind it, computed in float64."""
+    if transposed:  # (C, K/groups, ...): output channels are numbered through the groups
+        grouped = weight.double().view(groups, -1, *weight.shape[1:])
+        scale = norm.scale.view(groups, 1, -1, *(1,) * (weight.dim() - 2))
+        wide = (grouped * scale).view(weight.shape)
+    else:
+        wide = weight.double() * norm.scale.view(-1, *(1,) * (weight.dim() - 1))
+    shift = norm.shift if bias is None else norm.shift + bias.double() * norm.scale
+    return wide.to(weight.dtype), shift.to(weight.dtype)
+
+
+def _spread(value: Any, rank: int) -> tuple[int, ...]:
+    many = [value] if isinstance(value, int) else list(value)
+    return tuple(many * rank if len(many) == 1 else many)
+
+
+def _conv(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        padding = a["padding"]
+        padding = padding if isinstance(padding, str) else _spread(padding, rank)
+        return _convolved(c, a, rank, transposed=False, padding=padding)
+
+    return rule
+
+
+def _conv_transpose(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        return _convolved(c, a, rank, transposed=True, padding=_spread(a["padding"], rank))
+
+    return rule
+
+
+def _convolution(c: _Conversion, a: Arguments) -> Value:
+    rank = len(c.value(a["input"]).shape) - 2
+    padding = _spread(a["padding"], rank)
+    return _convolved(c, a, rank, transposed=a["transposed"], padding=padding)
+
+
+def _unary(method: str, *attrs: str) -> Rule:
+    return lambda c, a: getattr(c.g, method)(
+        c.value(_first(a)), *(float(a[each]) for each in attrs)
+    )
+
+
+def _first(a: Arguments) -> Any:
+    """The operand: it is called self or input."""
+    return a["self"] if "self" in a else a["input"]
+
+
+def _one(function: Callable[[Graph, Value], Value]) -> Rule:
+    return lambda c, a: function(c.g, c.value(_first(a)))
+
+
+def _add(c: _Conversion, a: Arguments) -> Value:
+    """x + y, where a bias of either comes last.
+
+    cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
+    on both sides is one bias.
+    """
+    x, y = c.operand(a["self"]), c.operand(a["other"])
+    if a.get("alpha", 1) != 1 or not (isinstance(x, Value) and isinstance(y, Value)):
+        return _two("add")(c, a)  # type: ignore[no-any-return]
+    biases: list[torch.Tensor] = []
+    parts = []
+    for value, node in zip((x, y), c.node.args, strict=True):
+        found = c.biased.get(value.name)
+        if found is None or len(getattr(node, "users", ())) != 1 or x.shape != y.shape:
+            parts.append(value)
+        else:
+            parts.append(found[0])
+            biases.append(found[1])
+    made = c.g.add(*parts)
+    if not biases:
+        return made
+    total = biases[0]
+    if len(biases) > 1:
+        total = (biases[0].double() + biases[1].double()).to(biases[0].dtype)
+    return c.biased_value(made, total)
+
+
+def _two(method: str) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x, y = c.operand(_first(a)), c.operand(a["exponent"] if "exponent" in a else a["other"])
+        alpha = a.get("alpha", 1)
+        if a.get("rounding_mode") is not None:
+            raise _Skip
+        y = y if alpha == 1 else c.g.mul(y, float(alpha))
+        return getattr(c.g, method)(x, y)  # type: ignore[no-any-return]
+
+    return rule
+
+
+def _rsub(c: _Conversion, a: Arguments) -> Value:
+    x, alpha = c.operand(a["self"]), a.get("alpha", 1)
+    return c.g.sub(c.operand(a["other"]), x if alpha == 1 else c.g.mul(x, float(alpha)))
+
+
+def _pow(c: _Conversion, a: Arguments) -> Value:
+    if a["exponent"] == 2:
+        x = c.value(a["self"])
+        return c.g.mul(x, x)
+    return _two("pow")(c, a)  # type: ignore[no-any-return]
+
+
+def _where(c: _Conversion, a: Arguments) -> Value:
+    return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
+
+
+def _gelu(c: _Conversion, a: Arguments) -> Value:
+    return c.g.gelu(c.value(a["self"]), a["approximate"])
+
+
+def _elu(c: _Conversion, a: Arguments) -> Value:
+    if a["scale"] != 1 or a["input_scale"] != 1:
+        raise _Skip
+    return c.g.elu(c.value(a["self"]), float(a["alpha"]))
+
+
+def _softplus(c: _Conversion, a: Arguments) -> Value:
+    return c.g.softplus(c.value(a["self"]), float(a["beta"]))
+
+
+def _clamp(c: _Conversion, a: Arguments) -> Value:
+    low, high = a.get("min", a.get("min_val")), a.get("max", a.get("max_val"))
+    if any(isinstance(each, (torch.Tensor, Value)) for each in (low, high)):
+        raise _Skip
+    return c.g.clamp(
+        c.value(a["self"]),
+        None if low is None else float(low),
+        None if high is None else float(high),
+    )
+
+
+def _same(c: _Conversion, a: Arguments) -> Value:
+    """What changes no number: the layout is the graph's own."""
+    x = c.value(_first(a))
+    if a.get("dtype") not in (None, x.dtype) or a.get("train"):
+        raise _Skip
+    return x
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _turned(c: _Conversion, weight: Any) -> Value:
+    """A matrix with its dims exchanged; one that is constant is so by its strides."""
+    if isinstance(weight, torch.Tensor):
+        return c.constant(weight.t(), "weight")
+    return c.g.transpose(c.value(weight), 0, 1)
+
+
+def _linear(c: _Conversion, a: Arguments) -> Value:
+    y = c.g.matmul(c.value(a["input"]), _turned(c, a["weight"]))
+    return y if a["bias"] is None else c.g.add(y, c.value(a["bias"]))
+
+
+def _addmm(c: _Conversion, a: Arguments) -> Value:
+    if a["beta"] != 1 or a["alpha"] != 1:
+        raise _Skip
+    return c.g.add(c.g.matmul(c.value(a["mat1"]), c.value(a["mat2"])), c.value(a["self"]))
+
+
+def _matmul(c: _Conversion, a: Arguments) -> Value:
+    other = a["mat2"] if "mat2" in a else a["other"]
+    return c.g.matmul(c.value(a["self"]), c.value(other))
+
+
+def _layer_norm(c: _Conversion, a: Arguments) -> Any:
+    x, weight = c.value(a["input"]), a["weight"]
+    if weight is None:
+        like = next(iter(c._kept.values()), None)
+        device = None if like is None else like.device
+        weight = torch.ones(list(a["normalized_shape"]), dtype=x.dtype, device=device)
+    bias = None if a["bias"] is None else c.value(a["bias"])
+    y = c.g.layer_norm(x, c.value(weight), bias, eps=float(a["eps"]))
+    return (y, None, None) if _many(c.node) else y
+
+
+def _rms_norm(c: _Conversion, a: Arguments) -> Value:
+    if a["weight"] is None or a["eps"] is None:
+        raise _Skip
+    y = c.g.rms_norm(c.value(a["input"]), c.value(a["weight"]), eps=float(a["eps"]))
+    return y  # type: ignore[no-any-return]
+
+
+def _sdpa(c: _Conversion, a: Arguments) -> Value:
+    q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    if a["dropout_p"]:
+        raise _Skip
+    mask = None if a["attn_mask"] is None else c.value(a["attn_mask"])
+    scale = None if a["scale"] is None else float(a["scale"])
+    return c.g.sdpa(q, k, v, mask, is_causal=a["is_causal"], scale=scale)  # type: ignore[no-any-return]
+
+
+def _attended(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
+    """The forms that attention is traced in behind torch.compile; results but the first unused."""
+    if a.get("dropout_p"):
+        raise _Skip
+    q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    given = a.get("attn_bias", a.get("attn_mask"))
+    mask = None if given is None else c.value(given)
+    scale = None if a.get("scale") is None else float(a["scale"])
+    o = c.g.sdpa(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=scale)
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in c.node.users):
+        raise _Skip
+    return (o,)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def _reshape(c: _Conversion, a: Arguments) -> Value:
+    shape = tuple(c.node.meta["val"].shape)
+    x = c.value(_first(a))
+    return x if x.shape == shape else c.g.reshape(x, shape)
+
+
+def _expand(c: _Conversion, a: Arguments) -> Value:
+    shape = tuple(c.node.meta["val"].shape)
+    x = c.value(a["self"])
+    return x if x.shape == shape else c.g.expand(x, shape)
+
+
+def _permute(c: _Conversion, a: Arguments) -> Value:
+    return c.g.permute(c.value(a["self"]), tuple(a["dims"]))
+
+
+def _transpose(c: _Conversion, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if len(x.shape) < 2:
+        return x
+    return c.g.transpose(x, a.get("dim0", 0), a.get("dim1", 1))
+
+
+def _part(c: _Conversion, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
+    size = x.shape[dim]
+    taken = range(*slice(start, stop, step).indices(size))
+    if len(taken) == size:
+        return x
+    return c.g.slice(x, dim, taken.start, taken.stop, step)
+
+
+def _slice(c: _Conversion, a: Arguments) -> Value:
+    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["end"], a["step"])
+
+
+def _narrow(c: _Conversion, a: Arguments) -> Value:
+    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
+
+
+def _select(c: _Conversion, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    dim, index = a["dim"] % len(x.shape), a["index"]
+    index += x.shape[dim] if index < 0 else 0
+    return c.g.reshape(_part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def _split(c: _Conversion, a: Arguments) -> tuple[Value, ...]:
+    x, made, start = c.value(a["self"]), [], 0
+    dim = a["dim"] % len(x.shape)
+    for seen in c.node.meta["val"]:
+        made.append(_part(c, x, dim, start, start + seen.shape[dim]))
+        start += seen.shape[dim]
+    return tuple(made)
+
+
+def _unbind(c: _Conversion, a: Arguments) -> tuple[Value, ...]:
+    count = len(c.node.meta["val"])
+    return tuple(_select(c, {**a, "index": index}) for index in range(count))
+
+
+def _cat(c: _Conversion, a: Arguments) -> Value:
+    return c.g.concat([c.value(each) for each in a["tensors"]], a["dim"])
+
+
+def _stack(c: _Conversion, a: Arguments) -> Value:
+    values = [c.value(each) for each in a["tensors"]]
+    rank = len(values[0].shape) + 1
+    dim = a["dim"] % rank
+    apart = [c.g.reshape(v, (*v.shape[:dim], 1, *v.shape[dim:])) for v in values]
+    return c.g.concat(apart, dim)
+
+
+def _reduced(mode: str) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x = c.value(a["self"])
+        if a.get("dtype") not in (None, x.dtype):
+            raise _Skip
+        dims = a.get("dim")
+        dims = None if dims is None or dims == [] else tuple(_spread(dims, 1))
+        return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
+
+    return rule
+
+
+def _max_pool(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Any:
+        x = c.value(a["self"])
+        given = [list(a[name]) for name in ("kernel_size", "stride", "padding", "dilation")]
+        if len(x.shape) != rank + 2:
+            raise _Skip
+        if _many(c.node) and any(user.args[1] != 0 for user in c.node.users):
+            raise _Skip  # the indices are wanted too
+        kernel, stride, padding, dilation = (
+            _spread(each, rank) if each else None for each in given
+        )
+        y = c.g.max_pool(
+            x, _ints(kernel), stride, _ints(padding), _ints(dilation), bool(a["ceil_mode"])
+        )
+        return (y, None) if _many(c.node) else y
+
+    return rule
+
+
+def _ints(value: tuple[int, ...] | None) -> tuple[int, ...]:
+    assert value is not None
+    return value
+
+
+def _avg_pool(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x, stride = c.value(_first(a)), list(a["stride"])
+        if a.get("divisor_override") is not None or len(x.shape) != rank + 2:
+            raise _Skip
+        return c.g.avg_pool(
+            x,
+            _spread(a["kernel_size"], rank),
+            _spread(stride, rank) if stride else None,
+            _spread(a["padding"], rank),
+            bool(a["ceil_mode"]),
+            bool(a["count_include_pad"]),
+        )
+
+    return rule
+
+
+def _adaptive_mean(rank: int) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x = c.value(_first(a))
+        if len(x.shape) != rank + 2:
+            raise _Skip
+        return c.g.adaptive_avg_pool(x, _spread(a["output_size"], rank))
+
+    return rule
+
+
+def _upsample(mode: str) -> Rule:
+    def rule(c: _Conversion, a: Arguments) -> Value:
+        x = c.value(_first(a))
+        scales = a.get("scale_factors")
+        if "scale_factors" not in a:
+            many = [a[name] for name in ("scales_d", "scales_h", "scales_w", "scales") if name in a]
+            if any(each is not None for each in many):
+                raise _Skip
+        seen = c.node.meta["val"].shape
+        if math.prod(x.shape[2:]) == 1 and mode != "bicubic":
+            return c.g.expand(x, tuple(seen))
+        size = None if scales is not None else tuple(seen[2:])
+        return c.g.interpolate(x, size, scales, mode, a.get("align_corners"))
+
+    return rule
+
+
+_SAME = (
+    *("alias", "clone", "contiguous", "detach", "detach_", "dropout", "feature_dropout"),
+    *("alpha_dropout", "lift_fresh_copy", "lift_fresh", "_to_copy"),
+)
+_RESHAPES = (
+    *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("_reshape_alias", "view_as", "reshape_as"),
+)
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
+    "_scaled_dot_product_attention_math",
+)
+_UPSAMPLES = {
+    **{f"upsample_nearest{rank}d": "nearest" for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d": "nearest-exact" for rank in (1, 2, 3)},
+    "upsample_linear1d": "linear",
+    "upsample_bilinear2d": "bilinear",
+    "upsample_bicubic2d": "bicubic",
+    "upsample_trilinear3d": "trilinear",
+}
+
+#: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
+RULES: Mapping[str, Rule] = {
+    f"aten.{name}": rule
+    for name, rule in {
+        **{f"conv{rank}d": _conv(rank) for rank in (1, 2, 3)},
+        **{f"conv_transpose{rank}d": _conv_transpose(rank) for rank in (1, 2, 3)},
+        "convolution": _convolution,
+        **{name.removeprefix("aten."): _batch_norm for name in _NORMS},
+        **{
+            name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
+            for name in (
+                *("relu", "silu", "sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt"),
+                *("reciprocal", "erf", "relu6", "hardswish", "logical_not"),
+            )
+        },
+        "square": _one(lambda g, x: g.mul(x, x)),
+        "hardsigmoid": _one(lambda g, x: g.mul(g.clamp(g.add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)),
+        "gelu": _gelu,
+        "elu": _elu,
+        "leaky_relu": _unary("leaky_relu", "negative_slope"),
+        "softplus": _softplus,
+        **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
+        "add": _add,
+        **{name: _two(name) for name in ("sub", "mul", "div", "minimum", "maximum")},
+        **{name: _two(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),
+        **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _two("logical_or")),
+        "bitwise_not": _one(lambda g, x: g.logical_not(x)),
+        "rsub": _rsub,
+        "pow": _pow,
+        "where": _where,
+        "linear": _linear,
+        "addmm": _addmm,
+        **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
+        "layer_norm": _layer_norm,
+        "native_layer_norm": _layer_norm,
+        "rms_norm": _rms_norm,
+        "scaled_dot_product_attention": _sdpa,
+        **dict.fromkeys(_ATTENTION, _attended),
+        **dict.fromkeys(_SAME, _same),
+        **dict.fromkeys(_RESHAPES, _reshape),
+        "expand": _expand,
+        "permute": _permute,
+        "transpose": _transpose,
+        "t": _transpose,
+        "slice": _slice,
+        "narrow": _narrow,
+        "select": _select,
+        **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+        "unbind": _unbind,
+        "cat": _cat,
+        "stack": _stack,
+        "mean": _reduced("mean"),
+        "sum": _reduced("sum"),
+        "amax": _reduced("max"),
+        "amin": _reduced("min"),
+        **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
+        "_adaptive_avg_pool2d": _adaptive_mean(2),
+        **{name: _upsample(mode) for name, mode in _UPSAMPLES.items()},
+        **{f"max_pool{rank}d": _max_pool(rank) for rank in (1, 2, 3)},
+        **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
+        **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
+    }.items()
+}

@@ -1,0 +1,349 @@
+"""Measure whole models on a GPU and write the results page.
+
+    python docs/results/h200_models.py --out docs/results/h200-models.md
+
+Each model runs in float16, channels_last, by torch eager, by eager in a CUDA graph, by
+``torch.compile(mode="reduce-overhead")`` with freezing, and fused: autotuned, and by heuristics.
+All are called in turn in one process. ``--only TEXT`` takes the models whose name has the text, so
+that a run fits a few minutes; rows of other models that the JSON beside the page holds are kept.
+``--quick`` runs small models of the same kinds, also on a CPU, without torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph import timing
+from cudnngraph.bench import models
+from cudnngraph.settings import override
+
+ROUNDS = 15
+SAMPLE_MS = 20.0  # about how long the calls of one sample take together
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to be measured: how to make it, its input's shape, and the ratio that is asked for,
+    torch.compile's time divided by ours."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    asked: float
+
+
+MODELS = (
+    Model("ResNet-50 batch 32, 224", models.resnet50, (32, 3, 224, 224), 1.18),
+    Model("ResNet-50 batch 1, 224", models.resnet50, (1, 3, 224, 224), 1.45),
+    Model("DeepLabV3-ResNet-50 batch 4, 512", models.deeplab_resnet50, (4, 3, 512, 512), 1.10),
+    Model("U-Net batch 8, 256", models.UNet, (8, 3, 256, 256), 1.15),
+)
+QUICK = (
+    Model("small ResNet", lambda: models.ResNet((1, 1), 16, 10), (2, 3, 64, 64), 1.0),
+    Model(
+        "small DeepLab",
+        lambda: models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 16, 5),
+        (1, 3, 64, 64),
+        1.0,
+    ),
+    Model("small U-Net", lambda: models.UNet(8, 3), (1, 3, 32, 32), 1.0),
+)
+GLUE_ASKED = 0.08
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def sampler(call: Callable[[], object], device: torch.device) -> timing.Sample:
+    """Microseconds of one call, over as many as take a while, called one after the other."""
+
+    def once(count: int) -> float:
+        if device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            return (time.perf_counter() - start) * 1e6 / count
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / count
+
+    for _ in range(3):
+        call()
+    count = max(1, min(100, math.ceil(SAMPLE_MS * 1e3 / max(once(3), 1.0))))
+    return lambda: once(count)
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
+def steps_us(bound: object) -> list[dict]:
+    """Every step that launches something, timed alone where its tensors lie."""
+    exe = bound.executable
+    program = exe._program
+    tensors = {name: tensor for name, tensor in bound.tensors.items()}
+    names = exe._names
+    named = {names[name]: tensor for name, tensor in tensors.items()}
+    stream = torch.cuda.Stream()
+    from cudnngraph.backend import env
+
+    with torch.cuda.stream(stream):
+        launches = program.launches(named, env.raw_stream(program.device.index))
+
+    def call(launch: Callable) -> Callable[[], None]:
+        return lambda: launch(env.handle_on_current_stream(program.device.index))
+
+    running = [s for n, s in enumerate(exe.steps) if n not in program._layout.free]
+    rows = []
+    for step, launch in zip(running, launches, strict=True):
+        (us,) = timing.measure([call(launch)], stream)
+        nodes = [node.op for node in step.spec.nodes if node.op != "constant"]
+        first = step.spec.tensors[step.spec.inputs[0]]
+        rows.append(
+            {
+                "ops": " ".join(nodes),
+                "runs_on": "torch" if step.choice is None else f"cuDNN {step.choice}",
+                "input": str(first),
+                "output": str(step.spec.tensors[step.spec.outputs[0]]),
+                "us": us,
+                "tuned_us": step.time_us,
+            }
+        )
+    return rows
+
+
+# -- one model -------------------------------------------------------------------------------------
+
+
+def measured(model: Model, device: torch.device, *, compiled: bool, heuristic: bool) -> dict:
+    """One row."""
+    torch.manual_seed(0)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    net = models.randomized(model.make()).to(device, dtype)
+    net = net.to(memory_format=torch.channels_last)
+    x = torch.randn(model.shape, device=device).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    row: dict = {"name": model.name, "asked": model.asked}
+    contenders: dict[str, Callable[[], object]] = {"eager": lambda: net(x)}
+    if device.type == "cuda":
+        contenders["eager, CUDA graph"] = captured(lambda: net(x))
+    start = time.perf_counter()
+    fused = cg.fuse(net, x, policy=cg.Policy(tune="autotune"), capture=True)
+    row["fuse_s"] = time.perf_counter() - start
+    bound = fused.bound(x)
+    contenders["fused"] = bound
+    row["errors"] = fused.report.errors
+    row["report"] = str(fused.report)
+    row["counts"] = dict(fused.report.counts)
+    row["tier"] = fused.report.tier
+    row["workspace_bytes"] = fused.report.workspace_bytes
+    start = time.perf_counter()
+    again = cg.fuse(net, x, policy=cg.Policy(tune="cached"), capture=True, check=False)
+    row["again_s"] = time.perf_counter() - start
+    del again
+    if heuristic:
+        cg.cache_clear()
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+            first = cg.fuse(net, x, policy=cg.Policy(tune="heuristic"), capture=True)
+        contenders["fused, heuristic"] = first.bound(x)
+    if compiled:
+        import torch._inductor.config as inductor
+
+        inductor.freezing = True
+        start = time.perf_counter()
+        by_inductor = torch.compile(net, mode="reduce-overhead")
+
+        def run() -> object:
+            torch.compiler.cudagraph_mark_step_begin()
+            return by_inductor(x)
+
+        for _ in range(5):
+            run()
+        row["compile_s"] = time.perf_counter() - start
+        contenders["torch.compile"] = run
+    samples = [sampler(call, device) for call in contenders.values()]
+    times = timing.interleave(samples, rounds=ROUNDS, drop_over=math.inf)
+    row["times_us"] = dict(zip(contenders, times, strict=True))
+    if device.type == "cuda":
+        row["steps"] = steps_us(bound)
+        plans = sum(step["us"] for step in row["steps"] if step["runs_on"] != "torch")
+        by_torch = sum(step["us"] for step in row["steps"] if step["runs_on"] == "torch")
+        row["plans_us"], row["torch_us"] = plans, by_torch
+        row["gaps_us"] = row["times_us"]["fused"] - plans - by_torch
+    return row
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def text_of(row: dict) -> str:
+    """A row of the table."""
+    times = row["times_us"]
+    names = ("eager", "eager, CUDA graph", "torch.compile", "fused, heuristic", "fused")
+    cells = [f"{times[name] / 1e3:.3f}" if name in times else "-" for name in names]
+    ratio = f"{times['torch.compile'] / times['fused']:.2f}" if "torch.compile" in times else "-"
+    return f"| {row['name']} | {' | '.join(cells)} | {ratio} | {row['asked']:.2f} |"
+
+
+def glue_of(row: dict) -> str:
+    """A row of the table of where the time goes."""
+    total = row["times_us"]["fused"]
+    glue = (row["torch_us"] + row["gaps_us"]) / total
+    counts = ", ".join(f"{count} {kind}" for kind, count in row["counts"].items())
+    return (
+        f"| {row['name']} | {counts} | {row['plans_us'] / 1e3:.3f} | {row['torch_us'] / 1e3:.3f} "
+        f"| {row['gaps_us'] / 1e3:.3f} | {glue:.1%} | {row['fuse_s']:.0f} | {row['again_s']:.1f} |"
+    )
+
+
+def steps_of(row: dict, most: int = 12) -> list[str]:
+    """The steps that take most of the time, equal ones together."""
+    alike: dict[tuple[str, str, str, str], list[float]] = {}
+    for step in row["steps"]:
+        key = (step["ops"], step["input"], step["output"], step["runs_on"])
+        alike.setdefault(key, []).append(step["us"])
+    total = row["times_us"]["fused"]
+    lines = [
+        f"### {row['name']}",
+        "",
+        "| ops | first operand | result | runs on | steps | µs each | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (ops, first, result, runs), us in sorted(alike.items(), key=lambda each: -sum(each[1])):
+        if most == 0:
+            break
+        most -= 1
+        lines.append(
+            f"| {ops} | {first} | {result} | {runs} | {len(us)} | {statistics.fmean(us):.1f} "
+            f"| {sum(us) / total:.1%} |"
+        )
+    return [*lines, ""]
+
+
+def page(result: dict, command: str) -> str:
+    """The results page."""
+    rows = result["rows"]
+    lines = [
+        "# Whole models",
+        "",
+        f"{result['device']}, torch {result['torch']}, {result['date']}.",
+        "",
+        "```",
+        command,
+        "```",
+        "",
+        "Milliseconds of a call in float16 (float32 on a CPU), channels_last: medians, all "
+        "contenders of a row called in turn. Eager is torch with `cudnn.benchmark`; "
+        "torch.compile has "
+        '`mode="reduce-overhead"` and freezing; `fused` is `cg.fuse(model, x, capture=True)`, '
+        "autotuned, its inputs bound.",
+        "",
+        "| model | eager | eager, CUDA graph | torch.compile | fused, heuristic | fused "
+        "| torch.compile / fused | asked |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(text_of, rows),
+        "",
+    ]
+    with_steps = [row for row in rows if "steps" in row]
+    if with_steps:
+        lines += [
+            "## Where the time goes",
+            "",
+            "Milliseconds: plans and torch steps timed one by one where their tensors lie; gaps "
+            "are what the whole takes beyond their sum (colder caches, launches). Glue is torch "
+            f"steps and gaps; asked: at most {GLUE_ASKED:.0%}. The last columns are seconds that "
+            "`fuse` took, tuning, and in the same process again.",
+            "",
+            "| model | steps | plans | torch steps | gaps | glue | tuned in | again |",
+            "|---|---|---|---|---|---|---|---|",
+            *map(glue_of, with_steps),
+            "",
+        ]
+        for row in with_steps:
+            lines += steps_of(row)
+    failed = [row for row in result.get("failed", [])]
+    if failed:
+        lines += ["## Failed", "", *(f"- {row['name']}: {row['error']}" for row in failed), ""]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--heuristic", action="store_true")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.benchmark = True
+    data = args.json or (args.out.with_suffix(".json") if args.out else None)
+    kept = json.loads(data.read_text())["rows"] if data and data.exists() else []
+    rows = {row["name"]: row for row in kept}
+    failed = []
+    for model in QUICK if args.quick else MODELS:
+        if args.only not in model.name:
+            continue
+        try:
+            compiled = not (args.no_compile or args.quick)
+            with torch.no_grad():
+                rows[model.name] = measured(
+                    model, device, compiled=compiled, heuristic=args.heuristic
+                )
+            print(text_of(rows[model.name]), flush=True)
+            if "steps" in rows[model.name]:
+                print(glue_of(rows[model.name]), flush=True)
+        except Exception as error:  # the other rows are worth having
+            failed.append({"name": model.name, "error": f"{type(error).__name__}: {error}"[:2000]})
+            print(failed[-1], flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    result = {
+        "rows": list(rows.values()),
+        "failed": failed,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU (reference)",
+        "torch": torch.__version__,
+        "date": str(datetime.datetime.now(datetime.timezone.utc).date()),
+    }
+    text = page(result, "python docs/results/h200_models.py --out docs/results/h200-models.md")
+    if args.out:  # what a person wrote under "Notes" stays
+        before = args.out.read_text() if args.out.exists() else ""
+        _, mark, notes = before.partition("\n## Notes\n")
+        args.out.write_text(text + mark + notes)
+    if data:
+        data.write_text(json.dumps(result, indent=1))
+    if not args.out:
+        print(text)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

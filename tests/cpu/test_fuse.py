@@ -1,0 +1,393 @@
+"""fuse() and the backend of torch.compile, on a CPU; whole models cut into steps."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.bench import models
+from cudnngraph.importer import import_model
+from cudnngraph.ir import GraphSpec
+from cudnngraph.partition import Graph, prepared, regions, work
+from cudnngraph.runtime import canonical, canonical_tensor_names
+from cudnngraph.select import FREE, heuristic
+from cudnngraph.trial import Chain
+from tests.cpu.test_importer import NETS, Of, image
+from tests.fakes import builder
+
+fusing: Any = importlib.import_module("cudnngraph.fuse")
+CPU = torch.device("cpu")
+POLICY = cg.Policy(allow_tf32=False)
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return models.randomized(models.ResNet((1, 1), 8, 10))
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def test_a_fused_model_gives_the_models_results() -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert isinstance(fused, nn.Module) and not fused.training
+    assert not fused(x).requires_grad
+
+
+def test_arguments_and_results_keep_their_structure() -> None:
+    def forward(m: Any, x: Any, pair: Any, *, scale: float, flag: bool = True) -> Any:
+        total = x + pair["a"] * pair["b"][0] * scale
+        return {"total": total, "rest": (pair["a"], [x.argmax(-1), scale, None])}
+
+    model = Of(forward).eval()
+    x, pair = image(3, 4), {"a": image(3, 4) + 1, "b": [image(4)]}
+    fused = cg.fuse(model, (x, pair), kwargs={"scale": 2.0})
+    ours, theirs = fused(x, pair, scale=2.0), model(x, pair, scale=2.0)
+    assert set(ours) == {"total", "rest"} and ours["rest"][1][1:] == [2.0, None]
+    torch.testing.assert_close(ours["total"], theirs["total"])
+    assert ours["rest"][0] is pair["a"]
+    assert torch.equal(ours["rest"][1][0], theirs["rest"][1][0])
+    assert len(fused) == 1
+    fused(x, pair, scale=3.0)
+    assert len(fused) == 2, "a number is part of the form"
+
+
+def test_each_form_is_compiled_once_and_the_oldest_goes() -> None:
+    model = net()
+    fused = cg.fuse(model, image(2, 3, 32, 32), max_shapes=2, check=False)
+    first = fused.bound(image(2, 3, 32, 32))
+    assert fused.bound(image(2, 3, 32, 32)) is first
+    for batch in (1, 3):
+        x = image(batch, 3, 32, 32)
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert len(fused) == 2
+    assert fused.bound(image(2, 3, 32, 32)) is not first
+
+
+def test_results_are_the_callers_unless_they_are_to_be_used_again() -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused, reusing = cg.fuse(model, x), cg.fuse(model, x, reuse_results=True)
+    before = fused(x)
+    kept = before.clone()
+    fused(-x)
+    assert torch.equal(before, kept)
+    again = reusing(x)
+    assert reusing(-x).data_ptr() == again.data_ptr()
+
+
+def test_an_input_of_any_layout_is_taken() -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x)
+    last = x.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(fused(x), fused(last))
+    assert len(fused) == 1
+
+
+def test_new_weights_are_taken_on_refresh() -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x)
+    before = fused(x)
+    with torch.no_grad():
+        model.stem[0].weight.mul_(-1.0)
+    assert torch.equal(fused(x), before), "weights are bound once"
+    fused.refresh()
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(fused(x), before)
+
+
+def test_a_dtype_converts_a_copy_and_its_inputs() -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x, dtype=torch.bfloat16)
+    assert fused(x).dtype == torch.bfloat16
+    assert next(model.parameters()).dtype == torch.float32
+    torch.testing.assert_close(fused(x).float(), model(x), rtol=0.1, atol=0.1)
+
+
+def test_layouts_are_channels_last_where_there_are_images() -> None:
+    x = image(2, 3, 32, 32)
+    last = cg.fuse(net(), x, check=False).bound(x).inputs[0]
+    kept = cg.fuse(net(), x, channels_last=False, check=False).bound(x).inputs[0]
+    assert last is not None and last.is_contiguous(memory_format=torch.channels_last)
+    assert kept is not None and kept.is_contiguous()
+    rows = image(3, 4)
+    linear = cg.fuse(nn.Linear(4, 5).eval(), rows)
+    assert linear.report is not None and not linear.report.channels_last
+
+
+# -- the check and the errors ----------------------------------------------------------------------
+
+
+def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fusing.convert
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        imported = real(*args, **kwargs)
+        for tensor in imported.constants.values():
+            tensor.mul_(1.001)
+        return imported
+
+    monkeypatch.setattr(fusing, "convert", wrong)
+    with pytest.raises(cg.WrongResult, match=r"ResNet: result 0 is off by .*, at most .* is right"):
+        cg.fuse(net(), image(2, 3, 32, 32))
+    cg.fuse(net(), image(2, 3, 32, 32), check=False)
+
+
+def test_the_report_has_the_errors_of_the_check() -> None:
+    report = cg.fuse(net(), image(2, 3, 32, 32)).report
+    assert report is not None
+    ((ours, own),) = report.errors
+    assert own is not None and 0 < ours < 1e-6 and 0 < own < 1e-6
+
+
+def test_a_model_that_has_no_float64_is_compared_with_itself() -> None:
+    model = Of(lambda m, x: x.float().relu().matmul(m.w.float()), w=image(4, 4))
+    model.function = lambda m, x: (x * torch.ones(4, dtype=torch.float32)).matmul(m.w)
+    report = cg.fuse(model.eval(), image(3, 4)).report
+    assert report is not None and len(report.errors) == 1
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(cg.PolicyError, match=r"training mode; call model.eval\(\)"):
+        cg.fuse(net().train(), image(2, 3, 32, 32))
+
+
+def test_no_shapes_at_all_are_refused() -> None:
+    with pytest.raises(cg.PolicyError, match="max_shapes=0; expected a whole number >= 1"):
+        cg.fuse(net(), image(2, 3, 32, 32), max_shapes=0)
+
+
+def test_a_model_that_is_no_graph_is_refused_by_the_importers_words() -> None:
+    with pytest.raises(cg.CannotImport, match=r"Of is no single graph: aten.nonzero.default"):
+        cg.fuse(Of(lambda m, x: x.nonzero() + 1).eval(), image(4))
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_table_of_steps_and_names_what_is_torchs() -> None:
+    model = models.randomized(models.GPT(31, 64, 1, 16))
+    report = cg.fuse(model, torch.arange(8).view(1, 8)).report
+    assert report is not None
+    text = str(report)
+    assert text.startswith("GPT on cpu: 1 steps (1 reference), images as given, 0 batch norms")
+    assert "plans from: reference" in text
+    assert "torch's own: aten.embedding.default, models.py:" in text
+    assert report.counts == {"reference": 1}
+    assert report.opaque[0][0] == "aten.embedding.default"
+
+
+def test_the_report_can_be_drawn(tmp_path: Path) -> None:
+    report = cg.fuse(net(), image(2, 3, 32, 32)).report
+    assert report is not None
+    report.save(tmp_path / "net.svg")
+    text = (tmp_path / "net.svg").read_text(encoding="utf-8")
+    assert text.startswith("<svg") and "step 1" in text and "conv" in text
+    nothing = cg.fuse(nn.Identity().eval(), image(2, 3)).report
+    assert nothing is not None
+    with pytest.raises(cg.PolicyError, match="nothing to draw"):
+        nothing.svg()
+
+
+# -- whole models in steps -------------------------------------------------------------------------
+
+
+def imported(name: str) -> tuple[GraphSpec, dict[str, torch.Tensor], torch.Tensor]:
+    """A model's graph with its tensors by name, and its result in float64."""
+    torch.manual_seed(1)
+    model, x = NETS[name]()
+    model = models.randomized(model)
+    made = import_model(model, (x,), channels_last=True)
+    assert made.spec is not None
+    tensors = dict(made.constants)
+    (given,) = made.inputs
+    assert given is not None
+    declared = made.spec.tensors[given]
+    tensors[given] = torch.empty_strided(x.shape, declared.stride, dtype=x.dtype).copy_(x)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    with torch.no_grad():
+        want = model.double()(x.double() if x.is_floating_point() else x)
+    return made.spec, tensors, want
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_whole_model_in_torch_steps_computes_what_it_should(name: str) -> None:
+    """Cut as for a GPU, in one block of memory, by the torch steps that a GPU runs."""
+    spec, tensors, want = imported(name)
+    names = canonical_tensor_names(spec)
+    spec = canonical(spec)
+    steps = heuristic(spec, POLICY, builder(lambda part: True)).steps
+    chain = Chain(spec, POLICY, CPU)
+    for key, tensor in tensors.items():
+        chain._inputs[names[key]] = tensor
+    launch = chain.launch([(step.spec, None) for step in steps])
+    for _ in range(2):
+        launch()
+    (out,) = chain._outputs.values()
+    error = float((out.double() - want).norm() / want.norm())
+    assert error < 2e-6
+    assert sum(FREE in step.decisions for step in steps) < len(steps)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_regions_hold_every_op_once_in_an_order_that_can_be_run(name: str) -> None:
+    spec, _, _ = imported(name)
+    graph = Graph(prepared(spec))
+    groups = regions(graph)
+    assert len(groups) > 6
+    assert Counter(n.name for group in groups for n in group) == Counter(
+        n.name for n in work(graph.spec.nodes)
+    )
+    there = set(graph.spec.inputs) | graph._numbers
+    for group in groups:
+        made = {name for node in group for name in node.results}
+        assert {name for node in group for name in node.operands} <= there | made
+        there |= made
+        assert sum(map(graph.is_anchor, group)) <= 1
+
+
+def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> None:
+    spec, _, _ = imported("resnet")
+    groups = [" ".join(n.op for n in group) for group in regions(Graph(prepared(spec)))]
+    assert Counter(groups) == {
+        "conv bias relu": 7,
+        "conv add bias relu": 3,
+        "conv": 2,
+        "max_pool": 1,
+        "reduction": 1,
+        "reshape": 1,
+        "matmul add": 1,
+    }
+
+
+@pytest.mark.parametrize(("name", "joined"), [("deeplab", 5), ("unet", 6)])
+def test_what_a_model_concatenates_is_written_in_its_place(name: str, joined: int) -> None:
+    spec, _, _ = imported(name)
+    graph = Graph(prepared(spec))
+    assert len(graph.joined) == joined
+    joins = [node for node in graph.spec.nodes if node.op == "concat"]
+    assert joins and all(map(graph.is_free, joins))
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend=fusing.backend, options=options or None)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt", "unet"])
+def test_torch_compile_runs_models_by_this_backend(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    model, x = NETS[name]()
+    model = models.randomized(model)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cudnngraph"):
+        out, want = compiled(model)(x), model(x)
+    assert out.stride() == want.stride()
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert caplog.messages == []
+
+
+def test_batch_norms_are_folded_and_weights_bound_until_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    real = fusing.convert
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(real(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(fusing, "convert", noted)
+    model, x = net(), image(2, 3, 32, 32)
+    run = compiled(model, channels_last=True)
+    with torch.no_grad():
+        for _ in range(3):
+            run(x)
+        assert [each.folded for each in made] == [9]
+        for turn in range(fusing.CHANGES + 2):
+            model.stem[0].weight.mul_(1.5)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+            assert made[-1].folded == (9 if turn < fusing.CHANGES else 0)
+    assert len(made) == fusing.CHANGES + 2, "weights that change often are inputs"
+
+
+def test_further_shapes_are_compiled_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    run = compiled(model, max_shapes=2)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cudnngraph"):
+        for batch in (2, 3, 4, 5, 6):
+            x = image(batch, 3, 32, 32)
+            torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    assert any("over 2 shapes: this one runs by torch" in text for text in caplog.messages)
+
+
+def test_training_runs_through_it_with_torchs_gradients() -> None:
+    ours, theirs = net().train(), net().train()
+    x = image(4, 3, 32, 32)
+    run = compiled(ours)
+    for model, call in ((ours, run), (theirs, theirs)):
+        for _ in range(2):
+            model.zero_grad()
+            F.cross_entropy(call(x), torch.tensor([0, 1, 2, 3])).backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5)
+    for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_imported_runs_by_torch_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Of(lambda m, x: F.dropout(x, 0.5, training=True) * 2)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cudnngraph"):
+        out = compiled(model)(torch.ones(1000))
+    assert set(out.tolist()) == {0.0, 4.0}
+    assert any(
+        text.startswith("a graph of torch.compile runs by torch: ") for text in caplog.messages
+    )
+
+
+def test_a_graph_break_leaves_two_graphs() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(x) + 1
+        torch._dynamo.graph_break()
+        return y * y.sum()
+
+    x = image(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(Of(forward))(x), Of(forward)(x))
+
+
+def test_unknown_options_are_refused() -> None:
+    with torch.no_grad(), pytest.raises(Exception, match="option colour is unknown"):
+        compiled(nn.ReLU(), colour=1)(image(3))
+    with pytest.raises(cg.PolicyError, match="mode='max-autotune' is unknown"):
+        fusing.backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], mode="max-autotune")
+
+
+def test_the_backend_is_an_entry_point_of_the_package() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    _, _, section = text.partition('[project.entry-points."torch_dynamo_backends"]\n')
+    name, _, target = section.splitlines()[0].partition(" = ")
+    module, _, function = target.strip('"').partition(":")
+    assert name == "cudnngraph"
+    assert getattr(importlib.import_module(module), function) is fusing.backend

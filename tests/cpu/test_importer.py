@@ -1,0 +1,467 @@
+"""Models as graphs: every rule against torch, what stays torch's own, what is refused and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cudnngraph.bench import models
+from cudnngraph.errors import CannotImport
+from cudnngraph.importer import Imported, import_model
+from cudnngraph.ir import GraphSpec, is_channels_last
+from cudnngraph.runtime import compile as compile_spec
+from tests import numerics
+
+F32, F64 = torch.float32, torch.float64
+
+
+class Of(nn.Module):
+    """A function as a module, with parameters to use."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def ops(spec: GraphSpec | None) -> list[str]:
+    return [] if spec is None else [node.op for node in spec.nodes if node.op != "constant"]
+
+
+def run(imported: Imported, args: tuple[Any, ...]) -> list[Any]:
+    """The results of an imported model, on the CPU."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    made: dict[str, torch.Tensor] = {}
+    if imported.spec is not None:
+        declared = imported.spec.tensors
+        given = dict(imported.constants)
+        for name, tensor in zip(imported.inputs, tensors, strict=True):
+            if name is not None:
+                given[name] = torch.empty_strided(
+                    tensor.shape, declared[name].stride, dtype=tensor.dtype
+                ).copy_(tensor)
+        results = compile_spec(imported.spec, "cpu")(**given)
+        outputs = imported.spec.outputs
+        made = dict(zip(outputs, [results] if len(outputs) == 1 else results, strict=True))
+    return [
+        made[each] if isinstance(each, str) else tensors[each[1]] if each[0] == "input" else each[1]
+        for each in imported.results
+    ]
+
+
+def check(model: nn.Module, *args: Any, terms: int = 1, channels_last: bool = False) -> Imported:
+    """Import, run, and compare every result with the model in float64 and in its own dtype."""
+    model = model.eval()
+    imported = import_model(model, args, channels_last=channels_last)
+    ours = run(imported, args)
+    with torch.no_grad():
+        own = torch.utils._pytree.tree_leaves(model(*args))
+        wide = [
+            a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+        ]
+        want = torch.utils._pytree.tree_leaves(model.double()(*wide))
+        model.float()
+    assert len(ours) == len(own) == len(want)
+    for mine, theirs, exact in zip(ours, own, want, strict=True):
+        if not isinstance(theirs, torch.Tensor):
+            assert mine == theirs
+            continue
+        assert mine.dtype == theirs.dtype
+        numerics.check(mine, exact, F32, theirs, terms=terms)
+    return imported
+
+
+def image(*shape: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=gen)
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+X, Y, IMAGE, ROWS = (3, 5, 8), (3, 5, 8), (2, 6, 9, 8), (4, 10, 16)
+
+POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "relu": (lambda m, x: F.relu(x), ["relu"]),
+    "relu_": (lambda m, x: F.relu(x + 1, inplace=True), ["add", "relu"]),
+    "relu6": (lambda m, x: F.relu6(x), ["clamp"]),
+    "leaky_relu": (lambda m, x: F.leaky_relu(x, 0.2), ["leaky_relu"]),
+    "elu": (lambda m, x: F.elu(x, 0.5), ["elu"]),
+    "gelu": (lambda m, x: F.gelu(x), ["gelu"]),
+    "gelu_tanh": (lambda m, x: F.gelu(x, approximate="tanh"), ["gelu_tanh"]),
+    "silu": (lambda m, x: F.silu(x), ["silu"]),
+    "hardswish": (lambda m, x: F.hardswish(x), ["add", "clamp", "mul", "mul"]),
+    "hardsigmoid": (lambda m, x: F.hardsigmoid(x), ["add", "clamp", "mul"]),
+    "hardtanh": (lambda m, x: F.hardtanh(x, -0.5, 0.25), ["clamp"]),
+    "clamp": (lambda m, x: x.clamp(min=-0.3), ["clamp"]),
+    "sigmoid": (lambda m, x: torch.sigmoid(x), ["sigmoid"]),
+    "tanh": (lambda m, x: torch.tanh(x), ["tanh"]),
+    "softplus": (lambda m, x: F.softplus(x), ["softplus"]),
+    "exp_neg": (lambda m, x: torch.exp(-x), ["neg", "exp"]),
+    "log_abs": (lambda m, x: torch.log(x.abs() + 1.5), ["abs", "add", "log"]),
+    "roots": (lambda m, x: x.square().add(1).rsqrt() + (x * x + 1).sqrt(), None),
+    "erf_reciprocal": (lambda m, x: torch.erf(x) + (x * x + 2).reciprocal(), None),
+    "square": (lambda m, x: x**2, ["mul"]),
+    "cube": (lambda m, x: x.abs() ** 3, ["abs", "pow"]),
+    "alpha": (lambda m, x: torch.add(x, x.neg(), alpha=0.5), ["neg", "mul", "add"]),
+    "sub_alpha": (lambda m, x: torch.sub(x, x.tanh(), alpha=2), ["tanh", "mul", "sub"]),
+    "rsub": (lambda m, x: 2.0 - x, ["sub"]),
+    "div": (lambda m, x: x / (x.abs() + 1) / 3, ["abs", "add", "div", "div"]),
+    "min_max": (lambda m, x: torch.minimum(x, -x) + torch.maximum(x, x * 2), None),
+    "where": (lambda m, x: torch.where(x > 0.5, x, -x), ["gt", "neg", "where"]),
+    "compare": (lambda m, x: torch.where((x > 0) & (x < 1), x, 0.0), None),
+    "dropout": (lambda m, x: F.dropout(x, 0.5, training=False) * 2, ["mul"]),
+    "clones": (lambda m, x: x.clone().contiguous().detach() + 1, ["add"]),
+    "zero_dim": (lambda m, x: x * torch.tensor(2.5), ["mul"]),
+    "to_same": (lambda m, x: x.to(torch.float32) + 1, ["add"]),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise_ops_become_ours(name: str) -> None:
+    function, wanted = POINTWISE[name]
+    imported = check(Of(function), image(*X))
+    assert imported.opaque == ()
+    if wanted is not None:
+        assert ops(imported.spec) == wanted
+
+
+SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "view": (lambda m, x: x.view(3, -1) * 2, X),
+    "flatten": (lambda m, x: torch.flatten(x.exp(), 1), X),
+    "unflatten": (lambda m, x: x.exp().unflatten(2, (2, 4)), X),
+    "squeeze": (lambda m, x: x.unsqueeze(1).exp().squeeze(1).neg(), X),
+    "permute": (lambda m, x: x.exp().permute(2, 0, 1), X),
+    "transpose": (lambda m, x: x.exp().transpose(-1, 0) + 1, X),
+    "t": (lambda m, x: x.exp()[0].t() + 1, X),
+    "expand": (lambda m, x: x[:, :1].expand(3, 5, 8) + x, X),
+    "slice": (lambda m, x: x.exp()[:, 1:-1, ::3], X),
+    "select": (lambda m, x: x.exp()[:, -2] + x.exp().select(1, 0), X),
+    "narrow": (lambda m, x: x.exp().narrow(2, 2, 4), X),
+    "split": (lambda m, x: [part * 2 for part in x.exp().split(3, 2)], X),
+    "split_sizes": (lambda m, x: list(x.exp().split([1, 4], 1)), X),
+    "chunk": (lambda m, x: torch.cat(x.exp().chunk(2, 2)[::-1], 2), X),
+    "unbind": (lambda m, x: torch.stack(x.exp().unbind(1)[::-1], 2), X),
+    "cat": (lambda m, x: torch.cat([x, x.exp(), x[:, :2]], 1), X),
+    "mean": (lambda m, x: x.mean(1) + x.mean((1,), keepdim=True)[:, 0], X),
+    "mean_all": (lambda m, x: x.exp().mean(), X),
+    "sum": (lambda m, x: x.exp().sum((0, 2)), X),
+    "amax": (lambda m, x: x.amax(-1, keepdim=True) - x.amin(1, keepdim=True), X),
+    "max_pool": (lambda m, x: F.max_pool2d(x, 3, 2, 1), IMAGE),
+    "max_pool_plain": (lambda m, x: F.max_pool2d(x, 2), IMAGE),
+    "avg_pool": (lambda m, x: F.avg_pool2d(x, 2, ceil_mode=True), IMAGE),
+    "global_pool": (lambda m, x: F.adaptive_avg_pool2d(x, 1).flatten(1), IMAGE),
+    "adaptive_pool": (lambda m, x: F.adaptive_avg_pool2d(x, (3, 5)), IMAGE),
+    "nearest": (lambda m, x: F.interpolate(x, scale_factor=2), IMAGE),
+    "bilinear": (
+        lambda m, x: F.interpolate(x, (13, 7), mode="bilinear", align_corners=False),
+        IMAGE,
+    ),
+    "corners": (
+        lambda m, x: F.interpolate(x, (13, 7), mode="bilinear", align_corners=True),
+        IMAGE,
+    ),
+    "of_a_pixel": (
+        lambda m, x: F.interpolate(x.mean((2, 3), keepdim=True), (4, 3), mode="bilinear"),
+        IMAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_ops_on_shapes_become_ours(name: str, channels_last: bool) -> None:
+    function, shape = SHAPES[name]
+    imported = check(Of(function), image(*shape), channels_last=channels_last)
+    assert imported.opaque == ()
+
+
+PRODUCTS: dict[str, tuple[nn.Module, tuple[tuple[int, ...], ...]]] = {
+    "linear": (nn.Linear(16, 12), (ROWS,)),
+    "linear_plain": (nn.Linear(16, 12, bias=False), ((7, 16),)),
+    "mm": (Of(lambda m, x, y: torch.mm(x, y) + 1), ((4, 16), (16, 6))),
+    "addmm": (Of(lambda m, x, y: torch.addmm(x[0, :6], x, y)), ((4, 16), (16, 6))),
+    "bmm": (Of(lambda m, x, y: torch.bmm(x, y.transpose(1, 2))), (ROWS, (4, 6, 16))),
+    "matmul": (Of(lambda m, x, y: x @ y), (ROWS, (16, 6))),
+    "layer_norm": (nn.LayerNorm(16), (ROWS,)),
+    "layer_norm_bare": (nn.LayerNorm((10, 16), elementwise_affine=False), (ROWS,)),
+    "rms_norm": (nn.RMSNorm(16, eps=1e-6), (ROWS,)),
+    "conv1d": (nn.Conv1d(10, 6, 3, padding=1), (ROWS,)),
+    "conv2d_same": (nn.Conv2d(6, 4, 3, padding="same"), (IMAGE,)),
+    "conv2d_groups": (nn.Conv2d(6, 12, 3, 2, 2, 2, groups=3), (IMAGE,)),
+    "conv3d": (nn.Conv3d(2, 3, 2), ((2, 2, 4, 5, 6),)),
+    "transposed": (nn.ConvTranspose2d(6, 4, 3, 2, 1, output_padding=1), (IMAGE,)),
+    "transposed_groups": (nn.ConvTranspose2d(6, 9, 2, 2, groups=3, bias=False), (IMAGE,)),
+    "attention": (
+        Of(lambda m, q, k: F.scaled_dot_product_attention(q, k, k + 1, is_causal=True, scale=0.3)),
+        ((2, 2, 6, 8), (2, 2, 6, 8)),
+    ),
+    "attention_mask": (
+        Of(
+            lambda m, q: F.scaled_dot_product_attention(q, q, q, m.mask),
+            mask=torch.ones(6, 6, dtype=torch.bool).tril(),
+        ),
+        ((2, 2, 6, 8),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_layers_become_ours(name: str) -> None:
+    torch.manual_seed(0)
+    model, shapes = PRODUCTS[name]
+    imported = check(model, *(image(*shape) for shape in shapes), terms=4096)
+    assert imported.opaque == ()
+
+
+def test_a_transposed_weight_is_one_by_its_strides() -> None:
+    layer = nn.Linear(16, 12)
+    imported = import_model(layer, (image(4, 16),))
+    assert ops(imported.spec) == ["matmul", "add"]
+    (weight,) = (t for t in imported.constants.values() if t.dim() == 2)
+    assert weight.data_ptr() == layer.weight.data_ptr()
+    assert weight.stride() == (1, 16)
+
+
+# -- batch norm ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(6, 8, 3, bias=False),
+        nn.Conv2d(6, 8, 3, groups=2),
+        nn.ConvTranspose2d(6, 8, 3, stride=2),
+        nn.ConvTranspose2d(6, 8, 3, groups=2, bias=False),
+    ],
+    ids=str,
+)
+def test_a_batch_norm_behind_a_convolution_is_folded(conv: nn.Module) -> None:
+    model = models.randomized(nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU()))
+    imported = check(model, image(*IMAGE), terms=4096)
+    kind = "conv" if isinstance(conv, nn.Conv2d) else "conv_transpose"
+    assert ops(imported.spec) == [kind, "bias", "relu"]
+    assert imported.folded == 1
+
+
+def test_folded_weights_are_computed_in_float64_and_rounded_once() -> None:
+    conv, norm = nn.Conv2d(3, 4, 1, bias=False).half(), nn.BatchNorm2d(4).half()
+    model = models.randomized(nn.Sequential(conv, norm))
+    imported = import_model(model, (image(1, 3, 4, 4).half(),))
+    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    want = (conv.weight.double() * scale.view(-1, 1, 1, 1)).half()
+    shift = (norm.bias.double() - norm.running_mean.double() * scale).half()
+    weight, bias = imported.constants.values()
+    assert torch.equal(weight, want.detach())
+    assert torch.equal(bias, shift.detach())
+
+
+def test_a_batch_norm_that_no_convolution_can_take_is_a_scale_and_a_bias() -> None:
+    conv = nn.Conv2d(6, 6, 1)
+    apart = models.randomized(nn.BatchNorm2d(6))
+    imported = check(Of(lambda m, x: m.norm(F.relu(x)), norm=apart), image(*IMAGE))
+    assert ops(imported.spec) == ["relu", "scale", "bias"]
+    twice = check(
+        Of(lambda m, x: (y := m.conv(x), m.norm(y)), conv=conv, norm=apart), image(*IMAGE), terms=64
+    )
+    assert ops(twice.spec) == ["conv", "bias", "scale", "bias"]
+    assert imported.folded == twice.folded == 0
+
+
+def test_the_bias_comes_behind_what_is_added() -> None:
+    """The order that cuDNN has precompiled engines for; biases on both sides are one."""
+    one, other = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+    plain = check(Of(lambda m, x: F.relu(m.one(x) + x), one=one), image(*IMAGE), terms=64)
+    assert ops(plain.spec) == ["conv", "add", "bias", "relu"]
+    both = check(
+        Of(lambda m, x: F.relu(m.one(x) + m.other(x)), one=one, other=other),
+        image(*IMAGE),
+        terms=64,
+    )
+    assert ops(both.spec) == ["conv", "conv", "add", "bias", "relu"]
+    used = check(Of(lambda m, x: (y := m.one(x), y + x), one=one), image(*IMAGE), terms=64)
+    assert ops(used.spec) == ["conv", "bias", "add"]
+
+
+# -- constants, inputs, results --------------------------------------------------------------------
+
+
+def test_what_depends_on_constants_alone_is_computed_at_once() -> None:
+    model = Of(
+        lambda m, x: x + torch.arange(8.0).view(2, 4).sum(1).repeat(4) * m.scale,
+        scale=torch.tensor([0.5] * 8),
+    )
+    imported = check(model, image(*X))
+    assert ops(imported.spec) == ["add"]
+    assert len(imported.constants) == 1
+
+
+def test_results_of_every_kind_come_back() -> None:
+    table = torch.tensor([1.0, 2.0])
+    model = Of(lambda m, x, y: {"a": x + 1, "same": y, "b": [m.table, 3, None]}, table=table)
+    imported = check(model, image(2, 3), image(2))
+    assert imported.inputs[1] is None
+    assert imported.results[1] == ("input", 1)
+    doubled = import_model(Of(lambda m, x: (y := x + 1, y)), (image(2, 3),))
+    assert doubled.results == ("out0", "out0")
+    nothing = import_model(Of(lambda m, x: x), (image(2, 3),))
+    assert nothing.spec is None and nothing.results == (("input", 0),)
+
+
+def test_numbers_and_flags_among_the_arguments_are_part_of_the_graph() -> None:
+    model = Of(lambda m, x, k, flag: x * k if flag else x)
+    imported = import_model(model, (image(2, 3), 2.5, True))
+    x = image(2, 3)
+    (result,) = run(imported, (x,))
+    assert torch.equal(result, x * 2.5)
+
+
+def test_images_and_weights_lie_channels_last_throughout() -> None:
+    model = models.randomized(models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 16, 5))
+    imported = check(model, image(1, 3, 64, 64), terms=1 << 20, channels_last=True)
+    assert imported.spec is not None
+    for name, tensor in imported.spec.tensors.items():
+        if len(tensor.shape) == 4:
+            assert is_channels_last(tensor.shape, tensor.stride), name
+    assert "permute" not in ops(imported.spec)
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "resnet": lambda: (models.ResNet((1, 2), 16, 10), image(2, 3, 64, 64)),
+    "deeplab": lambda: (
+        models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 16, 5),
+        image(1, 3, 64, 64),
+    ),
+    "unet": lambda: (models.UNet(8, 3), image(1, 3, 32, 32)),
+    "gpt": lambda: (models.GPT(31, 64, 2, 16), torch.arange(24).view(2, 12)),
+    "vit": lambda: (models.ViT(16, 8, 64, 2, 10), image(2, 3, 16, 16)),
+    "convnext": lambda: (models.ConvNeXt((8, 16), (1, 1), 10), image(2, 3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_models_are_as_near_to_float64_as_torch(name: str, channels_last: bool) -> None:
+    torch.manual_seed(1)
+    model, x = NETS[name]()
+    model = models.randomized(model)
+    imported = import_model(model, (x,), channels_last=channels_last)
+    (ours,) = run(imported, (x,))
+    with torch.no_grad():
+        own = model(x)
+        want = model.double()(x.double() if x.is_floating_point() else x)
+
+    def error(y: torch.Tensor) -> float:
+        return float((y.double() - want).norm() / want.norm())
+
+    assert error(ours) <= max(numerics.TORCH_FACTOR * error(own), 1e-6)
+    kept = {each.overload for each in imported.opaque}
+    assert kept <= {"aten.embedding.default"}
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "convnext_tiny", "vit_b_16"])
+def test_models_of_torchvision_are_imported(name: str) -> None:
+    try:
+        from torchvision import models as vision
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"torchvision: {error}")
+    side = 224 if name.startswith("vit") else 64
+    model = getattr(vision, name)(weights=None).eval()
+    x = image(1, 3, side, side)
+    imported = import_model(model, (x,), channels_last=True)
+    (ours,) = run(imported, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(x), rtol=1e-4, atol=1e-4)
+
+
+# -- torch's own -----------------------------------------------------------------------------------
+
+
+def test_what_there_is_no_op_for_stays_torchs_own_and_is_named_with_its_line() -> None:
+    def forward(m: Any, x: torch.Tensor, at: torch.Tensor) -> Any:
+        y = F.pad(F.embedding(at, m.table) * x, (1, 0))
+        values, places = torch.sort(y.softmax(-1), stable=True)
+        return values.cumsum(-1).relu(), places
+
+    imported = check(Of(forward, table=image(9, 8)), image(3, 8), torch.tensor([0, 8, 3]), terms=64)
+    names = [each.overload for each in imported.opaque]
+    assert names[:2] == ["aten.embedding.default", "aten.pad.default"] or "pad" in names[1]
+    assert all(
+        "test_importer.py" in each.line and "in forward" in each.line for each in imported.opaque
+    )
+    assert "relu" in ops(imported.spec)
+
+
+def test_whole_numbers_are_torchs_own() -> None:
+    imported = check(Of(lambda m, x: (x + 1) * 2), torch.arange(6))
+    assert ops(imported.spec) == ["aten", "aten"]
+
+
+def test_casts_keep_their_dtype() -> None:
+    imported = check(Of(lambda m, x: x.double().relu()), image(3, 4))
+    assert ops(imported.spec) == ["aten", "relu"]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def refusal(function: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(CannotImport) as caught:
+        import_model(Of(function, state=torch.zeros(3)).eval(), args)
+    return str(caught.value)
+
+
+def test_a_shape_that_depends_on_numbers_is_refused_with_its_line() -> None:
+    text = refusal(lambda m, x: x[x > 0] * 2, image(4))
+    assert "Of is no single graph: aten.index.Tensor (test_importer.py:" in text
+    assert "the shape of its result depends on the numbers in a tensor" in text
+
+
+def test_a_branch_on_numbers_is_refused_with_its_line() -> None:
+    text = refusal(lambda m, x: x if x.sum() > 0 else -x, image(4))
+    assert text.startswith("Of cannot be exported: ")
+    assert "(test_importer.py:" in text
+
+
+def test_control_flow_is_refused() -> None:
+    text = refusal(
+        lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)), image(4)
+    )
+    assert "control flow, or a call that is no op of torch" in text and "cond" in text
+
+
+def test_random_numbers_are_refused() -> None:
+    text = refusal(lambda m, x: x + torch.rand_like(x), image(4))
+    assert "aten.rand_like.default (test_importer.py:" in text
+    assert "it draws random numbers (call model.eval()?)" in text
+
+
+def test_state_that_changes_is_refused() -> None:
+    def count(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.state.add_(1)
+        return x + m.state
+
+    text = refusal(count, image(3))
+    assert "changes 'state' in place" in text and "call model.eval()" in text
+
+
+def test_an_input_that_is_written_is_refused() -> None:
+    assert "changes 'args_0' in place" in refusal(lambda m, x: x.add_(1), image(3))
+
+
+def test_a_batch_norm_in_training_mode_is_refused() -> None:
+    with pytest.raises(CannotImport, match=r"in place, .*call model.eval\(\)"):
+        import_model(nn.BatchNorm2d(3).train(), (image(2, 3, 4, 4),))

@@ -1,0 +1,62 @@
+"""The script that measures whole models runs, on small ones, and writes its page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "h200_models.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("h200_models", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_quick_run_writes_rows_and_keeps_notes_and_other_rows(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "ROUNDS", 2)
+    monkeypatch.setattr(script, "SAMPLE_MS", 1.0)
+    page = tmp_path / "page.md"
+    page.write_text("old\n## Notes\nkept by hand\n")
+    assert script.main(["--quick", "--only", "U-Net", "--out", str(page)]) == 0
+    assert script.main(["--quick", "--only", "small ResNet", "--out", str(page)]) == 0
+    data = json.loads(page.with_suffix(".json").read_text())
+    assert [row["name"] for row in data["rows"]] == ["small U-Net", "small ResNet"]
+    text = page.read_text()
+    assert text.endswith("\n## Notes\nkept by hand\n")
+    for row in data["rows"]:
+        assert row["times_us"]["fused"] > 0 and row["times_us"]["eager"] > 0
+        assert all(error < 1e-5 for error, _ in row["errors"])
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {row['name']} |"))
+        assert f"| {row['times_us']['fused'] / 1e3:.3f} |" in line
+
+
+def test_the_table_of_steps_puts_equal_ones_together(script: ModuleType) -> None:
+    step = {"ops": "conv bias", "input": "a", "output": "b", "runs_on": "cuDNN", "us": 10.0}
+    row = {
+        "name": "net",
+        "times_us": {"fused": 100.0, "torch.compile": 120.0, "eager": 300.0},
+        "asked": 1.1,
+        "steps": [step, dict(step), {**step, "ops": "max_pool", "runs_on": "torch", "us": 5.0}],
+        "plans_us": 20.0,
+        "torch_us": 5.0,
+        "gaps_us": 75.0,
+        "counts": {"cuDNN": 2, "torch": 1},
+        "fuse_s": 1.0,
+        "again_s": 0.1,
+    }
+    assert script.text_of(row) == "| net | 0.300 | - | 0.120 | - | 0.100 | 1.20 | 1.10 |"
+    assert "| 80.0% |" in script.glue_of(row)
+    assert "| conv bias | a | b | cuDNN | 2 | 10.0 | 20.0% |" in script.steps_of(row)

@@ -1,0 +1,143 @@
+"""Whole models on a GPU in float16: as good as torch, captured, and no memory lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.bench import models
+from cudnngraph.fuse import Fused, backend
+
+F16 = torch.float16
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "resnet": (
+        lambda: models.ResNet((1, 2, 1, 1), 32, 10),
+        lambda: torch.randn(4, 3, 96, 96, device="cuda", dtype=F16),
+    ),
+    "deeplab": (
+        lambda: models.DeepLab(models.ResNet((1, 1, 2, 1), 16, 10, dilated=True), 32, 5),
+        lambda: torch.randn(2, 3, 97, 97, device="cuda", dtype=F16),
+    ),
+    "unet": (
+        lambda: models.UNet(16, 3),
+        lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
+    ),
+    "gpt": (
+        lambda: models.GPT(97, 128, 2, 64),
+        lambda: torch.randint(0, 97, (3, 64), device="cuda"),
+    ),
+    "vit": (
+        lambda: models.ViT(64, 8, 128, 2, 10),
+        lambda: torch.randn(3, 3, 64, 64, device="cuda", dtype=F16),
+    ),
+    "convnext": (
+        lambda: models.ConvNeXt((32, 64), (1, 2), 10),
+        lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    make, example = MODELS[name]
+    return models.randomized(make()).cuda().half(), example()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_as_near_to_float64_as_torch(
+    name: str, record_property: pytest.RecordProperty
+) -> None:
+    """The check of fuse itself: at most twice torch's own distance, or within the tolerance."""
+    model, x = made(name)
+    fused = cg.fuse(model, x, capture=True)
+    assert fused.report is not None and fused.report.errors
+    record_property("summary", str(fused.report))
+    assert fused.report.counts["cuDNN"] > 0
+    assert fused.report.captured
+    again = fused(x)
+    assert torch.equal(again, fused(x)), "a replay gives the same"
+    other = torch.flip(x, (0,))
+    torch.testing.assert_close(fused(other), torch.flip(again, (0,)), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["resnet", "deeplab", "unet"])
+def test_an_autotuned_model_is_right_and_searches_equal_regions_once(
+    name: str, record_property: pytest.RecordProperty
+) -> None:
+    model, x = made(name)
+    fused = cg.fuse(model, x, policy=cg.Policy(tune="autotune", budget_s=2.0))
+    assert fused.report is not None and fused.report.errors
+    record_property("summary", str(fused.report))
+    first = fused.report.steps[0].decisions[0]
+    assert first.subject == "the whole graph" and "cut at its anchors" in first.reason
+
+
+@pytest.mark.parametrize("name", ["deeplab", "unet"])
+def test_what_is_concatenated_is_written_in_its_place(name: str) -> None:
+    model, x = made(name)
+    fused = cg.fuse(model, x)
+    assert fused.report is not None
+    joins = [s for s in fused.report.steps if s.spec.nodes[-1].op == "concat"]
+    assert joins and all(any(d.subject == "a view" for d in s.decisions) for s in joins)
+
+
+def test_results_are_new_tensors_unless_reuse_is_asked_for() -> None:
+    model, x = made("resnet")
+    fresh = cg.fuse(model, x, capture=True)
+    reused = cg.fuse(model, x, capture=True, reuse_results=True)
+    a, b = fresh(x), fresh(x)
+    assert a.data_ptr() != b.data_ptr() and torch.equal(a, b)
+    c, d = reused(x), reused(-x)
+    assert c.data_ptr() == d.data_ptr()
+
+
+def test_many_calls_and_shapes_take_no_more_memory() -> None:
+    model, x = made("resnet")
+    fused = cg.fuse(model, x, capture=True, max_shapes=2, check=False)
+
+    def calls() -> int:
+        for size in (64, 96, 64, 96):
+            for _ in range(25):
+                fused(x[..., :size, :size])
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    calls()
+    before = calls()
+    assert calls() == before
+    assert len(fused) == 2
+
+
+def test_a_model_follows_its_new_weights_after_refresh() -> None:
+    model, x = made("resnet")
+    fused = cg.fuse(model, x, capture=True)
+    before = fused(x)
+    with torch.no_grad():
+        model.head[2].weight.mul_(2.0)
+        model.head[2].bias.mul_(2.0)
+    fused.refresh()
+    torch.testing.assert_close(fused(x), 2.0 * before, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_torch_compile_by_this_backend(name: str) -> None:
+    model, x = made(name)
+    compiled = torch.compile(model, backend=backend, options={"channels_last": name == "resnet"})
+    with torch.no_grad():
+        want, out = model(x), compiled(x)
+        assert out.stride() == want.stride()
+        error = float((out.double() - want.double()).norm() / want.double().norm())
+        assert error < 2e-2
+        shorter = compiled(x[:1])
+    assert shorter.shape[0] == 1
+
+
+def test_a_fused_model_is_a_module_on_its_device() -> None:
+    model, x = made("unet")
+    fused = Fused(model)
+    y = fused(x)
+    assert y.device == x.device and y.dtype == F16 and len(fused) == 1
