@@ -13,6 +13,7 @@ import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.dropped import explicit, recovered
 from cudnngraph.ir import GraphSpec
+from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.trial import random_inputs
 from tests import numerics
 from tests.samples import BF16, F16, F32
@@ -43,7 +44,7 @@ def graphs(dtype: torch.dtype, **options: Any) -> tuple[GraphSpec, GraphSpec]:
 
 
 def compiled(spec: GraphSpec) -> Any:
-    exe = cg.compile(spec, "cuda")
+    exe = compile_spec(spec, "cuda")
     assert all(step.choice is not None for step in exe.steps), exe.explain()
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +93,11 @@ def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gra
     single = [n for n in backward.nodes if n.op == "sdpa_backward"]
     assert len(single) == 1
     if [n.op for n in backward.nodes] == ["sdpa_backward"]:  # no conversion of the lse before it
-        assert torch.equal(recovered(backward, grads, back), keep), "other weights are dropped"
+        place = torch.arange(S, device=CUDA)
+        near = pairs & ((place - place.view(-1, 1)).abs() < 40)  # ALiBi leaves weights there
+        seen = recovered(backward, grads, back)
+        assert torch.equal(seen[near], keep[near]), "other weights are dropped"
+        assert name == "alibi" or torch.equal(seen, keep), "other weights are dropped"
     other, given = explicit(backward, grads, keep)
     exact = reference.run(other, given, torch.float64)
     for label, ours, want in zip(backward.outputs, back(grads), exact, strict=True):
@@ -125,7 +130,7 @@ def test_dropout_can_be_replayed_in_a_cuda_graph_with_another_seed() -> None:
     forward, _ = graphs(F16)
     inputs = random_inputs(forward, CUDA)
     seed = inputs[forward.inputs.index("seed")]
-    exe = cg.compile(forward, "cuda")
+    exe = compile_spec(forward, "cuda")
     outputs = [
         torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=CUDA)
         for t in (forward.tensors[name] for name in forward.outputs)
@@ -148,7 +153,7 @@ def test_dropout_can_be_replayed_in_a_cuda_graph_with_another_seed() -> None:
 
 def test_autotuned_dropout_is_checked_against_what_the_plan_drops() -> None:
     forward, _ = graphs(BF16, is_causal=True)
-    exe = cg.compile(forward, "cuda", tune="autotune")
+    exe = compile_spec(forward, "cuda", tune="autotune")
     assert all(step.choice is not None for step in exe.steps), exe.explain()
     assert "wrong" not in exe.explain()
 
