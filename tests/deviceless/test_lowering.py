@@ -355,6 +355,18 @@ TORCH = (
     Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
     Known(
+        "a pointwise graph broadcasts over three dims at most",
+        lambda spec: (
+            _pointwise(spec)
+            and any(
+                tensor.numel < max(t.numel for t in spec.tensors.values())
+                for tensor in spec.tensors.values()
+                if len(tensor.shape) > 1
+            )
+            and max(len(t.shape) for t in spec.tensors.values()) > 3
+        ),
+    ),
+    Known(
         "attention along the bottom-right diagonal drops nothing",
         _sdpa(
             lambda spec, node: (
@@ -833,6 +845,7 @@ SEEDED: dict[str, dict[str, Any]] = {
     "float32 mask": {"mask": ((2, 4, 64, 64), torch.float32)},
     "one row for all": {"mask": ((2, 1, 1, 64), torch.bfloat16)},
     "lengths": {"lengths": True},
+    "lengths of finite padding": {"lengths": True, "finite_padding": True},
     "bottom right": {"is_causal": True, "diagonal_alignment": "bottom_right"},
     "softcap": {"softcap": 0.7},
     "softcap and mask": {"softcap": 0.7, "mask": ((2, 4, 64, 64), torch.bfloat16)},
