@@ -37,7 +37,16 @@ from .training import Trainable
 
 if TYPE_CHECKING:
     from . import functional, nn
-    from .nn import FusedConvBlock, FusedConvTransposeBlock, FusedMultiheadAttention, FusedSDPA
+    from .nn import (
+        FusedConvBlock,
+        FusedConvTransposeBlock,
+        FusedDepthwiseSeparable,
+        FusedLayerNorm,
+        FusedMLP,
+        FusedMultiheadAttention,
+        FusedRMSNorm,
+        FusedSDPA,
+    )
 
 __all__ = [
     "BackendUnavailable",
@@ -53,7 +62,11 @@ __all__ = [
     "Fused",
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
+    "FusedLayerNorm",
+    "FusedMLP",
     "FusedMultiheadAttention",
+    "FusedRMSNorm",
     "FusedSDPA",
     "Gradient",
     "Graph",
@@ -85,7 +98,7 @@ __all__ = [
 ]
 
 _MODULES = ("functional", "nn")
-_FROM_NN = ("FusedConvBlock", "FusedConvTransposeBlock", "FusedMultiheadAttention", "FusedSDPA")
+_FROM_NN = frozenset(name for name in __all__ if name.startswith("Fused"))
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from .backend.plan import Candidate, Choice, Plan, Proposals, replay
+from .dropped import draws
 from .eager import runs_whole
 from .errors import NotSupported
 from .ir import GraphSpec
@@ -309,6 +310,8 @@ class _Search:
         if part.size == 1 or runs_whole(step.spec):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
+            if step.proposals is not None and draws(step.spec):
+                time_us = math.inf  # torch drops others: forward and backward have to agree
             step.ways.append(_Way(1 << 20, None, None, 0, time_us))
 
     def advance(self, step: _Step) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from . import aten, reference, resample
 from .ir import GraphSpec, Node
-from .ops import OPS
+from .ops import ATTENTION, OPS
 from .partition import view_place
 
 Tensors = Sequence[torch.Tensor]
@@ -34,12 +34,37 @@ def _out(function: Callable[..., object]) -> OutRule:
 def _per_channel(function: Callable[..., object]) -> OutRule:
     def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
         x, vector = inputs
-        return function(x, vector.view(1, -1, *(1,) * (x.dim() - 2)), out=out)
+        if vector.dim() == 1:
+            vector = vector.view(1, -1, *(1,) * (x.dim() - 2))
+        return function(x, vector, out=out)
+
+    return run
+
+
+def _softmax(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        (x,) = inputs
+        if x.is_contiguous() and out.is_contiguous():
+            return function.out(x, attrs["dim"], False, out=out)
+        return out.copy_(function(x, attrs["dim"], False))
+
+    return run
+
+
+def _softmax_backward(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        dy, y = inputs
+        return out.copy_(function(dy, y, attrs["dim"], y.dtype))
 
     return run
 
 
 OUT: Mapping[str, OutRule] = {
+    "softmax": _softmax(_aten._softmax),
+    "log_softmax": _softmax(_aten._log_softmax),
+    "softmax_backward": _softmax_backward(_aten._softmax_backward_data),
+    "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
+    "ragged_offsets": reference.ragged_into,
     "identity": lambda inputs, attrs, out: out.copy_(inputs[0]),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),
@@ -72,21 +97,32 @@ NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]]
     "conv": reference.RULES["conv"],  # type: ignore[dict-item]
     "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
     "reduction": reference.RULES["reduction"],  # type: ignore[dict-item]
+    "instance_norm": lambda inputs, attrs: F.instance_norm(
+        inputs[0], weight=_vector(inputs[1]), bias=_vector(inputs[2]), eps=attrs["eps"]
+    ),
     "layer_norm": lambda inputs, attrs: F.layer_norm(
         inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
     ),
     "rms_norm": lambda inputs, attrs: _plus(
         F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
     ),
+    "nll_loss": reference.RULES["nll_loss"],  # type: ignore[dict-item]
+    "nll_loss_backward": reference.RULES["nll_loss_backward"],  # type: ignore[dict-item]
     **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
 }
+
+
+def _vector(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.flatten()
 
 
 def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", "sdpa", "sdpa_backward"})
+# Out variants that write the dtype of their operand alone.
+_NO_CAST = frozenset({"relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "clamp"})
+_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
 def runs_whole(spec: GraphSpec) -> bool:
@@ -279,6 +315,7 @@ def _rule(node: Node, spec: GraphSpec) -> OutRule | None:
         show: Any = reference.RULES[node.op]
         return lambda inputs, attrs, out: out.copy_(show(inputs, attrs))
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
+    kinds -= {torch.int64}  # classes
     if node.op in NATIVE and len(kinds) == 1:
         compute = NATIVE[node.op]
         return lambda inputs, attrs, out: out.copy_(compute(inputs, attrs))
@@ -296,6 +333,8 @@ def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
         return bool(real)
     if node.op == "matmul":  # no mixed dtypes
         return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})
+    if node.op in _NO_CAST:
+        return set(real) == {result}
     if result == torch.bool:
         return len(set(real)) == 1
     floats = (torch.float16, torch.bfloat16, torch.float32)

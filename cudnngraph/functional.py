@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from . import torch_ops
-from .errors import BindError, FeatureMissing, GraphError, Problem
+from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
+from .runtime import Over
 from .specialize import Build, Specialized, Static
 
 Tensor = torch.Tensor
@@ -40,8 +41,16 @@ __all__ = [
     "conv_transpose_bias_act",
     "conv_transpose_bias_act_into",
     "conv_transpose_bn_act",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "linear",
+    "mlp",
+    "rms_norm",
     "scaled_dot_product_attention",
+    "paged_attention",
     "scaled_dot_product_attention_into",
+    "varlen_attention",
 ]
 
 
@@ -96,11 +105,12 @@ def conv_norm_act(
     eps: float,
     activation: str | None,
     attrs: tuple[tuple[str, Any], ...],
+    momentum: float = 1.0,
 ) -> Value | tuple[Value, ...]:
     """act(batch_norm(conv(x, weight) + bias) + residual).
 
-    In training with running statistics also the batch's own, mean and unbiased variance: so the
-    momentum, which may change with every step, stays out of the graph.
+    In training with running statistics also the next ones; with a momentum of 1.0 those are the
+    batch's own mean and unbiased variance.
     """
     convolve = g.conv_transpose if transposed else g.conv
     y, batch = convolve(x, weight, **dict(geometry)), ()
@@ -113,7 +123,7 @@ def conv_norm_act(
             running_mean,
             running_var,
             eps=eps,
-            momentum=1.0,
+            momentum=momentum,
         )
     else:
         y = g.batch_norm(y, running_mean, running_var, bn_weight, bn_bias, eps=eps)  # type: ignore[arg-type]
@@ -131,11 +141,164 @@ def attention(
     attn_mask: Value | None,
     seq_len_q: Value | None,
     seq_len_kv: Value | None,
+    dropout_seed: Value | None = None,
+    dropout_offset: Value | None = None,
+    alibi_slopes: Value | None = None,
+    sink: Value | None = None,
     **options: Any,
 ) -> Value | tuple[Value, ...]:
     """softmax(scale * q k^T + mask) v, and the lse where asked for."""
     return g.sdpa(  # type: ignore[no-any-return]
-        q, k, v, attn_mask, seq_len_q=seq_len_q, seq_len_kv=seq_len_kv, **options
+        *(q, k, v, attn_mask),
+        seq_len_q=seq_len_q,
+        seq_len_kv=seq_len_kv,
+        dropout_seed=dropout_seed,
+        dropout_offset=dropout_offset,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        **options,
+    )
+
+
+@torch_ops.function
+def attention_varlen(
+    g: Graph,
+    q: Value,
+    k: Value,
+    v: Value,
+    cu_seqlens_q: Value,
+    cu_seqlens_kv: Value,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention within packed sequences."""
+    return g.sdpa_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)  # type: ignore[no-any-return]
+
+
+@torch_ops.function
+def attention_paged(
+    g: Graph,
+    q: Value,
+    k_cache: Value,
+    v_cache: Value,
+    page_table: Value,
+    seq_len_kv: Value,
+    seq_len_q: Value | None,
+    page_table_v: Value | None,
+    **options: Any,
+) -> Value | tuple[Value, ...]:
+    """Attention to what lies in the pages of a cache."""
+    return g.sdpa_paged(  # type: ignore[no-any-return]
+        *(q, k_cache, v_cache, page_table, seq_len_kv),
+        seq_len_q=seq_len_q,
+        page_table_v=page_table_v,
+        **options,
+    )
+
+
+@torch_ops.function
+def summed_norm_act(
+    g: Graph,
+    x: Value,
+    residual: Value | None,
+    weight: Value | None,
+    bias: Value | None,
+    *,
+    kind: str,
+    eps: float,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+    num_groups: int = 0,
+) -> Value | tuple[Value, ...]:
+    """act(norm(x + residual)), and the sum where there is one."""
+    total = x if residual is None else g.add(x, residual)
+    groups = (num_groups,) if kind == "group_norm" else ()
+    y = getattr(g, kind)(total, *groups, weight, bias, eps=eps)
+    y = g.activation(y, activation, **dict(attrs))
+    return y if residual is None else (y, total)
+
+
+@torch_ops.function
+def separable(
+    g: Graph,
+    x: Value,
+    residual: Value | None,
+    weight: Value,
+    bias: Value | None,
+    mean: Value | None,
+    var: Value | None,
+    bn_weight: Value | None,
+    bn_bias: Value | None,
+    weight_1: Value,
+    bias_1: Value | None,
+    mean_1: Value | None,
+    var_1: Value | None,
+    bn_weight_1: Value | None,
+    bn_bias_1: Value | None,
+    *,
+    stages: tuple[tuple[tuple[str, Any], ...], ...],
+) -> Value | tuple[Value, ...]:
+    """A convolution behind another, each with what :func:`conv_norm_act` has; with their batches'
+    statistics where those are to be kept."""
+    batch: list[Value] = []
+    tensors = (
+        (weight, bias, mean, var, bn_weight, bn_bias, None),
+        (weight_1, bias_1, mean_1, var_1, bn_weight_1, bn_bias_1, residual),
+    )
+    for options, (w, b, *norm, added) in zip(stages, tensors, strict=True):
+        given: Any = dict(options)
+        if norm[0] is None and not given["training"]:  # no norm
+            for word in ("training", "eps"):
+                given.pop(word)
+            x = conv_act(g, x, w, b, added, **given)  # type: ignore[assignment]
+            continue
+        made: Any = conv_norm_act(g, x, w, b, *norm, added, **given)
+        x, *now = made if isinstance(made, tuple) else (made,)
+        batch += now
+    return (x, *batch) if batch else x
+
+
+@torch_ops.function
+def linear_act(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    residual: Value | None,
+    *,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> Value:
+    """act(x weight^T + bias + residual)."""
+    y = g.linear(x, weight, bias)
+    y = y if residual is None else g.add(y, residual)
+    return g.activation(y, activation, **dict(attrs))
+
+
+@torch_ops.function
+def gated_mlp(
+    g: Graph,
+    x: Value,
+    up: Value,
+    up_bias: Value | None,
+    gate: Value | None,
+    gate_bias: Value | None,
+    down: Value,
+    down_bias: Value | None,
+    *,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> Value:
+    """Both layers of :meth:`cudnngraph.Graph.mlp`."""
+    return g.mlp(
+        x,
+        up,
+        up_bias,
+        down,
+        down_bias,
+        gate=gate,
+        gate_bias=gate_bias,
+        activation=activation,
+        **dict(attrs),
     )
 
 
@@ -160,13 +323,14 @@ def run_graph(
     tensors: Sequence[Tensor | None],
     static: Static,
     results: int = 1,
+    over: Over = (),
 ) -> Any:
     """Run a graph's function: as an op where torch.compile traces, else directly, which is
-    cheaper. A tensor, or several."""
+    cheaper. A tensor, or several; ``over`` as of :meth:`Executable.call`."""
     if torch.compiler.is_compiling():
         made = torch_ops.call(build.__name__, tensors, static.values, _policy(policy), results)
         return made[0] if results == 1 else made
-    return _compiled(build, policy).call(tensors, static)
+    return _compiled(build, policy).call(tensors, static, over)
 
 
 def _into(
@@ -244,9 +408,52 @@ def norm_options(
     attrs: tuple[tuple[str, Any], ...],
     training: bool,
     eps: float,
+    momentum: float | None = None,
 ) -> dict[str, Any]:
-    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`."""
-    return {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    """The options of :func:`conv_norm_act`; ``geometry`` as of :func:`act_options`.
+
+    A momentum is given where the graph is to update the running statistics in place.
+    """
+    made = {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    return made if momentum is None else {**made, "momentum": momentum}
+
+
+MOMENTA_KEPT = 4
+_momenta: set[float] = set()
+
+
+def fixed_momentum(momentum: float | Tensor, running: Tensor | None) -> float | None:
+    """A momentum that may be part of a graph: the first few that come, outside of torch.compile.
+
+    One that changes with every step would make a graph for each; those are applied behind it, and
+    so are those of running statistics in 16 bits or not there.
+    """
+    if type(momentum) is not float or running is None or running.dtype.itemsize < 4:
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    if momentum not in _momenta:
+        if len(_momenta) >= MOMENTA_KEPT:
+            return None
+        _momenta.add(momentum)
+    return momentum
+
+
+def summed_norm_options(
+    kind: str,
+    eps: float,
+    num_groups: int,
+    activation: str | None,
+    attrs: tuple[tuple[str, Any], ...],
+) -> dict[str, Any]:
+    """The options of :func:`summed_norm_act`."""
+    made = {"kind": kind, "eps": float(eps), **product_options(activation, attrs)}
+    return {**made, "num_groups": num_groups} if kind == "group_norm" else made
+
+
+def product_options(activation: str | None, attrs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The options of :func:`linear_act` and :func:`gated_mlp`."""
+    return {"activation": activation, "attrs": attrs}
 
 
 def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -538,9 +745,55 @@ def run_conv_norm_act(
     if not training or mean is None or var is None:
         return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
+    if "momentum" in static.values:
+        place = 2 + (bias is not None)
+        result = run_graph(conv_norm_act, policy, given, static, over=((1, place), (2, place + 1)))
+        torch.autograd.graph.increment_version((mean, var))
+        return result
     result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
     update_running(mean, var, now_mean, now_var, momentum)
     return result
+
+
+Update = tuple[Tensor, Tensor, float | Tensor]
+
+
+def run_separable(
+    static: Static,
+    x: Tensor,
+    residual: Tensor | None,
+    parts: Sequence[Sequence[Tensor | None]],
+    updates: Sequence[Update],
+    policy: Policy | None,
+) -> Tensor:
+    """:func:`separable` on its tensors. ``updates`` are the running statistics to update in place,
+    with their momentum."""
+    first, second = parts
+    x, w, b, w_1, b_1 = cast(x, *first[:2], *second[:2])
+    x, w = one_layout(x, w)
+    x, w_1 = one_layout(x, w_1)
+    norms = [list(part[2:]) for part in parts]
+    stages: Any = static.values["stages"]
+    for options, norm, weight in zip(stages, norms, (w, w_1), strict=True):
+        if dict(options)["training"]:
+            ones, zeros = _no_affine(weight.shape[0], x)
+            norm[2:] = [
+                given if given is not None else other
+                for given, other in zip(norm[2:], (ones, zeros), strict=True)
+            ]
+    given = (x, residual, w, b, *norms[0], w_1, b_1, *norms[1])
+    result = run_graph(separable, policy, given, static, 1 + 2 * len(updates))
+    if not updates:
+        return result  # type: ignore[no-any-return]
+    y, *batch = result
+    for place, (mean, var, momentum) in enumerate(updates):
+        update_running(mean, var, batch[2 * place], batch[2 * place + 1], momentum)
+    return y  # type: ignore[no-any-return]
+
+
+def stages_options(*stages: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of :func:`separable`; each stage has those of :func:`norm_options`."""
+    return {"stages": tuple(tuple(norm_options(*stage).items()) for stage in stages)}
 
 
 @torch.no_grad()
@@ -609,7 +862,13 @@ def conv_bn_act(
     """
     geometry = (stride, padding, dilation, groups)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)
@@ -657,17 +916,211 @@ def conv_transpose_bn_act(
     """:func:`conv_bn_act` with a transposed convolution."""
     geometry = (stride, padding, output_padding, groups, dilation)
     static = static_of(
-        norm_options, geometry, activation, _sorted(activation_attrs), bool(training), eps
+        norm_options,
+        geometry,
+        activation,
+        _sorted(activation_attrs),
+        bool(training),
+        eps,
+        fixed_momentum(momentum, running_mean) if training else None,
     )
     tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, residual)
     return run_conv_norm_act(static, tensors, momentum, policy, out)
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def _norm(
+    kind: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    attrs: dict[str, Any],
+    policy: Policy | None,
+    num_groups: int = 0,
+) -> Any:
+    static = static_of(summed_norm_options, kind, eps, num_groups, activation, _sorted(attrs))
+    tensors = (x, residual, weight, bias)
+    result = run_graph(summed_norm_act, policy, tensors, static, 1 if residual is None else 2)
+    return result if residual is None else tuple(result)
+
+
+def _trailing(name: str, x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor:
+    """The weight of a norm over the last dims of x, ones where there is none."""
+    sizes = tuple(shape)
+    if weight is None:
+        return x.new_ones(sizes)
+    if tuple(weight.shape) != sizes:
+        what = f"weight has shape {tuple(weight.shape)}"
+        problem = Problem(name, what, f"{sizes}, the normalized_shape")
+        raise GraphError(name, [problem])
+    return weight
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.layer_norm(input + residual)) over the last dims; with a residual the pair (y, sum).
+
+    Parameters have the dtype of the input or are float32; y has the input's. The sum is what comes
+    out of the addition, in the input's dtype. Autocast changes nothing here.
+    """
+    weight = _trailing("layer_norm", input, normalized_shape, weight)
+    return _norm(
+        "layer_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.rms_norm(input + residual)) over the last dims; with a residual the pair (y, sum).
+
+    ``eps`` defaults to the smallest step at 1 in the input's dtype, as torch's. Parameters have the
+    dtype of the input or are float32; y has the input's.
+    """
+    weight = _trailing("rms_norm", input, normalized_shape, weight)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return _norm(
+        "rms_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.group_norm(input + residual)) of (N, C, ...); with a residual the pair (y, sum).
+
+    Weight and bias (C,) have the dtype of the input or are float32. y is contiguous, also where the
+    input is channels_last.
+    """
+    return _norm(
+        "group_norm",
+        input,
+        residual,
+        weight,
+        bias,
+        eps,
+        activation,
+        activation_attrs,
+        policy,
+        num_groups,
+    )
+
+
+def instance_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Any:
+    """act(F.instance_norm(input + residual)) of (N, C, ...); with a residual the pair (y, sum).
+
+    By the statistics of each channel of each image, never by running ones. y lies as the input.
+    """
+    return _norm(
+        "instance_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
+    )
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with 2 to 4 dims, as products of a graph have them."""
+    return x if 2 <= x.dim() <= 4 else x.reshape(-1, x.shape[-1])
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
+    x, weight, bias, residual = cast(input, weight, bias, residual)
+    static = static_of(product_options, activation, _sorted(activation_attrs))
+    residual = None if residual is None else _rows(residual)
+    y: Tensor = run_graph(linear_act, policy, (_rows(x), weight, bias, residual), static)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def mlp(
+    input: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    activation: str | None = "gelu",
+    policy: Policy | None = None,
+    **activation_attrs: Any,
+) -> Tensor:
+    """Two linear layers with an activation between, gated where there is a gate.
+
+    input (..., K), up and gate (F, K), down (N, F) → (..., N): down's of act(up's), or with a gate
+    of act(gate's) * up's.
+    """
+    tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
+    static = static_of(product_options, activation, _sorted(activation_attrs))
+    y: Tensor = run_graph(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
+    return y.view(*input.shape[:-1], down.shape[0])
 
 
 # -- attention -------------------------------------------------------------------------------------
 
 
 def attention_options(
-    is_causal: bool, scale: float | None, window: Any, diagonal_alignment: str, return_lse: bool
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    dropout_p: float,
+    alibi: bool,
+    softcap: float | None,
+    return_lse: bool,
 ) -> dict[str, Any]:
     """The options of :func:`attention`."""
     return {
@@ -675,17 +1128,11 @@ def attention_options(
         "scale": scale,
         "window": window,
         "diagonal_alignment": diagonal_alignment,
+        "dropout_p": dropout_p,
+        "alibi": alibi,
+        "softcap": softcap,
         "return_lse": return_lse,
     }
-
-
-def refuse_dropout(dropout_p: float) -> None:
-    """Attention has no dropout here; raises :class:`FeatureMissing` for any but 0."""
-    if dropout_p != 0:
-        raise FeatureMissing(
-            f"dropout_p={dropout_p!r} in attention; only 0.0 is implemented: use "
-            "torch.nn.functional.scaled_dot_product_attention for training with dropout"
-        )
 
 
 def scaled_dot_product_attention(
@@ -702,21 +1149,34 @@ def scaled_dot_product_attention(
     diagonal_alignment: str = "top_left",
     seq_len_q: Tensor | None = None,
     seq_len_kv: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    dropout_offset: Tensor | None = None,
+    alibi: bool = False,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     policy: Policy | None = None,
 ) -> Any:
-    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths and the lse.
+    """F.scaled_dot_product_attention over (B, H, S, D), with a window, lengths, sinks and the lse.
 
     Keywords are those of :meth:`cudnngraph.Graph.sdpa`; with ``return_lse=True`` the pair (o, lse),
     whose lse has no gradient. A row that may attend to no key gives zeros. Fewer heads of key and
     value than of query are shared in groups, whatever ``enable_gqa`` says. A float mask that
-    requires grad gets one. Raises :class:`FeatureMissing` for ``dropout_p`` other than 0.
+    requires grad gets one, and so does a sink. Seed and offset of a dropout are drawn from torch's
+    generator of query's device unless they are given.
     """
-    refuse_dropout(dropout_p)
     query, key, value, attn_mask = cast(query, key, value, attn_mask)
-    static = static_of(attention_options, is_causal, scale, window, diagonal_alignment, return_lse)
-    tensors = (query, key, value, attn_mask, seq_len_q, seq_len_kv)
+    if dropout_p and dropout_seed is None and dropout_offset is None:
+        drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
+        dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
+    options = (is_causal, scale, window, diagonal_alignment, dropout_p, alibi, softcap, return_lse)
+    static = static_of(attention_options, *options)
+    tensors = (
+        *(query, key, value, attn_mask, seq_len_q, seq_len_kv),
+        *(dropout_seed, dropout_offset, alibi_slopes, sink),
+    )
     if out is not None:
         if return_lse:
             problem = Problem("out", "is given with return_lse=True", "one of the two")
@@ -732,3 +1192,77 @@ def scaled_dot_product_attention_into(
     """:func:`scaled_dot_product_attention` into ``out``, which lies as query does."""
     result: Tensor = scaled_dot_product_attention(query, key, value, out=out, **options)
     return result
+
+
+def _band_options(
+    is_causal: bool,
+    scale: float | None,
+    window: Any,
+    diagonal_alignment: str,
+    return_lse: bool,
+    *longest: int,
+) -> dict[str, Any]:
+    return {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "diagonal_alignment": diagonal_alignment,
+        "return_lse": return_lse,
+        **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=False)),
+    }
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "top_left",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention within sequences packed one behind the other, (T, H, D).
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_varlen`. The sequences may change from call
+    to call; another number of them, of tokens, or another longest one is another graph.
+    """
+    query, key, value = cast(query, key, value)
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_len_kv: Tensor,
+    *,
+    seq_len_q: Tensor | None = None,
+    page_table_v: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    diagonal_alignment: str = "bottom_right",
+    return_lse: bool = False,
+    policy: Policy | None = None,
+) -> Any:
+    """Attention of (B, H, S_q, D) to keys and values in the pages of a cache, for inference.
+
+    Arguments are those of :meth:`cudnngraph.Graph.sdpa_paged`.
+    """
+    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    static = static_of(_band_options, *band)
+    tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
+    result = run_graph(attention_paged, policy, tensors, static, 2 if return_lse else 1)
+    return tuple(result) if return_lse else result

@@ -23,7 +23,7 @@ import torch
 from .errors import GraphError, Problem
 from .graph import Graph, Value
 from .ir import GraphSpec, Node, TensorSpec, dense_strides, memory_order
-from .ops import OPS, dtype_name
+from .ops import FLOATS, OPS, dtype_name
 from .validate import check_node
 
 
@@ -69,15 +69,20 @@ def differentiate(graph: Graph | GraphSpec, wrt: Sequence[str]) -> Gradient:
 
 def differentiable(spec: GraphSpec) -> tuple[str, ...]:
     """The floating inputs that lie on a way to a floating output, other than one of jumps."""
-    reached = {name for name in spec.outputs if spec.tensors[name].dtype.is_floating_point}
+    reached = {name for name in spec.outputs if spec.tensors[name].dtype in FLOATS}
     for node in reversed(spec.nodes):
         rule = RULES[node.op]
         if node.outputs[0] in reached and not (isinstance(rule, NoGradient) and rule.flat):
-            reached.update(node.operands)
+            fixed = _FIXED.get(node.op, ())
+            reached.update(
+                name
+                for port, name in zip(
+                    OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True
+                )
+                if name is not None and port not in fixed
+            )
     return tuple(
-        name
-        for name in spec.inputs
-        if name in reached and spec.tensors[name].dtype.is_floating_point
+        name for name in spec.inputs if name in reached and spec.tensors[name].dtype in FLOATS
     )
 
 
@@ -108,9 +113,9 @@ def _check_wrt(spec: GraphSpec, wrt: Sequence[str]) -> list[Problem]:
         where = f"wrt '{name}'"
         if name not in spec.inputs:
             problems.append(Problem(where, "is no input", f"one of: {', '.join(spec.inputs)}"))
-        elif not spec.tensors[name].dtype.is_floating_point:
+        elif spec.tensors[name].dtype not in FLOATS:
             kind = dtype_name(spec.tensors[name].dtype)
-            problems.append(Problem(where, f"is {kind}", "a floating input"))
+            problems.append(Problem(where, f"is {kind}", "a floating input of 16 bits or more"))
     return problems
 
 
@@ -148,7 +153,13 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
-_STATISTICS = {"sdpa": "return_lse", "layer_norm": "return_stats", "rms_norm": "return_stats"}
+# Floating operands that get no gradient.
+_FIXED = {"sdpa": ("alibi_slopes", "dropout_mask")}
+_STATISTICS = {
+    "sdpa": "return_lse",
+    "sdpa_varlen": "return_lse",
+    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
+}
 
 
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
@@ -540,8 +551,10 @@ class Context:
 
     def per_channel(self, value: Value, port: str) -> Value:
         """``value`` summed to the shape of a per-channel operand."""
-        dims = [dim for dim in range(len(value.shape)) if dim != 1]
-        return self.g.reduction(value, dims, "sum", keepdim=len(self.spec(port).shape) > 1)
+        shape = self.spec(port).shape
+        of_images = len(shape) > 1 and shape[0] > 1
+        dims = [dim for dim in range(len(value.shape)) if dim > 1 or (dim == 0 and not of_images)]
+        return self.g.reduction(value, dims, "sum", keepdim=len(shape) > 1) if dims else value
 
     def column(self, port: str) -> Value:
         """A per-channel operand at the rank of x: (1, C, 1, ...)."""
@@ -652,7 +665,10 @@ def _conv_wgrad(ctx: Context) -> Gradients:
 
 def _sdpa(ctx: Context) -> Gradients:
     node = ctx.node
-    keys = ("scale", "is_causal", "diagonal_alignment", "window")
+    keys = (
+        *("scale", "is_causal", "diagonal_alignment", "window"),
+        *("dropout_p", "alibi", "softcap"),
+    )
     options = {key: node.attr(key) for key in keys}
 
     def own(port: str) -> Value | None:
@@ -662,25 +678,63 @@ def _sdpa(ctx: Context) -> Gradients:
         return ctx.build.narrow(value, ctx.spec(port).dtype)
 
     @cache
-    def all_() -> list[Value]:
+    def lse_() -> Value:
         lse = ctx.result(1)
         if any(ctx.name(p) for p in ("attn_mask", "seq_len_q", "seq_len_kv")) or node.attr(
             "window"
         ) not in (None, (None, 0)):
             # A row without a key has -inf; from a large number its weights come out as exp(-inf).
             lse = ctx.build.wide(ctx.g.where(lse < -1e30, 1e30, lse))
+        return lse
+
+    @cache
+    def all_() -> list[Value]:
         statistics = torch.float64 if ctx.spec("q").dtype == torch.float64 else torch.float32
         return ctx.anchor(
             "sdpa_backward",
             (ctx.dy, ctx["q"], ctx["k"], ctx["v"], ctx.result()),
-            ctx.build.narrow(lse, statistics),
+            ctx.build.narrow(lse_(), statistics),
             *(own(port) for port in ("attn_mask", "seq_len_q", "seq_len_kv")),
+            *(own(f"dropout_{of}") for of in ("seed", "offset", "mask")),
+            own("alibi_slopes"),
             mask_grad=ctx.needs("attn_mask"),
             **options,
         )
 
+    def dsink() -> Value:
+        """-sum of the sink's weights times the row sums of do * o: its own value is zero."""
+        g, shape = ctx.g, ctx.spec("q").shape[:3]
+        pull = g.reduction(ctx.dy * ctx.result(), 3)
+        weights = (g.expand(ctx["sink"], shape, (1,)) - lse_()).exp()
+        # A row that is padding has an lse of -inf, or 1e30, and may hold NaN.
+        each = g.where(lse_() > 1e29, 0.0, weights * pull)
+        return g.neg(g.reduction(each, (0, 2)))
+
     ports = ("q", "k", "v", "attn_mask")
-    return {port: lambda place=place: all_()[place] for place, port in enumerate(ports)}  # type: ignore[misc]
+    return {
+        **{port: lambda place=place: all_()[place] for place, port in enumerate(ports)},  # type: ignore[misc]
+        "sink": dsink,
+    }
+
+
+def _sdpa_varlen(ctx: Context) -> Gradients:
+    node = ctx.node
+    keys = ("scale", "is_causal", "diagonal_alignment", "window", "max_seqlen_q", "max_seqlen_kv")
+
+    @cache
+    def all_() -> list[Value]:
+        lse = ctx.result(1)  # as for sdpa; a sequence may have no key
+        lse = ctx.build.wide(ctx.g.where(lse < -1e30, 1e30, lse))
+        statistics = torch.float64 if ctx.spec("q").dtype == torch.float64 else torch.float32
+        return ctx.anchor(
+            "sdpa_varlen_backward",
+            (ctx.dy, ctx["q"], ctx["k"], ctx["v"], ctx.result()),
+            ctx.build.narrow(lse, statistics),
+            *(ctx.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")),
+            **{key: node.attr(key) for key in keys},
+        )
+
+    return {port: lambda place=place: all_()[place] for place, port in enumerate("qkv")}  # type: ignore[misc]
 
 
 def _batch_norm_train(ctx: Context) -> Gradients:
@@ -746,6 +800,25 @@ def _batch_norm(ctx: Context) -> Gradients:
         ),
         "bias": lambda: ctx.per_channel(ctx.dy, "bias"),
     }
+
+
+def _instance_norm(ctx: Context) -> Gradients:
+    @cache
+    def all_() -> list[Value]:
+        weight = None
+        if ctx.name("weight") is not None:
+            weight = ctx.build.narrow(ctx["weight"], ctx.spec("weight").dtype)
+        kind = torch.float64 if ctx.spec("x").dtype == torch.float64 else torch.float32
+        mean, inv_std = (ctx.build.narrow(ctx.result(place), kind) for place in (1, 2))
+        return ctx.anchor("instance_norm_backward", (ctx.dy, ctx["x"]), mean, inv_std, weight)
+
+    def bias() -> Value:
+        """A sum of dy alone, where nothing else is needed."""
+        if any(ctx.needs(port) for port in ("x", "weight")):
+            return _revector(ctx, all_()[2], ctx.spec("bias").shape)
+        return ctx.per_channel(ctx.dy, "bias")
+
+    return {"x": lambda: all_()[0], "weight": lambda: all_()[1], "bias": bias}
 
 
 def _trailing_norm(op: str, statistics: int) -> GradRule:
@@ -862,6 +935,21 @@ def _of_image(op: str, *also: str) -> GradRule:
     return rule
 
 
+def _from_result(op: str) -> GradRule:
+    """An op whose gradient reads its result."""
+
+    def rule(ctx: Context) -> Gradients:
+        attrs = dict(ctx.node.attrs)
+        return {"x": lambda: ctx.anchor(op, (ctx.dy, ctx.result()), **attrs)[0]}
+
+    return rule
+
+
+def _nll_loss(ctx: Context) -> Gradients:
+    attrs = {**dict(ctx.node.attrs), "shape": ctx.spec("x").shape}
+    return {"x": lambda: ctx.anchor("nll_loss_backward", (ctx.dy,), ctx["target"], **attrs)[0]}
+
+
 def _back_to(op: str) -> GradRule:
     """The gradient of an op that is linear: the op itself."""
 
@@ -887,12 +975,16 @@ def _reduction(ctx: Context) -> Gradients:
         return spread(ctx.dy if mode == "sum" else ctx.dy * (1.0 / count), x.shape)
 
     def extreme() -> Value:
-        """As torch's amax: shared evenly by the elements that have the largest value."""
-        value = ctx["x"]
+        """As torch's amax: shared evenly by the elements with the largest value, or |value|."""
+        data = ctx["x"]
+        value = ctx.build.wide(g.abs(data)) if mode == "amax" else data
         best = g.eq(value, g.reduction(value, dims, mode, keepdim=True))
         ones = ctx.build.wide(g.where(best, 1.0, 0.0))
         dy = spread(ctx.dy, full) if full != list(ctx.dy.shape) else ctx.dy
-        return g.where(best, dy / g.reduction(ones, dims, "sum", keepdim=True), 0.0)
+        share = ctx.build.wide(dy / g.reduction(ones, dims, "sum", keepdim=True))
+        if mode == "amax":
+            share = g.where(g.lt(data, 0.0), -share, share)
+        return g.where(best, share, 0.0)
 
     return {"x": total if mode in ("sum", "mean") else extreme}
 
@@ -1050,9 +1142,16 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "conv_wgrad": _conv_wgrad,
     "sdpa": _sdpa,
     "sdpa_backward": _second("sdpa_backward"),
+    "sdpa_paged": NoGradient("has no gradient: the cache is for inference"),
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _second("sdpa_varlen_backward"),
+    "ragged_offsets": NoGradient("is of whole numbers", flat=True),
+    "sdpa_fp8": NoGradient("has no gradient: 8-bit data are constants; sdpa has one"),
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _second("batch_norm_backward"),
     "batch_norm": _batch_norm,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _second("instance_norm_backward"),
     "batch_norm_apply": _batch_norm_apply,
     "layer_norm": _trailing_norm("layer_norm_backward", 2),
     "layer_norm_backward": _second("layer_norm_backward"),
@@ -1066,6 +1165,12 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "permute": _permuted,
     "slice": _slice,
     "concat": _concat,
+    "softmax": _from_result("softmax_backward"),
+    "softmax_backward": _second("softmax_backward"),
+    "log_softmax": _from_result("log_softmax_backward"),
+    "log_softmax_backward": _second("log_softmax_backward"),
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _second("nll_loss_backward"),
     "max_pool": _of_image("max_pool_backward", "x"),
     "max_pool_backward": _second("max_pool_backward"),
     "avg_pool": _of_image("avg_pool_backward"),
@@ -1078,6 +1183,8 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "interpolate_backward": _back_to("interpolate"),
     "reduction": _reduction,
     "expand": _expand,
+    "dequantize": NoGradient("has no gradient: 8-bit data are constants"),
+    "quantize": NoGradient("rounds, and has no gradient", flat=False),
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},
     "scale": lambda c: {
         "x": lambda: c.g.scale(c.dy, c["scale"]),
@@ -1101,6 +1208,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "gelu_tanh_backward": _second("gelu_tanh_backward"),
     "silu_backward": _second("silu_backward"),
     "identity": lambda c: {"x": lambda: c.dy},
+    "to_float": NoGradient("is of whole numbers", flat=True),
     "neg": lambda c: {"x": lambda: -c.dy},
     "abs": _abs,
     "exp": _from_y(lambda c, y: c.dy * y),

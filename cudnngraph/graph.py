@@ -22,9 +22,10 @@ from .ir import (
     contiguous_strides,
     is_channels_last,
     is_contiguous,
+    numel,
     print_spec,
 )
-from .ops import FLOATS, OPS, dtype_name, is_default
+from .ops import FLOATS, OPS, QUANTIZED, dtype_name, is_default
 from .policy import Policy
 from .validate import check_dtype, check_name, check_node, check_shape, check_stride, check_whole
 
@@ -243,9 +244,20 @@ class Graph:
             elif spec.dtype != torch.bool and dtype == torch.bool:
                 problems.append(Problem(where, "dtype=bool of a number", "a comparison of it"))
             elif spec.dtype in FLOATS and declared is not None and dtype not in FLOATS:
+                mend = "g.quantize it first" if dtype in QUANTIZED else ""
                 problems.append(
-                    Problem(where, f"dtype={dtype_name(dtype)} of a number", "a floating dtype")
+                    Problem(
+                        where, f"dtype={dtype_name(dtype)} of a number", "a floating dtype", mend
+                    )
                 )
+            elif (
+                spec.dtype not in (*FLOATS, torch.bool)
+                and declared is not None
+                and dtype != spec.dtype
+            ):
+                kind = dtype_name(spec.dtype)
+                what = f"dtype={dtype_name(dtype)} of {kind}"
+                problems.append(Problem(where, what, kind, "g.dequantize it first"))
             self._outputs.append((name, value, declared))
         else:
             self._outputs.append((str(name), value, None))
@@ -417,6 +429,7 @@ class Graph:
         x (N, C, spatial...), weight (K, C/groups, kernel...) of one dtype → (N, K, out...), with
         ``out = floor((in + before + after - dilation * (kernel - 1) - 1) / stride) + 1``.
         ``padding`` is an int, one per dim, (before, after) pairs per dim, "valid" or "same".
+        Of int8 the result is int32, of FP8 (either format, or one of each) float32.
         """
         return self._one(
             "conv",
@@ -445,6 +458,7 @@ class Graph:
 
         x (N, C, spatial...), weight (C, K/groups, kernel...) → (N, K, out...), with ``out =
         (in - 1) * stride - before - after + dilation * (kernel - 1) + output_padding + 1``.
+        Of int8 the result is int32, of FP8 float32.
         """
         return self._one(
             "conv_transpose",
@@ -491,11 +505,17 @@ class Graph:
     # -- per channel ---------------------------------------------------------------------------
 
     def bias(self, x: Value, bias: Value, *, name: str | None = None) -> Value:
-        """x + bias, bias (C,) along dim 1 of x (N, C, ...). bias has x's dtype, or float32."""
+        """x + bias, bias (C,) along dim 1 of x (N, C, ...). bias has x's dtype, or float32.
+
+        Also (1, C, 1, ...) and, for each image its own, (N, C, 1, ...).
+        """
         return self._one("bias", x, bias, name=name)
 
     def scale(self, x: Value, scale: Value, *, name: str | None = None) -> Value:
-        """x * scale, scale (C,) along dim 1 of x (N, C, ...). scale has x's dtype, or float32."""
+        """x * scale, scale (C,) along dim 1 of x (N, C, ...). scale has x's dtype, or float32.
+
+        Also (1, C, 1, ...) and, for each image its own, (N, C, 1, ...).
+        """
         return self._one("scale", x, scale, name=name)
 
     def batch_norm(
@@ -576,6 +596,84 @@ class Graph:
         """
         return tuple(self._apply("batch_norm_backward", (dy, x, weight, mean, inv_std), {}, name))
 
+    def instance_norm(
+        self,
+        x: Value,
+        weight: Value | None = None,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+        return_stats: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Normalisation of each channel of each image (F.instance_norm without running statistics).
+
+        ``(x - mean) / sqrt(var + eps) * weight + bias`` over the spatial dims of x (N, C, ...);
+        weight and bias, both or neither, (C,) in x's dtype or float32. → y like x; with
+        ``return_stats=True`` the three (y, mean, inv_std), the latter two float32, (N, C, 1, ...).
+        """
+        outputs = self._apply(
+            "instance_norm", (x, weight, bias), {"eps": eps, "return_stats": return_stats}, name
+        )
+        return tuple(outputs) if return_stats is True else outputs[0]
+
+    def instance_norm_backward(
+        self,
+        dy: Value,
+        x: Value,
+        mean: Value,
+        inv_std: Value,
+        weight: Value | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Gradients (dx, dweight, dbias) of :meth:`instance_norm` from its y's dy.
+
+        dy has the shape and dtype of x; mean and inv_std are those that the forward returned.
+        Without a weight dx alone.
+        """
+        outputs = self._apply("instance_norm_backward", (dy, x, mean, inv_std, weight), {}, name)
+        return outputs[0] if weight is None else tuple(outputs)
+
+    def group_norm(
+        self,
+        x: Value,
+        num_groups: int,
+        weight: Value | None = None,
+        bias: Value | None = None,
+        *,
+        eps: float = 1e-5,
+    ) -> Value:
+        """F.group_norm: each group of channels of each image, then * weight + bias per channel.
+
+        x (N, C, ...), weight and bias (C,) in x's dtype or float32. An :meth:`instance_norm` over
+        groups in the place of channels, x seen as (N, num_groups, ...): a channels_last x is copied
+        for it, and y is contiguous.
+        """
+        spec = x.spec
+        ok = isinstance(num_groups, int) and not isinstance(num_groups, bool) and num_groups > 0
+        if spec is None or len(spec.shape) < 2 or not ok or spec.shape[1] % num_groups:
+            if spec is not None:
+                what = f"x '{spec.name}' has shape {spec.shape}, num_groups={num_groups!r}"
+                self.problems.append(
+                    Problem("group_norm", what, "(N, C, ...) with C % num_groups == 0")
+                )
+            return self._unknown(*(v for v in (x, weight, bias) if v is not None))
+        n, c = spec.shape[:2]
+        if num_groups == c and (weight is None) == (bias is None) and spec.shape[2:]:
+            return self.instance_norm(x, weight, bias, eps=eps)  # type: ignore[no-any-return]
+        width = numel(spec.shape[1:]) // num_groups
+        y = self.instance_norm(self.reshape(x, (n, num_groups, width)), eps=eps)
+        y = self.reshape(y, spec.shape)
+        # cuDNN gets a vector wrong that broadcasts over images and elements, so it is repeated for
+        # each image: a column beside the matrix that a contiguous image is.
+        shape = (n, c, *(1,) * (len(spec.shape) - 2))
+        for apply, vector in ((self.scale, weight), (self.bias, bias)):
+            if vector is not None:
+                each = self.expand(vector, (n, c), (1,))
+                y = apply(y, self.reshape(each, shape))
+        return y
+
     # -- shape -----------------------------------------------------------------------------------
 
     def reduction(
@@ -587,7 +685,7 @@ class Graph:
         *,
         name: str | None = None,
     ) -> Value:
-        """The sum, mean, max or min of x over ``dims`` (None for all of them).
+        """The sum, mean, max or min of x, or the max of |x| (amax), over ``dims`` (None for all).
 
         Reduced dims are dropped, or stay with size 1: all with ``keepdim=True``, or those that
         ``keepdim`` lists.
@@ -700,9 +798,48 @@ class Graph:
         """Matrix product, also ``x @ y`` (torch.matmul of 2 to 4 dims).
 
         x (..., M, K), y (..., K, N) of one dtype → (..., M, N), contiguous; the dims before the
-        last two broadcast. A transposed operand is one of other strides.
+        last two broadcast. A transposed operand is one of other strides. Of int8 the result is
+        int32, of FP8 (either format, or one of each) float32.
         """
         return self._one("matmul", x, y, name=name)
+
+    # -- quantisation --------------------------------------------------------------------------
+
+    def dequantize(
+        self,
+        x: Value,
+        scale: Value,
+        *,
+        dim: int = 1,
+        zero_point: int = 0,
+        name: str | None = None,
+    ) -> Value:
+        """x * scale, in float32: the numbers that 8-bit data, or the sums of their products, mean.
+
+        x int8 or FP8, the int32 that products of int8 give, or the float32 of FP8's; scale float32,
+        () or (1,) for all of x, or a vector along ``dim``. ``zero_point`` can only be 0.
+        """
+        return self._one("dequantize", x, scale, dim=dim, zero_point=zero_point, name=name)
+
+    def quantize(
+        self,
+        x: Value,
+        scale: Value | None = None,
+        *,
+        dtype: torch.dtype,
+        dim: int = 1,
+        zero_point: int = 0,
+        name: str | None = None,
+    ) -> Value:
+        """x / scale in an 8-bit dtype: rounded to nearest, ties to even, and saturated.
+
+        x of a floating dtype; scale as in :meth:`dequantize`, or None for 1. ``dtype`` is
+        torch.int8 (-128 to 127), float8_e4m3fn (up to 448) or float8_e5m2 (up to 57344).
+        ``zero_point`` can only be 0.
+        """
+        return self._one(
+            "quantize", x, scale, dtype=dtype, dim=dim, zero_point=zero_point, name=name
+        )
 
     # -- activations ---------------------------------------------------------------------------
 
@@ -820,6 +957,10 @@ class Graph:
     def identity(self, x: Value, *, name: str | None = None) -> Value:
         """x itself; with ``output(dtype=..., layout=...)`` a conversion."""
         return self._one("identity", x, name=name)
+
+    def to_float(self, x: Value, *, name: str | None = None) -> Value:
+        """x (uint8, int8 or int32) as float32."""
+        return self._one("to_float", x, name=name)
 
     def neg(self, x: Value, *, name: str | None = None) -> Value:
         """-x."""
@@ -939,6 +1080,75 @@ class Graph:
             )
             return Value(self, "?", None)
         return self._one("concat", *many, dim=dim, name=name)
+
+    # -- softmax and its loss ------------------------------------------------------------------
+
+    def softmax(self, x: Value, dim: int, *, name: str | None = None) -> Value:
+        """exp(x) over its sum along ``dim`` (F.softmax)."""
+        return self._one("softmax", x, dim=dim, name=name)
+
+    def softmax_backward(self, dy: Value, y: Value, dim: int, *, name: str | None = None) -> Value:
+        """Gradient of :meth:`softmax` from dy and its result y."""
+        return self._one("softmax_backward", dy, y, dim=dim, name=name)
+
+    def log_softmax(self, x: Value, dim: int, *, name: str | None = None) -> Value:
+        """The logarithm of :meth:`softmax` along ``dim`` (F.log_softmax)."""
+        return self._one("log_softmax", x, dim=dim, name=name)
+
+    def log_softmax_backward(
+        self, dy: Value, y: Value, dim: int, *, name: str | None = None
+    ) -> Value:
+        """Gradient of :meth:`log_softmax` from dy and its result y."""
+        return self._one("log_softmax_backward", dy, y, dim=dim, name=name)
+
+    def nll_loss(
+        self,
+        x: Value,
+        target: Value,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """-x at each row's class (F.nll_loss without weights).
+
+        x (N, C, ...) logarithms of probabilities, target (N, ...) int64 → a number for the "mean"
+        or the "sum" over rows whose class is not ``ignore_index``, (N, ...) for "none".
+        """
+        return self._one(
+            "nll_loss", x, target, reduction=reduction, ignore_index=ignore_index, name=name
+        )
+
+    def nll_loss_backward(
+        self,
+        dy: Value,
+        target: Value,
+        shape: Sequence[int],
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Gradient of :meth:`nll_loss` from its result's dy; ``shape`` is that of x."""
+        return self._one(
+            "nll_loss_backward",
+            dy,
+            target,
+            shape=shape,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            name=name,
+        )
+
+    def cross_entropy(
+        self,
+        x: Value,
+        target: Value,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+    ) -> Value:
+        """F.cross_entropy of x (N, C, ...) and classes (N, ...) int64, without weights."""
+        return self.nll_loss(self.log_softmax(x, 1), target, reduction, ignore_index)
 
     def aten(
         self,
@@ -1234,6 +1444,14 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
+        sink: Value | None = None,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -1252,22 +1470,88 @@ class Graph:
           "bottom_right" one (of each sequence, where lengths are given).
         - ``seq_len_q``, ``seq_len_kv``: (B,) int32, the valid rows and keys of each sequence.
         - ``scale`` defaults to 1 / sqrt(D).
+        - ``softcap`` c > 0: scaled scores s become c tanh(s / c), before any mask is added.
+        - ``alibi=True``: scores fall by slope * distance, how far a key stands from the row's place
+          on the diagonal, with ALiBi's own slopes for H heads; ``alibi_slopes`` (H,) float32 gives
+          others, which get no gradient.
+        - ``sink`` (H,) float32: a score that every row has besides those of its keys, with a value
+          of zero (attention sink). It is part of lse.
+        - ``dropout_p``: each attention weight is dropped with that probability, and those kept are
+          divided by 1 - dropout_p. Which, ``dropout_mask`` says, (B, H, S_q, S_kv) bool (True
+          keeps), or ``dropout_seed`` and ``dropout_offset``, int64 of one element: the same two
+          drop the same. cuDNN and the reference have a generator each, so they drop others.
 
-        A row that may attend to no key gives zeros, and -inf in lse.
+        A row that may attend to no key gives zeros, and -inf in lse where there is no sink.
         """
         outputs = self._apply(
             "sdpa",
-            (q, k, v, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(q, k, v, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes, sink),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_fp8(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        descale_q: Value,
+        descale_k: Value,
+        descale_v: Value,
+        descale_s: Value,
+        scale_s: Value,
+        scale_o: Value,
+        *,
+        seq_len_q: Value | None = None,
+        seq_len_kv: Value | None = None,
+        dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Attention of FP8 data: softmax(scale * (q descale_q) (k descale_k)^T) v descale_v.
+
+        q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v), all float8_e4m3fn or all
+        float8_e5m2; scales and descales float32 on the GPU, one number each. The exponentials of a
+        row's scores, at most 1, are multiplied by ``scale_s`` and rounded to FP8; what they are
+        summed up to with v is multiplied by ``descale_s`` and ``descale_v``. → (o, amax_s, amax_o):
+        o (B, H, S_q, D_v) in q's dtype (``dtype`` can say so), multiplied by ``scale_o``, rounded
+        and saturated; the largest weight and the largest size in o before ``scale_o``, float32 ().
+        With ``return_lse=True`` (o, lse, amax_s, amax_o). The rest as in :meth:`sdpa`.
+        """
+        outputs = self._apply(
+            "sdpa_fp8",
+            (
+                *(q, k, v, descale_q, descale_k, descale_v),
+                *(descale_s, scale_s, scale_o, seq_len_q, seq_len_kv),
+            ),
+            {
+                "dtype": dtype,
+                "scale": scale,
+                "is_causal": is_causal,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
                 "return_lse": return_lse,
             },
             name,
         )
-        return tuple(outputs) if return_lse is True else outputs[0]
+        return tuple(outputs if return_lse is True else (outputs[0], *outputs[2:]))
 
     def sdpa_backward(
         self,
@@ -1285,28 +1569,180 @@ class Graph:
         window: tuple[int | None, int | None] | None = None,
         seq_len_q: Value | None = None,
         seq_len_kv: Value | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: Value | None = None,
+        dropout_offset: Value | None = None,
+        dropout_mask: Value | None = None,
+        alibi: bool = False,
+        alibi_slopes: Value | None = None,
+        softcap: float | None = None,
         mask_grad: bool = False,
         name: str | None = None,
     ) -> tuple[Value, ...]:
         """Gradients (dq, dk, dv) of :meth:`sdpa` from its o's gradient ``do``.
 
-        The other operands and keywords are those of the forward call, o and lse its results. With
+        The other operands and keywords are those of the forward call, o and lse its results (a sink
+        is in the lse, and no operand here). With
         ``mask_grad=True`` a fourth one, that of the additive mask, in the mask's shape. A row that
         may attend to no key gives zeros; its lse is infinite of either sign.
         """
         outputs = self._apply(
             "sdpa_backward",
-            (do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+            (
+                *(do, q, k, v, o, lse, attn_mask, seq_len_q, seq_len_kv),
+                *(dropout_seed, dropout_offset, dropout_mask, alibi_slopes),
+            ),
             {
                 "is_causal": is_causal,
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "dropout_p": dropout_p,
+                "alibi": alibi,
+                "softcap": softcap,
                 "mask_grad": mask_grad,
             },
             name,
         )
         return tuple(outputs if mask_grad is True else outputs[:3])
+
+    def sdpa_paged(
+        self,
+        q: Value,
+        k_cache: Value,
+        v_cache: Value,
+        page_table: Value,
+        seq_len_kv: Value,
+        *,
+        seq_len_q: Value | None = None,
+        page_table_v: Value | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "bottom_right",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Attention to keys and values that lie in the pages of a cache, as :meth:`sdpa` means it.
+
+        q (B, H, S_q, D), k_cache (pages, H_kv, page, D), v_cache (pages, H_kv, page, D_v), of any
+        strides, so (pages, page, H_kv, D) in memory too. ``page_table`` (B, P) int32: the pages of
+        each sequence in order, of which ``seq_len_kv`` (B,) int32 keys are valid; what the table
+        holds behind them is not used. ``page_table_v`` where those of v_cache are others. → o
+        (B, H, S_q, D_v), with ``return_lse=True`` the pair (o, lse). No gradient.
+
+        Unlike :meth:`sdpa` the diagonal ends at the bottom right unless told otherwise: the last
+        row of q is the last valid key's.
+        """
+        outputs = self._apply(
+            "sdpa_paged",
+            (q, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_varlen(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        return_lse: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        """Attention within each of several sequences that are packed one behind the other.
+
+        q (T_q, H, D), k (T_kv, H_kv, D), v (T_kv, H_kv, D_v); ``cu_seqlens_q`` and
+        ``cu_seqlens_kv`` (B + 1,) int32: 0, then where each sequence ends. ``max_seqlen_q`` and
+        ``max_seqlen_kv``: no sequence is longer. The other keywords are those of :meth:`sdpa`, for
+        each sequence by itself. → o (T_q, H, D_v), with ``return_lse=True`` the pair (o, lse), lse
+        (T_q, H). Tokens behind the last sequence are no part of the result: what o holds for them
+        is undefined, and so are their gradients.
+        """
+        outputs = self._apply(
+            "sdpa_varlen",
+            (q, k, v, cu_seqlens_q, cu_seqlens_kv, None),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+                "return_lse": return_lse,
+            },
+            name,
+        )
+        return tuple(outputs) if return_lse is True else outputs[0]
+
+    def sdpa_varlen_backward(
+        self,
+        do: Value,
+        q: Value,
+        k: Value,
+        v: Value,
+        o: Value,
+        lse: Value,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        diagonal_alignment: str = "top_left",
+        window: tuple[int | None, int | None] | None = None,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Gradients (dq, dk, dv) of :meth:`sdpa_varlen` from its o's gradient ``do``."""
+        outputs = self._apply(
+            "sdpa_varlen_backward",
+            (do, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_kv, None),
+            {
+                "is_causal": is_causal,
+                "scale": scale,
+                "diagonal_alignment": diagonal_alignment,
+                "window": window,
+                "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv,
+            },
+            name,
+        )
+        return tuple(outputs)
+
+    def ragged_offsets(
+        self,
+        cu_seqlens_q: Value,
+        cu_seqlens_kv: Value,
+        widths_q: Sequence[int],
+        widths_kv: Sequence[int],
+        *,
+        name: str | None = None,
+    ) -> Value:
+        """Where packed sequences lie in memory: what a plan of packed attention is told.
+
+        Both ``cu_seqlens`` (B + 1,) int32 → (2 + widths, B + 1) int32: the lengths of the sequences
+        of q and of k, with a 0 behind them, then each ``cu_seqlens_q`` times a width
+        of ``widths_q``, the elements of a token, then the same of k. Packed attention makes it
+        itself.
+        """
+        widths = {"widths_q": widths_q, "widths_kv": widths_kv}
+        return self._one("ragged_offsets", cu_seqlens_q, cu_seqlens_kv, name=name, **widths)
 
     # -- compositions --------------------------------------------------------------------------
 
@@ -1435,6 +1871,75 @@ class Graph:
         )
         return self._epilogue(y, bias, residual, alpha1, alpha2, activation, activation_attrs)
 
+    def depthwise_separable(
+        self,
+        x: Value,
+        depthwise: Value,
+        pointwise: Value,
+        depthwise_bias: Value | None = None,
+        pointwise_bias: Value | None = None,
+        *,
+        activation: str | None = "relu",
+        pointwise_activation: str | None = "relu",
+        residual: Value | None = None,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+    ) -> Value:
+        """A convolution of each channel by itself, then one of 1 x 1 over the channels.
+
+        x (N, C, spatial...), depthwise (C M, 1, kernel...), pointwise (K, C M, 1, ...) → (N, K,
+        out...): ``act(conv(act(conv(x, depthwise) + bias), pointwise) + residual + bias)``.
+        """
+        groups = 1 if x.spec is None or len(x.spec.shape) < 2 else x.spec.shape[1]
+        y = self.conv_bias_act(
+            x,
+            depthwise,
+            depthwise_bias,
+            activation=activation,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+        )
+        return self.conv_bias_act(
+            y, pointwise, pointwise_bias, activation=pointwise_activation, residual=residual
+        )
+
+    def quantized_conv_bias_act(
+        self,
+        x: Value,
+        weight: Value,
+        scale: Value,
+        bias: Value | None = None,
+        *,
+        out_scale: Value | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str | None = "relu",
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        **activation_attrs: Any,
+    ) -> Value:
+        """quantize(act(dequantize(conv(x, weight), scale) + bias), out_scale) of int8 or FP8 data.
+
+        ``scale`` is the product of those of x and weight: () or (1,), or (K,) for a weight with a
+        scale per channel. bias float32. ``dtype`` is the 8-bit dtype of the result; with None it
+        stays float32, to be given another floating dtype by ``output(dtype=...)``.
+        """
+        y = self.conv(x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        y = self.dequantize(y, scale)
+        y = y if bias is None else self.bias(y, bias)
+        y = self.activation(y, activation, **activation_attrs)
+        if dtype is None:
+            if out_scale is not None:
+                self.problems.append(
+                    Problem("quantized_conv_bias_act", "out_scale without dtype", "both or neither")
+                )
+            return y
+        return self.quantize(y, out_scale, dtype=dtype)
+
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """x weight^T + bias (F.linear): x (..., K), weight (N, K), bias (N,) → (..., N)."""
         y = self.matmul(x, self.transpose(weight, 0, 1))
@@ -1443,6 +1948,97 @@ class Graph:
     def swiglu(self, x: Value, w_gate: Value, w_up: Value) -> Value:
         """silu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
         return self.mul(self.silu(self.matmul(x, w_gate)), self.matmul(x, w_up))
+
+    def geglu(self, x: Value, w_gate: Value, w_up: Value, approximate: str = "none") -> Value:
+        """gelu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
+        return self.mul(self.gelu(self.matmul(x, w_gate), approximate), self.matmul(x, w_up))
+
+    def mlp(
+        self,
+        x: Value,
+        up: Value,
+        up_bias: Value | None,
+        down: Value,
+        down_bias: Value | None = None,
+        *,
+        gate: Value | None = None,
+        gate_bias: Value | None = None,
+        activation: str | None = "gelu",
+        **activation_attrs: Any,
+    ) -> Value:
+        """Two linear layers, down(act(up(x))), or with a gate down(act(gate(x)) * up(x)).
+
+        x (..., K); up and gate (F, K) and down (N, F) as F.linear has them, biases (F,) and (N,)
+        → (..., N).
+        """
+        inner = self.linear(x, up, up_bias)
+        if gate is None:
+            inner = self.activation(inner, activation, **activation_attrs)
+        else:
+            opened = self.activation(
+                self.linear(x, gate, gate_bias), activation, **activation_attrs
+            )
+            inner = self.mul(opened, inner)
+        return self.linear(inner, down, down_bias)
+
+    def dropout(self, x: Value, keep: Value, p: float) -> Value:
+        """x / (1 - p) where ``keep`` (bool, that of x's shape) holds, else 0.
+
+        ``keep`` is drawn outside, true with probability 1 - p, so that the graph has no state.
+        """
+        if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= float(p) < 1:
+            self.problems.append(Problem("dropout", f"p={p!r}", "0 <= p < 1"))
+            return self._unknown(x)
+        return self.where(keep, self.mul(x, 1.0 / (1.0 - float(p))), 0.0)
+
+    def normalize_images(self, x: Value, scale: Value, shift: Value) -> Value:
+        """Pixels x (N, H, W, C) uint8 → x * scale + shift, (N, C, H, W) in the same memory order.
+
+        scale and shift (W, C) float32: the numbers of each channel, repeated for each column, for
+        cuDNN is slow on rows of three elements. For ``(x / 255 - mean) / std`` they are
+        ``1 / (255 * std)`` and ``-mean / std``. float32; an output in float16 is one pass too.
+        """
+        spec = x.spec
+        if spec is not None and len(spec.shape) != 4:
+            what = f"x '{spec.name}' has shape {spec.shape}"
+            self.problems.append(Problem("normalize_images", what, "(N, H, W, C)"))
+            return self._unknown(scale, shift)
+        images = self.to_float(self.permute(x, (0, 3, 1, 2)))
+        rows = [
+            self.permute(self.reshape(v, (1, 1, *v.spec.shape[-2:])), (0, 3, 1, 2))
+            if v.spec is not None and len(v.spec.shape) == 2
+            else v
+            for v in (scale, shift)
+        ]
+        return self.add(self.mul(images, rows[0]), rows[1])
+
+    def adamw(
+        self,
+        param: Value,
+        grad: Value,
+        exp_avg: Value,
+        exp_avg_sq: Value,
+        lr: Value,
+        bias_correction1: Value,
+        bias_correction2: Value,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> tuple[Value, Value, Value]:
+        """One step of torch.optim.AdamW → the next (param, exp_avg, exp_avg_sq).
+
+        The first four are of one shape, float32; lr and the bias corrections ``1 - beta ** step``
+        have one element each, so that they may change from step to step. All pointwise: outputs of
+        the strides of the inputs may be written over them.
+        """
+        beta1, beta2 = betas
+        first = self.add(self.mul(exp_avg, beta1), self.mul(grad, 1.0 - beta1))
+        second = self.add(self.mul(exp_avg_sq, beta2), self.mul(self.mul(grad, grad), 1.0 - beta2))
+        spread = self.add(self.sqrt(self.div(second, bias_correction2)), eps)
+        step = self.div(self.div(first, bias_correction1), spread)
+        decayed = self.sub(param, self.mul(param, self.mul(lr, weight_decay)))
+        return self.sub(decayed, self.mul(step, lr)), first, second
 
     # -- freezing ------------------------------------------------------------------------------
 
@@ -1497,9 +2093,11 @@ class Graph:
             taken.add(free)
             rename[result] = free
             spec = self._values[result]._known()
-            floating = spec.dtype.is_floating_point
             tensors[free] = TensorSpec(
-                free, spec.shape, spec.stride, intermediate if floating else spec.dtype
+                free,
+                spec.shape,
+                spec.stride,
+                intermediate if spec.dtype in FLOATS else spec.dtype,
             )
         renamed = [
             Node(
@@ -1584,7 +2182,15 @@ METHODS = frozenset(OPS) - {"constant", "concat", "aten"} | {
     "conv_bias_act",
     "conv_bn_act",
     "conv_transpose_bias_act",
+    "cross_entropy",
+    "depthwise_separable",
+    "dropout",
+    "geglu",
+    "group_norm",
+    "quantized_conv_bias_act",
     "linear",
+    "mlp",
+    "normalize_images",
     "pixel_shuffle",
     "pixel_unshuffle",
     "swiglu",

@@ -23,6 +23,8 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.float32: "f32",
         torch.float16: "f16",
         torch.bfloat16: "bf16",
+        torch.float8_e4m3fn: "e4m3",
+        torch.float8_e5m2: "e5m2",
         torch.int64: "i64",
         torch.int32: "i32",
         torch.int8: "i8",

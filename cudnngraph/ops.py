@@ -41,6 +41,13 @@ REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: The 8-bit floating formats: data of products and attention, results of quantize, nothing else.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (torch.int8, *FP8)
+
+#: A sum of so many products of two int8 numbers may be 2^31, which int32 does not hold.
+INT32_TERMS = 1 << 17
+
 
 @dataclass(frozen=True)
 class Result:
@@ -236,7 +243,9 @@ def _float_operand(call: Call, port: str) -> bool:
     call.problem(
         f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
         "float16, bfloat16, float32 or float64",
-        "convert it first",
+        "dequantize or convert it first"
+        if spec.dtype in (*QUANTIZED, torch.int32)
+        else "convert it first",
     )
     return False
 
@@ -253,6 +262,37 @@ def _same_dtype(call: Call, first: str, *others: str) -> bool:
             )
             ok = False
     return ok
+
+
+def _factors(call: Call, first: str, second: str) -> torch.dtype | None:
+    """The dtype of what the products of two operands of one dtype are summed up to; None if wrong.
+
+    Of int8 that is int32, of FP8 (either format, or one of each) float32.
+    """
+    a, b = call[first], call[second]
+    if a.dtype == b.dtype == torch.int8:
+        return torch.int32
+    if a.dtype in FP8 and b.dtype in FP8:
+        return torch.float32
+    if a.dtype in QUANTIZED or b.dtype in QUANTIZED:
+        call.problem(
+            f"{second} '{b.name}' is {dtype_name(b.dtype)}, "
+            f"{first} '{a.name}' is {dtype_name(a.dtype)}",
+            "int8 for both, FP8 for both or one floating dtype for both",
+            "quantize one, or dequantize the other",
+        )
+        return None
+    return a.dtype if _same_dtype(call, first, second) else None
+
+
+def _fits_int32(call: Call, operand: str, terms: int) -> None:
+    """Report a sum of int8 products that int32 need not hold."""
+    if call[operand].dtype == torch.int8 and terms >= INT32_TERMS:
+        call.problem(
+            f"sums up {terms} products of int8, which int32 need not hold",
+            f"fewer than {INT32_TERMS}",
+            "cut it and add the parts",
+        )
 
 
 def _same_shape(call: Call, first: str, *others: str) -> bool:
@@ -307,10 +347,13 @@ def _conv_order(x: TensorSpec, weight: TensorSpec) -> tuple[int, ...]:
 # -- convolution -----------------------------------------------------------------------------------
 
 
-def _conv_common(call: Call) -> tuple[int, int] | None:
-    """Rank and groups, after the checks that both directions share; None when they say nothing."""
+def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
+    """Rank, groups and the result's dtype, after the checks that both directions share.
+
+    None when they say nothing.
+    """
     x, weight = call["x"], call["weight"]
-    _same_dtype(call, "x", "weight")
+    dtype = _factors(call, "x", "weight")
     ok = True
     rank = len(x.shape) - 2
     if rank not in (1, 2, 3):
@@ -330,14 +373,19 @@ def _conv_common(call: Call) -> tuple[int, int] | None:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
         groups = 1
     call.attrs["groups"] = int(groups)
-    return (rank, int(groups)) if ok else None
+    if not ok:
+        return None
+    if groups <= weight.shape[0]:
+        per_group = weight.shape[1] if call.op == "conv" else weight.shape[0] // int(groups)
+        _fits_int32(call, "x", per_group * numel(weight.shape[2:]))
+    return rank, int(groups), x.dtype if dtype is None else dtype
 
 
 def _conv(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     k, c_per_group = weight.shape[:2]
@@ -375,14 +423,14 @@ def _conv(call: Call) -> list[Result] | None:
         out.append((size - reach) // stride[dim] + 1)
     if call.problems:
         return None
-    return [Result((n, k, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, k, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_transpose(call: Call) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
-    rank, groups = common
+    rank, groups, dtype = common
     x, weight = call["x"], call["weight"]
     n, c = x.shape[:2]
     kernel = weight.shape[2:]
@@ -422,7 +470,7 @@ def _conv_transpose(call: Call) -> list[Result] | None:
         out.append(size)
     if call.problems:
         return None
-    return [Result((n, weight.shape[1] * groups, *out), x.dtype, _conv_order(x, weight))]
+    return [Result((n, weight.shape[1] * groups, *out), dtype, _conv_order(x, weight))]
 
 
 def _conv_wgrad(call: Call) -> list[Result] | None:
@@ -474,13 +522,16 @@ def _conv_wgrad(call: Call) -> list[Result] | None:
 # -- per-channel ops -------------------------------------------------------------------------------
 
 
-def _channels(call: Call, port: str) -> bool:
-    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x."""
+def _channels(call: Call, port: str, *, of_images: bool = False) -> bool:
+    """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x.
+
+    With ``of_images`` it may have N at dim 0 too: other numbers for each image.
+    """
     spec, x = call[port], call["x"]
     ok = _param_dtype(call, port)
-    c = x.shape[1]
-    full = (1, c, *(1,) * (len(x.shape) - 2))
-    if spec.shape not in ((c,), full):
+    n, c = x.shape[:2]
+    ones = (1,) * (len(x.shape) - 2)
+    if spec.shape not in ((c,), (1, c, *ones), *([(n, c, *ones)] if of_images else ())):
         call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"({c},), the channels of x")
         ok = False
     return ok
@@ -496,7 +547,7 @@ def _has_channels(call: Call) -> bool:
 
 def _per_channel(port: str) -> InferRule:
     def infer(call: Call) -> list[Result] | None:
-        if not _has_channels(call) or not _channels(call, port):
+        if not _has_channels(call) or not _channels(call, port, of_images=True):
             return None
         x = call["x"]
         return [Result(x.shape, x.dtype, _like_order(x))]
@@ -563,6 +614,62 @@ def _batch_norm_backward(call: Call) -> list[Result] | None:
         return None
     x, weight = call["x"], call["weight"]
     vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
+    return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
+
+
+# -- normalisation of each channel of each image ---------------------------------------------------
+
+
+def _per_image(call: Call) -> bool:
+    """The checks that instance norm and its gradient share."""
+    x = call["x"]
+    if len(x.shape) < 3:
+        call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "at least 3: (N, C, ...)")
+        return False
+    ok = _float_operand(call, "x")
+    given = [port for port in ("weight", "bias") if call.inputs.get(port) is not None]
+    if given and "bias" in call.inputs and len(given) == 1:
+        call.problem(f"{given[0]} is given alone", "weight and bias, or neither")
+        ok = False
+    return all([_channels(call, port) for port in given]) and ok
+
+
+def _image_statistic(x: TensorSpec) -> Result:
+    """One number for each channel of each image, at the rank of x."""
+    shape = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    return Result(shape, _statistics_dtype(x), _like_order(x))
+
+
+def _instance_norm(call: Call) -> list[Result | None] | None:
+    ok = _per_image(call)
+    before = len(call.problems)
+    wanted = _flag(call, "return_stats")
+    if _eps(call) is None or not ok or len(call.problems) > before:
+        return None
+    x = call["x"]
+    stat = _image_statistic(x) if wanted else None
+    return [Result(x.shape, x.dtype, _like_order(x)), stat, stat]
+
+
+def _instance_norm_backward(call: Call) -> list[Result | None] | None:
+    if not _per_image(call):
+        return None
+    ok = _same_dtype(call, "x", "dy") and _same_shape(call, "x", "dy")
+    x, weight = call["x"], call.get("weight")
+    stat = _image_statistic(x)
+    for port in ("mean", "inv_std"):
+        spec = call[port]
+        if (spec.shape, spec.dtype) != (stat.shape, stat.dtype):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                f"{dtype_name(stat.dtype)} {stat.shape}",
+            )
+            ok = False
+    if not ok:
+        return None
+    vector = None
+    if weight is not None:
+        vector = Result(weight.shape, weight.dtype, tuple(range(len(weight.shape))))
     return [Result(x.shape, x.dtype, _like_order(x)), vector, vector]
 
 
@@ -650,7 +757,9 @@ def _matmul(call: Call) -> list[Result] | None:
                 "2, 3 or 4: " + ("(..., M, K)" if port == "x" else "(..., K, N)"),
             )
             return None
-    ok = _same_dtype(call, "x", "y")
+    dtype = _factors(call, "x", "y")
+    ok = dtype is not None
+    _fits_int32(call, "x", x.shape[-1])
     if x.shape[-1] != y.shape[-2]:
         call.problem(
             f"y '{y.name}' {y.shape} has {y.shape[-2]} rows, x '{x.name}' {x.shape} has "
@@ -668,7 +777,70 @@ def _matmul(call: Call) -> list[Result] | None:
         )
         return None
     shape = (*batch, x.shape[-2], y.shape[-1])
-    return [Result(shape, x.dtype, tuple(range(len(shape))))] if ok else None
+    if dtype is None or not ok or call.problems:
+        return None
+    return [Result(shape, dtype, tuple(range(len(shape))))]
+
+
+# -- quantisation ----------------------------------------------------------------------------------
+
+
+def _quantization(call: Call) -> bool:
+    """Checks the scale, a float32 number or vector along ``dim`` of x, and the zero point."""
+    x, scale = call["x"], call.get("scale")
+    before = len(call.problems)
+    point = call.attrs["zero_point"]
+    if not _whole(point) or point != 0:
+        call.problem(
+            f"zero_point={point!r}", "0: quantisation is symmetric here", "shift the data instead"
+        )
+    else:
+        call.attrs["zero_point"] = 0
+    if scale is None:
+        call.attrs["dim"] = 1
+        return len(call.problems) == before
+    if scale.dtype != torch.float32:
+        call.problem(
+            f"scale '{scale.name}' is {dtype_name(scale.dtype)}", "float32", "convert scale"
+        )
+    if scale.shape in ((), (1,)):
+        call.attrs["dim"] = 1  # says nothing
+        return len(call.problems) == before
+    dim = _dim(call, "dim", len(x.shape))
+    if dim is not None and scale.shape != (x.shape[dim],):
+        call.problem(
+            f"scale '{scale.name}' has shape {scale.shape}",
+            f"() or (1,) for all of x, or ({x.shape[dim]},) along dim {dim} of x {x.shape}",
+        )
+    return len(call.problems) == before
+
+
+def _dequantize(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = x.dtype in (*QUANTIZED, torch.int32, torch.float32)
+    if not ok:
+        call.problem(
+            f"x '{x.name}' is {dtype_name(x.dtype)}",
+            "int8, FP8, or the int32 or float32 that their products give",
+            "multiply or scale it",
+        )
+    if not _quantization(call) or not ok:
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
+def _quantize(call: Call) -> list[Result] | None:
+    x, given = call["x"], call.attrs["dtype"]
+    ok = _float_operand(call, "x")
+    kinds = {dtype_name(dtype): dtype for dtype in QUANTIZED}
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    dtype = kinds.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        call.problem(f"dtype={given!r} is no 8-bit dtype", " or ".join(f"torch.{k}" for k in kinds))
+    if not _quantization(call) or not ok or dtype is None:
+        return None
+    call.attrs["dtype"] = name
+    return [Result(x.shape, dtype, _like_order(x))]
 
 
 # -- pointwise -------------------------------------------------------------------------------------
@@ -805,13 +977,21 @@ def _activation_backward(port: str, *attrs: str) -> InferRule:
     return infer
 
 
+def _to_float(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if x.dtype not in (torch.uint8, torch.int8, torch.int32):
+        call.problem(f"x '{x.name}' is {dtype_name(x.dtype)}", "uint8, int8 or int32")
+        return None
+    return [Result(x.shape, torch.float32, _like_order(x))]
+
+
 def _constant(call: Call) -> list[Result] | None:
     return [Result((), torch.float32, ())] if _number(call, "value") is not None else None
 
 
 # -- shape -----------------------------------------------------------------------------------------
 
-MODES = ("sum", "mean", "max", "min")
+MODES = ("sum", "mean", "max", "min", "amax")
 
 
 def _dims(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
@@ -896,9 +1076,84 @@ def _expand(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, order)]
 
 
+# -- softmax and its loss --------------------------------------------------------------------------
+
+
+def _softmax(call: Call) -> list[Result] | None:
+    x = call["x"]
+    ok = _float_operand(call, "x")
+    if _dim(call, "dim", len(x.shape)) is None or not ok:
+        return None
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
+def _softmax_backward(call: Call) -> list[Result] | None:
+    dy, y = call["dy"], call["y"]
+    ok = _same_dtype(call, "y", "dy") and _same_shape(call, "y", "dy")
+    if _dim(call, "dim", len(y.shape)) is None or not ok:
+        return None
+    return [Result(dy.shape, dy.dtype, _like_order(y))]
+
+
+REDUCTIONS_OF_LOSS = ("mean", "sum", "none")
+
+
+def _loss_options(call: Call, classes: tuple[int, ...]) -> bool:
+    """Checks what a loss over (N, C, ...) and its gradient share."""
+    before = len(call.problems)
+    target, reduction = call["target"], call.attrs["reduction"]
+    if reduction not in REDUCTIONS_OF_LOSS:
+        known = " or ".join(map(repr, REDUCTIONS_OF_LOSS))
+        call.problem(f"reduction={reduction!r} is unknown", known)
+    if not _whole(call.attrs["ignore_index"]):
+        call.problem(f"ignore_index={call.attrs['ignore_index']!r}", "a whole number")
+    if len(classes) < 2 or classes[1] < 1:
+        call.problem(f"x has shape {classes}", "(N, C, ...) with at least one class")
+    elif target.shape != (classes[0], *classes[2:]):
+        call.problem(
+            f"target '{target.name}' has shape {target.shape}",
+            f"{(classes[0], *classes[2:])}, a class for each row of x {classes}",
+        )
+    if target.dtype != torch.int64:
+        call.problem(f"target '{target.name}' is {dtype_name(target.dtype)}", "int64", "convert it")
+    if len(call.problems) > before:
+        return False
+    call.attrs["ignore_index"] = int(call.attrs["ignore_index"])
+    return True
+
+
+def _loss_shape(call: Call) -> tuple[int, ...]:
+    return call["target"].shape if call.attrs["reduction"] == "none" else ()
+
+
+def _nll_loss(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if not _float_operand(call, "x") or not _loss_options(call, x.shape):
+        return None
+    shape = _loss_shape(call)
+    return [Result(shape, x.dtype, tuple(range(len(shape))))]
+
+
+def _nll_loss_backward(call: Call) -> list[Result] | None:
+    dy, shape = call["dy"], _whole_tuple(call, "shape")
+    if shape is None or not _float_operand(call, "dy") or not _loss_options(call, shape):
+        return None
+    call.attrs["shape"] = shape
+    if dy.shape != _loss_shape(call):
+        call.problem(f"dy '{dy.name}' has shape {dy.shape}", f"{_loss_shape(call)}, the loss's")
+        return None
+    return [Result(shape, dy.dtype, tuple(range(len(shape))))]
+
+
 # -- attention -------------------------------------------------------------------------------------
 
 ALIGNMENTS = ("top_left", "bottom_right")
+
+#: The ops of attention and its gradients.
+ATTENTION = (
+    *("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_fp8"),
+    *("sdpa_varlen", "sdpa_varlen_backward"),
+)
 
 
 def _sdpa_shapes(call: Call) -> bool:
@@ -984,44 +1239,178 @@ def _sdpa_window(call: Call) -> None:
     call.attrs["window"] = None if left is None and right is None else (left, right)
 
 
-def _sdpa_checked(call: Call, *data: str) -> bool:
-    """The checks that both directions share; ``data`` are the operands of the dtype of q."""
-    before = len(call.problems)
-    _same_dtype(call, "q", *data)
+def _per_head(call: Call, port: str) -> None:
+    """A number for each head of q."""
+    spec, q = call.get(port), call["q"]
+    if spec is None:
+        return
+    kind = _statistics_dtype(q)
+    if spec.dtype != kind or spec.shape != (q.shape[1],):
+        call.problem(
+            f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+            f"{dtype_name(kind)} (H,) = ({q.shape[1]},)",
+        )
+
+
+def _sdpa_dropout(call: Call) -> None:
+    q, k = call["q"], call["k"]
+    seed, offset, mask = (call.get(f"dropout_{of}") for of in ("seed", "offset", "mask"))
+    p = _number(call, "dropout_p")
+    if p is None:
+        return
+    if not 0.0 <= p < 1.0:
+        call.problem(f"dropout_p={p!r}", "a probability from 0 to below 1")
+        return
+    if (seed is None) != (offset is None):
+        given, other = ("seed", "offset") if offset is None else ("offset", "seed")
+        call.problem(f"dropout_{given} without dropout_{other}", "both, or neither")
+    elif seed is not None and mask is not None:
+        call.problem("dropout_mask beside dropout_seed", "one of the two: a mask needs no seed")
+    elif p > 0.0 and seed is None and mask is None:
+        call.problem(
+            f"dropout_p={p!r} without anything that says what is dropped",
+            "dropout_seed and dropout_offset, or dropout_mask",
+        )
+    elif p == 0.0 and (seed is not None or mask is not None):
+        call.problem("dropout_p=0.0 with a seed or a mask", "dropout_p > 0", "leave them out")
+    for port in ("dropout_seed", "dropout_offset"):
+        spec = call.get(port)
+        if spec is not None and (spec.dtype != torch.int64 or spec.numel != 1):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "one int64, of shape () or (1,)",
+            )
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.shape != full):
+        call.problem(
+            f"dropout_mask '{mask.name}' is {dtype_name(mask.dtype)} {mask.shape}",
+            f"bool (True keeps), or 0 and 1 in {dtype_name(q.dtype)}, "
+            f"of shape (B, H, S_q, S_kv) = {full}",
+        )
+
+
+def _sdpa_scores(call: Call) -> None:
+    """What else changes the scores: ALiBi and the soft cap."""
+    if _flag(call, "alibi") and call.get("alibi_slopes") is not None:
+        call.problem("alibi=True beside alibi_slopes", "one of the two")
+    _per_head(call, "alibi_slopes")
+    if call.attrs["softcap"] is not None:
+        cap = _number(call, "softcap")
+        if cap is not None and cap <= 0:
+            call.problem(f"softcap={cap!r}", "a number > 0, or None for no cap")
+
+
+def _sdpa_band(call: Call, *, diagonal: bool = False) -> None:
+    """One canonical form of the scale and of the band: causal is the band with no key to the right
+    of the diagonal. ``diagonal``: where that lies matters without a band too."""
     causal = _flag(call, "is_causal")
     if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
         call.problem(
             f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
             " or ".join(map(repr, ALIGNMENTS)),
         )
+    _sdpa_window(call)
+    if call.attrs["scale"] is not None:
+        _number(call, "scale")
+    elif call["q"].shape[-1]:
+        call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[-1])
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None and not diagonal:
+        call.attrs["diagonal_alignment"] = "top_left"
+
+
+def _sdpa_checked(call: Call, *data: str) -> bool:
+    """The checks that both directions share; ``data`` are the operands of the dtype of q."""
+    before = len(call.problems)
+    _same_dtype(call, "q", *data)
     if not _sdpa_shapes(call):
         return False
     _sdpa_mask(call)
     _sdpa_lengths(call)
-    _sdpa_window(call)
-    if call.attrs["scale"] is None:
-        call.attrs["scale"] = 1.0 / math.sqrt(call["q"].shape[3])
-    else:
-        _number(call, "scale")
-    if len(call.problems) > before:
-        return False
-    # One canonical form: causal is the band with no key to the right of the diagonal.
-    if causal and call.attrs["window"] is None:
-        call.attrs["window"] = (None, 0)
-    call.attrs["is_causal"] = False
-    if call.attrs["window"] is None:
-        call.attrs["diagonal_alignment"] = "top_left"
-    return True
+    _sdpa_dropout(call)
+    _sdpa_scores(call)
+    distances = call.attrs["alibi"] is True or call.get("alibi_slopes") is not None
+    _sdpa_band(call, diagonal=distances)
+    return len(call.problems) == before
 
 
 def _sdpa(call: Call) -> list[Result | None] | None:
     want_lse = _flag(call, "return_lse")
-    if not _sdpa_checked(call, "k", "v") or call.problems:
+    if not _sdpa_checked(call, "k", "v"):
+        return None
+    _per_head(call, "sink")
+    if call.problems:
         return None
     q, v = call["q"], call["v"]
     shape = (*q.shape[:3], v.shape[3])
     lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
     return [Result(shape, q.dtype, _like_order(q)), lse]
+
+
+FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _sdpa_fp8_operands(call: Call) -> None:
+    """Data of one FP8 dtype, which is that of the result; scales of one float32 each."""
+    q = call["q"]
+    for port in ("q", "k", "v"):
+        spec = call[port]
+        if spec.dtype not in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}",
+                "float8_e4m3fn or float8_e5m2",
+                "quantize it, or use sdpa",
+            )
+        elif spec.dtype != q.dtype and q.dtype in FP8:
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)}, q '{q.name}' is "
+                f"{dtype_name(q.dtype)}",
+                "one dtype",
+            )
+    for port in FP8_SCALES:
+        spec = call[port]
+        if spec.dtype != torch.float32 or spec.shape not in ((), (1,)):
+            call.problem(
+                f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+                "float32 () or (1,): one number",
+            )
+    given = call.attrs["dtype"]
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    if name not in (None, dtype_name(q.dtype)):
+        call.problem(f"dtype={given!r}", f"None or torch.{dtype_name(q.dtype)}, that of q")
+    call.attrs["dtype"] = dtype_name(q.dtype)
+
+
+def _sdpa_fp8(call: Call) -> list[Result | None] | None:
+    want_lse, causal = _flag(call, "return_lse"), _flag(call, "is_causal")
+    _sdpa_fp8_operands(call)
+    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
+        call.problem(
+            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
+            " or ".join(map(repr, ALIGNMENTS)),
+        )
+    if not _sdpa_shapes(call):
+        return None
+    _sdpa_lengths(call)
+    _sdpa_window(call)
+    q, v = call["q"], call["v"]
+    if call.attrs["scale"] is None:
+        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
+    else:
+        _number(call, "scale")
+    if call.problems:
+        return None
+    if causal and call.attrs["window"] is None:
+        call.attrs["window"] = (None, 0)
+    call.attrs["is_causal"] = False
+    if call.attrs["window"] is None:
+        call.attrs["diagonal_alignment"] = "top_left"
+    shape = (*q.shape[:3], v.shape[3])
+    lse = Result(q.shape[:3], torch.float32, (0, 1, 2)) if want_lse else None
+    largest = Result((), torch.float32, ())
+    return [Result(shape, q.dtype, _like_order(q)), lse, largest, largest]
 
 
 def _sdpa_backward(call: Call) -> list[Result | None] | None:
@@ -1051,6 +1440,149 @@ def _sdpa_backward(call: Call) -> list[Result | None] | None:
     if not want_mask or mask is None:
         return [*like, None]
     return [*like, Result(mask.shape, mask.dtype, _like_order(mask))]
+
+
+def _rank(call: Call, port: str, dims: str) -> bool:
+    spec, rank = call[port], dims.count(",") + 1
+    if len(spec.shape) == rank:
+        return True
+    call.problem(
+        f"{port} '{spec.name}' has {len(spec.shape)} dims {spec.shape}", f"{rank}: ({dims})"
+    )
+    return False
+
+
+def _int32(call: Call, port: str, shape: tuple[int, ...], letters: str) -> None:
+    spec = call.get(port)
+    if spec is not None and (spec.dtype != torch.int32 or spec.shape != shape):
+        call.problem(
+            f"{port} '{spec.name}' is {dtype_name(spec.dtype)} {spec.shape}",
+            f"int32 {letters} = {shape}",
+        )
+
+
+def _heads(call: Call, k: str, v: str) -> None:
+    """What q and the others have in common where heads are dim 1 and D is the last one."""
+    q = call["q"]
+    if call[k].shape[-1] != q.shape[-1] or q.shape[-1] == 0:
+        call.problem(
+            f"{k} has head dim {call[k].shape[-1]}, q has {q.shape[-1]}",
+            "equal head dims of q and k, >= 1",
+        )
+    if call[v].shape[1] != call[k].shape[1]:
+        call.problem(
+            f"{v} has {call[v].shape[1]} heads, {k} has {call[k].shape[1]}", "equal heads of both"
+        )
+    elif call[k].shape[1] == 0 or q.shape[1] % call[k].shape[1]:
+        call.problem(
+            f"q has {q.shape[1]} heads, not a multiple of the {call[k].shape[1]} heads of {k}",
+            "H_q % H_kv == 0",
+        )
+
+
+def _sdpa_paged(call: Call) -> list[Result | None] | None:
+    want_lse = _flag(call, "return_lse")
+    _same_dtype(call, "q", "k_cache", "v_cache")
+    paged = "pages, H_kv, page, D"
+    ranks = [_rank(call, "q", "B, H, S_q, D"), _rank(call, "page_table", "B, pages")]
+    ranks += [_rank(call, port, paged) for port in ("k_cache", "v_cache")]
+    if not all(ranks):
+        return None
+    q, k, v, table = (call[port] for port in ("q", "k_cache", "v_cache", "page_table"))
+    _heads(call, "k_cache", "v_cache")
+    _sdpa_band(call)
+    if k.shape[2] != v.shape[2] or k.shape[2] == 0:
+        call.problem(
+            f"v_cache has pages of {v.shape[2]} keys, k_cache of {k.shape[2]}", "equal pages, >= 1"
+        )
+    for port in ("page_table", "page_table_v"):
+        _int32(call, port, (q.shape[0], table.shape[1]), "(B, pages of a sequence)")
+    for port in ("seq_len_q", "seq_len_kv"):
+        _int32(call, port, (q.shape[0],), "(B,)")
+    if call.problems:
+        return None
+    lse = Result(q.shape[:3], _statistics_dtype(q), (0, 1, 2)) if want_lse else None
+    return [Result((*q.shape[:3], v.shape[3]), q.dtype, _like_order(q)), lse]
+
+
+def _varlen_checked(call: Call, *data: str) -> bool:
+    """The checks that both directions of packed attention share."""
+    before = len(call.problems)
+    _same_dtype(call, "q", *data)
+    if not all([_rank(call, port, "T, H, D") for port in ("q", *data)]):
+        return False
+    k, v = call["k"], call["v"]
+    _heads(call, "k", "v")
+    if k.shape[0] != v.shape[0]:
+        call.problem(f"v has {v.shape[0]} tokens, k has {k.shape[0]}", "as many of both")
+    _sdpa_band(call)
+    for attr in ("max_seqlen_q", "max_seqlen_kv"):
+        value = call.attrs[attr]
+        if not _whole(value) or value < 1:
+            call.problem(f"{attr}={value!r}", "a whole number >= 1, the longest sequence")
+        else:
+            call.attrs[attr] = int(value)
+    given = [call.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")]
+    if given[2] is None:
+        if given[0] is None or given[1] is None:
+            call.problem("has no cu_seqlens", "cu_seqlens_q and cu_seqlens_kv, (B + 1,) int32")
+            return False
+        count = given[0].shape[0] if given[0].shape else 0
+        if count < 2:
+            call.problem(
+                f"cu_seqlens_q '{given[0].name}' has shape {given[0].shape}",
+                "(B + 1,): 0, then the end of each sequence",
+            )
+        for port in ("cu_seqlens_q", "cu_seqlens_kv"):
+            _int32(call, port, (count,), "(B + 1,)")
+    return len(call.problems) == before
+
+
+def _sdpa_varlen(call: Call) -> list[Result | None] | None:
+    want_lse = _flag(call, "return_lse")
+    if not _varlen_checked(call, "k", "v") or call.problems:
+        return None
+    q, v = call["q"], call["v"]
+    lse = Result(q.shape[:2], _statistics_dtype(q), (0, 1)) if want_lse else None
+    return [Result((*q.shape[:2], v.shape[2]), q.dtype, _like_order(q)), lse]
+
+
+def _sdpa_varlen_backward(call: Call) -> list[Result | None] | None:
+    if not _varlen_checked(call, "k", "v", "o", "do"):
+        return None
+    q, k, v, lse = (call[port] for port in ("q", "k", "v", "lse"))
+    shape = (*q.shape[:2], v.shape[2])
+    for port in ("o", "do"):
+        if call[port].shape != shape:
+            call.problem(
+                f"{port} '{call[port].name}' has shape {call[port].shape}",
+                f"(T_q, H, D_v) = {shape}",
+            )
+    if lse.shape != q.shape[:2] or lse.dtype != _statistics_dtype(q):
+        call.problem(
+            f"lse '{lse.name}' is {dtype_name(lse.dtype)} {lse.shape}",
+            f"{dtype_name(_statistics_dtype(q))} (T_q, H) = {q.shape[:2]}",
+        )
+    if call.problems:
+        return None
+    return [Result(s.shape, s.dtype, _like_order(s)) for s in (q, k, v)]
+
+
+def _ragged_offsets(call: Call) -> list[Result] | None:
+    if not all([_rank(call, port, "B + 1") for port in ("cu_seqlens_q", "cu_seqlens_kv")]):
+        return None
+    count = call["cu_seqlens_q"].shape[0]
+    for port in ("cu_seqlens_q", "cu_seqlens_kv"):
+        _int32(call, port, (count,), "(B + 1,)")
+    rows = 2
+    for attr in ("widths_q", "widths_kv"):
+        widths = _whole_tuple(call, attr)
+        if widths is None or min(widths, default=1) < 1:
+            call.problem(f"{attr}={call.attrs[attr]!r}", "a tuple of whole numbers >= 1")
+            return None
+        call.attrs[attr] = widths
+        rows += len(widths)
+    return None if call.problems else [Result((rows, count), torch.int32, (0, 1))]
 
 
 # -- views and concatenation -----------------------------------------------------------------------
@@ -1428,12 +1960,22 @@ _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 _POOL: dict[str, Any] = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _MAX: dict[str, Any] = {**_POOL, "dilation": 1, "ceil_mode": False}
 _AVG: dict[str, Any] = {**_POOL, "ceil_mode": False, "count_include_pad": True}
+_LOSS: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
 _RESIZED: dict[str, Any] = {
     "size": None,
     "scale_factor": None,
     "mode": "nearest",
     "align_corners": False,
 }
+_BAND: dict[str, Any] = {
+    "scale": None,
+    "is_causal": False,
+    "diagonal_alignment": "top_left",
+    "window": None,
+}
+_LONGEST: dict[str, Any] = {"max_seqlen_q": REQUIRED, "max_seqlen_kv": REQUIRED}
+_SCORES: dict[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None}
+_DROPOUT = "dropout_seed? dropout_offset? dropout_mask?"
 
 
 def _rows() -> list[Op]:
@@ -1482,9 +2024,51 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa",
-            "q k v attn_mask? seq_len_q? seq_len_kv?",
+            f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",
             _sdpa,
             outputs="o lse",
+            **_BAND,
+            return_lse=False,
+            **_SCORES,
+        ),
+        op(
+            "sdpa_paged",
+            "q k_cache v_cache page_table seq_len_kv seq_len_q? page_table_v?",
+            _sdpa_paged,
+            outputs="o lse",
+            **{**_BAND, "diagonal_alignment": "bottom_right"},
+            return_lse=False,
+        ),
+        op(
+            "sdpa_varlen",
+            "q k v cu_seqlens_q? cu_seqlens_kv? ragged?",
+            _sdpa_varlen,
+            outputs="o lse",
+            **_BAND,
+            **_LONGEST,
+            return_lse=False,
+        ),
+        op(
+            "sdpa_varlen_backward",
+            "do q k v o lse cu_seqlens_q? cu_seqlens_kv? ragged?",
+            _sdpa_varlen_backward,
+            outputs="dq dk dv",
+            **_BAND,
+            **_LONGEST,
+        ),
+        op(
+            "ragged_offsets",
+            "cu_seqlens_q cu_seqlens_kv",
+            _ragged_offsets,
+            widths_q=REQUIRED,
+            widths_kv=REQUIRED,
+        ),
+        op(
+            "sdpa_fp8",
+            f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
+            _sdpa_fp8,
+            outputs="o lse amax_s amax_o",
+            dtype=None,
             scale=None,
             is_causal=False,
             diagonal_alignment="top_left",
@@ -1508,14 +2092,12 @@ def _rows() -> list[Op]:
         ),
         op(
             "sdpa_backward",
-            "do q k v o lse attn_mask? seq_len_q? seq_len_kv?",
+            f"do q k v o lse attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes?",
             _sdpa_backward,
             outputs="dq dk dv dmask",
-            scale=None,
-            is_causal=False,
-            diagonal_alignment="top_left",
-            window=None,
+            **_BAND,
             mask_grad=False,
+            **_SCORES,
         ),
         op(
             "batch_norm_train",
@@ -1531,6 +2113,20 @@ def _rows() -> list[Op]:
             _batch_norm_backward,
             outputs="dx dweight dbias",
         ),
+        op(
+            "instance_norm",
+            "x weight? bias?",
+            _instance_norm,
+            outputs="y mean inv_std",
+            eps=1e-5,
+            return_stats=False,
+        ),
+        op(
+            "instance_norm_backward",
+            "dy x mean inv_std weight?",
+            _instance_norm_backward,
+            outputs="dx dweight dbias",
+        ),
         op("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False),
         op("expand", "x", _expand, pointwise=True, shape=REQUIRED, dims=None),
         op(
@@ -1541,6 +2137,16 @@ def _rows() -> list[Op]:
             eps=1e-5,
         ),
         op("batch_norm_apply", "x mean inv_std weight bias", _batch_norm_apply, pointwise=True),
+        op("dequantize", "x scale", _dequantize, pointwise=True, dim=1, zero_point=0),
+        op(
+            "quantize",
+            "x scale?",
+            _quantize,
+            pointwise=True,
+            dtype=REQUIRED,
+            dim=1,
+            zero_point=0,
+        ),
         op("bias", "x bias", _per_channel("bias"), pointwise=True),
         op("scale", "x scale", _per_channel("scale"), pointwise=True),
         unary("relu"),
@@ -1566,6 +2172,7 @@ def _rows() -> list[Op]:
             for name in ("gelu", "gelu_tanh", "silu")
         ),
         unary("identity"),
+        op("to_float", "x", _to_float, pointwise=True),
         unary("neg"),
         unary("abs"),
         unary("exp"),
@@ -1599,6 +2206,31 @@ def _rows() -> list[Op]:
             kwargs=(),
         ),
         op("concat", "x*", _concat, torch_only=True, dim=0),
+        *(
+            row
+            for name in ("softmax", "log_softmax")
+            for row in (
+                op(name, "x", _softmax, torch_only=True, dim=REQUIRED),
+                op(
+                    f"{name}_backward",
+                    "dy y",
+                    _softmax_backward,
+                    outputs="dx",
+                    torch_only=True,
+                    dim=REQUIRED,
+                ),
+            )
+        ),
+        op("nll_loss", "x target", _nll_loss, torch_only=True, **_LOSS),
+        op(
+            "nll_loss_backward",
+            "dy target",
+            _nll_loss_backward,
+            outputs="dx",
+            torch_only=True,
+            shape=REQUIRED,
+            **_LOSS,
+        ),
         resample("max_pool", "x", _pool, **_MAX),
         resample("max_pool_backward", "dy x", _pool_backward, **_MAX),
         resample("avg_pool", "x", _pool, **_AVG),

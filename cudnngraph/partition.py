@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -36,11 +37,12 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import OPS, Call
+from .ops import FLOATS, OPS, Call
 from .resample import blocks
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
+_GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
 
 # Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
 # they held the operands. (exp, pow, division … may leave float16's range on the way.)
@@ -176,7 +178,7 @@ class Graph:
             for port, name in enumerate(node.outputs):
                 if name is not None:
                     tensor = self.spec.tensors[name]
-                    gradients = node.op == "sdpa_backward" and port < 3  # dq, dk, dv
+                    gradients = node.op in _GRADIENTS and port < 3  # dq, dk, dv
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
         return data
@@ -209,14 +211,16 @@ class Graph:
 
     def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
         """The dtype of the data that a node works on: of its first operand for an anchor, else what
-        its largest floating operands have in common."""
-        if node.op == "constant":
-            return self.spec.tensors[node.results[0]].dtype
+        its largest floating operands have in common. What becomes of 8-bit data is data anew."""
+        own = self.spec.tensors[node.results[0]].dtype
+        if node.op in ("constant", "quantize", "dequantize"):
+            return own
         if self.is_anchor(node):
-            return data[node.operands[0]]
+            dtype = data[node.operands[0]]
+            return dtype if dtype in FLOATS or OPS[node.op].view else own
         floats = [n for n in node.operands if data[n].is_floating_point and n not in self._numbers]
         if not floats:
-            return self.spec.tensors[node.results[0]].dtype
+            return own
         most = max(self.spec.tensors[name].numel for name in floats)
         dtype = data[next(n for n in floats if self.spec.tensors[n].numel == most)]
         for name in floats:
@@ -461,9 +465,9 @@ def regions(graph: Graph) -> tuple[Group, ...]:
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: additive masks, float32 sums, and views and slices for what needs no
-    copy."""
-    return slices(views(wide_sums(additive_masks(spec))))
+    """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
+    and the offsets of packed sequences."""
+    return offsets_of_sequences(slices(views(wide_sums(numeric_masks(spec)))))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -577,34 +581,34 @@ def _reads_any_strides(node: Node, name: str) -> bool:
     return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
 
 
-def additive_masks(spec: GraphSpec) -> GraphSpec:
-    """The graph with 0 or -inf added in attention where a boolean mask stood, for 16-bit data."""
+def numeric_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
+    added to the scores, and for dropout 1 or 0."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
         ports = OPS[node.op].ports
-        masked = ports.index("attn_mask")
-        name = node.inputs[masked]
-        if name is None:
-            continue
-        mask, data = tensors[name], tensors[str(node.inputs[ports.index("q")])].dtype
-        if mask.dtype != torch.bool or data not in LOW_PRECISION:
-            continue
-        label = f"{node.results[0]}_mask"  # another attention may share the mask
-        added = TensorSpec(f"{label}_added", mask.shape, contiguous_strides(mask.shape), data)
-        keep, drop = f"{label}_keep", f"{label}_drop"
-        tensors |= {name: TensorSpec(name, (), (), torch.float32) for name in (keep, drop)}
-        tensors[added.name] = added
-        inputs = tuple(
-            added.name if port == masked else each for port, each in enumerate(node.inputs)
-        )
-        nodes[place] = replace(node, inputs=inputs)
-        nodes += [
-            Node("constant", keep, (), (keep,), (("value", 0.0),)),
-            Node("constant", drop, (), (drop,), (("value", -math.inf),)),
-            Node("where", label, (mask.name, keep, drop), (added.name,)),
-        ]
+        data = tensors[str(node.inputs[ports.index("q")])].dtype
+        inputs = list(node.inputs)
+        for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
+            name = node.inputs[ports.index(port)]
+            if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
+                continue
+            shape = tensors[name].shape
+            # Another attention may share the mask.
+            label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
+            made = TensorSpec(f"{label}_numbers", shape, contiguous_strides(shape), data)
+            names = (f"{label}_keep", f"{label}_drop")
+            tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
+            tensors[made.name] = made
+            inputs[ports.index(port)] = made.name
+            nodes += [
+                Node("constant", each, (), (each,), (("value", number),))
+                for each, number in zip(names, numbers, strict=True)
+            ]
+            nodes.append(Node("where", label, (name, *names), (made.name,)))
+        nodes[place] = replace(node, inputs=tuple(inputs))
     return (
         spec
         if len(nodes) == len(spec.nodes)
@@ -627,6 +631,54 @@ def wide_sums(spec: GraphSpec) -> GraphSpec:
         nodes[place] = replace(node, outputs=(wide.name,))
         nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
     return spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
+
+
+def token_widths(
+    node: Node, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How far apart the tokens of packed attention lie, in elements: the different widths of what
+    has the tokens of q, and of what has those of k."""
+    row = OPS[node.op]
+    widths: tuple[dict[int, None], dict[int, None]] = ({}, {})
+    for port, name in (*zip(row.ports, node.inputs), *zip(row.outputs, node.outputs)):  # noqa: B905
+        if name is not None and port not in PACKING:
+            widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
+    return tuple(widths[0]), tuple(widths[1])
+
+
+PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie
+
+
+def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
+    """The graph in which packed attention of 16-bit data is told where each sequence starts in
+    every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
+    of the same strides."""
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    made: dict[tuple[Any, ...], str] = {}
+    for place, node in enumerate(spec.nodes):
+        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward"):
+            continue
+        ports = OPS[node.op].ports
+        at = {port: ports.index(port) for port in ("q", *PACKING)}
+        data = tensors[str(node.inputs[at["q"]])]
+        ends = tuple(str(node.inputs[at[port]]) for port in PACKING[:2])
+        if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
+            continue
+        widths = token_widths(node, tensors)
+        key = (ends, widths)
+        if key not in made:
+            made[key] = name = f"{node.results[0]}_offsets"
+            rows, count = 2 + len(widths[0]) + len(widths[1]), tensors[ends[0]].shape[0]
+            stride = (-(-count // 4) * 4, 1)  # rows start at multiples of 16 bytes
+            tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)
+            attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
+            nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))
+        inputs = list(node.inputs)
+        for port in PACKING[:2]:
+            inputs[at[port]] = None
+        inputs[at["ragged"]] = made[key]
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec
 
 
 def channels_last(spec: GraphSpec) -> GraphSpec:

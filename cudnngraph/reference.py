@@ -2,8 +2,8 @@
 
 It runs graphs on CPU tensors, and stands in for single ops on a GPU where cuDNN has no plan. Every
 op is computed in the graph's compute dtype from operands converted to it; the result is then
-rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere: the
-yardstick for accuracy.
+rounded to the dtype of its tensor. With ``dtype=torch.float64`` nothing is rounded anywhere but
+where rounding is what an op means (``quantize``): the yardstick for accuracy.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _need(value: torch.Tensor | None) -> torch.Tensor:
     assert value is not None
     return value
+
+
+def _exactly(rule: Callable[[Tensors, Mapping[str, Any]], torch.Tensor]) -> Rule:
+    """A rule of products, on int8 operands too: sums in float64, which holds them all, as int32."""
+
+    def run(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+        if _need(inputs[0]).dtype != torch.int8:
+            return rule(inputs, attrs)
+        return rule([_need(value).double() for value in inputs], attrs).to(torch.int32)
+
+    return run
 
 
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -102,8 +113,38 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return _need(weight)
 
 
+def _along(scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A scale so that it broadcasts: one for all of x, or one for each index of ``dim``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape([-1 if place == dim else 1 for place in range(x.dim())])
+
+
+def _dequantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), _need(inputs[1])
+    return x.to(scale.dtype) * _along(scale, x, attrs["dim"])
+
+
+def _quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = _need(inputs[0]), inputs[1]
+    if scale is not None:
+        x = x / _along(scale, x, attrs["dim"])
+    return saturated(x, getattr(torch, attrs["dtype"]))
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
+    beyond."""
+    if dtype == torch.int8:
+        return x.round().clamp(-128, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:
-    return _need(value).reshape(1, -1, *(1,) * (_need(x).dim() - 2))
+    """A per-channel operand at the rank of x."""
+    vector, rank = _need(value), _need(x).dim()
+    return vector.reshape(1, -1, *(1,) * (rank - 2)) if vector.dim() == 1 else vector
 
 
 def _batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -156,6 +197,33 @@ def _batch_norm_backward(
     pull = (_channel(dbias, x) + normal * _channel(dweight, x)) / count
     dx = _channel(weight, x) * inv_std * (dy - pull)
     return dx, dweight.view(weight.shape), dbias.view(weight.shape)
+
+
+def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, dims = _need(inputs[0]), list(range(2, _need(inputs[0]).dim()))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse
+    if inputs[1] is not None:
+        y = y * _channel(inputs[1], x) + _channel(inputs[2], x)
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _instance_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, mean, inverse = (_need(value) for value in inputs[:4])
+    weight, dims = inputs[4], list(range(2, x.dim()))
+    normal = (x - mean) * inverse
+    scaled = dy if weight is None else dy * _channel(weight, x)
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dx = inverse * (scaled - pull)
+    if weight is None:
+        return dx, None, None
+    over = _all_but_channels(x)
+    return dx, (dy * normal).sum(over).view(weight.shape), dy.sum(over).view(weight.shape)
 
 
 def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
@@ -217,8 +285,9 @@ def band_offset(
 
 def _kept(
     q: torch.Tensor, k: torch.Tensor, lengths: Tensors, attrs: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which (row, key) pairs may meet, which rows are valid and which keys, all of rank 4.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which (row, key) pairs may meet, which rows are valid and which keys, and how far right of
+    the row's place on the diagonal a key stands; all of rank 4.
 
     ``lengths`` are seq_len_q and seq_len_kv; boolean masks are not in it.
     """
@@ -231,61 +300,196 @@ def _kept(
     )
     valid_row, valid_key = row < length_q, col < length_kv
     keep = valid_row & valid_key
+    distance = col - row - band_offset(length_q, length_kv, attrs["diagonal_alignment"])
     if attrs["window"] is not None:
         left, right = attrs["window"]
-        diagonal = row + band_offset(length_q, length_kv, attrs["diagonal_alignment"])
         if right is not None:
-            keep = keep & (col <= diagonal + right)
+            keep = keep & (distance <= right)
         if left is not None:
-            keep = keep & (col >= diagonal - left)
-    return keep, valid_row, valid_key.transpose(-1, -2)
+            keep = keep & (distance >= -left)
+    return keep, valid_row, valid_key.transpose(-1, -2), distance
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes of ALiBi (arXiv 2108.12409): for a power of two of heads 2^(-8 i / heads), i from
+    1; for other numbers those of the power below, then every second one of the power above."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * place / power) for place in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * place / power) for place in range(1, 2 * (heads - power), 2)]
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """scale * q k^T + mask, -inf where two may not meet. q and k have as many heads."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    keep: torch.Tensor,
+    distance: torch.Tensor,
+    attrs: Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cap(scale * q k^T) + mask - slopes * |distance|, -inf where two may not meet; and the cap's
+    derivative, None without a cap. q and k have as many heads."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) * attrs["scale"]
+    derivative = None
+    if attrs["softcap"] is not None:
+        tanh = torch.tanh(scores / attrs["softcap"])
+        scores, derivative = attrs["softcap"] * tanh, 1.0 - tanh * tanh
     if mask is not None:
         if mask.dtype == torch.bool:
             keep = keep & mask
         else:
             scores = scores + mask
-    return torch.where(keep, scores, -torch.inf)
+    if attrs["alibi"]:
+        slopes = torch.tensor(alibi_slopes(q.shape[1]), dtype=q.dtype, device=q.device)
+    if slopes is not None:
+        scores = scores - slopes.view(1, -1, 1, 1) * distance.abs()
+    return torch.where(keep, scores, -torch.inf), derivative
+
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: Tensors, key: Tensors) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four words of 32 bits, each in an int64.
+
+    ``counter`` are four such words and ``key`` two, of shapes that broadcast.
+    """
+    words, (low, high) = [_need(word) for word in counter], (_need(word) for word in key)
+    for number in range(_ROUNDS):
+        if number:
+            low, high = (low + _WEYL[0]) & _LOW, (high + _WEYL[1]) & _LOW
+        # A product of two words wraps around in int64; its bits are right.
+        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        words = [
+            ((second >> 32) & _LOW) ^ words[1] ^ low,
+            second & _LOW,
+            ((first >> 32) & _LOW) ^ words[3] ^ high,
+            first & _LOW,
+        ]
+    return tuple(words)
+
+
+def dropout_keep(
+    shape: Sequence[int], p: float, seed: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """Which elements of ``shape`` a dropout of probability ``p`` keeps; bool.
+
+    Element i in row-major order is kept where the first word of Philox, of counter (i, offset) and
+    key seed, is at least p * 2^32. cuDNN has another order of its own.
+    """
+    place = torch.arange(math.prod(shape), device=seed.device)
+    seed, offset = seed.reshape(()), offset.reshape(())
+    counter = (place & _LOW, place >> 32, offset & _LOW, (offset >> 32) & _LOW)
+    first, *_ = philox(counter, (seed & _LOW, (seed >> 32) & _LOW))
+    return (first >= round(p * 2.0**32)).view(tuple(shape))
+
+
+def _dropout(
+    weights: torch.Tensor, dropout: Tensors, attrs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """What dropout multiplies the attention weights by: 0, or 1 / (1 - p); None without one.
+
+    ``dropout`` are seed, offset and mask.
+    """
+    p = attrs["dropout_p"]
+    if p == 0.0:
+        return None
+    seed, offset, mask = dropout
+    if mask is None:
+        mask = dropout_keep(weights.shape, p, _need(seed), _need(offset))
+    factor: torch.Tensor = mask.to(weights.dtype) / (1.0 - p)
+    return factor
 
 
 def _sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = (_need(value) for value in inputs[:3])
-    keep, _, valid_key = _kept(q, k, inputs[4:], attrs)
-    if inputs[5] is not None:
+    mask, lengths, dropout, (slopes, sink) = inputs[3], inputs[4:6], inputs[6:9], inputs[9:]
+    keep, _, valid_key, distance = _kept(q, k, lengths, attrs)
+    if lengths[1] is not None:
         v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
     repeat = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(repeat, dim=1)
     v = v.repeat_interleave(repeat, dim=1)
-    scores = _scores(q, k, inputs[3], keep, attrs["scale"])
+    scores, _ = _scores(q, k, mask, slopes, keep, distance, attrs)
     top = (
         scores.amax(dim=-1, keepdim=True)
         if k.shape[2]
         else scores.new_full((*scores.shape[:3], 1), -torch.inf)
     )
     nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
-    weights = torch.exp(scores - torch.where(nothing, 0.0, top))
+    sunk = None if sink is None else sink.view(1, -1, 1, 1)
+    if sunk is not None:
+        top = torch.maximum(top, sunk)
+    finite = torch.where(top == -torch.inf, 0.0, top)
+    weights = torch.exp(scores - finite)
     total = weights.sum(dim=-1, keepdim=True)
-    out = torch.matmul(weights, v) / torch.where(nothing, 1.0, total)
+    if sunk is not None:
+        total = total + torch.exp(sunk - finite)
+    factor = _dropout(weights, dropout, attrs)
+    weights = weights if factor is None else weights * factor
+    out = torch.matmul(weights, v) / torch.where(total == 0.0, 1.0, total)
     out = torch.where(nothing, 0.0, out)
     if not attrs["return_lse"]:
         return out, None
-    return out, torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+    lse = finite + torch.log(total)  # log(0) is -inf
+    if lengths[0] is not None:
+        lse = torch.where(_valid_rows(q, lengths[0]), lse, -torch.inf)
+    return out, lse.squeeze(-1)
+
+
+def _valid_rows(q: torch.Tensor, length_q: torch.Tensor) -> torch.Tensor:
+    """Which rows are no padding; of rank 4."""
+    row = torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
+    return row < length_q.view(-1, 1, 1, 1)
+
+
+def _sdpa_fp8(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """Attention of FP8 data: with P = exp(scores - their largest in the row), l its row sums,
+
+    scores = (q descale_q) (k descale_k)^T scale, o = fp8(scale_o fp8(scale_s P) v descale_s
+    descale_v / l). amax_s is the largest of P / l, amax_o that of |o| before scale_o.
+    """
+    q, k, v, descale_q, descale_k, descale_v, descale_s, scale_s, scale_o = (
+        _need(value) if place < 3 else _need(value).reshape(())
+        for place, value in enumerate(inputs[:9])
+    )
+    fp8 = getattr(torch, attrs["dtype"])
+    keep, _, valid_key = _kept(q, k, inputs[9:], attrs)[:3]
+    if inputs[10] is not None:
+        v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (value.repeat_interleave(repeat, dim=1) for value in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (descale_q * descale_k * attrs["scale"])
+    scores = torch.where(keep, scores, -torch.inf)
+    floor = scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    top = torch.cat([scores, floor], -1).amax(dim=-1, keepdim=True)  # also of no key
+    nothing = top == -torch.inf  # such a row attends to no key: zeros, not 0/0
+    weights = torch.exp(scores - torch.where(nothing, 0.0, top))
+    total = torch.where(nothing, 1.0, weights.sum(dim=-1, keepdim=True))
+    rounded = saturated(weights * scale_s, fp8).to(weights.dtype)
+    out = torch.matmul(rounded, v) * (descale_s * descale_v) / total
+    out = torch.where(nothing, 0.0, out)
+    amax_s, amax_o = (
+        value.abs().amax() if value.numel() else value.new_zeros(())
+        for value in (weights / total, out)
+    )
+    lse = torch.where(nothing, -torch.inf, top + torch.log(total)).squeeze(-1)
+    return saturated(out * scale_o, fp8), lse if attrs["return_lse"] else None, amax_s, amax_o
 
 
 def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """With P the attention weights, exp(scores - lse), and D the row sums of do * o:
+    """With P the attention weights, exp(scores - lse), Z what dropout multiplies them by (or 1),
+    and D the row sums of do * o:
 
-    dv = P^T do, dS = P * (do v^T - D), dq = scale * dS k, dk = scale * dS^T q, dmask = dS.
+    dv = (Z P)^T do, dS = P * (Z * (do v^T) - D), dmask = dS, and with the derivative of the soft
+    cap in dS: dq = scale * dS k, dk = scale * dS^T q.
     """
     do, q, k, v, o, lse = (_need(value) for value in inputs[:6])
-    mask = inputs[6]
-    keep, valid_row, valid_key = _kept(q, k, inputs[7:], attrs)
+    mask, lengths, dropout, slopes = inputs[6], inputs[7:9], inputs[9:12], inputs[12]
+    keep, valid_row, valid_key, distance = _kept(q, k, lengths, attrs)
     # Padding may hold NaN: select, never multiply by 0.
     do, q, o = (torch.where(valid_row, value, 0.0) for value in (do, q, o))
     k, v = (torch.where(valid_key, value, 0.0) for value in (k, v))
@@ -293,16 +497,127 @@ def _sdpa_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Ten
     k = k.repeat_interleave(heads // groups, dim=1)
     v = v.repeat_interleave(heads // groups, dim=1)
     lse = lse.unsqueeze(-1)
-    scores = _scores(q, k, mask, keep & lse.isfinite(), attrs["scale"])
+    keep = keep & lse.isfinite()
+    scores, derivative = _scores(q, k, mask, slopes, keep, distance, attrs)
     weights = torch.exp(scores - torch.where(lse.isfinite(), lse, 0.0))  # 0 in rows without a key
     pull = (do * o).sum(dim=-1, keepdim=True)
-    dscores = weights * (torch.matmul(do, v.transpose(-1, -2)) - pull)
+    dweights = torch.matmul(do, v.transpose(-1, -2))
+    factor = _dropout(weights, dropout, attrs)
+    dropped = weights if factor is None else weights * factor
+    dscores = weights * ((dweights if factor is None else dweights * factor) - pull)
+    dmask = dscores.sum_to_size(_need(mask).shape) if attrs["mask_grad"] else None
+    if derivative is not None:
+        dscores = dscores * derivative
     dq = torch.matmul(dscores, k) * attrs["scale"]
     dk = torch.matmul(dscores.transpose(-1, -2), q) * attrs["scale"]
-    dv = torch.matmul(weights.transpose(-1, -2), do)
+    dv = torch.matmul(dropped.transpose(-1, -2), do)
     dk, dv = (grad.unflatten(1, (groups, heads // groups)).sum(dim=2) for grad in (dk, dv))
-    dmask = dscores.sum_to_size(_need(mask).shape) if attrs["mask_grad"] else None
     return dq, dk, dv, dmask
+
+
+_PLAIN: Mapping[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None, "mask_grad": False}
+
+
+def _sdpa_paged(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k_cache, v_cache, table, length_kv = (_need(value) for value in inputs[:5])
+    table_v = table if inputs[6] is None else inputs[6]
+
+    def gathered(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """(B, H, keys, D); a table may hold anything behind the pages of a sequence."""
+        chosen = cache[pages.long().clamp(0, max(len(cache) - 1, 0))]
+        return chosen.transpose(1, 2).flatten(2, 3)
+
+    k, v = gathered(k_cache, table), gathered(v_cache, table_v)
+    operands = (q, k, v, None, inputs[5], length_kv, *(None,) * 5)
+    return _sdpa(operands, {**_PLAIN, **attrs})
+
+
+class _Packed:
+    """Tokens of several sequences, one sequence behind the other, and the same padded.
+
+    Nothing here asks the device for a number, so it may be captured in a CUDA graph.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, tokens: int, longest: int) -> None:
+        self.lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        ends, token = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
+        self._sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+        starts = cu_seqlens.long()[self._sequence]
+        self._place = (token - starts).clamp(0, longest - 1)
+        self._within = token < cu_seqlens[-1]
+        places = torch.arange(longest, device=cu_seqlens.device)
+        self._tokens = (cu_seqlens[:-1].long().view(-1, 1) + places).clamp(max=max(tokens - 1, 0))
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, H, D) → (B, H, longest, D)"""
+        if len(x) == 0:
+            return x.new_zeros(len(self._tokens), x.shape[1], self._tokens.shape[1], x.shape[2])
+        return x[self._tokens].transpose(1, 2)
+
+    def packed(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, longest, D) → (T, H, D), zeros behind the last sequence."""
+        chosen = x.transpose(1, 2)[self._sequence, self._place]
+        return torch.where(self._within.view(-1, 1, 1), chosen, 0.0)
+
+
+def _sequences(
+    q: torch.Tensor, k: torch.Tensor, where: Tensors, attrs: Mapping[str, Any]
+) -> tuple[_Packed, _Packed]:
+    """How q and k are packed; ``where`` are cu_seqlens_q, cu_seqlens_kv and ragged."""
+    cu_seqlens = list(where[:2])
+    if where[2] is not None:
+        cu_seqlens = [F.pad(lengths[:-1].cumsum(0), (1, 0)) for lengths in where[2][:2]]
+    rows, keys = (_need(each) for each in cu_seqlens)
+    return (
+        _Packed(rows, len(q), attrs["max_seqlen_q"]),
+        _Packed(keys, len(k), attrs["max_seqlen_kv"]),
+    )
+
+
+def _sdpa_varlen(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (_need(value) for value in inputs[:3])
+    rows, keys = _sequences(q, k, inputs[3:], attrs)
+    data = (rows.padded(q), keys.padded(k), keys.padded(v))
+    o, lse = _sdpa((*data, None, rows.lengths, keys.lengths, *(None,) * 5), {**_PLAIN, **attrs})
+    return rows.packed(o), None if lse is None else rows.packed(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def _sdpa_varlen_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    do, q, k, v, o, lse = (_need(value) for value in inputs[:6])
+    rows, keys = _sequences(q, k, inputs[6:], attrs)
+    data = [
+        *(rows.padded(do), rows.padded(q), keys.padded(k), keys.padded(v), rows.padded(o)),
+        rows.padded(lse.unsqueeze(-1)).squeeze(-1),
+    ]
+    operands = (*data, None, rows.lengths, keys.lengths, *(None,) * 4)
+    dq, dk, dv, _ = _sdpa_backward(operands, {**_PLAIN, **attrs})
+    return rows.packed(_need(dq)), keys.packed(_need(dk)), keys.packed(_need(dv))
+
+
+def ragged_into(inputs: Tensors, attrs: Mapping[str, Any], out: torch.Tensor) -> torch.Tensor:
+    """The lengths of the sequences of q and of k, then where each starts, in elements, for every
+    width of a token: (rows, B + 1) int32."""
+    rows, keys = _need(inputs[0]), _need(inputs[1])
+    for row, cu_seqlens in enumerate((rows, keys)):
+        torch.sub(cu_seqlens[1:], cu_seqlens[:-1], out=out[row, :-1])
+    out[:2, -1].zero_()
+    wide = [(rows, width) for width in attrs["widths_q"]]
+    wide += [(keys, width) for width in attrs["widths_kv"]]
+    for row, (cu_seqlens, width) in enumerate(wide, 2):
+        torch.mul(cu_seqlens, width, out=out[row])
+    return out
+
+
+def _ragged_offsets(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    rows = 2 + len(attrs["widths_q"]) + len(attrs["widths_kv"])
+    cu_seqlens = _need(inputs[0])
+    return ragged_into(inputs, attrs, cu_seqlens.new_empty(rows, len(cu_seqlens)))
 
 
 def _relu_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -328,18 +643,55 @@ def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * gate * (1.0 + x * (1.0 - gate))
 
 
+def _softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return y * (dy - (dy * y).sum(attrs["dim"], keepdim=True))
+
+
+def _log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = _need(inputs[0]), _need(inputs[1])
+    return dy - torch.exp(y) * dy.sum(attrs["dim"], keepdim=True)
+
+
+def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    counts = target != attrs["ignore_index"]
+    return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+
+
+def _nll_loss(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -x.gather(1, place).squeeze(1)
+    each = each.to(torch.promote_types(each.dtype, torch.float32))  # 16 bits hold no sum
+    each = torch.where(counts, each, torch.zeros_like(each))
+    if attrs["reduction"] == "none":
+        return each
+    return each.sum() / counts.sum() if attrs["reduction"] == "mean" else each.sum()
+
+
+def _nll_loss_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """-dy at each row's class; over the number of rows that count for a mean."""
+    dy, target = _need(inputs[0]), _need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -dy / counts.sum() if attrs["reduction"] == "mean" else -dy
+    each = torch.where(counts, each, torch.zeros_like(each))
+    return dy.new_zeros(attrs["shape"]).scatter_(1, place, each.unsqueeze(1))
+
+
 _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
     "max": torch.amax,
     "min": torch.amin,
+    "amax": lambda x, dims, keepdim: torch.amax(x.abs(), dims, keepdim=keepdim),
 }
 
 
 def _reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, dims, keep = _need(inputs[0]), attrs["dims"], attrs["keepdim"]
     if not dims:  # a number
-        return x
+        return x.abs() if attrs["mode"] == "amax" else x
     result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
     kept = dims if keep is True else keep or ()
     return result.squeeze([dim for dim in dims if dim not in kept])
@@ -366,22 +718,31 @@ def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> R
 
 
 RULES: Mapping[str, Rule] = {
-    "conv": _conv,
-    "conv_transpose": _conv_transpose,
+    "conv": _exactly(_conv),
+    "conv_transpose": _exactly(_conv_transpose),
     "conv_wgrad": _conv_wgrad,
-    "matmul": _binary(torch.matmul),
+    "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
+    "sdpa_paged": _sdpa_paged,
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _sdpa_varlen_backward,
+    "ragged_offsets": _ragged_offsets,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _instance_norm,
+    "instance_norm_backward": _instance_norm_backward,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": lambda inputs, attrs: _need(inputs[0]) + _channel(inputs[1], _need(inputs[0])),
     "scale": lambda inputs, attrs: _need(inputs[0]) * _channel(inputs[1], _need(inputs[0])),
     "relu": _unary(F.relu),
@@ -399,6 +760,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _binary(_gelu_tanh_backward),
     "silu_backward": _binary(_silu_backward),
     "identity": _unary(lambda x: x),
+    "to_float": _unary(lambda x: x.to(torch.float32)),
     "neg": _unary(torch.neg),
     "abs": _unary(torch.abs),
     "exp": _unary(torch.exp),
@@ -431,6 +793,12 @@ RULES: Mapping[str, Rule] = {
     "permute": lambda inputs, attrs: _need(inputs[0]).permute(attrs["dims"]),
     "slice": _slice,
     "concat": lambda inputs, attrs: torch.cat([_need(value) for value in inputs], attrs["dim"]),
+    "softmax": lambda inputs, attrs: torch.softmax(_need(inputs[0]), attrs["dim"]),
+    "softmax_backward": _softmax_backward,
+    "log_softmax": lambda inputs, attrs: torch.log_softmax(_need(inputs[0]), attrs["dim"]),
+    "log_softmax_backward": _log_softmax_backward,
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
     "aten": lambda inputs, attrs: aten.run(attrs, inputs),
     **resample.RULES,
     "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),

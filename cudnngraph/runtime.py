@@ -36,7 +36,7 @@ from .errors import BackendUnavailable, BindError, NotSupported, PolicyError, Pr
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
 from .layout import Laid, Layout
-from .ops import OPS, dtype_name, is_default
+from .ops import ATTENTION, OPS, dtype_name, is_default
 from .policy import Policy
 from .progress import progress_bar
 from .select import Build, Decision, Selection, StepPlan, heuristic, reference_only, torch_only
@@ -62,7 +62,7 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
             allowed.append(bool(torch.backends.cudnn.allow_tf32))
         except RuntimeError:  # the newer per-op switches are in use
             allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
-    if ops & {"matmul", "sdpa"}:
+    if ops & {"matmul", *ATTENTION}:
         try:
             allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
         except RuntimeError:
@@ -248,10 +248,10 @@ class Program:
             tuple(self._places[name] for name in names) for names in (spec.inputs, spec.outputs)
         )
         if plan is not None:
-            execute, pointers, both = plan.execute, plan.pointers, inputs + outputs
+            start = plan.launcher(inputs + outputs)
 
             def launch(addresses: Any, values: Any, base: int, handle: Any) -> None:
-                execute(pointers([addresses[at] for at in both]), base + offset, handle)
+                start(addresses, base + offset, handle)
 
             return launch
         assert torch_run is not None
@@ -264,32 +264,36 @@ class Program:
 
         return run
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """Run once on ``tensors``, inputs and then outputs in the order of the program's graph, on
-        the current stream of its device."""
+        the current stream of its device. ``addresses`` are theirs, where cuDNN is used."""
         if not self.uses_cudnn and not self.scratch_bytes:
-            self._steps_on(tensors, None, None)
+            self._steps_on(tensors, addresses, None, None)
             return
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                self._run_here(tensors)
+                self._run_here(tensors, addresses)
         else:
-            self._run_here(tensors)
+            self._run_here(tensors, addresses)
 
-    def _run_here(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         index = self.device.index
         block = _scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
         handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
-        self._steps_on(tensors, block, handle)
+        self._steps_on(tensors, addresses, block, handle)
 
     def _steps_on(
-        self, tensors: Sequence[torch.Tensor], block: torch.Tensor | None, handle: Any
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: list[int],
+        block: torch.Tensor | None,
+        handle: Any,
     ) -> None:
-        base, addresses = 0, []
-        if self.uses_cudnn:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            base = 0 if block is None else block.data_ptr()
+        base = 0
+        if self.uses_cudnn and block is not None:
+            base = block.data_ptr()
+        if addresses:
             for root, past in self._behind:
                 addresses.append(past + (base if root < 0 else addresses[root]))
         values: Sequence[Any] = tensors
@@ -505,6 +509,8 @@ def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # -- executables -----------------------------------------------------------------------------------
 
+Over = tuple[tuple[int, int], ...]
+
 
 class Executable:
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
@@ -555,10 +561,15 @@ class Executable:
             return self.call(self._checked(args, tensors))
         return self.call(ordered, checked=False)
 
-    def call(self, tensors: Sequence[torch.Tensor], *, checked: bool = True) -> Any:
-        """Like a call, on inputs in order, that are known to fit where ``checked`` says so."""
-        results = self.outputs_for(tensors, checked=checked)
-        return results[0] if len(results) == 1 else self._result(*results)
+    def call(
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
+    ) -> Any:
+        """Like a call, on inputs in order, that are known to fit where ``checked`` says so.
+
+        With ``over``, of :meth:`outputs_for`, the first output alone is returned.
+        """
+        results = self.outputs_for(tensors, checked=checked, over=over)
+        return results[0] if over or len(results) == 1 else self._result(*results)
 
     def _checked(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         problems: list[Problem] = []
@@ -576,24 +587,43 @@ class Executable:
         return _fit(tensors, self._input_forms, self.device)
 
     def outputs_for(
-        self, tensors: Sequence[torch.Tensor], *, checked: bool = True
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
     ) -> list[torch.Tensor]:
-        """The outputs in order, newly allocated, for inputs in order; see :meth:`call`."""
+        """The outputs in order, newly allocated, for inputs in order; see :meth:`call`.
+
+        ``over`` has pairs of an output and an input of the same form: running statistics, which
+        the output overwrites in place.
+        """
         if not checked and not self.fits(tensors):
             tensors = self._checked(tensors, {})
         device, program = self.device, self._program
-        values = list(tensors)
+        values, starts = list(tensors), []
         if program.uses_cudnn:
-            for at, tensor in enumerate(values):
-                if tensor.data_ptr() % ALIGNMENT_BYTES:
-                    values[at] = _aligned_copy(tensor)
-        outputs = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype in self._output_forms
-        ]
+            starts = [tensor.data_ptr() for tensor in values]
+            for at, start in enumerate(starts):
+                if start % ALIGNMENT_BYTES:
+                    values[at] = _aligned_copy(values[at])
+                    starts[at] = values[at].data_ptr()
+        if over:
+            places = dict(over)
+            outputs = [
+                values[places[at]]
+                if at in places
+                else torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for at, (shape, stride, dtype) in enumerate(self._output_forms)
+            ]
+        else:
+            outputs = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype in self._output_forms
+            ]
         values += outputs
-        order = self._order
-        program.run(values if order is None else [values[at] for at in order])
+        if starts:
+            starts += [tensor.data_ptr() for tensor in outputs]
+        self._run_program(values, starts)
+        for output, at in over:
+            if outputs[output] is not tensors[at]:  # that was a copy at an aligned address
+                tensors[at].copy_(outputs[output])
         return outputs
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
@@ -607,8 +637,16 @@ class Executable:
         if values is None or not _fit(values, self._forms, self.device) or self._touch(values):
             given = self._all(args, tensors)
             values = [given[name] for name in names]
+        uses_cudnn = self._program.uses_cudnn
+        self._run_program(values, [tensor.data_ptr() for tensor in values] if uses_cudnn else [])
+
+    def _run_program(self, values: Sequence[torch.Tensor], starts: list[int]) -> None:
+        """Run on the tensors of the graph, in order, and their addresses."""
         order = self._order
-        self._program.run(values if order is None else [values[at] for at in order])
+        if order is not None:
+            values = [values[at] for at in order]
+            starts = [starts[at] for at in order] if starts else starts
+        self._program.run(values, starts)
 
     def bind(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> BoundCall:
         """Check inputs and outputs once; the result is called with nothing, as often as wanted.
@@ -734,11 +772,13 @@ class Executable:
                     tensor.dtype,
                 ):
                     continue
+                steps = len(self._program.steps)
                 yield Problem(
                     f"output '{name}'",
                     f"overlaps input '{source}'",
                     "memory of its own",
-                    "only a graph of pointwise ops may write over an input, of the same stride",
+                    "only a graph of pointwise ops may write over an input, of the same stride"
+                    + (f", in one step; this one runs in {steps} steps" if steps > 1 else ""),
                 )
 
     # -- inspection ----------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from .backend.plan import Choice, Outcome, Plan
+from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
+from .ops import ATTENTION, QUANTIZED
 from .partition import Graph, Group, cuts, is_anchor, piece, prepared, regions, work
 from .policy import Policy
 
@@ -82,16 +84,20 @@ def why_apart(spec: GraphSpec) -> str | None:
     """
     nodes = work(spec.nodes)
     anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
+    if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
+        anchors = [node for node in anchors if not _is_total_amax(spec, node)] or anchors
     if len(anchors) > 1:
         names = " and ".join(dict.fromkeys(node.op for node in anchors))
         return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
     if not anchors or len(nodes) == 1:
         return None
     (anchor,) = anchors
-    if anchor.op == "sdpa":
+    if anchor.op in ATTENTION:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"
+        if draws(spec):
+            return "what attention drops by a seed can be told of its own result alone"
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
         return None  # apart, the anchor would have to hand on float32, which few engines write
@@ -102,6 +108,13 @@ def why_apart(spec: GraphSpec) -> str | None:
         if any(r > s > 1 for r, s in zip(kernel, anchor.attr("stride"), strict=True)):
             return "an epilogue slows a strided transposed convolution whose taps overlap"
     return None
+
+
+def _is_total_amax(spec: GraphSpec, node: Node) -> bool:
+    """The largest |x| of a whole tensor, which cuDNN takes along behind a product."""
+    if node.op != "reduction" or node.attr("mode") != "amax":
+        return False
+    return spec.tensors[node.results[0]].numel == 1
 
 
 def _depthwise(spec: GraphSpec, node: Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from .graph import Graph, Value
 from .policy import Policy
-from .runtime import Executable
+from .runtime import Executable, Over
 from .settings import overridden
 from .training import Trainable
 
@@ -66,10 +66,13 @@ class Specialized:
             part = tuple([(name, type(value), value) for name, value in sorted(static.items())])
         return self._find(tensors, part, static)
 
-    def call(self, tensors: Sequence[torch.Tensor | None], static: Static) -> Any:
-        """Like a call, with keyword arguments that are looked up by their identity."""
+    def call(self, tensors: Sequence[torch.Tensor | None], static: Static, over: Over = ()) -> Any:
+        """Like a call, with keyword arguments that are looked up by their identity.
+
+        ``over`` as of :meth:`Executable.call`, of the tensors that are there.
+        """
         executable = self._find(tensors, static, static.values)
-        return executable.call([tensor for tensor in tensors if tensor is not None])
+        return executable.call([tensor for tensor in tensors if tensor is not None], over=over)
 
     def find(
         self, tensors: Sequence[torch.Tensor | None], static: Static

@@ -23,7 +23,7 @@ from .policy import Policy
 from .runtime import Executable
 from .runtime import compile as compile_spec
 from .specialize import Build, Specialized
-from .training import laid_out
+from .training import check_dropout, laid_out
 
 Tensor = torch.Tensor
 _BUILDS: dict[str, Build] = {}
@@ -31,7 +31,12 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def function(build: Build) -> Build:
-    """Make a function of a graph callable through the ops, under its own name."""
+    """Make a function of a graph callable through the ops, under its own name.
+
+    Raises :class:`ValueError` where another function has that name.
+    """
+    if build.__name__ in _BUILDS:
+        raise ValueError(f"two functions of graphs are named '{build.__name__}'")
     _BUILDS[build.__name__] = build
     return build
 
@@ -144,6 +149,8 @@ class _Made:
         if found is None:
             spec = self.forward if which == "forward" else self.backward.backward
             found = compile_spec(spec, device, policy=self.policy)
+            if which == "backward":
+                check_dropout(self.executable("forward", device), found)
             with self._lock:
                 found = self._executables.setdefault((which, device), found)
         return found

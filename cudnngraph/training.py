@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from .errors import FeatureMissing
+from .dropped import draws
+from .errors import FeatureMissing, NotSupported
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec, TensorSpec, same_layout
+from .ops import OPS
 from .policy import Policy
-from .runtime import Executable, default_device, resolve_policy
+from .runtime import Executable, Over, default_device, resolve_policy
 from .runtime import compile as compile_spec
 
 
@@ -57,7 +59,9 @@ class Pair:
     def backward(self) -> Executable:
         """From ``gradient.incoming`` and ``gradient.saved`` to ``gradient.outgoing``."""
         forward = self.forward
-        return compile_spec(self.gradient.backward, forward.device, policy=forward.policy)
+        backward = compile_spec(self.gradient.backward, forward.device, policy=forward.policy)
+        check_dropout(forward, backward)
+        return backward
 
 
 class Trainable:
@@ -109,18 +113,26 @@ class Trainable:
             return self.call(tuple(given[name] for name in names), checked=False)
         return self.inference(*args, **tensors)
 
-    def call(self, tensors: Sequence[torch.Tensor], *, checked: bool = True) -> Any:
-        """Like a call, on inputs in order, that are known to fit where ``checked`` says so."""
+    def call(
+        self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
+    ) -> Any:
+        """Like a call, on inputs in order, that are known to fit where ``checked`` says so.
+
+        ``over`` as of :meth:`Executable.outputs_for`; with it the first output alone is returned.
+        """
         wrt: tuple[str, ...] = ()
         if torch.is_grad_enabled():
             wrt = tuple(
                 [n for at, n in self._floating if getattr(tensors[at], "requires_grad", False)]
             )
         if not wrt:
-            return self.inference.call(tensors, checked=checked)
+            return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
-        results = _Call.apply(pair, checked, *tensors)  # type: ignore[no-untyped-call]
-        return results if pair.count == 1 else self._result(*results)
+        apply: Any = _Call.apply
+        if not torch._C._are_functorch_transforms_active():
+            apply = _apply  # the rest of Function.apply is about those
+        results = apply(pair, checked, over, *tensors)
+        return results if over or pair.count == 1 else self._result(*results)
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given, without a gradient."""
@@ -153,6 +165,26 @@ class Trainable:
         return f"<Trainable {self.spec.name} on {self.device}, gradients of {', '.join(made)}>"
 
 
+def check_dropout(forward: Executable, backward: Executable) -> None:
+    """Raise :class:`NotSupported` where an attention and its gradient, which drop by one seed, run
+    one on cuDNN and the other as a torch step: they would drop different weights."""
+    places: dict[tuple[str | None, ...], bool] = {}
+    for step in (*forward.steps, *backward.steps):
+        for node in step.spec.nodes if draws(step.spec) else ():
+            ports = OPS[node.op].ports
+            if "dropout_seed" not in ports:
+                continue
+            seeds = tuple(node.inputs[ports.index(f"dropout_{of}")] for of in ("seed", "offset"))
+            if places.setdefault(seeds, step.choice is not None) != (step.choice is not None):
+                raise NotSupported(
+                    f"graph '{forward.spec.name}'",
+                    [
+                        "attention that drops by a seed has a plan one way and is a torch step the "
+                        "other way, which would drop different weights: give it a dropout_mask"
+                    ],
+                )
+
+
 def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:
     return namedtuple(name, fields)
 
@@ -161,13 +193,16 @@ class _Call(torch.autograd.Function):
     """The forward of a :class:`Pair`; its backward is the other half."""
 
     @staticmethod
-    def forward(ctx: Any, pair: Pair, checked: bool, *tensors: torch.Tensor) -> Any:
-        results, many = pair.forward.outputs_for(tensors, checked=checked), len(tensors)
+    def forward(ctx: Any, pair: Pair, checked: bool, over: Over, *tensors: torch.Tensor) -> Any:
+        many = len(tensors)
+        results = pair.forward.outputs_for(tensors, checked=checked, over=over)
         ctx.save_for_backward(
             *[tensors[at] if at < many else results[at - many] for at in pair.saved]
         )
         ctx.set_materialize_grads(False)
         ctx.pair = pair
+        if over:
+            return results[0]
         if pair.flat:
             ctx.mark_non_differentiable(*[results[at] for at in pair.flat])
         return results[0] if pair.count == 1 else tuple(results[: pair.count])
@@ -190,7 +225,10 @@ class _Call(torch.autograd.Function):
             if len(pair.forward.spec.outputs) > pair.count:  # of these nothing is known
                 reached.append(torch.empty(0, requires_grad=True))
             results = _NoSecond.apply(pair.forward.spec.name, len(results), *results, *reached)  # type: ignore[no-untyped-call]
-        return (None, None, *[None if at is None else results[at] for at in pair.given])
+        return (None, None, None, *[None if at is None else results[at] for at in pair.given])
+
+
+_apply: Any = super(torch.autograd.Function, _Call).apply
 
 
 class _NoSecond(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,9 +17,11 @@ import torch
 from . import eager, reference
 from .backend import env
 from .backend.lower import first_line
+from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
 from .layout import Laid, Layout
-from .ops import OPS
+from .ops import ATTENTION, FP8, FP8_SCALES, OPS
+from .partition import PACKING, token_widths
 from .policy import Policy
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
@@ -26,10 +29,15 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 1e-5,
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 2.0**-3,
+    torch.float8_e5m2: 2.0**-2,
 }
 TF32_TOLERANCE = 2e-3
+FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at about 13 bits
+STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
+_SMALL = {torch.int8: 2, torch.int32: 100}  # whole numbers from minus this to this
 _POSITIVE = {"batch_norm", "div", "log", "pow", "reciprocal", "rsqrt", "sqrt"}
 _LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -48,17 +56,41 @@ class Runnable(Protocol):
         """Launch on the handle's stream."""
 
 
-def tolerance(dtype: torch.dtype, *, tf32: bool) -> float:
-    """The largest relative error that a result of ``dtype`` may have; 0 for whole numbers."""
+def tolerance(dtype: torch.dtype, *, tf32: bool, fp8: bool = False) -> float:
+    """The largest relative error that a result of ``dtype`` may have; 0 for whole numbers.
+
+    ``fp8``: products of FP8 data are behind it (:func:`multiplies_fp8`).
+    """
     if not dtype.is_floating_point:
         return 0.0
     if dtype == torch.float32 and tf32:
         return TF32_TOLERANCE
+    if dtype == torch.float32 and fp8:
+        return FP8_TOLERANCE
     return TOLERANCE[dtype]
 
 
+def multiplies_fp8(spec: GraphSpec) -> bool:
+    """Whether an op that is not element by element reads FP8."""
+    return any(
+        spec.tensors[name].dtype in FP8
+        for node in spec.nodes
+        if not OPS[node.op].pointwise
+        for name in node.operands
+    )
+
+
 def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
-    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not."""
+    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not.
+
+    Of int8 a few elements one step off are no error: what is rounded may lie next to a tie.
+    """
+    if out.dtype == torch.int8:
+        steps = (out.int() - ref64.int()).abs()
+        if int((steps > 0).sum()) <= max(1, int(STRAYS * steps.numel())) and bool(
+            (steps < 2).all()
+        ):
+            return 0.0
     wide, ref = out.to(torch.float64), ref64.to(torch.float64)
     finite = ref.isfinite()
     mine, theirs = wide[~finite], ref[~finite]
@@ -71,11 +103,12 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
 
 def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), integers 1.
+    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, int32 -100 to 100.
 
     Floats are within (0.5, 1.5) where an op wants them positive or divides. A boolean mask of
     attention hides nothing, a quarter of its rows and of its keys is padding where it takes
-    lengths, and its gradient is given the o and lse that belong to the q, k and v.
+    lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
+    divides by is over 0.5.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
@@ -87,14 +120,26 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
             values = shift[0] + shift[1] * values
         elif declared.dtype == torch.bool and "sdpa" not in ops:
             values = values < 0.5
+        elif declared.dtype in _SMALL:
+            most = _SMALL[declared.dtype]
+            values = (values * (2 * most + 1)).floor() - most
         else:
             values = torch.ones(declared.shape, device=device)
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
-        if node.op in ("sdpa", "sdpa_backward"):
+        if node.op.startswith("nll_loss") and str(_port(node, "target")) in given:
+            given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
+        scale = node.inputs[1] if node.op == "quantize" else None
+        if scale is not None and scale in given:
+            given[scale].abs_().add_(0.5)
+        if node.op in ATTENTION:
             _set_lengths(spec, node, given)
-        if node.op == "sdpa_backward":
+        if node.op == "sdpa_fp8":
+            _set_scales(node, given)
+        if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
+            _set_sequences(spec, node, given)
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
             _set_results(node, given)
     return made
 
@@ -106,29 +151,71 @@ def _port(node: Node, port: str) -> str | None:
 
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
-    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k")):
-        name, data = str(_port(node, port)), spec.tensors[str(_port(node, whole))]
+    paged = node.op == "sdpa_paged"
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
+        if port not in OPS[node.op].ports or str(_port(node, port)) not in given:
+            continue
+        longest = spec.tensors[str(_port(node, whole))].shape[2]
+        if paged and port == "seq_len_kv":
+            longest *= spec.tensors[str(_port(node, "page_table"))].shape[1]
+        given[str(_port(node, port))].fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v") if paged else ():
+        table = given.get(str(_port(node, port)))
+        if table is not None:
+            pages = spec.tensors[str(_port(node, "k_cache"))].shape[0]
+            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
+            table.copy_(order.view(table.shape))
+
+
+def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make packed sequences of about equal lengths, the last one's a token shorter."""
+    ends: list[torch.Tensor] = []
+    for side, port in enumerate(PACKING[:2]):
+        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
+        tokens = spec.tensors[str(_port(node, whole))].shape[0]
+        tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
+        count = tensor.shape[-1] - 1
+        length = min(tokens // count, node.attr(attr))
+        made = torch.arange(count + 1, dtype=torch.int32) * length
+        made[-1] -= min(length, 1)
+        ends.append(made)
+        if str(_port(node, port)) in given:
+            given[str(_port(node, port))].copy_(made)
+    ragged = given.get(str(_port(node, "ragged")))
+    if ragged is not None:
+        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        made = torch.zeros(ragged.shape, dtype=torch.int32)
+        ragged.copy_(reference.ragged_into(ends, widths, made))
+
+
+def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
+    usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
+    for port in FP8_SCALES:
+        name = str(_port(node, port))
         if name in given:
-            given[name].fill_(-(-3 * data.shape[2] // 4))
+            given[name].fill_(usual.get(port, 1.0))
 
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
-    forward = OPS["sdpa"]
-    ports = [_port(node, port) for port in forward.ports]
+    forward = OPS[node.op.removesuffix("_backward")]
+    mine = OPS[node.op].ports
+    ports = [_port(node, port) if port in mine else None for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
     names = (str(_port(node, "o")), str(_port(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
-    if math.prod(q.shape[:3]) * k.shape[2] > _LARGE_SCORES:  # too much work for data of a trial
+    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    if math.prod(q.shape[:-1]) * keys > _LARGE_SCORES:  # too much work for data of a trial
         if names[1] in given:
-            given[names[1]].fill_(math.log(k.shape[2]) + 1.0)
+            given[names[1]].fill_(math.log(keys) + 1.0)
         return
     operands = [None if name is None else given[name] for name in ports]
     attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
     attrs["return_lse"] = True
-    attention = Node("sdpa", node.name, tuple(ports), names, tuple(sorted(attrs.items())))
-    for name, made in zip(names, reference.apply(attention, operands, torch.float64), strict=True):
+    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
         if name in given and made is not None:
             # cuDNN wants a large number for a row without a key, as grad.py gives it.
             given[name].copy_(torch.where(made == -math.inf, 1e30, made))
@@ -184,6 +271,7 @@ class Trial:
         ]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wanted: list[torch.Tensor] | None = None
+        self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
         """What runs ``plan``, or for None the torch step, once on the current stream."""
@@ -197,6 +285,10 @@ class Trial:
 
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
+        if draws(self.spec):
+            why = self._learn_what_is_dropped(plan)
+            if why is not None:
+                return why
         first = self._checked_run(plan)
         if isinstance(first, str):
             return first
@@ -207,6 +299,24 @@ class Trial:
             if not all(map(_same_bits, first, second)):
                 return "gives other bits when it runs again"
         return None
+
+    def _learn_what_is_dropped(self, plan: Runnable) -> str | None:
+        """Find the mask that ``plan`` draws, for the comparison; what is wrong with it, or None."""
+        if attention(self.spec) is None:
+            return "drops by a seed in several places, which cannot be checked"
+        try:
+            keep = recovered(self.spec, self._inputs, partial(self._run, plan))
+        except RuntimeError as error:
+            return f"does not run: {first_line(str(error))}"
+        self._keep, self._wanted = keep, None
+        return None
+
+    def _run(self, plan: Runnable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = [torch.empty_like(tensor) for tensor in self._outputs]
+        scratch = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self._device)
+        launcher(plan, (*inputs, *outputs), scratch, self._device)()
+        torch.cuda.synchronize(self._device)
+        return outputs
 
     def _checked_run(self, plan: Runnable) -> list[torch.Tensor] | str:
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
@@ -232,9 +342,9 @@ class Trial:
         return self._why_off(made) or made
 
     def _why_off(self, made: Sequence[torch.Tensor]) -> str | None:
-        tf32 = bool(self._policy.allow_tf32)
+        tf32, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
         for spec, out, want in self._compared(made):
-            bound = tolerance(out.dtype, tf32=tf32)
+            bound = tolerance(out.dtype, tf32=tf32, fp8=fp8)
             error = relative_error(out, want)
             if not error <= bound:
                 return f"wrong: '{spec.name}' is off by {error:.2g}, at most {bound:.2g} is right"
@@ -247,18 +357,23 @@ class Trial:
         large for that, what its first and last heads give."""
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
         corners = _corners(self.spec)
+        whole, given = self.spec, self._inputs
+        if self._keep is not None or corners is not None:
+            whole, given = explicit(self.spec, self._inputs, self._keep)
         if corners is None:
             if self._wanted is None:
-                self._wanted = reference.run(self.spec, self._inputs, torch.float64)
+                self._wanted = reference.run(whole, given, torch.float64)
             return list(zip(declared, made, self._wanted, strict=True))
         compared = []
         for batch, head in corners:
             inputs = [
-                _corner(self.spec, name, tensor, batch, head)
-                for name, tensor in zip(self.spec.inputs, self._inputs, strict=True)
+                _corner(whole, name, tensor, batch, head)
+                for name, tensor in zip(whole.inputs, given, strict=True)
             ]
-            wanted = reference.run(self.spec, inputs, torch.float64)
+            wanted = reference.run(whole, inputs, torch.float64)
             for spec, out, want in zip(declared, made, wanted, strict=True):
+                if spec.shape == ():  # the largest of all, not of a corner
+                    continue
                 compared.append((spec, _corner(self.spec, spec.name, out, batch, head), want))
         return compared
 
@@ -266,7 +381,7 @@ class Trial:
 def _corners(spec: GraphSpec) -> list[tuple[int, int]] | None:
     """For an attention whose scores are too many: (batch, head of k) at both ends; else None."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
-    if len(nodes) != 1 or nodes[0].op != "sdpa":
+    if len(nodes) != 1 or nodes[0].op not in ("sdpa", "sdpa_fp8"):
         return None
     q, k = (spec.tensors[name] for name in nodes[0].operands[:2])
     if math.prod(q.shape[:3]) * k.shape[2] <= _LARGE_SCORES:
@@ -278,11 +393,15 @@ def _corner(
     spec: GraphSpec, name: str, tensor: torch.Tensor, batch: int, head: int
 ) -> torch.Tensor:
     """The part of an operand or result of attention that belongs to one batch and head of k."""
-    (node,) = (node for node in spec.nodes if node.op == "sdpa")
+    (node,) = (node for node in spec.nodes if node.op in ("sdpa", "sdpa_fp8"))
+    if tensor.numel() == 1:
+        return tensor
     k = spec.tensors[node.operands[1]]
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
-    if name == node.inputs[3]:
+    if node.op == "sdpa" and name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
+    if name in (_port(node, "alibi_slopes"), _port(node, "sink")):
+        return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)
     if tensor.dim() < 3 or tensor.shape[1] == 1:

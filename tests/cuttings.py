@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, product
 
 from cudnngraph.ir import GraphSpec
-from cudnngraph.partition import Graph, Group, additive_masks, channels_last, cuts, piece, work
+from cudnngraph.partition import Graph, Group, channels_last, cuts, numeric_masks, piece, work
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
@@ -31,5 +31,5 @@ def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
 
 def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     """The graph, and what the rewrites make of it where they change something."""
-    masked = additive_masks(spec)
+    masked = numeric_masks(spec)
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())

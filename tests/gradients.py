@@ -13,6 +13,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.ir import GraphSpec
+from cudnngraph.ops import OPS
 from tests import numerics
 from tests.samples import F64, Case, in_float64
 
@@ -20,14 +21,22 @@ Tensors = dict[str, torch.Tensor]
 
 
 def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
-    """What a graph can be differentiated by."""
-    return tuple(name for name in spec.inputs if spec.tensors[name].dtype.is_floating_point)
+    """What a graph can be differentiated by: all that floats but the slopes of ALiBi."""
+    slopes = OPS["sdpa"].ports.index("alibi_slopes")
+    fixed = {node.inputs[slopes] for node in spec.nodes if node.op == "sdpa"}
+    return tuple(
+        name
+        for name in spec.inputs
+        if spec.tensors[name].dtype.is_floating_point and name not in fixed
+    )
 
 
 def differentiable(case: Case) -> bool:
-    """Whether a sample has a gradient: not one of gradients' own ops, nor one of bools alone."""
+    """Whether a sample has a gradient: not one of gradients' own ops, nor one of a cache, nor one
+    of whole numbers, bools or 8 bits alone."""
     bools = ("pointwise-comparisons", "view-bools")
-    return case.family != "gradients" and not case.id.startswith(bools)
+    without = ("gradients", "sdpa_paged", "ragged_offsets", "int8", "fp8")
+    return case.family not in without and not case.id.startswith(bools)
 
 
 def upstream(gradient: cg.Gradient, seed: int = 0, dtype: torch.dtype | None = None) -> Tensors:

@@ -10,7 +10,22 @@ norms over all elements). It has to pass two bars:
    yardstick to be measured by.
 
 Where the reference is infinite or NaN the output must be the same there (an lse of -inf, say);
-those elements are left out of the norms. Bools and integers must be equal.
+those elements are left out of the norms. Bools and integers must be equal, the int32 sums of int8
+products among them.
+
+Numbers rounded to 8 bits have a policy of their own, since one of them that lies next to a tie may
+fall on either side of it:
+
+- int8: at most :data:`STRAYS` of the elements (or one) differ, each by one step. What is rounded
+  is off by a few units of float32, at most 4 * 127 * 2^-24 of a step at 127 steps, on both sides of
+  a tie: 6e-5 of all elements.
+- FP8: the inputs are exact and so are their products; the result is rounded once. Beside a
+  yardstick that is rounded too, only what lies next to a tie is off: half a rounding bounds it, as
+  rounding twice, or towards zero, would not keep. Beside one that is not (attention, which rounds
+  its weights as well as its result) a whole rounding does: two, evenly distributed over their
+  steps, make sqrt(2/3) of the largest.
+- float32 of FP8 data: Hopper's tensor cores add products at 13 bits below the largest of them, and
+  truncate; four such sums in a row before float32 takes over make 4 * 2^-13.
 """
 
 from __future__ import annotations
@@ -32,11 +47,21 @@ BOUNDS: Mapping[str, float] = MappingProxyType(
         "float32, long reduction": 1.5e-6,
         # Exact products of 16-bit numbers, summed in float32 by tensor cores that truncate.
         "float32 result of 16-bit data": 5e-6,
+        "float32 result of FP8 data": 2.0**-11,
         "tf32": 1e-3,
         "float16": 1e-3,
         "bfloat16": 8e-3,
+        "float8_e4m3fn": 2.0**-5,
+        "float8_e5m2": 2.0**-4,
+        "float8_e4m3fn, not rounded": 2.0**-4,
+        "float8_e5m2, not rounded": 2.0**-3,
     }
 )
+
+#: The part of the int8 elements that may be one step off.
+STRAYS = 1e-3
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: How much farther from float64 than torch at the same dtype an output may be.
 TORCH_FACTOR = 1.5
@@ -48,6 +73,8 @@ ROUNDOFF: Mapping[torch.dtype, float] = MappingProxyType(
         torch.float32: 2.0**-24,
         torch.float16: 2.0**-11,
         torch.bfloat16: 2.0**-8,
+        torch.float8_e4m3fn: 2.0**-4,
+        torch.float8_e5m2: 2.0**-3,
     }
 )
 
@@ -61,12 +88,14 @@ def kind(
     """
     result = data if result is None else result
     narrow = (torch.float16, torch.bfloat16)
-    if result in narrow:
+    if result in (*narrow, *FP8):
         return str(result).removeprefix("torch.")
     if result == torch.float64:
         return "float64"
     if data in narrow:
         return "float32 result of 16-bit data"
+    if data in FP8:
+        return "float32 result of FP8 data"
     if tf32:
         return "tf32"
     return "float32, long reduction" if terms > LONG_REDUCTION_TERMS else "float32"
@@ -86,8 +115,11 @@ def floor(data: torch.dtype, result: torch.dtype, *, terms: int = 1) -> float:
     it: an elementary function is good to a unit in the last place, two roundings; and where the
     data are float32 too, a plain running sum of n terms of random sign is off by u sqrt(n / 6):
     step k adds an error of variance k u^2 / 3 to a sum of variance n. A library that sums in blocks
-    is closer, one that sums in order is right.
+    is closer, one that sums in order is right. FP8 data may be off besides by what tensor cores
+    truncate.
     """
+    if data in FP8:
+        return ROUNDOFF[result] + BOUNDS["float32 result of FP8 data"]
     if result != torch.float32:
         return ROUNDOFF[result]
     return ROUNDOFF[result] * max(2.0, math.sqrt(terms / 6) if data == torch.float32 else 0.0)
@@ -132,12 +164,23 @@ def check(
     assert out.shape == ref64.shape, (
         f"{what}: shape {tuple(out.shape)}, float64 {tuple(ref64.shape)}"
     )
+    if out.dtype == torch.int8:
+        steps = (out.cpu().int() - ref64.cpu().int()).abs()
+        differ, most = int((steps > 0).sum()), int(steps.max()) if steps.numel() else 0
+        allowed = max(1, int(STRAYS * out.numel()))
+        assert most <= 1 and differ <= allowed, (
+            f"{what}: {differ} of {out.numel()} elements differ, by up to {most} steps; {allowed} "
+            "may, by one"
+        )
+        return 0.0
     if not out.dtype.is_floating_point:
         differ = int((out.cpu() != ref64.cpu().to(out.dtype)).sum())
         assert differ == 0, f"{what}: {differ} of {out.numel()} elements differ ({out.dtype})"
         return 0.0
     error = relative_error(out, ref64)
     row = kind(dtype, out.dtype, tf32=tf32, terms=terms)
+    if out.dtype in FP8 and not bool((ref64.to(out.dtype).to(torch.float64) == ref64).all()):
+        row += ", not rounded"
     assert error <= BOUNDS[row], (
         f"{what}: relative error {error:.3g} to float64, the bound for {row} is {BOUNDS[row]:.3g}"
         f"{_misfit(out, ref64)}"

@@ -15,8 +15,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +26,8 @@ import cudnngraph as cg
 from cudnngraph.ir import dense_strides
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64"}
+I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+SHORT = {F16: "fp16", BF16: "bf16", F32: "fp32", F64: "fp64", I8: "int8", E4: "e4m3", E5: "e5m2"}
 
 Shape = tuple[int, ...]
 Layout = str | Shape | None  # "channels_last", strides in elements, or None for contiguous
@@ -508,6 +511,24 @@ def _conv_epilogues() -> Iterator[Case]:
     yield _conv_case("residual_gelu", replace(conv, dtype=F64, residual=True, act="gelu"))
 
 
+def _of_images(dtype: torch.dtype, vectors: torch.dtype, layout: Layout) -> Case:
+    """A scale and a bias of its own for each image, as diffusion models condition on a step."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("of_images")
+        x = g.input("x", (2, 16, 6, 10), dtype, **_at(layout))
+        s, b = (g.input(key, (2, 16, 1, 1), vectors) for key in ("s", "b"))
+        g.output("y", g.bias(g.scale(x, s), b).silu())
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        wide = torch.promote_types(t["x"].dtype, t["s"].dtype)
+        return {"y": F.silu(t["x"].to(wide) * t["s"] + t["b"]).to(t["x"].dtype)}
+
+    name = f"{'nchw' if layout is None else 'nhwc'}_{SHORT[vectors]}_vectors"
+    return Case(f"pointwise-of_images_{name}-{SHORT[dtype]}", "pointwise", dtype, build, eager)
+
+
 def _chain(dtype: torch.dtype) -> Case:
     """Two convolutions in one graph, the second on the output of the first."""
 
@@ -536,6 +557,28 @@ def _chain(dtype: torch.dtype) -> Case:
         terms=144,
         note="an output that another op uses; two anchors",
     )
+
+
+def _separable(dtype: torch.dtype) -> Case:
+    """A convolution of each channel by itself, then one of 1 x 1."""
+
+    def build() -> cg.Graph:
+        g = cg.Graph("separable")
+        x = g.input("x", (2, 32, 14, 12), dtype, layout="channels_last")
+        d = g.input("d", (32, 1, 3, 3), dtype, layout="channels_last")
+        p = g.input("p", (48, 32, 1, 1), dtype, layout="channels_last")
+        a, b = g.input("a", (32,), dtype), g.input("b", (48,), dtype)
+        acts = {"activation": "silu", "pointwise_activation": "gelu"}
+        g.output("y", g.depthwise_separable(x, d, p, a, b, padding=1, **acts))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.silu(F.conv2d(t["x"], t["d"], t["a"], padding=1, groups=32))
+        return {"y": F.gelu(F.conv2d(y, t["p"], t["b"]))}
+
+    fills = {"d": normal(1.0 / 3.0), "p": normal(1.0 / 6.0)}
+    name = f"conv_bias_act-separable-{SHORT[dtype]}"
+    return Case(name, "conv_bias_act", dtype, build, eager, fills, terms=32)
 
 
 def _branches(dtype: torch.dtype) -> Case:
@@ -602,6 +645,7 @@ def _conv_bias_act() -> Iterator[Case]:
     yield from _conv_layouts()
     yield from _conv_epilogues()
     yield from (_chain(F16), _chain(F32), _branches(F16), _branches(F32))
+    yield from (_separable(F16), _separable(BF16), _separable(F32))
     yield from (_scaled(F16, F16), _scaled(F16, F32), _scaled(F32, F32))
 
 
@@ -709,6 +753,8 @@ class Attention:
 
     ``mask`` is "bool", "data" or "fp32" with ``mask_shape``; ``dead_rows`` first rows of it attend
     to nothing. ``memory`` is "bhsd", "bshd", "packed" or "expanded" (k and v stored for one head).
+    ``dropped`` says what tells which weights ``dropout`` drops: a "mask", or a "seed", of which the
+    reference alone has this generator.
     """
 
     b: int = 2
@@ -733,6 +779,11 @@ class Attention:
     dirty: bool = False  # q, k and v hold NaN behind the given lengths
     lse: bool = False
     memory: str = "bhsd"
+    dropout: float = 0.0
+    dropped: str = "mask"
+    softcap: float | None = None
+    alibi: str | None = None  # "standard" slopes, or "given" ones
+    sink: bool = False
 
     @property
     def keys(self) -> int:
@@ -779,12 +830,28 @@ class Attention:
             options["seq_len_q"] = g.input("len_q", (self.b,), torch.int32)
         if self.len_kv is not None:
             options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
+        per_head = F64 if self.dtype == F64 else F32
+        options |= {"softcap": self.softcap, "dropout_p": self.dropout}
+        options |= {"alibi": True} if self.alibi == "standard" else {}
+        if self.alibi == "given":
+            options["alibi_slopes"] = g.input("slopes", (self.h,), per_head)
+        if self.dropout and self.dropped == "mask":
+            shape = (*self.q_shape[:3], self.keys)
+            options["dropout_mask"] = g.input("dropped", shape, torch.bool)
+        elif self.dropout:
+            options["dropout_seed"] = g.input("seed", (1,), torch.int64)
+            options["dropout_offset"] = g.input("offset", (), torch.int64)
         return data, options
+
+    def sinks(self, g: cg.Graph) -> dict[str, Any]:
+        """The keyword of attention that its gradient has not."""
+        per_head = F64 if self.dtype == F64 else F32
+        return {"sink": g.input("sink", (self.h,), per_head)} if self.sink else {}
 
     def build(self) -> cg.Graph:
         g = cg.Graph("attention")
         data, options = self.declare(g)
-        result = g.sdpa(*data, return_lse=self.lse, **options)
+        result = g.sdpa(*data, return_lse=self.lse, **options, **self.sinks(g))
         if self.lse:
             g.output("o", result[0])
             g.output("lse", result[1])
@@ -821,6 +888,8 @@ class Attention:
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         kept, given = self._kept(t), t.get("mask")
+        if self.dropout or self.softcap or self.alibi or self.sink:
+            return self._written_out(q, k, v, t)
         plain = self.causal and self.window is None and self.alignment == "top_left"
         if plain and given is None and self.len_q is None and self.len_kv is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
@@ -850,6 +919,51 @@ class Attention:
         if mask is not None:
             scores = scores + mask
         return {"o": out, "lse": torch.logsumexp(scores, -1)}
+
+    def _written_out(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Tensors
+    ) -> Tensors:
+        """Attention whose scores are changed one thing after the other."""
+        scores = (q @ k.transpose(-1, -2)) * (self.d**-0.5 if self.scale is None else self.scale)
+        scores = scores.to(torch.promote_types(q.dtype, F32))
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        given, kept = t.get("mask"), self._kept(t)
+        if given is not None:
+            scores = (
+                scores.masked_fill(~given, -math.inf) if self.mask == "bool" else scores + given
+            )
+        if self.alibi:
+            shift = self.keys - self.s_q if self.alignment == "bottom_right" else 0
+            row, key = torch.arange(self.s_q)[:, None] + shift, torch.arange(self.keys)[None, :]
+            away = (row - key).abs().to(scores.device, scores.dtype)
+            slopes = t.get("slopes", torch.tensor(ALIBI[self.h]).to(scores.device))
+            scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * away
+        if kept is not None:
+            scores = scores.masked_fill(~kept, -math.inf)
+        dead = (scores == -math.inf).all(-1, keepdim=True)
+        scores = scores.masked_fill(dead, 0.0)
+        if self.sink:
+            column = t["sink"].to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        weights = weights.masked_fill(dead, 0.0)
+        if self.dropout:
+            weights = weights * self._dropped(t) / (1.0 - self.dropout)
+        out = {"o": weights.to(v.dtype) @ v}
+        if self.lse:
+            parts = scores.masked_fill(dead, -math.inf)
+            out["lse"] = torch.logsumexp(torch.cat([parts, column], -1) if self.sink else parts, -1)
+        return out
+
+    def _dropped(self, t: Tensors) -> torch.Tensor:
+        """Which weights dropout keeps."""
+        if self.dropped == "mask":
+            return t["dropped"]
+        shape = (*self.q_shape[:3], self.keys)
+        words = philox_words(int(t["seed"]), int(t["offset"]), math.prod(shape))
+        return torch.from_numpy(words >= round(self.dropout * 2**32)).view(shape)
 
     def _masked(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
         if self.mask == "bool":
@@ -887,7 +1001,39 @@ class Attention:
             fills["len_q"] = exactly(self.len_q)
         if self.len_kv is not None:
             fills["len_kv"] = exactly(self.len_kv)
+        fills |= {"slopes": uniform(0.02, 0.4), "seed": exactly([-(2**40) - 5])}
+        fills |= {"offset": exactly([2**33 + 8]), "dropped": self._thrown}
         return fills
+
+    def _thrown(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        return (torch.rand(shape, generator=gen) >= self.dropout).double()
+
+
+# The slopes of ALiBi as its authors' code has them, by the number of heads.
+ALIBI = {
+    4: [0.25, 0.0625, 0.015625, 0.00390625],
+    6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+    8: [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625],
+}
+
+
+def philox_words(seed: int, offset: int, count: int) -> np.ndarray:
+    """The first word of Philox4x32-10 for counters (i, offset) and key ``seed``, in numpy."""
+    low, wide = np.uint64(0xFFFFFFFF), np.uint64(32)
+    place = np.arange(count, dtype=np.uint64)
+    a, b = place & low, place >> wide
+    c, d = (np.full(count, (offset >> shift) & 0xFFFFFFFF, np.uint64) for shift in (0, 32))
+    x, y = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            (q >> wide) ^ b ^ np.uint64(x),
+            q & low,
+            (p >> wide) ^ d ^ np.uint64(y),
+            p & low,
+        )
+        x, y = (x + 0x9E3779B9) & 0xFFFFFFFF, (y + 0xBB67AE85) & 0xFFFFFFFF
+    return a.astype(np.int64)
 
 
 def _attention_case(name: str, attention: Attention, note: str = "") -> Case:
@@ -1016,6 +1162,60 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
         ),
         ("one_key", replace(a, s_q=5, s_kv=1), "softmax over one key"),
         ("b1_h1", replace(a, b=1, h=1), ""),
+        *_changed_scores(a),
+    ]
+
+
+def _changed_scores(a: Attention) -> list[tuple[str, Attention, str]]:
+    """Dropout, sinks, ALiBi, and soft caps."""
+    short, long = replace(a, s_q=32, s_kv=64), replace(a, s_q=64, s_kv=32)
+    full = (2, 4, 64, 64)
+    right = {"causal": True, "alignment": "bottom_right"}
+    dropped = replace(a, dropout=0.25)
+    masked = replace(a, mask="data", mask_shape=full)
+    return [
+        ("dropout", dropped, ""),
+        ("dropout_causal", replace(dropped, causal=True, lse=True), "dropout is not in lse"),
+        ("dropout_gqa", replace(dropped, h=8, h_kv=2), ""),
+        ("dropout_window", replace(dropped, window=(9, 0)), ""),
+        ("dropout_mask_add", replace(masked, dropout=0.1), ""),
+        ("dropout_mask_bool", replace(dropped, mask="bool", mask_shape=full), "two boolean masks"),
+        ("dropout_lengths", replace(dropped, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("dropout_bottom_right", replace(dropped, s_q=32, s_kv=64, **right), ""),
+        ("sink", replace(a, sink=True), ""),
+        ("sink_lse", replace(a, sink=True, lse=True, causal=True), "the sink is part of lse"),
+        ("sink_window", replace(a, sink=True, window=(9, 0)), "windows with sinks, as gpt-oss"),
+        ("sink_gqa", replace(a, sink=True, h=8, h_kv=2, d=128), ""),
+        (
+            "sink_dead_rows",
+            replace(long, sink=True, **right, lse=True),
+            "rows without a key: zeros, and the sink in lse",
+        ),
+        ("sink_lengths", replace(a, sink=True, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("sink_decode", replace(a, sink=True, s_q=1, s_kv=128), "S_q = 1"),
+        ("sink_dropout", replace(dropped, sink=True), ""),
+        ("alibi", replace(a, alibi="standard", causal=True), ""),
+        ("alibi_6", replace(a, alibi="standard", h=6, causal=True), "no power of two of heads"),
+        ("alibi_full", replace(a, alibi="standard"), "both ways from the diagonal"),
+        ("alibi_bottom_right", replace(short, alibi="standard", **right), ""),
+        ("alibi_window", replace(a, alibi="standard", window=(9, 0)), ""),
+        ("slopes", replace(a, alibi="given", causal=True), ""),
+        ("slopes_full", replace(a, alibi="given"), ""),
+        (
+            "slopes_right",
+            replace(short, alibi="given", alignment="bottom_right"),
+            "of the diagonal",
+        ),
+        ("slopes_bottom_right", replace(short, alibi="given", **right, lse=True), ""),
+        ("softcap", replace(a, softcap=0.7), "Gemma 2"),
+        ("softcap_causal", replace(a, softcap=0.7, causal=True, lse=True), ""),
+        ("softcap_window", replace(a, softcap=0.7, window=(9, 0), h=8, h_kv=2), "Gemma 2"),
+        ("softcap_both_sides", replace(a, softcap=0.7, window=(7, 5)), ""),
+        ("softcap_mask_add", replace(masked, softcap=0.7), "the mask is added to capped scores"),
+        ("softcap_dead_rows", replace(long, softcap=0.7, **right), "rows without a key"),
+        ("softcap_lengths", replace(a, softcap=0.7, len_q=(64, 40), len_kv=(50, 64)), ""),
+        ("softcap_slopes_sink", replace(a, softcap=0.7, alibi="given", sink=True), ""),
+        ("softcap_dropout", replace(dropped, softcap=0.7), ""),
     ]
 
 
@@ -1038,6 +1238,11 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "bshd",
         "packed",
         "lse",
+        "dropout_causal",
+        "sink_lse",
+        "alibi",
+        "slopes",
+        "softcap_causal",
     ),
     F32: (
         "plain",
@@ -1050,8 +1255,20 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "s_197",
         "lse",
     ),
-    F64: ("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+    F64: (
+        *("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
+        *("dropout_mask_bool", "sink_dead_rows", "sink_lengths", "alibi_6", "slopes_right"),
+        *("softcap_slopes_sink", "softcap_dropout"),
+    ),
 }
+
+
+def _seeded() -> Iterator[tuple[str, Attention, str]]:
+    """Dropout by a seed: the reference's generator, so in float64."""
+    note = "which weights are dropped is Philox of the seed, the offset and the place"
+    a = Attention(dtype=F64, dropout=0.3, dropped="seed")
+    yield "dropout_seed", a, note
+    yield "dropout_seed_causal_gqa", replace(a, h=8, h_kv=2, causal=True, lse=True), note
 
 
 def _sdpa() -> Iterator[Case]:
@@ -1062,6 +1279,273 @@ def _sdpa() -> Iterator[Case]:
         for name in names:
             attention, note = cases[name]
             yield _attention_case(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_case(name, attention, note)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Attention within packed sequences of ``len_q`` tokens of q and ``len_kv`` of k and v.
+
+    ``tail`` tokens follow the last sequence. ``memory`` is "thd", "htd" (heads first) or "packed":
+    q, k and v are slices of one buffer.
+    """
+
+    len_q: tuple[int, ...] = (40, 64, 3)
+    len_kv: tuple[int, ...] | None = None
+    h: int = 4
+    h_kv: int | None = None
+    d: int = 64
+    d_v: int | None = None
+    dtype: torch.dtype = F16
+    causal: bool = False
+    alignment: str = "top_left"
+    window: tuple[int | None, int | None] | None = None
+    lse: bool = False
+    memory: str = "thd"
+    longest: int = 0  # more than the longest sequence has
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return self.len_q if self.len_kv is None else self.len_kv
+
+    def shapes(self) -> dict[str, Shape]:
+        heads, rows, keys = self.h_kv or self.h, sum(self.len_q), sum(self.keys)
+        return {
+            "q": (rows, self.h, self.d),
+            "k": (keys, heads, self.d),
+            "v": (keys, heads, self.d_v or self.d),
+        }
+
+    def declare(self, g: cg.Graph) -> tuple[list[cg.Value], list[Any], dict[str, Any]]:
+        """q, k and v; what says where sequences lie; the keywords."""
+        data = []
+        for name, (tokens, heads, depth) in self.shapes().items():
+            stride = {"htd": (depth, tokens * depth, 1), "packed": (3 * heads * depth, depth, 1)}
+            at = stride.get(self.memory)
+            data.append(g.input(name, (tokens, heads, depth), self.dtype, stride=at))
+        count = (len(self.len_q) + 1,)
+        where: list[Any] = [g.input(f"cu_{of}", count, torch.int32) for of in ("q", "kv")]
+        where += [max(self.len_q) + self.longest, max(self.keys) + self.longest]
+        options = {
+            "is_causal": self.causal,
+            "diagonal_alignment": self.alignment,
+            "window": self.window,
+        }
+        return data, where, options
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("packed")
+        data, where, options = self.declare(g)
+        result = g.sdpa_varlen(*data, *where, return_lse=self.lse, **options)
+        for name, value in zip(("o", "lse"), result if self.lse else (result,), strict=False):
+            g.output(name, value)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """One sequence after the other."""
+        outs, logs = [], []
+        starts = [0, 0]
+        for rows, keys in zip(self.len_q, self.keys, strict=True):
+            q = t["q"][starts[0] : starts[0] + rows]
+            k, v = (t[name][starts[1] : starts[1] + keys] for name in "kv")
+            one = Attention(
+                *(1, self.h, self.h_kv, rows, keys, self.d, self.d_v, self.dtype),
+                causal=self.causal,
+                alignment=self.alignment,
+                window=self.window,
+                lse=True,
+            )
+            many = {n: x.transpose(0, 1)[None] for n, x in (("q", q), ("k", k), ("v", v))}
+            if keys == 0:
+                outs.append(q.new_zeros(rows, self.h, self.d_v or self.d))
+                logs.append(q.new_full((rows, self.h), -math.inf))
+            elif rows:
+                done = one.eager(many)
+                outs.append(done["o"][0].transpose(0, 1))
+                logs.append(done["lse"][0].transpose(0, 1))
+            starts = [starts[0] + rows, starts[1] + keys]
+        made = {"o": torch.cat(outs)}
+        return {**made, "lse": torch.cat(logs)} if self.lse else made
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        ends = {"cu_q": self.len_q, "cu_kv": self.keys}
+        return {name: exactly([0, *accumulate(lengths)]) for name, lengths in ends.items()}
+
+
+def _packed_cases() -> list[tuple[str, Packed, str]]:
+    p = Packed()
+    cross = replace(p, len_kv=(50, 70, 8))
+    right = {"causal": True, "alignment": "bottom_right"}
+    return [
+        ("plain", p, ""),
+        ("causal", replace(p, causal=True), ""),
+        ("cross", cross, "other lengths of k than of q"),
+        ("bottom_right", replace(cross, **right, lse=True), "of each sequence"),
+        ("window", replace(p, window=(9, 0)), ""),
+        ("gqa", replace(p, h=8, h_kv=2, causal=True), ""),
+        ("d_128", replace(p, d=128, lse=True), ""),
+        ("d_v", replace(p, d_v=32), "two widths of a token"),
+        ("packed", replace(p, memory="packed", causal=True), "slices of one buffer"),
+        ("heads_first", replace(p, memory="htd"), ""),
+        ("longest", replace(p, longest=30), "max_seqlen above the longest sequence"),
+        ("one", replace(p, len_q=(65,), causal=True), "a batch of one"),
+        ("ones", replace(p, len_q=(1, 1, 1, 1), len_kv=(20, 7, 33, 64)), "one row each"),
+    ]
+
+
+def _packed() -> Iterator[Case]:
+    cases = {name: (packed, note) for name, packed, note in _packed_cases()}
+    again = {
+        BF16: ("causal", "gqa", "bottom_right"),
+        F32: ("causal", "cross"),
+        F64: ("bottom_right", "packed", "d_v"),
+    }
+    empty = Packed((40, 0, 16), (30, 20, 0), lse=True)
+    for dtype, names in ((F16, tuple(cases)), *again.items()):
+        for name in names:
+            packed, note = cases[name]
+            yield _packed_case(name, replace(packed, dtype=dtype), note)
+    note = "a sequence without rows, one without keys"
+    yield _packed_case("empty", replace(empty, dtype=F64), note)
+    yield _packed_case("empty", empty, note)
+
+
+def _packed_case(name: str, packed: Packed, note: str) -> Case:
+    return Case(
+        f"sdpa_varlen-{name}-{SHORT[packed.dtype]}",
+        "sdpa_varlen",
+        packed.dtype,
+        packed.build,
+        packed.eager,
+        fills=packed.fills,
+        terms=max(packed.d, *packed.keys),
+        note=note,
+    )
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Attention of (b, h, s_q, d) to ``len_kv`` keys of each sequence, in pages of a cache.
+
+    ``memory`` is "hpd" for (pages, H, page, D) in memory, "phd" for (pages, page, H, D).
+    """
+
+    len_kv: tuple[int, ...] = (50, 7)
+    h: int = 8
+    h_kv: int = 2
+    s_q: int = 1
+    d: int = 64
+    page: int = 16
+    pages: int = 12  # of the whole cache
+    columns: int = 4  # of the table
+    dtype: torch.dtype = F16
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    len_q: tuple[int, ...] | None = None
+    lse: bool = False
+    two_tables: bool = False
+    memory: str = "hpd"
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("paged")
+        batch = len(self.len_kv)
+        q = g.input("q", (batch, self.h, self.s_q, self.d), self.dtype)
+        shape = (self.pages, self.h_kv, self.page, self.d)
+        order = {"hpd": (0, 1, 2, 3), "phd": (0, 2, 1, 3)}[self.memory]
+        stride = dense_strides(shape, order)
+        cache = [g.input(f"{n}_cache", shape, self.dtype, stride=stride) for n in "kv"]
+        table = g.input("table", (batch, self.columns), torch.int32)
+        options: dict[str, Any] = {"is_causal": self.causal, "window": self.window}
+        lengths = g.input("len_kv", (batch,), torch.int32)
+        if self.two_tables:
+            options["page_table_v"] = g.input("table_v", (batch, self.columns), torch.int32)
+        if self.len_q is not None:
+            options["seq_len_q"] = g.input("len_q", (batch,), torch.int32)
+        result = g.sdpa_paged(q, *cache, table, lengths, return_lse=self.lse, **options)
+        for name, value in zip(("o", "lse"), result if self.lse else (result,), strict=False):
+            g.output(name, value)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """The pages of one sequence after the other, put behind each other."""
+        outs, logs = [], []
+        for batch, keys in enumerate(self.len_kv):
+            rows = self.s_q if self.len_q is None else self.len_q[batch]
+            k, v = (
+                torch.cat(
+                    [t[f"{n}_cache"][page] for page in t[table][batch, : -(-keys // self.page)]], 1
+                )
+                for n, table in (("k", "table"), ("v", "table_v" if self.two_tables else "table"))
+            )
+            one = Attention(
+                *(1, self.h, self.h_kv, rows, keys, self.d, None, self.dtype),
+                causal=self.causal,
+                alignment="bottom_right",
+                window=self.window,
+                lse=True,
+            )
+            many = {"q": t["q"][batch : batch + 1, :, :rows], "k": k[None, :, :keys]}
+            done = one.eager({**many, "v": v[None, :, :keys]})
+            rest = self.s_q - rows
+            outs.append(F.pad(done["o"], (0, 0, 0, rest)))
+            logs.append(F.pad(done["lse"], (0, rest), value=-math.inf))
+        made = {"o": torch.cat(outs)}
+        return {**made, "lse": torch.cat(logs)} if self.lse else made
+
+    def _table(self, gen: torch.Generator, shape: Shape) -> torch.Tensor:
+        """Pages in any order, each once; past the pages of a sequence any number."""
+        order = torch.randperm(self.pages, generator=gen).double()
+        made = torch.full(shape, float(self.pages - 1), dtype=F64)
+        used = 0
+        for batch, keys in enumerate(self.len_kv):
+            many = -(-keys // self.page)
+            made[batch, :many] = order[used : used + many]
+            used += many
+        return made
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        fills = {"table": self._table, "table_v": self._table, "len_kv": exactly(self.len_kv)}
+        return fills if self.len_q is None else {**fills, "len_q": exactly(self.len_q)}
+
+
+def _paged() -> Iterator[Case]:
+    p = Paged()
+    prefill = replace(p, s_q=32, len_kv=(50, 33), causal=True)
+    cases = [
+        ("decode", p, "one new token behind a cache"),
+        ("decode_lse", replace(p, lse=True), ""),
+        ("decode_mha", replace(p, h=4, h_kv=4, d=128), ""),
+        ("decode_phd", replace(p, memory="phd"), "(pages, page, H, D), as vLLM's caches"),
+        ("decode_two_tables", replace(p, two_tables=True), ""),
+        ("decode_page_1", replace(p, page=1, pages=70, columns=60), "pages of one key"),
+        ("decode_causal", replace(p, causal=True), "the last row sees every key"),
+        ("decode_window", replace(p, window=(20, 0)), ""),
+        ("prefill", prefill, "several rows behind a cache"),
+        ("prefill_lengths", replace(prefill, len_q=(32, 20), lse=True), ""),
+        ("prefill_full", replace(prefill, causal=False), ""),
+    ]
+    for name, paged, note in cases:
+        yield _paged_case(name, paged, note)
+    for dtype, many in {BF16: ("decode", "prefill"), F32: ("decode",), F64: None}.items():
+        for name, paged, note in cases:
+            if many is None or name in many:
+                yield _paged_case(name, replace(paged, dtype=dtype), note)
+
+
+def _paged_case(name: str, paged: Paged, note: str) -> Case:
+    return Case(
+        f"sdpa_paged-{name}-{SHORT[paged.dtype]}",
+        "sdpa_paged",
+        paged.dtype,
+        paged.build,
+        paged.eager,
+        fills=paged.fills,
+        terms=max(paged.d, *paged.len_kv),
+        note=note,
+    )
 
 
 # -- tables of inputs ------------------------------------------------------------------------------
@@ -1387,6 +1871,162 @@ def _norms() -> Iterator[Case]:
         )
 
 
+# -- instance and group norms ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageNorm:
+    """A norm over the elements of each channel, or of ``groups`` groups of channels, of an image.
+
+    ``params`` is the dtype of weight and bias, None for none; ``residual`` is added in front.
+    """
+
+    x: Shape
+    dtype: torch.dtype = F16
+    groups: int = 0
+    params: torch.dtype | None = F32
+    at: Layout = None
+    eps: float = 1e-5
+    residual: bool = False
+    act: str | None = None
+    stats: bool = False
+
+    def declare(self, g: cg.Graph) -> dict[str, cg.Value]:
+        """x, weight and bias, and the residual."""
+        made = {"x": g.input("x", self.x, self.dtype, **_at(self.at))}
+        if self.params is not None:
+            made |= {key: g.input(key, (self.x[1],), self.params) for key in ("w", "b")}
+        if self.residual:
+            made["z"] = g.input("z", self.x, self.dtype, **_at(self.at))
+        return made
+
+    def build(self) -> cg.Graph:
+        """The graph of the forward."""
+        g = cg.Graph("norm")
+        v = self.declare(g)
+        x = v["x"] + v["z"] if self.residual else v["x"]
+        params = (v.get("w"), v.get("b"))
+        if self.stats:
+            y, mean, inv_std = g.instance_norm(x, *params, eps=self.eps, return_stats=True)
+            g.output("mean", mean)
+            g.output("inv_std", inv_std)
+        elif self.groups:
+            y = g.group_norm(x, self.groups, *params, eps=self.eps)
+        else:
+            y = g.instance_norm(x, *params, eps=self.eps)
+        g.output("y", g.activation(y, self.act))
+        return g
+
+    def forward(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        """torch's own norm, in the wider of the dtypes of x and the parameters."""
+        wide = torch.promote_types(x.dtype, params[0].dtype) if params else x.dtype
+        w, b = (p.to(wide) for p in params) if params else (None, None)
+        groups = self.groups or self.x[1]
+        return F.group_norm(x.to(wide), groups, w, b, self.eps).to(x.dtype)
+
+    def eager(self, t: Tensors) -> Tensors:
+        """What a user of torch would write."""
+        x = t["x"] + t["z"] if self.residual else t["x"]
+        y = self.forward(x, *(t[key] for key in ("w", "b") if key in t))
+        made = {"y": activate(y, self.act, {})}
+        if self.stats:
+            wide = x.to(torch.promote_types(x.dtype, F32))
+            dims = tuple(range(2, x.dim()))
+            var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+            made |= {"mean": mean, "inv_std": torch.rsqrt(var + self.eps)}
+        return made
+
+    def backward(self) -> cg.Graph:
+        """The gradient of instance norm, with the forward that gives its statistics."""
+        g = cg.Graph("norm_gradient")
+        v = self.declare(g)
+        dy = g.input("dy", self.x, self.dtype, **_at(self.at))
+        params = (v.get("w"), v.get("b"))
+        y, mean, inv_std = g.instance_norm(v["x"], *params, eps=self.eps, return_stats=True)
+        g.output("y", y)
+        grads = g.instance_norm_backward(dy, v["x"], mean, inv_std, v.get("w"))
+        many = grads if isinstance(grads, tuple) else (grads,)
+        for key, grad in zip(("dx", "dw", "db"), many, strict=False):
+            g.output(key, grad)
+        return g
+
+    def eager_backward(self, t: Tensors) -> Tensors:
+        """torch autograd."""
+        of = [t[key] for key in ("x", "w", "b") if key in t]
+        grads = _grads(self.forward, of, t["dy"])
+        made = dict(zip(("dx", "dw", "db"), grads, strict=False))
+        return {**made, "y": self.forward(*of)}
+
+
+_IMAGE_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(2.0, 0.5)}
+
+
+def _image_norms() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"instance_{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (
+                ("nchw", F32, None),
+                ("nhwc", dtype, last),
+                ("without_affine", None, last),
+            )
+        },
+        "instance_relu": ImageNorm(image, act="relu", at=last),
+        "instance_residual_silu": ImageNorm(image, residual=True, act="silu"),
+        "instance_stats": ImageNorm(image, stats=True, at=last),
+        "instance_stats_relu": ImageNorm(image, BF16, stats=True, act="relu"),
+        "instance_line": ImageNorm((3, 16, 50)),
+        "instance_volume": ImageNorm((2, 8, 5, 6, 7), at=last, eps=1e-3),
+        "instance_gaps": ImageNorm(image, at=(4000, 200, 12, 1)),
+        "instance_float64": ImageNorm(image, F64, params=F64),
+        "instance_no_images": ImageNorm((0, 16, 12, 10)),
+        **{
+            f"group_{SHORT[dtype]}": ImageNorm(image, dtype, 4, params=params)
+            for dtype, params in ((F16, F32), (BF16, BF16), (F32, F32))
+        },
+        "group_residual_silu": ImageNorm(image, BF16, 4, params=BF16, residual=True, act="silu"),
+        "group_channels_last": ImageNorm(image, F16, 4, at=last),
+        "group_one": ImageNorm(image, F16, 1),
+        "group_each": ImageNorm(image, F16, 16),
+        "group_without_affine": ImageNorm(image, F32, 4, params=None),
+        "group_line": ImageNorm((3, 16, 50), F32, 4),
+        "group_flat": ImageNorm((6, 64), F32, 4),
+        "group_float64": ImageNorm(image, F64, 4, params=F64),
+    }
+    for name, norm in norms.items():
+        terms = math.prod(norm.x) // max(norm.x[0], 1)
+        label = f"image_norm-{name}"
+        yield Case(
+            label, "image_norm", norm.dtype, norm.build, norm.eager, _IMAGE_FILLS, terms=terms
+        )
+
+
+def _image_norm_gradients() -> Iterator[Case]:
+    image, last = (3, 16, 12, 10), "channels_last"
+    norms = {
+        **{
+            f"{SHORT[dtype]}_{name}": ImageNorm(image, dtype, params=params, at=at)
+            for dtype in (F16, BF16, F32)
+            for name, params, at in (("nchw", F32, None), ("nhwc", dtype, last))
+        },
+        "without_affine": ImageNorm(image, F16, params=None),
+        "line": ImageNorm((3, 16, 50), F16),
+        "volume": ImageNorm((2, 8, 5, 6, 7), BF16, at=last),
+        "float64": ImageNorm(image, F64, params=F64, at=last),
+    }
+    for name, norm in norms.items():
+        yield _gradient_case(
+            f"instance_norm_{name}",
+            norm.dtype,
+            norm.backward,
+            norm.eager_backward,
+            _IMAGE_FILLS,
+            terms=math.prod(norm.x),
+        )
+
+
 # -- views and concatenation -----------------------------------------------------------------------
 
 
@@ -1435,6 +2075,34 @@ def _joined(
         lambda t: {"y": torch.cat([t[key] for key in names], dim)},
         note=note,
     )
+
+
+def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
+    """Both layers of a transformer's feed-forward part, SwiGLU where gated."""
+    names = ("up", "gate") if gated else ("up",)
+    shapes: Inputs = {
+        "x": ((4, 24, 64), dtype, None),
+        **{name: ((96, 64), dtype, None) for name in names},
+        **{f"{name}_bias": ((96,), dtype, None) for name in names},
+        "down": ((40, 96), dtype, None),
+        "down_bias": ((40,), dtype, None),
+    }
+
+    def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+        act = "silu" if gated else "gelu"
+        more = {key: v[key] for key in ("gate", "gate_bias") if key in v}
+        y = g.mlp(v["x"], v["up"], v["up_bias"], v["down"], v["down_bias"], activation=act, **more)
+        return {"y": y}
+
+    def eager(t: Tensors) -> Tensors:
+        inner = F.linear(t["x"], t["up"], t["up_bias"])
+        inner = F.silu(F.linear(t["x"], t["gate"], t["gate_bias"])) * inner if gated else inner
+        inner = inner if gated else F.gelu(inner)
+        return {"y": F.linear(inner, t["down"], t["down_bias"])}
+
+    fills = {name: normal(1.0 / 8.0) for name in ("up", "gate")} | {"down": normal(0.1)}
+    name = "mlp_gated" if gated else "mlp"
+    return _table_case("view", name, shapes, declare, eager, fills, terms=96)
 
 
 def _torchs_own() -> Iterator[Case]:
@@ -1632,6 +2300,10 @@ def _views() -> Iterator[Case]:
         {"gate": normal(1.0 / 8.0), "up": normal(1.0 / 8.0)},
         terms=64,
     )
+    for gated in (False, True):
+        yield _mlp_case(F16, gated)
+        yield _mlp_case(BF16, gated)
+        yield _mlp_case(F64, gated)
 
 
 # -- pooling and interpolation ---------------------------------------------------------------------
@@ -1802,6 +2474,183 @@ def _resample_gradients() -> Iterator[Case]:
             )
 
 
+# -- softmax, losses, dropout, optimizers, pixels --------------------------------------------------
+
+
+def _softmaxes() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32, F64):
+        for op in ("softmax", "log_softmax"):
+            run = getattr(F, op)
+            yield _table_case(
+                "softmax",
+                op,
+                {"x": ((24, 64), dtype, None)},
+                lambda g, v, op=op: {"y": getattr(g, op)(v["x"], -1)},
+                lambda t, run=run: {"y": run(t["x"], -1)},
+                {"x": normal(3.0)},
+                terms=64,
+            )
+    for name, shape, dim, at in (
+        ("channels", (2, 16, 6, 10), 1, None),
+        ("channels_last", (2, 16, 6, 10), 1, "channels_last"),
+        ("first", (24, 64), 0, None),
+        ("gaps", (24, 64), 1, (100, 1)),
+    ):
+        yield _table_case(
+            "softmax",
+            f"softmax_{name}",
+            {"x": (shape, F16, at)},
+            lambda g, v, dim=dim: {"y": g.softmax(v["x"], dim)},
+            lambda t, dim=dim: {"y": F.softmax(t["x"], dim)},
+            terms=64,
+        )
+    yield _table_case(
+        "softmax",
+        "softmax_between",
+        {"x": ((24, 64), F16, None), "w": ((64, 64), F16, None)},
+        lambda g, v: {"y": g.softmax((v["x"] @ v["w"]) * 0.125, -1) @ v["w"]},
+        lambda t: {"y": F.softmax((t["x"] @ t["w"]) * 0.125, -1) @ t["w"]},
+        terms=64,
+        note="a torch step between products",
+    )
+
+
+def _loss_case(
+    name: str, shape: Shape, dtype: torch.dtype, backward: bool = False, **options: Any
+) -> Case:
+    """Cross entropy over classes at dim 1; every fourth class or so is ignored (-1)."""
+    rows = (shape[0], *shape[2:])
+    options = {"ignore_index": -1, **options}
+
+    def build() -> cg.Graph:
+        g = cg.Graph("loss")
+        target = g.input("t", rows, torch.int64)
+        if backward:
+            dy = g.input("dy", rows if options.get("reduction") == "none" else (), dtype)
+            g.output("dx", g.nll_loss_backward(dy, target, shape, **options))
+        else:
+            g.output("y", g.cross_entropy(g.input("x", shape, dtype), target, **options))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        if backward:
+            x = torch.zeros(shape, dtype=t["dy"].dtype, device=t["dy"].device)
+            return {"dx": _grads(lambda x: F.nll_loss(x, t["t"], **options), [x], t["dy"])[0]}
+        return {"y": F.cross_entropy(t["x"], t["t"], **options)}
+
+    fills = {"t": small_whole(-1, min(shape[1], 4))}
+    terms = math.prod(shape)
+    if backward:
+        return _gradient_case(f"nll_loss_{name}", dtype, build, eager, fills, terms=terms)
+    label = f"loss-{name}-{SHORT[dtype]}"
+    return Case(label, "loss", dtype, build, eager, fills, terms=terms)
+
+
+def _losses(backward: bool = False) -> Iterator[Case]:
+    for dtype in (F16, BF16, F32, F64):
+        yield _loss_case("mean", (64, 10), dtype, backward)
+    yield _loss_case("sum", (16, 10), F32, backward, reduction="sum")
+    yield _loss_case("none", (16, 10), F16, backward, reduction="none")
+    yield _loss_case("pixels", (2, 5, 6, 7), F32, backward)
+    yield _loss_case("one_class", (16, 1), F32, backward, ignore_index=-1)
+
+
+def _softmax_gradients() -> Iterator[Case]:
+    for op in ("softmax", "log_softmax"):
+        run = getattr(F, op)
+        for dtype in (F16, BF16, F32, F64):
+
+            def build(op: str = op, dtype: torch.dtype = dtype) -> cg.Graph:
+                g = cg.Graph("gradient")
+                dy, x = (g.input(key, (24, 64), dtype) for key in ("dy", "x"))
+                g.output("dx", getattr(g, f"{op}_backward")(dy, getattr(g, op)(x, 1), 1))
+                return g
+
+            yield _gradient_case(
+                op,
+                dtype,
+                build,
+                lambda t, run=run: {"dx": _grads(lambda x: run(x, 1), [t["x"]], t["dy"])[0]},
+                terms=64,
+            )
+    yield from _losses(backward=True)
+
+
+def _adamw_case(name: str, shape: Shape, number: Shape, **options: Any) -> Case:
+    """The third step of AdamW, as torch's own rule is written."""
+    options = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, **options}
+    tensors = ("p", "g", "m", "v")
+
+    def build() -> cg.Graph:
+        g = cg.Graph("adamw")
+        given = [g.input(key, shape, F32) for key in tensors]
+        numbers = [g.input(key, number, F32) for key in ("lr", "c1", "c2")]
+        for key, value in zip("pmv", g.adamw(*given, *numbers, **options), strict=True):
+            g.output(f"next_{key}", value)
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        p, grad, m, v = (t[key] for key in tensors)
+        (beta1, beta2), decay = options["betas"], options["weight_decay"]
+        p = p * (1.0 - t["lr"] * decay)
+        m, v = beta1 * m + (1.0 - beta1) * grad, beta2 * v + (1.0 - beta2) * grad * grad
+        spread = v.sqrt() / t["c2"].sqrt() + options["eps"]
+        return {"next_p": p - t["lr"] / t["c1"] * m / spread, "next_m": m, "next_v": v}
+
+    fills = {
+        "v": uniform(0.1, 2.0),
+        "lr": uniform(1e-3, 1e-2),
+        "c1": uniform(0.2, 0.3),
+        "c2": uniform(0.02, 0.03),
+    }
+    return Case(f"pointwise-adamw_{name}-fp32", "pointwise", F32, build, eager, fills)
+
+
+def _others() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32):
+        yield _table_case(
+            "pointwise",
+            "dropout_add",
+            {
+                "x": ((24, 64), dtype, None),
+                "z": ((24, 64), dtype, None),
+                "keep": ((24, 64), torch.bool, None),
+            },
+            lambda g, v: {"y": v["z"] + g.dropout(v["x"], v["keep"], 0.25)},
+            lambda t: {"y": t["z"] + torch.where(t["keep"], t["x"] / 0.75, 0.0).to(t["x"].dtype)},
+            {"keep": small_whole(0, 2)},
+        )
+    yield _adamw_case("matrix", (24, 64), (1,))
+    yield _adamw_case("vector", (4096,), (), weight_decay=0.0)
+    for dtype in (F16, BF16, F32):
+        yield _table_case(
+            "pointwise",
+            f"pixels_to_{SHORT[dtype]}",
+            {
+                "scale": ((40, 3), F32, None),
+                "shift": ((40, 3), F32, None),
+                "x": ((2, 24, 40, 3), torch.uint8, None),
+            },
+            lambda g, v: {"y": g.normalize_images(v["x"], v["scale"], v["shift"])},
+            lambda t, dtype=dtype: {
+                "y": (t["x"] * t["scale"] + t["shift"])
+                .permute(0, 3, 1, 2)
+                .to(torch.float64 if t["scale"].dtype == torch.float64 else dtype)
+            },
+            {"x": small_whole(0, 256), "scale": uniform(0.01, 0.02), "shift": uniform(-2.0, -1.0)},
+            result=dtype,
+        )
+    for kind in (torch.int8, torch.int32):
+        yield _table_case(
+            "pointwise",
+            f"{str(kind).removeprefix('torch.')}_to_float",
+            {"s": ((64,), F32, None), "x": ((24, 64), kind, None)},
+            lambda g, v: {"y": v["x"].to_float() * v["s"]},
+            lambda t: {"y": t["x"] * t["s"]},
+            {"x": small_whole(-128, 128)},
+        )
+
+
 # -- pointwise -------------------------------------------------------------------------------------
 
 
@@ -1828,6 +2677,10 @@ def _unary_tail(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
 
 def _pointwise() -> Iterator[Case]:
     image = (2, 16, 6, 10)
+    for layout in (None, "channels_last"):
+        yield _of_images(F16, F32, layout)
+        yield _of_images(BF16, BF16, layout)
+        yield _of_images(F64, F64, layout)
     for dtype in (F16, BF16, F32):
         x = {"x": (image, dtype, "channels_last")}
         both: Inputs = {**x, "y": (image, dtype, "channels_last")}
@@ -2387,7 +3240,7 @@ def _attention_gradient(name: str, attention: Attention, note: str) -> Case:
         g = cg.Graph("attention_gradient")
         data, options = attention.declare(g)
         do = g.input("do", (*attention.q_shape[:3], attention.v_shape[3]), attention.dtype)
-        o, lse = g.sdpa(*data, return_lse=True, **options)
+        o, lse = g.sdpa(*data, return_lse=True, **options, **attention.sinks(g))
         grads = g.sdpa_backward(do, *data, o, lse, mask_grad=with_mask, **options)
         for key, grad in zip(("dq", "dk", "dv", "dmask"), grads, strict=False):
             # Beside 16-bit data the gradient of a float32 mask is no better than 16 bits: o is.
@@ -2450,29 +3303,554 @@ def _attention_gradients() -> Iterator[Case]:
         "bshd",
         "packed",
         "expanded_kv",
+        *("dropout", "dropout_gqa", "dropout_mask_add", "dropout_bottom_right"),
+        *("sink", "sink_window", "sink_dead_rows", "alibi", "alibi_full", "slopes_bottom_right"),
+        *("softcap", "softcap_window", "softcap_mask_add", "softcap_slopes_sink"),
+        "softcap_dropout",
     ]
     for name in wanted:
         yield _attention_gradient(name, *cases[name])
     again = {
         BF16: ("plain", "causal", "mask_add", "gqa_8_2", "lengths"),
         F32: ("plain", "causal", "mask_bool_dead_rows", "gqa_8_2"),
-        F64: ("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+        F64: (
+            *("plain", "mask_add_b11k", "mask_add_dead_rows", "lengths_zero", "gqa_mask"),
+            *("dropout_gqa", "dropout_lengths", "sink_dead_rows", "softcap_mask_add"),
+            *("softcap_slopes_sink", "softcap_dropout", "slopes_right"),
+        ),
     }
     for dtype, names in again.items():
         for name in names:
             attention, note = cases[name]
             yield _attention_gradient(name, replace(attention, dtype=dtype), note)
+    for name, attention, note in _seeded():
+        yield _attention_gradient(name, replace(attention, lse=False), note)
+
+
+def _packed_gradients() -> Iterator[Case]:
+    cases = {name: (packed, note) for name, packed, note in _packed_cases()}
+
+    def gradient(name: str, packed: Packed, note: str) -> Case:
+        def build() -> cg.Graph:
+            g = cg.Graph("packed_gradient")
+            data, where, options = packed.declare(g)
+            rows, heads, _ = packed.shapes()["q"]
+            do = g.input("do", (rows, heads, packed.d_v or packed.d), packed.dtype)
+            o, lse = g.sdpa_varlen(*data, *where, return_lse=True, **options)
+            grads = g.sdpa_varlen_backward(do, *data, o, lse, *where, **options)
+            for key, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                g.output(key, grad)
+            return g
+
+        def eager(t: Tensors) -> Tensors:
+            grads = _grads(
+                lambda *leaves: packed.eager({**t, **dict(zip("qkv", leaves, strict=True))})["o"],
+                [t[key] for key in "qkv"],
+                t["do"],
+            )
+            return {f"d{key}": grad for key, grad in zip("qkv", grads, strict=True)}
+
+        return _gradient_case(
+            f"packed_attention_{name}",
+            packed.dtype,
+            build,
+            eager,
+            packed.fills,
+            note,
+            terms=max(packed.d, *packed.keys),
+        )
+
+    for name in ("plain", "causal", "cross", "gqa", "d_v", "packed", "bottom_right"):
+        packed, note = cases[name]
+        yield gradient(name, replace(packed, lse=False), note)
+    for dtype, names in {BF16: ("causal",), F32: ("causal",), F64: ("gqa", "cross")}.items():
+        for name in names:
+            packed, note = cases[name]
+            yield gradient(name, replace(packed, dtype=dtype), note)
+    empty = Packed((40, 0, 16), (30, 20, 0), dtype=F64)
+    yield gradient("empty", empty, "a sequence without rows, one without keys")
+
+
+def _ragged() -> Iterator[Case]:
+    """Where sequences lie, in whole numbers."""
+
+    def eager(t: Tensors) -> Tensors:
+        q, kv = t["cu_q"], t["cu_kv"]
+        lengths = [F.pad(ends.diff(), (0, 1)) for ends in (q, kv)]
+        return {"y": torch.stack([*lengths, q * 24, q, kv * 24])}
+
+    def build() -> cg.Graph:
+        g = cg.Graph("ragged")
+        q, kv = (g.input(f"cu_{of}", (4,), torch.int32) for of in ("q", "kv"))
+        g.output("y", g.ragged_offsets(q, kv, (24, 1), (24,)))
+        return g
+
+    fills = {"cu_q": exactly([0, 5, 5, 9]), "cu_kv": exactly([0, 2, 7, 11])}
+    yield Case("ragged_offsets-int32", "ragged_offsets", F32, build, eager, fills)
 
 
 def _gradients() -> Iterator[Case]:
     yield from _wgrads()
     yield from _resample_gradients()
+    yield from _softmax_gradients()
     yield from _reductions()
     yield from _expands()
     yield from _activation_gradients()
     yield from _training_norms()
     yield from _trailing_norm_gradients()
+    yield from _image_norm_gradients()
     yield from _attention_gradients()
+    yield from _packed_gradients()
+
+
+# -- 8-bit data ------------------------------------------------------------------------------------
+
+
+def rounded(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y in an 8-bit dtype, saturated; a yardstick in float64 stays so, but for int8."""
+    if dtype == I8:
+        return y.round().clamp(-128, 127).to(I8)
+    most = torch.finfo(dtype).max
+    return y.clamp(-most, most).to(dtype).to(y.dtype if y.dtype == F64 else dtype)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A product of 8-bit data and what follows it: scale, bias, activation, rounding to 8 bits.
+
+    ``w`` is the weight's shape; ``kind`` is "conv", "conv_transpose" or "matmul", ``options`` the
+    keywords of a convolution. ``scale`` is None (the bare product), "tensor", "one" (of shape (1,))
+    or "channel" (along ``dim``). ``out`` is the 8-bit dtype of the result, rounded by ``out_scale``
+    (as ``scale``); without it the result is of ``y_dtype``.
+    """
+
+    x: Shape
+    w: Shape
+    dtype: torch.dtype = I8
+    w_dtype: torch.dtype | None = None
+    kind: str = "conv"
+    options: tuple[tuple[str, Any], ...] = ()
+    scale: str | None = "channel"
+    dim: int = 1
+    bias: bool = True
+    act: str | None = "relu"
+    residual: torch.dtype | None = None
+    amax: bool = False
+    out: torch.dtype | None = None
+    out_scale: str | None = "tensor"
+    y_dtype: torch.dtype = F32
+    x_at: Layout = "channels_last"
+    w_at: Layout = "channels_last"
+    full: bool = False  # int8 at the ends of its range: sums past 2^24
+
+    @property
+    def terms(self) -> int:
+        """Products behind one element."""
+        if self.kind == "matmul":
+            return self.x[-1]
+        groups = int(dict(self.options).get("groups", 1))
+        lead = self.w[0] // groups if self.kind == "conv_transpose" else self.w[1]
+        return lead * math.prod(self.w[2:])
+
+    def _product(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if self.kind == "matmul":
+            return x @ w
+        rank, options = len(self.x) - 2, dict(self.options)
+        many = {"conv": (F.conv1d, F.conv2d, F.conv3d)}.get(
+            self.kind, (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+        )
+        padding = options.pop("padding", 0)
+        if isinstance(padding, tuple):
+            x, padding = F.pad(x, [side for pair in reversed(padding) for side in pair]), 0
+        return many[rank - 1](x, w, padding=padding, **options)
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("quantized")
+        matmul = self.kind == "matmul"
+        x = g.input("x", self.x, self.dtype, **_at(None if matmul else self.x_at))
+        w = g.input("w", self.w, self.w_dtype or self.dtype, **_at(self.w_at))
+        y = getattr(g, self.kind)(x, w, **dict(self.options))
+        if self.scale is None:
+            g.output("y", y, dtype=None if self.dtype == I8 else self.y_dtype)
+            return g
+        shapes = {"tensor": (), "one": (1,), "channel": (y.shape[self.dim],)}
+        s = g.input("s", shapes[self.scale], F32)
+        y = g.dequantize(y, s, dim=self.dim)
+        if self.residual is not None:
+            z: cg.Value = g.input("z", y.shape, self.residual, stride=y.stride)
+            if self.residual not in (F16, BF16, F32):
+                z = g.dequantize(z, g.input("s_z", (), F32))
+            y = y + z
+        if self.bias:
+            b = g.input("b", (y.shape[self.dim],), F32)
+            y = y + b if matmul else g.bias(y, b)
+        y = g.activation(y, self.act)
+        if self.amax:
+            g.output("amax", g.reduction(y, mode="amax"))
+        if self.out is not None:
+            so = None
+            if self.out_scale is not None:
+                so = g.input("s_out", shapes[self.out_scale], F32)
+            y = g.quantize(y, so, dtype=self.out, dim=self.dim)
+        g.output("y", y, dtype=None if self.out is not None else self.y_dtype)
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        yardstick = t["x"].dtype == F64 or (self.dtype == I8 and t.get("s", t["x"]).dtype == F64)
+        if self.scale is None and self.dtype == I8:
+            return {"y": self._product(t["x"].double(), t["w"].double()).to(torch.int32)}
+        wide = F64 if yardstick else F32
+        exact = F64 if self.dtype == I8 else wide
+        y = self._product(t["x"].to(exact), t["w"].to(exact)).to(wide)
+        narrow = (lambda y: y) if yardstick else (lambda y: y.to(self.y_dtype))
+        if self.scale is None:
+            return {"y": narrow(y)}
+        along = [1] * y.dim()
+        along[self.dim] = -1
+        y = y * t["s"].view(along if t["s"].dim() else ())
+        if self.residual is not None:
+            y = y + t["z"].to(wide) * t.get("s_z", torch.ones((), device=y.device))
+        if self.bias:
+            y = y + t["b"].view(along)
+        y = activate(y, self.act, {})
+        found = {"amax": y.abs().amax()} if self.amax else {}
+        if self.out is None:
+            return {**found, "y": narrow(y)}
+        if self.out_scale is not None:
+            y = y / t["s_out"].view(along if t["s_out"].dim() else ())
+        return {**found, "y": rounded(y, self.out)}
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        """Sums of about 1 behind the scale; results over half the range of the 8-bit dtype."""
+        scale: Fill = uniform(0.5, 1.5)
+        fills: dict[str, Fill] = {}
+        if self.dtype == I8:
+            data = small_whole(126, 128) if self.full else small_whole(-128, 128)
+            typical = 127**2 * self.terms if self.full else 74**2 * math.sqrt(self.terms)
+            fills, scale = {"x": data, "w": data}, uniform(0.5 / typical, 1.5 / typical)
+        else:
+            fills = {"w": normal(1.0 / math.sqrt(self.terms))}
+        most = 127 if self.out == I8 else 448 if self.out == E4 else 57344
+        fills |= {"s": scale, "s_out": uniform(2.0 / most, 4.0 / most), "s_z": uniform(0.01, 0.02)}
+        if self.residual == I8:
+            fills["z"] = small_whole(-128, 128)
+        return fills
+
+
+def _quantized_case(name: str, one: Quantized, note: str = "") -> Case:
+    family = "int8" if one.dtype == I8 else "fp8"
+    return Case(
+        f"{family}-{one.kind}-{name}-{SHORT[one.dtype]}",
+        family,
+        one.dtype,
+        one.build,
+        one.eager,
+        fills=one.fills,
+        terms=one.terms,
+        note=note,
+    )
+
+
+def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+def _quantized_convs(dtype: torch.dtype) -> Iterator[Case]:
+    conv = Quantized((2, 32, 9, 10), (48, 32, 3, 3), dtype, options=_options(padding=1))
+    bare = replace(conv, scale=None)
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", bare, ""),
+        ("bare_k1", replace(bare, w=(48, 32, 1, 1), options=()), ""),
+        ("bare_s2", replace(bare, options=_options(stride=2, padding=1)), ""),
+        ("bare_dilation2", replace(bare, options=_options(dilation=2, padding=2)), ""),
+        ("bare_groups2", replace(bare, w=(48, 16, 3, 3), options=_options(groups=2)), ""),
+        ("bare_c3", replace(bare, x=(2, 3, 9, 10), w=(48, 3, 3, 3)), "cudnn-frontend#131: C = 3"),
+        ("bare_k5", replace(bare, w=(5, 32, 3, 3)), "K not a multiple of 4"),
+        ("bare_contiguous", replace(bare, x_at=None, w_at=None), "cudnn-frontend#422: NCHW"),
+        ("bare_hw1", replace(bare, x=(4, 32, 1, 1), w=(48, 32, 1, 1), options=()), "H = W = 1"),
+        ("relu", conv, "cudnn-frontend#422: NHWC with ReLU"),
+        ("relu_fp16", replace(conv, y_dtype=F16), ""),
+        ("relu_bf16", replace(conv, y_dtype=BF16), ""),
+        ("relu_contiguous", replace(conv, x_at=None, w_at=None), "cudnn-frontend#422: NCHW"),
+        ("per_tensor", replace(conv, scale="tensor"), ""),
+        ("per_tensor_one", replace(conv, scale="one", y_dtype=F16), "a scale of shape (1,)"),
+        ("no_bias_no_act", replace(conv, bias=False, act=None, y_dtype=F16), ""),
+        ("rounded", replace(conv, out=dtype), ""),
+        ("rounded_per_tensor", replace(conv, scale="tensor", out=dtype), ""),
+        ("rounded_per_channel", replace(conv, out=dtype, out_scale="channel"), ""),
+        ("rounded_no_act", replace(conv, act=None, out=dtype), "both signs"),
+        ("rounded_silu", replace(conv, act="silu", out=dtype), ""),
+        ("rounded_gelu", replace(conv, act="gelu", out=dtype), ""),
+        ("rounded_s2", replace(conv, options=_options(stride=2, padding=1), out=dtype), ""),
+        (
+            "rounded_asymmetric",
+            replace(conv, options=_options(padding=((0, 1), (2, 1))), out=dtype),
+            "pytorch#45667",
+        ),
+        ("rounded_c24_k20", replace(conv, x=(2, 24, 9, 10), w=(20, 24, 3, 3), out=dtype), ""),
+        ("rounded_depthwise", replace(conv, w=(32, 1, 3, 3), options=_options(groups=32)), ""),
+        ("rounded_1d", replace(conv, x=(2, 32, 30), w=(48, 32, 3), out=dtype), ""),
+        ("rounded_3d", replace(conv, x=(1, 16, 5, 5, 6), w=(16, 16, 3, 3, 3), out=dtype), ""),
+        ("amax", replace(conv, amax=True, out=dtype), "the largest result, for the next scale"),
+        ("amax_fp32", replace(conv, act=None, amax=True), ""),
+        ("residual", replace(conv, residual=dtype, out=dtype), "an 8-bit residual"),
+        ("residual_fp16", replace(conv, residual=F16, y_dtype=F16), ""),
+    ]
+    for name, one, note in cases:
+        yield _quantized_case(name, one, note)
+
+
+def _quantized_products(dtype: torch.dtype) -> Iterator[Case]:
+    product = Quantized((64, 32), (32, 48), dtype, kind="matmul", w_at=(1, 32))
+    bare = replace(product, scale=None)
+    batch = replace(product, x=(3, 40, 32), w=(3, 32, 48), w_at=None, dim=2)
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", bare, "(N, K) in memory"),
+        ("bare_rows", replace(bare, w_at=None), "(K, N) in memory"),
+        ("bare_batch", replace(batch, scale=None), ""),
+        ("bare_sequence", replace(bare, x=(4, 24, 32)), "two dims of rows fold"),
+        ("bare_odd_sizes", replace(bare, x=(63, 31), w=(31, 47), w_at=None), ""),
+        ("bare_one_row", replace(bare, x=(1, 32)), "M = 1"),
+        ("gelu_fp16", replace(product, act="gelu", y_dtype=F16), ""),
+        ("per_tensor_bf16", replace(product, scale="tensor", y_dtype=BF16), ""),
+        ("rounded", replace(product, out=dtype), ""),
+        ("rounded_batch", replace(batch, out=dtype), ""),
+        ("amax", replace(product, amax=True, out=dtype), ""),
+    ]
+    for name, one, note in cases:
+        yield _quantized_case(name, one, note)
+
+
+def _quantized_transposed(dtype: torch.dtype) -> Iterator[Case]:
+    # Channels of x fastest in memory: so cuDNN takes FP8.
+    at = (1, 9 * 32 * 1, 3 * 32, 32)
+    one = Quantized(
+        (2, 32, 7, 8), (32, 48, 3, 3), dtype, kind="conv_transpose", options=_options(padding=1)
+    )
+    cases: list[tuple[str, Quantized, str]] = [
+        ("bare", replace(one, scale=None, w_at=at), ""),
+        ("bare_channels_last", replace(one, scale=None), "a weight that FP8 is refused with"),
+        ("bare_s2", replace(one, scale=None, w_at=at, options=_options(stride=2, padding=1)), ""),
+        ("rounded", replace(one, w_at=at, out=dtype), ""),
+        ("relu_fp16", replace(one, w_at=at, y_dtype=F16), ""),
+    ]
+    for name, case, note in cases:
+        yield _quantized_case(name, case, note)
+
+
+def _conversions(dtype: torch.dtype) -> Iterator[Case]:
+    """Rounding to 8 bits and back, by themselves and before a product."""
+    family = "int8" if dtype == I8 else "fp8"
+    data = {"x": small_whole(-128, 128)} if dtype == I8 else {}
+    yield _table_case(
+        family,
+        "dequantize",
+        {"x": ((16, 64), dtype, None), "s": ((64,), F32, None)},
+        lambda g, v: {"y": g.dequantize(v["x"], v["s"])},
+        lambda t: {"y": t["x"].to(t["s"].dtype) * t["s"]},
+        data,
+    )
+    most = 127.0 if dtype == I8 else torch.finfo(dtype).max
+    scales = {"s": uniform(2.0 / most, 4.0 / most)}
+    for source in (F16, F32):
+        yield _table_case(
+            family,
+            f"quantize_{SHORT[dtype]}",
+            {"x": ((16, 64), source, None), "s": ((), F32, None)},
+            lambda g, v: {"y": g.quantize(v["x"], v["s"], dtype=dtype)},
+            lambda t: {"y": rounded(t["x"].to(t["s"].dtype) / t["s"], dtype)},
+            scales,
+            note="some are beyond the range",
+        )
+    yield _table_case(
+        family,
+        f"quantize_unscaled_{SHORT[dtype]}",
+        {"x": ((4, 16, 6, 6), F32, "channels_last")},
+        lambda g, v: {"y": g.quantize(v["x"], dtype=dtype)},
+        lambda t: {"y": rounded(t["x"], dtype)},
+        {"x": normal(50.0)},
+    )
+
+    def chained(t: Tensors) -> Tensors:
+        wide = t["s"].dtype
+        x = rounded(t["x"].to(wide) / t["s"], dtype)
+        exact = F64 if dtype == I8 else wide
+        y = (x.to(exact) @ t["w"].to(exact)).to(wide)
+        return {"y": (y * t["s"] * t["s_w"]).to(F16 if wide == F32 else wide)}
+
+    yield _table_case(
+        family,
+        f"dynamic_{SHORT[dtype]}",
+        {
+            "x": ((40, 64), F16, None),
+            "w": ((64, 48), dtype, (1, 64)),
+            "s": ((), F32, None),
+            "s_w": ((48,), F32, None),
+        },
+        lambda g, v: {
+            "y": g.dequantize(
+                g.dequantize(g.quantize(v["x"], v["s"], dtype=dtype) @ v["w"], v["s"]), v["s_w"]
+            )
+        },
+        chained,
+        {**scales, "s_w": uniform(1e-3, 2e-3), **({"w": data["x"]} if data else {})},
+        note="a product of what the same graph rounds",
+        terms=64,
+        result=F16,
+    )
+
+
+@dataclass(frozen=True)
+class Attention8:
+    """Attention of FP8 data; q (b, h, s, d), k and v (b, h_kv, keys, d and d_v)."""
+
+    dtype: torch.dtype = E4
+    b: int = 2
+    h: int = 4
+    s: int = 64
+    d: int = 32
+    h_kv: int | None = None
+    keys: int | None = None
+    d_v: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    alignment: str = "top_left"
+    len_kv: tuple[int, ...] | None = None
+    scale: float | None = None
+    lse: bool = False
+    bshd: bool = False  # heads behind rows in memory
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        kv, keys = self.h_kv or self.h, self.keys or self.s
+        return {
+            "q": (self.b, self.h, self.s, self.d),
+            "k": (self.b, kv, keys, self.d),
+            "v": (self.b, kv, keys, self.d_v or self.d),
+        }
+
+    def build(self) -> cg.Graph:
+        g = cg.Graph("attention")
+        order = (0, 2, 1, 3) if self.bshd else (0, 1, 2, 3)
+        data = [
+            g.input(name, shape, self.dtype, stride=dense_strides(shape, order))
+            for name, shape in self.shapes.items()
+        ]
+        scales = [g.input(name, (), F32) for name in _SCALES_8]
+        lengths = None if self.len_kv is None else g.input("len_kv", (self.b,), torch.int32)
+        o, *rest = g.sdpa_fp8(
+            *data,
+            *scales,
+            seq_len_kv=lengths,
+            scale=self.scale,
+            is_causal=self.causal,
+            window=self.window,
+            diagonal_alignment=self.alignment,
+            return_lse=self.lse,
+        )
+        g.output("o", o)
+        if self.lse:
+            g.output("lse", rest[0])
+        return g
+
+    def eager(self, t: Tensors) -> Tensors:
+        """The weights are not rounded here: what that makes is part of what o may be off by."""
+        wide = t["descale_q"].dtype
+        q, k, v = (t[name].to(wide) * t[f"descale_{name}"] for name in "qkv")
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scores = q @ k.transpose(-1, -2) * (self.d**-0.5 if self.scale is None else self.scale)
+        row = torch.arange(q.shape[2], device=q.device).view(-1, 1)
+        key = torch.arange(k.shape[2], device=q.device)
+        shift = k.shape[2] - q.shape[2] if self.alignment == "bottom_right" else 0
+        left, right = self.window or (None, None)
+        right = 0 if self.causal else right
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if right is not None:
+            kept &= key <= row + shift + right
+        if left is not None:
+            kept &= key >= row + shift - left
+        if self.len_kv is not None:
+            kept &= key < t["len_kv"].view(-1, 1, 1, 1)
+        scores = scores.masked_fill(~kept, -torch.inf)
+        o = torch.softmax(scores, -1) @ v * (t["scale_s"] * t["descale_s"] * t["scale_o"])
+        most = torch.finfo(self.dtype).max
+        o = o.clamp(-most, most)
+        found = {"o": o if wide == F64 else o.to(self.dtype)}
+        return {**found, "lse": torch.logsumexp(scores, -1)} if self.lse else found
+
+    @property
+    def fills(self) -> dict[str, Fill]:
+        """Scales that use the range of the 8 bits."""
+        fills = {name: uniform(0.5, 1.5) for name in ("descale_q", "descale_k", "descale_v")}
+        fills |= {"scale_s": uniform(200.0, 400.0), "descale_s": uniform(1 / 400, 1 / 200)}
+        fills["scale_o"] = uniform(50.0, 100.0)
+        if self.len_kv is not None:
+            fills["len_kv"] = exactly(self.len_kv)
+        return fills
+
+
+_SCALES_8 = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def _attentions_8() -> Iterator[Case]:
+    one = Attention8()
+    cases: list[tuple[str, Attention8, str]] = [
+        ("plain", one, ""),
+        ("causal", replace(one, causal=True), ""),
+        ("lse", replace(one, lse=True), ""),
+        ("causal_lse", replace(one, causal=True, lse=True), ""),
+        ("window", replace(one, causal=True, window=(16, 0)), ""),
+        ("gqa_4_2", replace(one, h_kv=2), ""),
+        ("mqa", replace(one, h_kv=1, causal=True), ""),
+        ("d_64", replace(one, d=64), ""),
+        ("d_128", replace(one, d=128, causal=True), ""),
+        ("d_256", replace(one, d=256), ""),
+        ("d_v_64", replace(one, d_v=64), "d_v unlike d"),
+        ("d_40", replace(one, d=40), "not a multiple of 16"),
+        ("s_197", replace(one, s=197), "no multiple of anything"),
+        ("s_320", replace(one, s=320, causal=True), "several tiles of keys"),
+        ("keys_over_rows", replace(one, keys=160), ""),
+        ("rows_over_keys", replace(one, s=160, keys=64, causal=True), ""),
+        ("bottom_right", replace(one, keys=160, causal=True, alignment="bottom_right"), ""),
+        ("decode", replace(one, s=1, keys=128), "one row"),
+        ("bshd", replace(one, bshd=True, causal=True), "heads behind rows in memory"),
+        ("scale", replace(one, scale=0.05), ""),
+        ("lengths", replace(one, len_kv=(64, 20)), ""),
+        ("e5m2", replace(one, dtype=E5), ""),
+        ("e5m2_causal", replace(one, dtype=E5, causal=True, d=128), ""),
+    ]
+    for name, case, note in cases:
+        yield Case(
+            f"fp8-sdpa-{name}-{SHORT[case.dtype]}",
+            "fp8",
+            case.dtype,
+            case.build,
+            case.eager,
+            fills=case.fills,
+            terms=max(case.shapes["k"][2:]),
+            note=note,
+        )
+
+
+def _quantized() -> Iterator[Case]:
+    yield from _attentions_8()
+    for dtype in (I8, E4):
+        yield from _quantized_convs(dtype)
+        yield from _quantized_products(dtype)
+        yield from _quantized_transposed(dtype)
+    conv = Quantized((2, 32, 9, 10), (48, 32, 3, 3), E5, options=_options(padding=1))
+    product = Quantized((64, 32), (32, 48), E5, kind="matmul", w_at=(1, 32))
+    for name, one in (("conv", conv), ("matmul", product)):
+        yield _quantized_case(f"{name}_bare", replace(one, scale=None))
+        yield _quantized_case(f"{name}_rounded", replace(one, out=E5))
+        yield _quantized_case(f"{name}_by_e4m3", replace(one, w_dtype=E4, out=E4), "two formats")
+    deep = Quantized((2, 256, 5, 5), (16, 256, 3, 3), full=True, options=_options(padding=1))
+    yield _quantized_case("bare_past_2_24", replace(deep, scale=None), "float32 holds no such sums")
+    yield _quantized_case("rounded_past_2_24", replace(deep, out=I8))
+    for dtype in (I8, E4, E5):
+        yield from _conversions(dtype)
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -2487,12 +3865,20 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_conv_transpose(),
         *_matmul(),
         *_norms(),
+        *_image_norms(),
         *_torchs_own(),
         *_views(),
         *_resamples(),
+        *_softmaxes(),
+        *_losses(),
+        *_others(),
         *_sdpa(),
+        *_packed(),
+        *_paged(),
+        *_ragged(),
         *_pointwise(),
         *_gradients(),
+        *_quantized(),
     )
     ids = [case.id for case in cases]
     twice = sorted({name for name in ids if ids.count(name) > 1})

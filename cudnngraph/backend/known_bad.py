@@ -60,7 +60,14 @@ def _computes_beside_a_convolution(spec: GraphSpec) -> bool:
 
 def _attends_over_padding(spec: GraphSpec) -> bool:
     """Attention with lengths of the keys."""
-    return any(node.op == "sdpa" and node.inputs[5] is not None for node in spec.nodes)
+    return any(
+        node.op in ("sdpa_paged", "sdpa_varlen")
+        or (
+            node.op in ("sdpa", "sdpa_fp8")
+            and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
+        )
+        for node in spec.nodes
+    )
 
 
 def _multiplies_float32_matrices(spec: GraphSpec) -> bool:

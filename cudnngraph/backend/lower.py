@@ -32,18 +32,23 @@ from ..ir import (
     memory_order,
     numel,
 )
-from ..ops import OPS
+from ..ops import FP8, OPS, QUANTIZED
+from ..partition import token_widths
 from ..validate import check_node
 
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
 # Anchors whose plans see merged dims.
 _MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 # Anchors that cuDNN takes in two spatial dims at least.
-_SPREAD = ("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward")
+_SPREAD = (
+    *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
+    *("instance_norm", "instance_norm_backward"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class Alias:
-    """A second tensor over the memory of the graph's input at ``position``.
+    """A second tensor over the memory of the graph's input at ``position``, ``offset_bytes`` in.
 
     Attention of a tensor with itself needs it: cuDNN crashes where one tensor stands at several of
-    q, k and v (seen on 9.19).
+    q, k and v (seen on 9.19). So do the rows of what tells packed attention where sequences lie.
     """
 
     uid: int
     position: int
+    offset_bytes: int = 0
 
 
 Extra = Constant | Alias
@@ -101,6 +107,8 @@ def _dtypes(frontend: Any) -> dict[torch.dtype, Any]:
         torch.float32: kinds.FLOAT,
         torch.float16: kinds.HALF,
         torch.bfloat16: kinds.BFLOAT16,
+        torch.float8_e4m3fn: kinds.FP8_E4M3,
+        torch.float8_e5m2: kinds.FP8_E5M2,
         torch.int32: kinds.INT32,
         torch.int64: kinds.INT64,
         torch.int8: kinds.INT8,
@@ -149,6 +157,16 @@ class _AnchorView:
         sizes += [1] * self.behind
         steps += [1] * self.behind
         return sizes, _settle(sizes, steps, self.channels_last)
+
+    virtual = dims
+
+
+@dataclass(frozen=True)
+class _PackedView(_AnchorView):
+    """Packed attention, whose sequences lie where offsets say: strides are taken as they are."""
+
+    def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
+        return list(shape), list(stride)
 
     virtual = dims
 
@@ -294,7 +312,9 @@ def _view_of(spec: GraphSpec) -> _View:
         return _pointwise_view(spec, rank, real)
     for node in anchors:
         if node.op in _MERGED:
-            if len(anchors) > 1:  # two products in one plan took 12 times as long as torch (9.19)
+            if any(other.op != "reduction" for other in anchors if other is not node) or (
+                len(anchors) > 1 and node.op != "matmul"
+            ):  # two products in one plan took 12 times as long as torch (9.19)
                 raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
             return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
     if all(node.op == "reduction" for node in anchors):
@@ -302,6 +322,8 @@ def _view_of(spec: GraphSpec) -> _View:
         if len(groups) > 2:
             raise _Refused("a reduction over dims between others")
         return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
+    if anchors[0].op in _VARLEN:
+        return _PackedView(rank, spread=False, channels_last=False)
     spread = rank == 3 and anchors[0].op in _SPREAD
     strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
     flat = rank == 2 and anchors[0].op.startswith("batch_norm")
@@ -506,11 +528,11 @@ class Context:
     def _next_uid(self) -> int:
         return len(self.spec.inputs) + len(self.spec.outputs) + len(self.extras) + 1
 
-    def alias(self, name: str) -> Any:
-        """Another tensor over the memory of input ``name``."""
+    def alias(self, name: str, place: _Place | None = None, offset_bytes: int = 0) -> Any:
+        """Another tensor over the memory of input ``name``, of shape and stride ``place``."""
         uid, tensor = self._next_uid(), self.spec.tensors[name]
-        self.extras.append(Alias(uid, self.spec.inputs.index(name)))
-        dims, strides = self.view.dims(*_placed(self.spec, name))
+        self.extras.append(Alias(uid, self.spec.inputs.index(name), offset_bytes))
+        dims, strides = self.view.dims(*(place or _placed(self.spec, name)))
         kind = self.dtype(tensor.dtype)
         return self.graph.tensor(
             dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"
@@ -575,11 +597,45 @@ def _convolution(transposed: bool) -> Rule:
             "dilation": _spatial(node.attr("dilation"), spread),
             "name": node.name,
         }
+        kind = _check_narrow(ctx, node)
+        if kind == torch.int8:
+            if transposed:
+                raise _Refused("cuDNN has no transposed convolution of int8")
+            options["compute_data_type"] = ctx.dtype(torch.int32)
         if transposed:  # dx of the convolution whose filter is this weight
             return ctx.graph.conv_dgrad(loss=x, filter=weight, **options)
         return ctx.graph.conv_fprop(image=x, weight=weight, **options)
 
     return rule
+
+
+def _check_narrow(ctx: Context, node: Node) -> torch.dtype:
+    """Refuse layouts that cuDNN takes for no 8-bit convolution; the dtype of its data."""
+    x, weight = (ctx.spec.tensors[name] for name in node.operands)
+    if x.dtype not in QUANTIZED:
+        return x.dtype
+    fused = x.dtype in FP8 or len(ctx.spec.nodes) > 1
+    names = [*node.operands[: 1 if node.op == "conv_transpose" else 2], *ctx.spec.outputs]
+    for tensor in (ctx.spec.tensors[name] for name in names if fused):
+        if tensor.numel > 1 and not is_channels_last(tensor.shape, tensor.stride):
+            raise _Refused(
+                f"'{tensor.name}' is not channels_last, as 8-bit convolutions want it; "
+                "declare it with layout='channels_last'"
+            )
+    groups = node.attr("groups")
+    if fused and groups > 1 and x.shape[1] // groups % 4:
+        raise _Refused(
+            f"{x.shape[1] // groups} channels in each of {groups} groups; 8-bit convolutions take "
+            "a multiple of 4"
+        )
+    if x.dtype in FP8 and node.op == "conv_transpose":
+        order = (*range(2, len(weight.shape)), 0)
+        if weight.stride != dense_strides(weight.shape, (1, *order)):
+            raise _Refused(
+                f"the weight '{weight.name}' of a transposed convolution in FP8 has its first dim "
+                f"fastest in memory; declare stride={dense_strides(weight.shape, (1, *order))}"
+            )
+    return x.dtype
 
 
 def _conv_wgrad(ctx: Context, node: Node) -> Any:
@@ -609,26 +665,44 @@ def _distinct(ctx: Context, node: Node, ports: Sequence[str]) -> list[Any]:
     ]
 
 
-def _attention_options(
-    ctx: Context, node: Node, mask: Any, seq_q: Any, seq_kv: Any
-) -> dict[str, Any]:
+def _port(node: Node, port: str) -> str | None:
+    """The name of the tensor at a port of a node."""
+    return node.inputs[OPS[node.op].ports.index(port)]
+
+
+def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     """The frontend's keywords that attention and its gradient share."""
-    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
-    q_spec = ctx.spec.tensors[str(inputs["q"])]
+    given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+    q_spec = ctx.spec.tensors[str(_port(node, "q"))]
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
-    if mask is not None:
-        mask_spec = ctx.spec.tensors[str(inputs["attn_mask"])]
+    if given["attn_mask"] is not None:
+        mask_spec = ctx.spec.tensors[str(_port(node, "attn_mask"))]
         if mask_spec.dtype == torch.bool:
             raise _Refused("cuDNN attention takes additive masks, not boolean ones")
-        options["bias"] = mask
+        options["bias"] = given["attn_mask"]
+    options |= _dropout_options(ctx, node)
+    if node.attr("softcap") is not None or given["alibi_slopes"] is not None:
+        return options | _score_callbacks(ctx, node)
+    seq_q, seq_kv = given["seq_len_q"], given["seq_len_kv"]
     if seq_q is not None or seq_kv is not None:
         batch, _, rows, _ = q_spec.shape
-        keys = ctx.spec.tensors[str(inputs["k"])].shape[2]
+        keys = ctx.spec.tensors[str(_port(node, "k"))].shape[2]
         options["use_padding_mask"] = True
         options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
         options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
+    if node.attr("alibi"):
+        right = (node.attr("window") or (None, None))[1]
+        if right != 0 or node.attr("diagonal_alignment") != "top_left":
+            raise _Refused("cuDNN's own ALiBi slopes are for the causal band from the top left")
+        options["use_alibi_mask"] = True
+    return options | _band_options(ctx, node)
+
+
+def _band_options(ctx: Context, node: Node) -> dict[str, Any]:
+    """The frontend's keywords for the band of keys around the diagonal."""
+    options: dict[str, Any] = {}
     window = node.attr("window")
     if window is not None:
         left, right = window
@@ -642,27 +716,168 @@ def _attention_options(
     return options
 
 
+def _dropout_options(ctx: Context, node: Node) -> dict[str, Any]:
+    """The frontend's dropout: by seed and offset, or by a mask."""
+    p = node.attr("dropout_p")
+    if p == 0.0:
+        return {}
+    name = _port(node, "dropout_mask")
+    if name is None:
+        _check_dropout(ctx.spec, node)
+        seed, offset = (ctx.values[str(_port(node, f"dropout_{of}"))] for of in ("seed", "offset"))
+        return {"dropout": (p, seed, offset)}
+    if ctx.spec.tensors[name].dtype == torch.bool:
+        raise _Refused("cuDNN attention takes dropout masks of numbers, not boolean ones")
+    _check_dropped_band(node)
+    scales = [ctx.scalar(1.0 / (1.0 - p))]
+    if node.op == "sdpa_backward":
+        scales.append(ctx.scalar(1.0 - p))
+    return {"dropout": (ctx.values[name], *scales)}
+
+
+def _check_dropped_band(node: Node) -> None:
+    window, alignment = node.attr("window"), node.attr("diagonal_alignment")
+    if alignment == "bottom_right" and window is not None and window[1] is not None:
+        raise _Refused("cuDNN attention drops nothing along the bottom-right diagonal")
+
+
+def _check_dropout(spec: GraphSpec, node: Node) -> None:
+    """Refuse, forward and backward alike, what cuDNN has no gradient of.
+
+    cuDNN's generator is its own: where the gradient is a torch step the forward has to be one too,
+    or the two would drop different weights.
+    """
+    _check_dropped_band(node)
+    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
+        raise _Refused("dropout by a seed with lengths, whose gradient is a torch step")
+    name, q = _port(node, "attn_mask"), spec.tensors[str(_port(node, "q"))]
+    if name is None:
+        return
+    mask = spec.tensors[name]
+    changed = node.attr("softcap") is not None or _port(node, "alibi_slopes") is not None
+    if mask.dtype != q.dtype or (1, *mask.shape)[-2] == 1 < q.shape[2] or changed:
+        raise _Refused("dropout by a seed under a mask whose gradient is a torch step")
+
+
+def _score_callbacks(ctx: Context, node: Node) -> dict[str, Any]:
+    """A soft cap and given ALiBi slopes, as pointwise ops on the scores.
+
+    cuDNN has no masks of its own beside them, so a band of keys is part of them; a row without a
+    key would divide 0 by 0, and lengths have such rows.
+    """
+    q, k = (ctx.spec.tensors[str(_port(node, port))] for port in ("q", "k"))
+    cap, name = node.attr("softcap"), _port(node, "alibi_slopes")
+    if node.attr("alibi") or any(_port(node, f"seq_len_{of}") for of in ("q", "kv")):
+        raise _Refused("cuDNN attention changes scores beside no lengths, and no ALiBi of its own")
+    rows, keys = q.shape[2], k.shape[2]
+    shift = 0 if node.attr("diagonal_alignment") == "top_left" else keys - rows
+    left, right = node.attr("window") or (None, None)
+    first, last = shift, rows - 1 + shift  # the diagonal's keys in the first row and in the last
+    if (right is not None and first + right < 0) or (left is not None and last - left >= keys):
+        raise _Refused("cuDNN attention changes scores where every row has a key")
+    numbers = {
+        key: ctx.scalar(value)
+        for key, value in (
+            ("cap", cap),
+            ("1 / cap", None if cap is None else 1.0 / cap),
+            ("shift", -float(shift)),
+            ("right", None if right is None else float(right)),
+            ("left", None if left is None else -float(left)),
+            ("nothing", -math.inf),
+        )
+        if value is not None
+    }
+    slopes = None if name is None else ctx.values[name]
+    kinds, seen = ctx.frontend.data_type, {}
+
+    def forward(g: Any, scores: Any) -> Any:
+        if cap is not None:
+            seen["tanh"] = g.tanh(input=g.mul(a=scores, b=numbers["1 / cap"]))
+            scores = g.mul(a=seen["tanh"], b=numbers["cap"])
+        if slopes is None and left is None and right is None:
+            return scores
+        row, col = (g.gen_index(input=scores, axis=axis) for axis in (2, 3))
+        for index in (row, col):
+            index.set_data_type(kinds.INT32)
+        distance = g.sub(a=col, b=row, compute_data_type=kinds.INT32)
+        distance.set_data_type(kinds.INT32)
+        distance = g.add(a=distance, b=numbers["shift"], compute_data_type=kinds.FLOAT)
+        distance.set_data_type(kinds.FLOAT)
+        if slopes is not None:
+            scores = g.sub(a=scores, b=g.mul(a=g.abs(input=distance), b=slopes))
+        for bound, compare in (("right", g.cmp_le), ("left", g.cmp_ge)):
+            if bound in numbers:
+                inside = compare(input=distance, comparison=numbers[bound])
+                inside.set_data_type(kinds.BOOLEAN)
+                scores = g.binary_select(input0=scores, input1=numbers["nothing"], mask=inside)
+        return scores
+
+    def backward(g: Any, grad: Any) -> Any:
+        square = g.mul(a=seen["tanh"], b=seen["tanh"])
+        return g.sub(a=grad, b=g.mul(a=grad, b=square))
+
+    callbacks: dict[str, Any] = {"score_mod": forward}
+    if node.op == "sdpa_backward" and cap is not None:
+        callbacks["score_mod_bprop"] = backward
+    return callbacks
+
+
 def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
-    _, _, _, mask, seq_q, seq_kv = ctx.operands(node)
     q, k, v = _distinct(ctx, node, ("q", "k", "v"))
-    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    options = _attention_options(ctx, node)
+    sink = _port(node, "sink")
+    if sink is not None:
+        if ctx.spec.tensors[str(_port(node, "q"))].shape[2] == 1:
+            raise _Refused("cuDNN attention takes no sink where S_q is 1")
+        options["sink_token"] = ctx.values[sink]
     out, stats = ctx.graph.sdpa(q=q, k=k, v=v, generate_stats=node.attr("return_lse"), **options)
     return out, stats
 
 
-def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
-    *_, mask, seq_q, seq_kv = ctx.operands(node)
+def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
+    ports = OPS[node.op].ports
+    names = dict(zip(ports, node.inputs, strict=True))
+    q, k = (ctx.spec.tensors[str(names[port])] for port in "qk")
+    depths = {ctx.spec.tensors[str(names[port])].shape[3] for port in "qkv"}
+    if any(depth % 16 or depth > 256 for depth in depths):
+        raise _Refused(
+            f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
+        )
+    options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
+    seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
     if seq_q is not None or seq_kv is not None:
+        ones = [q.shape[0], 1, 1, 1]
+        options["use_padding_mask"] = True
+        options["seq_len_q"] = seq_q or ctx.constant(ones, q.shape[2], torch.int32)
+        options["seq_len_kv"] = seq_kv or ctx.constant(ones, k.shape[2], torch.int32)
+    if node.attr("window") is not None:
+        left, right = node.attr("window")
+        kinds = ctx.frontend.diagonal_alignment
+        top_left = node.attr("diagonal_alignment") == "top_left"
+        options["diagonal_alignment"] = kinds.TOP_LEFT if top_left else kinds.BOTTOM_RIGHT
+        if left is not None:
+            options["left_bound"] = left + 1  # cuDNN counts the diagonal itself
+        if right is not None:
+            options["right_bound"] = right
+    data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))
+    results = ctx.graph.sdpa_fp8(**data, generate_stats=node.attr("return_lse"), **options)
+    return list(results)
+
+
+def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
         raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
-    name = node.inputs[OPS[node.op].ports.index("attn_mask")]
+    name = _port(node, "attn_mask")
     if name is not None:
         rows = (1, *ctx.spec.tensors[name].shape)[-2]
         if rows == 1 < ctx.spec.tensors[str(node.inputs[0])].shape[2]:
             raise _Refused("cuDNN gets the gradient wrong under a mask that is broadcast over rows")
     do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
-    options = _attention_options(ctx, node, mask, seq_q, seq_kv)
+    options = _attention_options(ctx, node)
     dmask = None
     if node.outputs[3] is not None:
+        if node.attr("softcap") is not None:
+            raise _Refused("cuDNN attention has no gradient of a mask beside a soft cap")
         tensor = ctx.spec.tensors[node.outputs[3]]
         dims, strides = ctx.view.dims(tensor.shape, tensor.stride)
         dmask = options["dBias"] = ctx.graph.tensor(
@@ -670,6 +885,112 @@ def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
         )
     grads = ctx.graph.sdpa_backward(q=q, k=k, v=v, o=o, dO=do, stats=lse, **options)
     return *grads, dmask
+
+
+def _sdpa_paged(ctx: Context, node: Node) -> Sequence[Any]:
+    q, k, v = _distinct(ctx, node, ("q", "k_cache", "v_cache"))
+    q_spec, table = (ctx.spec.tensors[str(_port(node, port))] for port in ("q", "page_table"))
+    if q_spec.dtype not in LOW_PRECISION:
+        raise _Refused("cuDNN attention takes float16 and bfloat16 only")
+    batch, _, rows, _ = q_spec.shape
+    pages, second = str(_port(node, "page_table")), _port(node, "page_table_v")
+    lengths = _port(node, "seq_len_q")
+    page = ctx.spec.tensors[str(_port(node, "k_cache"))].shape[2]
+    out, stats = ctx.graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=node.attr("scale"),
+        generate_stats=node.attr("return_lse"),
+        use_padding_mask=True,
+        seq_len_q=ctx.constant([batch, 1, 1, 1], rows, torch.int32)
+        if lengths is None
+        else ctx.values[lengths],
+        seq_len_kv=ctx.values[str(_port(node, "seq_len_kv"))],
+        paged_attention_k_table=ctx.values[pages],
+        paged_attention_v_table=ctx.alias(pages) if second in (None, pages) else ctx.values[second],
+        paged_attention_max_seq_len_kv=table.shape[1] * page,
+        name=node.name,
+        **_band_options(ctx, node),
+    )
+    return out, stats
+
+
+def _sequences(ctx: Context, node: Node) -> tuple[dict[str, Any], Callable[[Any, str, bool], None]]:
+    """The lengths of packed sequences as keywords, and what gives a tensor its offsets.
+
+    The latter takes the frontend's tensor, the name of ours, and whether its tokens are those of k.
+    """
+    name = str(_port(node, "ragged"))
+    ragged = ctx.spec.tensors[name]
+    rows, count = ragged.shape
+    ones = (1, 1, 1)
+    widths = token_widths(node, ctx.spec.tensors)
+    if rows != 2 + len(widths[0]) + len(widths[1]):
+        raise _Refused("packed attention with offsets for other strides")
+
+    def row(number: int, length: int) -> Any:
+        step = number * ragged.stride[0] * ragged.dtype.itemsize
+        return ctx.alias(name, ((length, *ones), (1, *ones)), step)
+
+    offsets = [row(number, count) for number in range(2, rows)]
+
+    def place(tensor: Any, of: str, keys: bool) -> None:
+        before = len(widths[0]) if keys else 0
+        at = before + widths[keys].index(ctx.spec.tensors[of].stride[0])
+        tensor.set_ragged_offset(offsets[at])
+
+    lengths = {"seq_len_q": ctx.values[name], "seq_len_kv": row(1, count - 1)}
+    return {"use_padding_mask": True, **lengths}, place
+
+
+def _sdpa_varlen(ctx: Context, node: Node) -> Sequence[Any]:
+    q, k, v = _distinct(ctx, node, ("q", "k", "v"))
+    options, place = _sequences(ctx, node)
+    for tensor, port in ((q, "q"), (k, "k"), (v, "v")):
+        place(tensor, str(_port(node, port)), port != "q")
+    out, stats = ctx.graph.sdpa(
+        q=q,
+        k=k,
+        v=v,
+        attn_scale=node.attr("scale"),
+        generate_stats=node.attr("return_lse"),
+        name=node.name,
+        **options,
+        **_band_options(ctx, node),
+    )
+    for tensor, result in zip((out, stats), node.outputs, strict=True):
+        if result is not None:
+            place(tensor, result, False)
+    return out, stats
+
+
+def _sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
+    ports = ("do", "q", "k", "v", "o", "lse")
+    operands = _distinct(ctx, node, ports)
+    q = ctx.spec.tensors[str(_port(node, "q"))]
+    options, place = _sequences(ctx, node)
+    for tensor, port in zip(operands, ports, strict=True):
+        place(tensor, str(_port(node, port)), port in ("k", "v"))
+    do, q_, k, v, o, lse = operands
+    grads = ctx.graph.sdpa_backward(
+        q=q_,
+        k=k,
+        v=v,
+        o=o,
+        dO=do,
+        stats=lse,
+        attn_scale=node.attr("scale"),
+        max_total_seq_len_q=q.shape[0],
+        max_total_seq_len_kv=ctx.spec.tensors[str(_port(node, "k"))].shape[0],
+        name=node.name,
+        **options,
+        **_band_options(ctx, node),
+    )
+    for tensor, result, keys in zip(grads, node.outputs, (False, True, True), strict=True):
+        assert result is not None, "inference gives all three"
+        place(tensor, result, keys)
+    return grads  # type: ignore[no-any-return]
 
 
 def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
@@ -714,6 +1035,32 @@ def _batch_norm_backward(ctx: Context, node: Node) -> Sequence[Any]:
     )
 
 
+# Added to a number below 2^22 and taken away again, this rounds it to the nearest whole one, ties
+# to even: float32 has no fractions at 2^23.
+_ROUNDER = 1.5 * 2.0**23
+
+
+def _dequantize(ctx: Context, node: Node) -> Any:
+    return ctx.graph.mul(*ctx.operands(node), name=node.name)
+
+
+def _quantize(ctx: Context, node: Node) -> Any:
+    """Rounds and saturates by arithmetic for int8; FP8 conversions do both of themselves."""
+    x, scale = ctx.operands(node)
+    result, like = node.results[0], ctx.spec.tensors[str(node.inputs[0])]
+    if any(result in each.operands for each in ctx.spec.nodes):
+        raise _Refused("what is quantised is rounded where it leaves a plan, not within")
+    g = ctx.graph
+    if node.attr("dtype") != "int8":
+        return g.identity(x, name=node.name) if scale is None else g.div(x, scale, name=node.name)
+    if scale is not None:
+        x = ctx.temporary(g.div(x, scale), like)
+    x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
+    x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
+    x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)
+    return g.sub(x, ctx.scalar(_ROUNDER), name=node.name)
+
+
 def _reduction(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     if ctx.spec.tensors[node.results[0]].dtype != torch.float32:
@@ -723,7 +1070,13 @@ def _reduction(ctx: Context, node: Node) -> Any:
         source = ctx.spec.tensors[str(node.inputs[0])]
         count = numel(source.shape[dim] for dim in node.attr("dims"))
         x = ctx.temporary(ctx.graph.mul(x, ctx.scalar(1.0 / count)), source)
-    kind = {"sum": modes.ADD, "mean": modes.ADD, "max": modes.MAX, "min": modes.MIN}[mode]
+    kind = {
+        "sum": modes.ADD,
+        "mean": modes.ADD,
+        "max": modes.MAX,
+        "min": modes.MIN,
+        "amax": modes.AMAX,
+    }[mode]
     return ctx.graph.reduction(input=x, mode=kind, name=node.name)
 
 
@@ -793,14 +1146,38 @@ def _matmul(ctx: Context, node: Node) -> Any:
     x, y = ctx.operands(node)
     if node.inputs[0] == node.inputs[1]:  # cuDNN gets a tensor times itself wrong
         y = ctx.alias(str(node.inputs[1]))
+    if ctx.spec.tensors[str(node.inputs[0])].dtype == torch.int8:
+        kind = ctx.dtype(torch.int32)
+        return ctx.graph.matmul(A=x, B=y, compute_data_type=kind, name=node.name)
     return ctx.graph.matmul(A=x, B=y, name=node.name)
 
 
+def _ones(ctx: Context, node: Node) -> Any:
+    """A weight for an instance norm that has none: the frontend wants one."""
+    vector = _vector(ctx.spec.tensors[str(node.inputs[OPS[node.op].ports.index("x")])])
+    return ctx.constant(ctx.view.dims(vector.shape, vector.stride)[0], 1.0, torch.float32)
+
+
+def _check_image_layout(ctx: Context, node: Node, *names: str | None) -> None:
+    """Refuse an instance norm whose images lie with gaps, or in different orders."""
+    shape = ctx.spec.tensors[str(names[0])].shape
+    strides = [ctx.spec.tensors[name].stride for name in names if name is not None]
+    if not any(
+        all(lies(shape, stride) for stride in strides) for lies in (is_contiguous, is_channels_last)
+    ):
+        raise _Refused(f"{node.op} takes images of one layout, without gaps")
+
+
 def _norm(method: str) -> Rule:
-    """A norm over trailing dims; its statistics are made where somebody takes them."""
+    """A norm; its statistics are made where somebody takes them."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         x, weight, bias = ctx.operands(node)
+        if method == "instancenorm":
+            _check_image_layout(ctx, node, node.inputs[0], node.outputs[0])
+        if method == "instancenorm" and weight is None:
+            weight = _ones(ctx, node)
+            bias = ctx.constant(list(weight.get_dim()), 0.0, torch.float32)
         if bias is None and method == "layernorm":  # the frontend wants one
             spec = ctx.spec.tensors[str(node.inputs[1])]
             shape = ctx.view.dims(spec.shape, spec.stride)[0]
@@ -825,21 +1202,36 @@ def _norm(method: str) -> Rule:
 
 
 def _norm_backward(method: str) -> Rule:
-    """The gradients of a norm over trailing dims."""
+    """The gradients of a norm."""
 
     def rule(ctx: Context, node: Node) -> Sequence[Any]:
         if len([each for each in ctx.spec.nodes if each.op != "constant"]) > 1:
             # cuDNN takes what follows and does not run it (seen on 9.19).
             raise _Refused("the gradient of a norm shares a plan with nothing")
-        dy, x, weight, *statistics = ctx.operands(node)
-        names = ("mean", "inv_variance") if len(statistics) == 2 else ("inv_variance",)
-        options = dict(zip(names, statistics, strict=True))
+        given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+        options = {
+            word: given[port]
+            for word, port in (("mean", "mean"), ("inv_variance", "inv_std"))
+            if port in given
+        }
+        if method == "instancenorm_backward":
+            _check_image_layout(ctx, node, *node.inputs[:2], node.outputs[0])
+        weight = given["weight"]
         with_bias = node.outputs[2] is not None
         if method == "rmsnorm_backward":
             options["has_dbias"] = with_bias
         dx, dweight, dbias = getattr(ctx.graph, method)(
-            grad=dy, input=x, scale=weight, name=node.name, **options
+            grad=given["dy"],
+            input=given["x"],
+            scale=_ones(ctx, node) if weight is None else weight,
+            name=node.name,
+            **options,
         )
+        if weight is None:
+            vector = _vector(ctx.spec.tensors[str(node.inputs[1])])
+            for unused in (dweight, dbias):
+                ctx.discard(unused, vector)
+            return dx, None, None
         if dbias is not None and not with_bias:
             ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
         return dx, dweight, dbias if with_bias else None
@@ -948,10 +1340,16 @@ def _no_resample(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
 
 
+def _no_softmax(ctx: Context | None, node: Node) -> Any:
+    """By reductions and pointwise ops softmax passes over its data three times as often."""
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
+
+
 _REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     _torch_only,
     _torchs_own,
     _no_resample,
+    _no_softmax,
 )
 
 
@@ -965,13 +1363,22 @@ RULES: Mapping[str, Rule] = {
     "layer_norm_backward": _norm_backward("layernorm_backward"),
     "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,
+    "sdpa_fp8": _sdpa_fp8,
     "sdpa_backward": _sdpa_backward,
+    "sdpa_paged": _sdpa_paged,
+    "sdpa_varlen": _sdpa_varlen,
+    "sdpa_varlen_backward": _sdpa_varlen_backward,
+    "ragged_offsets": _torch_only,
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
+    "instance_norm": _norm("instancenorm"),
+    "instance_norm_backward": _norm_backward("instancenorm_backward"),
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
+    "dequantize": _dequantize,
+    "quantize": _quantize,
     "bias": _call("bias"),
     "scale": _call("scale"),
     "relu": _call("relu"),
@@ -989,6 +1396,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": _gelu_tanh_backward,
     "silu_backward": _call("swish_backward"),
     "identity": _call("identity"),
+    "to_float": _call("identity"),
     "neg": _call("neg"),
     "abs": _call("abs"),
     "exp": _call("exp"),
@@ -1022,6 +1430,11 @@ RULES: Mapping[str, Rule] = {
     "concat": _torch_only,
     "aten": _torchs_own,
     **{name: _no_resample for name in resample.RULES},
+    **{
+        f"{name}{suffix}": _no_softmax
+        for name in ("softmax", "log_softmax", "nll_loss")
+        for suffix in ("", "_backward")
+    },
 }
 
 _CHANNEL_PORTS = {
@@ -1031,8 +1444,15 @@ _CHANNEL_PORTS = {
     "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
+    "instance_norm": ("weight", "bias"),
+    "instance_norm_backward": ("weight",),
 }
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in ("sdpa", "sdpa_backward")}
+_SCALED = ("dequantize", "quantize")
+_ATTENTION = ("sdpa", "sdpa_backward")
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged", "sdpa_fp8")}
+_VARLEN = ("sdpa_varlen", "sdpa_varlen_backward")
+_HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
+_NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
 
 
 def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -1043,11 +1463,24 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
         for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
             if operand != name:
                 continue
-            if len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                views.add(_scale_place(spec, node, tensor))
+            elif len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
                 views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif node.op == "sdpa_paged" and port.startswith("page_table"):
+                count = tensor.shape[1]
+                views.add(((tensor.shape[0], 1, count, 1), (tensor.stride[0], count, 1, 1)))
+            elif node.op in _VARLEN and port == "ragged":  # its first row: the lengths of q
+                views.add(((tensor.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)))
+            elif node.op in _VARLEN:
+                views.add(_spread_out(spec, node, tensor, port in ("k", "v")))
+            elif port in _HEAD_PORTS.get(node.op, ()):
+                views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
+            elif port in _NUMBER_PORTS.get(node.op, ()):
+                views.add(((1, 1, 1, 1), (1, 1, 1, 1)))
             elif node.op == "sdpa_backward" and port == "lse":
                 views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
             elif node.op == "expand":
@@ -1060,6 +1493,27 @@ def _placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     if len(views) > 1:
         raise _Refused(f"'{name}' is used with its dims in two different places")
     return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> tuple[Shape, Shape]:
+    """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
+    name = _port(node, "ragged")
+    if name is None:  # cutting gives offsets to 16-bit data
+        raise _Refused("cuDNN attention takes float16 and bfloat16 only")
+    batch = spec.tensors[name].shape[1] - 1
+    longest = node.attr("max_seqlen_kv" if keys else "max_seqlen_q")
+    _, heads, *rest = tensor.shape
+    token, head, *steps = tensor.stride
+    shape = (batch, heads, longest, *(rest or [1]))
+    return shape, (longest * token, head, token, *(steps or [1]))
+
+
+def _scale_place(spec: GraphSpec, node: Node, scale: TensorSpec) -> tuple[Shape, Shape]:
+    """Shape and stride of a quantisation's scale: one for all of x, or along one of its dims."""
+    rank = len(spec.tensors[str(node.inputs[0])].shape)
+    if scale.numel == 1:
+        return (1,) * rank, (1,) * rank
+    return _set_out(scale, (node.attr("dim"),), rank)
 
 
 def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
@@ -1079,7 +1533,9 @@ def _check_places(spec: GraphSpec) -> None:
             shape = spec.tensors[name].shape
             made = _result_spec(spec, producer[name], name).shape
             wanted: Shape = shape
-            if len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            if port == "scale" and node.op in _SCALED:
+                wanted = _scale_place(spec, node, spec.tensors[name])[0]
+            elif len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
                 wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
             elif node.op == "expand":
                 wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
@@ -1110,6 +1566,11 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 f"graph '{spec.name}'",
                 [f"'{name}' is {tensor.dtype}, which cuDNN graphs do not take"],
             )
+    if any(tensor.dtype in FP8 for tensor in spec.tensors.values()):
+        major, minor = divmod(graph_options.get("sm_version") or _capability(), 10)
+        if (major, minor) < FP8_CAPABILITY:
+            reason = f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}"
+            raise NotSupported(f"graph '{spec.name}'", [f"{reason}; declare float16 data"])
     graph = frontend.pygraph(
         name=spec.name,
         io_data_type=frontend.data_type.FLOAT,
@@ -1170,6 +1631,12 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     return Lowered(graph, tuple(range(1, total + 1)), tuple(ctx.extras))
 
 
+def _capability() -> int:
+    """Of the current GPU, as 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:
     """The dtype that a result has of itself, whatever it is kept in."""
     ports = OPS[node.op].ports_of(len(node.inputs))
@@ -1185,9 +1652,13 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
     shape, stride = tensor.shape, tensor.stride
-    if node.op == "sdpa" and name == node.outputs[1]:  # the statistics: (B, H, S, 1)
+    if node.op in _VARLEN:
+        keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
+        shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
+    if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
-    if node.op in ("batch_norm_train", "batch_norm_backward") and len(shape) == 1:
+    vectors = ("batch_norm_train", "batch_norm_backward", "instance_norm_backward")
+    if node.op in vectors and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)
         shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
     if node.op == "reduction":

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Plan:
             if isinstance(extra, Constant)
         }
         self._added = tuple(
-            (extra.position, 0)
+            (extra.position, extra.offset_bytes)
             if isinstance(extra, Alias)
             else (None, self._constants[extra.uid].data_ptr())
             for extra in extras
@@ -111,8 +112,8 @@ class Plan:
     def pointers(self, tensors: Sequence[int]) -> Any:
         """An array of pointers: inputs, outputs, then what the plan adds to them."""
         made = array("Q", tensors)
-        for position, constant in self._added:
-            made.append(constant if position is None else tensors[position])
+        for position, address in self._added:
+            made.append(address if position is None else tensors[position] + address)
         return made
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
@@ -127,12 +128,31 @@ class Plan:
         else:
             self._graph.execute_plan_at_index(pack, workspace, self._index, handle)
 
+    def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
+        """A call that launches with the addresses at ``places`` of a list (inputs, then outputs),
+        a workspace and a handle: :meth:`execute` for one that is launched often."""
+        pick, fast = itemgetter(*places), self._fast
+        if fast is None or len(places) < 2 or any(at is not None for at, _ in self._added):
+            return lambda addresses, workspace, handle: self.execute(
+                self.pointers([addresses[at] for at in places]), workspace, handle
+            )
+        constants = tuple(constant for _, constant in self._added)
+
+        def launch(addresses: Sequence[int], workspace: int, handle: Any) -> None:
+            pointers = array("Q", pick(addresses) + constants)
+            address, count = pointers.buffer_info()
+            fast(address, count, workspace, handle.backend_handle)
+
+        return launch
+
     def serialize(self) -> bytes:
         """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""
         head = {
             "choice": str(self.choice),
             "uids": len(self._uids) - len(self._extras),
-            "aliases": [[e.uid, e.position] for e in self._extras if isinstance(e, Alias)],
+            "aliases": [
+                [e.uid, e.position, e.offset_bytes] for e in self._extras if isinstance(e, Alias)
+            ],
             "constants": [
                 [
                     e.uid,
@@ -165,7 +185,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
             Constant(int(uid), int(count), float.fromhex(value), getattr(torch, dtype), bool(host))
             for uid, count, value, dtype, host in described["constants"]
         ]
-        extras += [Alias(int(uid), int(position)) for uid, position in described["aliases"]]
+        extras += [Alias(*map(int, alias)) for alias in described["aliases"]]
         extras.sort(key=lambda extra: extra.uid)
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)

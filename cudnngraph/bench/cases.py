@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..graph import Graph, Value
+from ..ops import FP8
 
 Tensors = Mapping[str, torch.Tensor]
 Eager = Callable[[Tensors], torch.Tensor]
@@ -21,13 +22,17 @@ Eager = Callable[[Tensors], torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, what eager torch does for it, and other ways that torch has, by name."""
+    """A graph, what eager torch does for it, and other ways to do it, by name.
+
+    ``numbers`` are the inputs that hold one number, and which.
+    """
 
     name: str
     suite: str
     graph: Graph
     eager: Eager
     others: Mapping[str, Eager] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def tensors(self, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random inputs of about unit results, and outputs to write to."""
@@ -39,9 +44,16 @@ class Case:
             tensor = made[name] = torch.empty_strided(
                 declared.shape, declared.stride, dtype=declared.dtype, device=device
             )
-            if name in spec.inputs:
+            if name in self.numbers:
+                tensor.fill_(self.numbers[name])
+            elif declared.dtype == torch.int8 and name in spec.inputs:
+                tensor.random_(-127, 128, generator=generator)
+            elif name in spec.inputs:
                 fan_in = tensor[0].numel() if name.startswith("w") and tensor.dim() > 1 else 1
-                tensor.normal_(0.0, fan_in**-0.5, generator=generator)
+                wide = tensor.to(torch.float32) if declared.dtype in FP8 else tensor
+                wide.normal_(0.0, fan_in**-0.5, generator=generator)
+                if wide is not tensor:
+                    tensor.copy_(wide)
         return made
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from .attention import FusedMultiheadAttention, FusedSDPA
 from .conv import FusedConvBlock, FusedConvTransposeBlock
+from .mlp import FusedMLP
+from .norm import FusedLayerNorm, FusedRMSNorm
+from .separable import FusedDepthwiseSeparable
 from .swap import Report, Swap, replace
 
 __all__ = [
     "FusedConvBlock",
     "FusedConvTransposeBlock",
+    "FusedDepthwiseSeparable",
+    "FusedLayerNorm",
+    "FusedMLP",
     "FusedMultiheadAttention",
+    "FusedRMSNorm",
     "FusedSDPA",
     "Report",
     "Swap",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import FeatureMissing, GraphError, Problem
-from ..functional import refuse_dropout, scaled_dot_product_attention
+from ..functional import scaled_dot_product_attention
 from ..policy import Policy
 
 Window = tuple[int | None, int | None]
@@ -18,8 +18,10 @@ Window = tuple[int | None, int | None]
 class FusedSDPA(nn.Module):
     """Scaled dot-product attention, softmax(scale * q k^T + mask) v, without parameters.
 
-    ``causal``, ``window``, ``scale`` and ``diagonal_alignment`` are those of
-    :meth:`cudnngraph.Graph.sdpa`. ``dropout`` has to be 0: raises :class:`FeatureMissing` else.
+    ``causal``, ``window``, ``scale``, ``diagonal_alignment``, ``softcap`` and ``alibi`` are those
+    of :meth:`cudnngraph.Graph.sdpa`. ``dropout`` drops attention weights with that probability
+    while the module trains; torch's generator gives the seed. Raises :class:`GraphError` where that
+    is no probability below 1.
     """
 
     def __init__(
@@ -30,10 +32,17 @@ class FusedSDPA(nn.Module):
         scale: float | None = None,
         diagonal_alignment: str = "top_left",
         dropout: float = 0.0,
+        softcap: float | None = None,
+        alibi: bool = False,
         policy: Policy | None = None,
     ) -> None:
         super().__init__()
-        refuse_dropout(dropout)
+        if not 0.0 <= dropout < 1.0:
+            problem = Problem("attention", f"dropout={dropout!r}", "a number from 0 to below 1")
+            raise GraphError(type(self).__name__, [problem])
+        self.dropout = dropout
+        self.softcap = softcap
+        self.alibi = alibi
         self.causal = causal
         self.window = window
         self.scale = scale
@@ -49,31 +58,40 @@ class FusedSDPA(nn.Module):
         *,
         seq_len_q: torch.Tensor | None = None,
         seq_len_kv: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) → (B, H, S_q, D_v).
 
         H is a multiple of H_kv. ``attn_mask`` is bool (True attends) or added to the scores;
-        ``seq_len_q`` and ``seq_len_kv`` are (B,) int32. With ``return_lse=True`` the pair (o, lse).
+        ``seq_len_q`` and ``seq_len_kv`` are (B,) int32, ``alibi_slopes`` and ``sink`` (H,)
+        float32. With ``return_lse=True`` the pair (o, lse).
         """
         return scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask,
+            self.dropout if self.training else 0.0,
             is_causal=self.causal,
             scale=self.scale,
             window=self.window,
             diagonal_alignment=self.diagonal_alignment,
             seq_len_q=seq_len_q,
             seq_len_kv=seq_len_kv,
+            alibi=self.alibi,
+            alibi_slopes=alibi_slopes,
+            softcap=self.softcap,
+            sink=sink,
             return_lse=return_lse,
             policy=self.policy,
         )
 
     def extra_repr(self) -> str:
         """The options that are not at their defaults."""
-        shown = {"causal": False, "window": None, "scale": None, "diagonal_alignment": "top_left"}
+        shown: dict[str, Any] = {"causal": False, "window": None, "scale": None}
+        shown |= {"diagonal_alignment": "top_left", "dropout": 0.0, "softcap": None, "alibi": False}
         values = {name: getattr(self, name) for name in shown}
         return ", ".join(f"{name}={v!r}" for name, v in values.items() if v != shown[name])
 
@@ -167,7 +185,6 @@ class FusedMultiheadAttention(nn.Module):
             what
             for wrong, what in (
                 (not module.batch_first, "batch_first=False"),
-                (module.dropout != 0, f"dropout={module.dropout}"),
                 (not module._qkv_same_embed_dim, "kdim or vdim other than embed_dim"),
                 (module.bias_k is not None, "add_bias_kv=True"),
                 (module.add_zero_attn, "add_zero_attn=True"),
@@ -183,10 +200,11 @@ class FusedMultiheadAttention(nn.Module):
             bias=bias,
             causal=causal,
             window=window,
+            dropout=module.dropout,
             device="meta",
             policy=policy,
         )
         made.in_proj_weight, made.in_proj_bias = module.in_proj_weight, module.in_proj_bias
         made.out_proj = module.out_proj
-        made.training = module.training
+        made.train(module.training)
         return made

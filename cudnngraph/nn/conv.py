@@ -198,8 +198,9 @@ class _Block(nn.Module):
             return sync.run_synchronised(
                 geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
             )
+        fixed = functional.fixed_momentum(momentum, mean) if tracks else None
         static = functional.static_of(
-            functional.norm_options, geometry, kind, attrs, by_batch, bn.eps
+            functional.norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
         )
         return functional.run_conv_norm_act(static, tensors, momentum, self.policy)
 

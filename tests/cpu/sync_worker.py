@@ -105,6 +105,7 @@ def main(rank: int, file: str) -> None:
     groups = [dist.new_group([each]) for each in range(2)]
     told["a group of one"] = alone(groups[rank], rank)
     print(json.dumps(told))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ Mistakes in policies have a shorter table below, those in bound tensors are in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +148,10 @@ def attention(
     v_dtype: torch.dtype | None = None,
     mask: tuple[tuple[int, ...], torch.dtype] | None = None,
     lengths: tuple[tuple[int, ...], torch.dtype] | None = None,
+    inputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
     **options: Any,
 ) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
-    """An attention named 'a1' that is wrong somehow."""
+    """An attention named 'a1' that is wrong somehow. ``inputs`` are further ones by keyword."""
 
     def declare(g: cg.Graph) -> None:
         given = [
@@ -163,10 +164,47 @@ def attention(
             extra["attn_mask"] = g.input("mask", *mask)
         if lengths is not None:
             extra["seq_len_kv"] = g.input("lengths", *lengths)
+        extra |= {key: g.input(key, *form) for key, form in (inputs or {}).items()}
         result = g.sdpa(*given, name="a1", **extra)
         g.output("y", result[0] if isinstance(result, tuple) else result)
 
     return declare, ("sdpa 'a1'", *says)
+
+
+def packed(
+    *says: str,
+    shapes: tuple[tuple[int, ...], ...] = ((96, 8, 64), (80, 2, 64), (80, 2, 64)),
+    ends: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (((4,), torch.int32),) * 2,
+    longest: tuple[Any, Any] = (40, 32),
+    **options: Any,
+) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
+    """Packed attention named 'p1' that is wrong somehow."""
+
+    def declare(g: cg.Graph) -> None:
+        data = [g.input(name, shape, F16) for name, shape in zip("qkv", shapes, strict=True)]
+        where = [g.input(f"ends_{n}", *form) for n, form in zip(("q", "kv"), ends, strict=True)]
+        g.output("o", g.sdpa_varlen(*data, *where, *longest, name="p1", **options))
+
+    return declare, ("sdpa_varlen 'p1'", *says)
+
+
+def paged(
+    *says: str,
+    q: tuple[int, ...] = (2, 8, 1, 64),
+    k: tuple[int, ...] = (12, 2, 16, 64),
+    v: tuple[int, ...] = (12, 2, 16, 64),
+    table: tuple[tuple[int, ...], torch.dtype] = ((2, 4), torch.int32),
+    lengths: tuple[tuple[int, ...], torch.dtype] = ((2,), torch.int32),
+    **options: Any,
+) -> tuple[Callable[[cg.Graph], Any], tuple[str, ...]]:
+    """Paged attention named 'p1' that is wrong somehow."""
+
+    def declare(g: cg.Graph) -> None:
+        data = [g.input("q", q, F16), g.input("k", k, F16), g.input("v", v, F16)]
+        where = [g.input("table", *table), g.input("lengths", *lengths)]
+        g.output("o", g.sdpa_paged(*data, *where, name="p1", **options))
+
+    return declare, ("sdpa_paged 'p1'", *says)
 
 
 def whole(
@@ -446,7 +484,7 @@ TABLE = [
         ),
     ),
     ("matmul_dtypes", product("y 'y' is float32, x 'x' is float16", "same dtype", y_dtype=F32)),
-    ("matmul_int", product("x 'x' is int8", "convert it first", dtype=torch.int8)),
+    ("matmul_int", product("x 'x' is int32", "convert it first", dtype=torch.int32)),
     (
         "matmul_number",
         pointwise(lambda g, x: x @ 2.0, "matmul", "y '", "has 0 dims"),
@@ -573,6 +611,152 @@ TABLE = [
     ("sdpa_lse_text", attention("return_lse='yes' is not a bool", return_lse="yes")),
     ("sdpa_scale_nan", attention("scale=nan is not finite", scale=math.nan)),
     ("sdpa_scale_text", attention("scale='auto' is not a number", scale="auto")),
+    ("sdpa_dropout_1", attention("dropout_p=1.0", "from 0 to below 1", dropout_p=1.0)),
+    ("sdpa_dropout_text", attention("dropout_p='some' is not a number", dropout_p="some")),
+    (
+        "sdpa_dropout_alone",
+        attention("dropout_p=0.1 without anything that says", "or dropout_mask", dropout_p=0.1),
+    ),
+    (
+        "sdpa_dropout_seed_alone",
+        attention(
+            "dropout_seed without dropout_offset",
+            dropout_p=0.1,
+            inputs={"dropout_seed": ((1,), torch.int64)},
+        ),
+    ),
+    (
+        "sdpa_dropout_twice",
+        attention(
+            "dropout_mask beside dropout_seed",
+            dropout_p=0.1,
+            inputs={
+                "dropout_seed": ((1,), torch.int64),
+                "dropout_offset": ((), torch.int64),
+                "dropout_mask": ((2, 4, 32, 48), torch.bool),
+            },
+        ),
+    ),
+    (
+        "sdpa_dropout_0_with_a_mask",
+        attention(
+            "dropout_p=0.0 with a seed or a mask",
+            "leave them out",
+            inputs={"dropout_mask": ((2, 4, 32, 48), torch.bool)},
+        ),
+    ),
+    (
+        "sdpa_dropout_seed_int32",
+        attention(
+            "dropout_seed 'dropout_seed' is int32 (2,)",
+            "one int64, of shape () or (1,)",
+            dropout_p=0.1,
+            inputs={
+                "dropout_seed": ((2,), torch.int32),
+                "dropout_offset": ((), torch.int64),
+            },
+        ),
+    ),
+    (
+        "sdpa_dropout_mask_shape",
+        attention(
+            "dropout_mask 'dropout_mask' is bool (32, 48)",
+            "of shape (B, H, S_q, S_kv) = (2, 4, 32, 48)",
+            dropout_p=0.1,
+            inputs={"dropout_mask": ((32, 48), torch.bool)},
+        ),
+    ),
+    (
+        "sdpa_sink_dtype",
+        attention(
+            "sink 'sink' is float16 (4,)", "float32 (H,) = (4,)", inputs={"sink": ((4,), F16)}
+        ),
+    ),
+    (
+        "sdpa_slopes_shape",
+        attention(
+            "alibi_slopes 'alibi_slopes' is float32 (2, 4)",
+            "float32 (H,) = (4,)",
+            inputs={"alibi_slopes": ((2, 4), F32)},
+        ),
+    ),
+    (
+        "sdpa_alibi_twice",
+        attention(
+            "alibi=True beside alibi_slopes", alibi=True, inputs={"alibi_slopes": ((4,), F32)}
+        ),
+    ),
+    ("sdpa_softcap_0", attention("softcap=0.0", "> 0, or None for no cap", softcap=0)),
+    (
+        "varlen_rank",
+        packed(
+            "q 'q' has 4 dims", "3: (T, H, D)", shapes=((1, 96, 8, 64), (80, 2, 64), (80, 2, 64))
+        ),
+    ),
+    (
+        "varlen_tokens",
+        packed("v has 81 tokens, k has 80", shapes=((96, 8, 64), (80, 2, 64), (81, 2, 64))),
+    ),
+    (
+        "varlen_heads",
+        packed(
+            "q has 8 heads, not a multiple of the 3 heads of k",
+            shapes=((96, 8, 64), (80, 3, 64), (80, 3, 64)),
+        ),
+    ),
+    (
+        "varlen_head_dim",
+        packed("k has head dim 32, q has 64", shapes=((96, 8, 64), (80, 2, 32), (80, 2, 64))),
+    ),
+    (
+        "varlen_ends_dtype",
+        packed(
+            "cu_seqlens_q 'ends_q' is int64 (4,)",
+            "int32 (B + 1,) = (4,)",
+            ends=(((4,), torch.int64), ((4,), torch.int32)),
+        ),
+    ),
+    (
+        "varlen_ends_differ",
+        packed(
+            "cu_seqlens_kv 'ends_kv' is int32 (5,)",
+            "int32 (B + 1,) = (4,)",
+            ends=(((4,), torch.int32), ((5,), torch.int32)),
+        ),
+    ),
+    (
+        "varlen_no_sequence",
+        packed(
+            "cu_seqlens_q 'ends_q' has shape (1,)",
+            "0, then the end of each sequence",
+            ends=(((1,), torch.int32),) * 2,
+        ),
+    ),
+    ("varlen_longest", packed("max_seqlen_kv=0", "the longest sequence", longest=(40, 0))),
+    ("varlen_longest_float", packed("max_seqlen_q=4.5", "whole number", longest=(4.5, 9))),
+    ("varlen_window", packed("window=8 is not a pair", window=8)),
+    ("paged_rank", paged("k_cache 'k' has 3 dims", "(pages, H_kv, page, D)", k=(12, 2, 64))),
+    ("paged_page", paged("v_cache has pages of 8 keys, k_cache of 16", v=(12, 2, 8, 64))),
+    (
+        "paged_heads",
+        paged("q has 8 heads, not a multiple of the 3", k=(12, 3, 16, 64), v=(12, 3, 16, 64)),
+    ),
+    (
+        "paged_table_dtype",
+        paged(
+            "page_table 'table' is int64 (2, 4)",
+            "int32 (B, pages of a sequence) = (2, 4)",
+            table=((2, 4), torch.int64),
+        ),
+    ),
+    (
+        "paged_table_batch",
+        paged("page_table 'table' is int32 (3, 4)", "= (2, 4)", table=((3, 4), torch.int32)),
+    ),
+    (
+        "paged_lengths",
+        paged("seq_len_kv 'lengths' is int32 (3,)", "(B,) = (2,)", lengths=((3,), torch.int32)),
+    ),
     # -- the graph around the ops
     ("unused_input", whole(_unused, "input 'spare'", "not used by any output", "remove it")),
     ("no_output", whole(lambda g: image(g).relu(), "has no output", "g.output")),

@@ -389,13 +389,13 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         def _plans(self) -> Any:
             return plans
 
-        def _steps_on(self, tensors: object, block: Any, handle: Any) -> None:
+        def _steps_on(self, tensors: object, starts: object, block: Any, handle: Any) -> None:
             seen.append(block)
 
     program: Any = Program()
     call = cg.BoundCall(program, {})
     for _ in range(2):
-        call._launch(0) if bound else runtime.Program._run_here(program, [])
+        call._launch(0) if bound else runtime.Program._run_here(program, [], [])
     if capturing:
         assert [kind for kind, _ in blocks] == ["graph"] * 2, "none is used for two captures"
         assert list(runtime._captured.values()) == [plans]

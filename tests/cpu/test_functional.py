@@ -151,15 +151,23 @@ def test_conv_bn_act_is_torchs_and_updates_the_running_statistics(
         assert float((a - c).abs().max()) < EXACT
 
 
-def test_a_momentum_that_changes_compiles_nothing() -> None:
-    x, w, gamma, beta = made((3, 4, 6, 6), (4, 4, 3, 3), (4,), (4,))
+def test_a_momentum_that_changes_compiles_no_graph_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CF, "_momenta", set())
+    x, w, gamma, beta = made((3, 5, 6, 6), (4, 5, 3, 3), (4,), (4,))
     mean, var = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
+    theirs = (mean.clone(), var.clone())
     calls = CF._compiled(CF.conv_norm_act, None)
-    CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=0.5)
     before = len(calls)
-    for step in range(1, 4):
-        CF.conv_bn_act(x, w, mean, var, gamma, beta, training=True, momentum=1.0 / step)
-    assert len(calls) == before
+    for step in range(1, 10):
+        given = (gamma, beta)
+        CF.conv_bn_act(x, w, mean, var, *given, training=True, momentum=1.0 / step)
+        F.batch_norm(F.conv2d(x, w), *theirs, *given, True, 1.0 / step)
+        for a, c in zip((mean, var), theirs, strict=True):
+            assert float((a - c).abs().max()) < EXACT
+    assert len(calls) == before + CF.MOMENTA_KEPT + 1
+    assert mean._version >= 9, "autograd knows that they were written to"
 
 
 # -- layouts and dtypes ----------------------------------------------------------------------------
@@ -297,10 +305,63 @@ def test_attention_shares_heads_and_returns_the_lse() -> None:
     assert not lse.requires_grad
 
 
-def test_dropout_is_refused_with_what_to_do() -> None:
-    q = torch.ones(1, 1, 2, 8)
-    with pytest.raises(cg.FeatureMissing, match=r"^dropout_p=0.1 in attention; only 0.0 is"):
-        CF.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+def test_dropout_draws_its_seed_from_torchs_generator() -> None:
+    """Of ones, attention gives the share of a row's weights that is kept, over 1 - p."""
+    q = torch.ones(4, 8, 16, 8)
+    torch.manual_seed(3)
+    first = CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
+    second = CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25)
+    torch.manual_seed(3)
+    assert torch.equal(CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25), first)
+    assert not torch.equal(first, second)
+    kept = first[..., 0].double() * 0.75 * 16
+    assert torch.allclose(kept, kept.round(), atol=1e-4)
+    assert abs(float(kept.mean()) / 16 - 0.75) < 4 * (0.1875 / kept.numel() / 16) ** 0.5
+
+
+def test_packed_attention_is_attention_of_each_sequence_with_gradients() -> None:
+    lengths, gen = [5, 9, 2], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, h, 8, generator=gen, dtype=F64).requires_grad_() for h in (4, 2, 2))
+    ends = torch.tensor([0, 5, 14, 16], dtype=torch.int32)
+    o = CF.varlen_attention(q, k, v, ends, ends, 9, 9, is_causal=True)
+    parts = [
+        F.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in each), is_causal=True, enable_gqa=True
+        ).transpose(0, 1)
+        for each in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    ]
+    theirs, grad = torch.cat(parts), torch.randn(16, 4, 8, generator=gen, dtype=F64)
+    found, right = (torch.autograd.grad(y, [q, k, v], grad) for y in (o, theirs))
+    for a, b in zip((o, *found), (theirs, *right), strict=True):
+        assert float((a - b).detach().abs().max()) < 1e-12
+    _, lse = CF.varlen_attention(q, k, v, ends, ends, 9, 9, return_lse=True)
+    assert lse.shape == (16, 4) and not lse.requires_grad
+
+
+def test_the_tokens_behind_the_last_sequence_are_no_keys() -> None:
+    q = torch.randn(7, 2, 8, dtype=F64)
+    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
+    spoilt = q.clone()
+    spoilt[5:] = torch.nan
+    ours = CF.varlen_attention(spoilt, spoilt, spoilt, ends, ends, 3, 3)
+    theirs = CF.varlen_attention(q[:5], q[:5], q[:5], ends, ends, 3, 3)
+    assert torch.equal(ours[:5], theirs)
+
+
+def test_paged_attention_reads_the_pages_of_the_table() -> None:
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 3, 8, generator=gen, dtype=F64)
+    caches = [torch.randn(6, 4, 2, 8, generator=gen, dtype=F64).transpose(1, 2) for _ in range(2)]
+    table = torch.tensor([[3, 0, -7], [5, 1, 2]], dtype=torch.int32)
+    lengths = torch.tensor([7, 12], dtype=torch.int32)
+    ours = CF.paged_attention(q, *caches, table, lengths, is_causal=True)
+    for batch, (pages, keys) in enumerate((([3, 0], 7), ([5, 1, 2], 12))):
+        k, v = (torch.cat(list(cache[pages]), 1)[:, :keys] for cache in caches)
+        keep = torch.arange(keys) <= torch.arange(3).view(-1, 1) + keys - 3
+        one = F.scaled_dot_product_attention(q[batch], k, v, keep, enable_gqa=True)
+        assert float((ours[batch] - one).abs().max()) < 1e-12
+    with pytest.raises(cg.GraphError, match="has no gradient: the cache is for"):
+        CF.paged_attention(q.requires_grad_(), *caches, table, lengths)
 
 
 # -- policies and mistakes -------------------------------------------------------------------------

@@ -26,6 +26,25 @@ def attention(lengths: bool) -> cg.GraphSpec:
     return g.spec()
 
 
+def packed() -> cg.GraphSpec:
+    g = cg.Graph("g")
+    q = g.input("q", (128, 4, 64), torch.float16)
+    ends = g.input("ends", (3,), torch.int32)
+    g.output("o", g.sdpa_varlen(q, q, q, ends, ends, 64, 64))
+    return g.spec()
+
+
+def paged() -> cg.GraphSpec:
+    g = cg.Graph("g")
+    q, cache = (
+        g.input("q", (2, 4, 1, 64), torch.float16),
+        g.input("c", (8, 4, 16, 64), torch.float16),
+    )
+    table, n = g.input("t", (2, 4), torch.int32), g.input("n", (2,), torch.int32)
+    g.output("o", g.sdpa_paged(q, cache, cache, table, n))
+    return g.spec()
+
+
 def two_scaled(bias_first: bool) -> cg.GraphSpec:
     g = cg.Graph("g")
     x = g.input("x", (2, 16, 8, 8), torch.float16)
@@ -55,6 +74,8 @@ def test_engines_2_and_9_are_barred_from_attention_with_lengths_of_keys() -> Non
         assert reason is not None and "past a sequence's end" in reason
         assert bad(attention(False), engine) is None
     assert bad(attention(True), 8) is None
+    for spec in (packed(), paged()):
+        assert bad(spec, 9) is not None and bad(spec, 8) is None
 
 
 def test_the_engines_that_crash_on_two_factors_are_barred() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from tests.samples import F64
+from tests.samples import F64, philox_words
 
 EXACT = 1e-9
 S = 7
@@ -117,11 +117,82 @@ def test_the_output_lies_as_q_does() -> None:
     assert cg.FusedSDPA()(sideways, k, v).stride() == sideways.stride()
 
 
-def test_dropout_is_refused_when_a_module_is_made() -> None:
-    with pytest.raises(cg.FeatureMissing, match=r"dropout_p=0\.1 in attention"):
-        cg.FusedSDPA(dropout=0.1)
-    with pytest.raises(cg.FeatureMissing, match=r"dropout_p=0\.2 in attention"):
-        cg.FusedMultiheadAttention(8, 2, dropout=0.2)
+def seeds(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's generator gives for a seed of its own: a seed and an offset of dropout."""
+    gen = torch.Generator().manual_seed(number)
+    drawn = torch.empty(4, dtype=torch.int64).random_(generator=gen)
+    return drawn[:1], drawn[2:3]
+
+
+def dropped_out(q: Any, k: Any, v: Any, keep: torch.Tensor, p: float) -> Any:
+    weights = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
+    return (weights * keep / (1.0 - p)) @ v
+
+
+def test_dropout_follows_torchs_generator_while_a_module_trains() -> None:
+    leaves, module = qkv(), cg.FusedSDPA(dropout=0.4)
+    seed, offset = seeds(11)
+    words = philox_words(int(seed), int(offset), 3 * 4 * S * S)
+    keep = torch.from_numpy(words >= round(0.4 * 2**32)).view(3, 4, S, S)
+    assert 0.5 < float(keep.double().mean()) < 0.7
+    torch.manual_seed(11)
+    check(module(*leaves), dropped_out(*leaves, keep, 0.4), leaves)
+    torch.manual_seed(11)
+    same = module(*leaves)
+    torch.manual_seed(12)
+    assert not torch.equal(module(*leaves), same)
+    module.eval()
+    assert torch.equal(module(*leaves), cg.FusedSDPA()(*leaves))
+
+
+def test_dropout_of_a_given_seed_and_offset() -> None:
+    leaves = [leaf.detach() for leaf in qkv()]
+    attend = cg.functional.scaled_dot_product_attention
+
+    def run(seed: int, offset: int) -> torch.Tensor:
+        numbers = (torch.tensor([n]) for n in (seed, offset))
+        return attend(*leaves, None, 0.4, **dict(zip(SEEDS, numbers, strict=True)))
+
+    assert torch.equal(run(5, 8), run(5, 8))
+    assert not torch.equal(run(5, 8), run(5, 12))
+    assert not torch.equal(run(5, 8), run(6, 8))
+
+
+SEEDS = ("dropout_seed", "dropout_offset")
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5])
+def test_a_dropout_that_is_no_probability_is_named(p: float) -> None:
+    with pytest.raises(cg.GraphError, match=f"dropout={p}; expected a number from 0 to below 1"):
+        cg.FusedSDPA(dropout=p)
+    with pytest.raises(cg.GraphError, match=f"dropout={p}; expected a number from 0 to below 1"):
+        cg.FusedMultiheadAttention(8, 2, dropout=p)
+
+
+def test_sinks_slopes_and_soft_caps() -> None:
+    leaves = qkv()
+    sink = torch.randn(4, dtype=F64, requires_grad=True)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=F64)
+    scores = leaves[0] @ leaves[1].transpose(-1, -2) * 8**-0.5
+    r, c = place(S, S)
+    scores = 0.6 * torch.tanh(scores / 0.6) - slopes.view(-1, 1, 1) * (r - c).abs()
+    column = sink.view(1, -1, 1, 1).expand(3, 4, S, 1)
+    weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    module = cg.FusedSDPA(softcap=0.6)
+    ours = module(*leaves, alibi_slopes=slopes, sink=sink)
+    check(ours, weights @ leaves[2], [*leaves, sink])
+    # The slopes of ALiBi itself for four heads.
+    own = cg.FusedSDPA(alibi=True)(*leaves)
+    given = cg.FusedSDPA()(
+        *leaves, alibi_slopes=torch.tensor([4.0**-n for n in (1, 2, 3, 4)]).double()
+    )
+    assert float((own - given).detach().abs().max()) < EXACT
+    slopes.requires_grad_()
+    assert cg.FusedSDPA()(*leaves, alibi_slopes=slopes).requires_grad
+    (none,) = torch.autograd.grad(
+        cg.FusedSDPA()(*leaves, alibi_slopes=slopes).sum(), slopes, allow_unused=True
+    )
+    assert none is None
 
 
 # -- with projections ------------------------------------------------------------------------------
@@ -157,6 +228,19 @@ def test_multihead_attention_from_torch_shares_the_parameters() -> None:
     assert float((ours(x) - expected).detach().abs().max()) < EXACT
 
 
+def test_multihead_attention_from_torch_drops_as_torch_does() -> None:
+    theirs = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True, dtype=F64)
+    ours = cg.FusedMultiheadAttention.from_torch(theirs)
+    assert ours.attend.dropout == 0.3 and ours.attend.training
+    x = torch.randn(2, 5, 16, dtype=F64)
+    assert not torch.equal(ours(x), ours(x))
+    theirs.eval()
+    made = cg.FusedMultiheadAttention.from_torch(theirs)
+    assert not made.attend.training
+    expected, _ = theirs(x, x, x, need_weights=False)
+    assert float((made(x) - expected).detach().abs().max()) < EXACT
+
+
 def test_multihead_attention_with_fewer_heads_of_k_and_v_and_lengths() -> None:
     ours = cg.FusedMultiheadAttention(16, 4, 2, dtype=F64)
     assert ours.in_proj_weight.shape == (32, 16)
@@ -172,8 +256,8 @@ def test_multihead_attention_with_fewer_heads_of_k_and_v_and_lengths() -> None:
     [
         ({}, "nn.MultiheadAttention with batch_first=False"),
         (
-            {"dropout": 0.1, "add_zero_attn": True, "batch_first": True},
-            "nn.MultiheadAttention with dropout=0.1, add_zero_attn=True",
+            {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+            "nn.MultiheadAttention with add_bias_kv=True, add_zero_attn=True",
         ),
     ],
 )
@@ -195,3 +279,4 @@ def test_copies_and_repr() -> None:
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(other(*leaves), module(*leaves))
     assert repr(module) == "FusedSDPA(causal=True, window=(3, None))"
+    assert repr(cg.FusedSDPA(dropout=0.1, alibi=True)) == "FusedSDPA(dropout=0.1, alibi=True)"

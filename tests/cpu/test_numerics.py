@@ -10,6 +10,7 @@ import torch
 from tests.numerics import BOUNDS, ROUNDOFF, check, kind, relative_error
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def test_relative_error_is_the_ratio_of_norms() -> None:
@@ -57,6 +58,11 @@ def test_infinities_and_nan_in_the_same_places_are_left_out() -> None:
         (F16, F32, {}, "float32 result of 16-bit data"),
         (F32, F16, {}, "float16"),
         (F64, None, {"terms": 5000}, "float64"),
+        (E4, F32, {"terms": 5000}, "float32 result of FP8 data"),
+        (E5, F16, {}, "float16"),
+        (E5, E4, {}, "float8_e4m3fn"),
+        (F16, E5, {}, "float8_e5m2"),
+        (torch.int8, F32, {}, "float32"),
     ],
 )
 def test_each_kind_of_arithmetic_has_its_bound(data, result, options, row) -> None:  # type: ignore
@@ -95,6 +101,41 @@ def test_check_holds_an_output_to_the_error_of_torch() -> None:
 def test_float64_rounded_once_passes_beside_an_exact_torch(dtype: torch.dtype) -> None:
     ref = torch.linspace(0.1, 2.0, 1001, dtype=F64)
     assert 0 < check(ref.to(dtype), ref, dtype, ref) <= ROUNDOFF[dtype]
+
+
+@pytest.mark.parametrize("dtype", [E4, E5], ids=str)
+def test_fp8_is_held_to_half_a_rounding_beside_what_is_rounded(dtype: torch.dtype) -> None:
+    """Next to ties a few may be off; truncation, or two roundings, are too far."""
+    exact = torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=F64) * 8
+    ref = exact.to(dtype).to(F64)
+    assert check((exact * (1 + 1e-3)).to(dtype), ref, dtype) <= BOUNDS[kind(dtype)]
+    spacing = 2.0 * ROUNDOFF[dtype] * 2.0 ** exact.abs().log2().floor()
+    down = (exact / spacing).trunc() * spacing
+    for wrong in (down.to(dtype), (exact + 0.5 * spacing).to(dtype)):
+        with pytest.raises(AssertionError, match=rf"the bound for {kind(dtype)} is"):
+            check(wrong, ref, dtype)
+
+
+@pytest.mark.parametrize("dtype", [E4, E5], ids=str)
+def test_fp8_is_held_to_one_rounding_beside_what_is_not(dtype: torch.dtype) -> None:
+    exact = torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=F64) * 8
+    assert 0.25 * ROUNDOFF[dtype] < check(exact.to(dtype), exact, dtype) < ROUNDOFF[dtype]
+    with pytest.raises(AssertionError, match="not rounded is"):
+        check((exact * 1.15).to(dtype), exact, dtype)
+
+
+def test_int8_may_be_one_step_off_in_few_places() -> None:
+    ref = torch.arange(-100, 100, dtype=torch.int8).repeat(20)
+    out = ref.clone()
+    out[:4] += 1
+    assert check(out, ref, torch.int8) == 0.0
+    out[4] -= 1
+    with pytest.raises(AssertionError, match="5 of 4000 elements differ, by up to 1 steps; 4 may"):
+        check(out, ref, torch.int8)
+    out = ref.clone()
+    out[0] += 2
+    with pytest.raises(AssertionError, match="1 of 4000 elements differ, by up to 2 steps"):
+        check(out, ref, torch.int8)
 
 
 def test_bools_must_be_equal() -> None:

@@ -14,9 +14,15 @@ from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
 from cudnngraph.ir import Node
 from cudnngraph.ops import OPS
+from cudnngraph.partition import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)
+LOSSES = {
+    f"{name}{suffix}"
+    for name in ("softmax", "log_softmax", "nll_loss")
+    for suffix in ("", "_backward")
+}
 
 
 def test_the_tables_have_the_same_keys() -> None:
@@ -43,8 +49,9 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
     parameters = dict(inspect.signature(getattr(cg.Graph, name)).parameters)
     for word in ("self", "name", "approximate" if name == "gelu" else ""):
         parameters.pop(word, None)
-    assert set(parameters) == set(row.ports) | set(row.attrs)
-    for port in row.ports:
+    assert set(parameters) == (set(row.ports) | set(row.attrs)) - {"ragged"}
+    made = set(PACKING) if "ragged" in row.ports else set()
+    for port in set(row.ports) - made:  # of these, cutting puts the last for the others
         required = parameters[port].default is inspect.Parameter.empty
         assert required == row.required(port), port
     for attr, default in row.attrs.items():  # REQUIRED is what inspect says of no default
@@ -68,13 +75,13 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
 def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
     refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
     views = {name for name in OPS if OPS[name].view}
-    assert refused == {"reshape", "transpose", "permute", "slice", "concat"}
-    assert views == refused - {"concat"}
+    assert refused == {"reshape", "transpose", "permute", "slice", "concat", "ragged_offsets"}
+    assert views == refused - {"concat", "ragged_offsets"}
 
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", "aten", *resample.RULES}
+    assert torch_only == {"concat", "aten", *LOSSES, *resample.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
         with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
@@ -96,6 +103,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "slice",
         "transpose",
         *resample.RULES,
+        *LOSSES,
         "conv",
         "conv_transpose",
         "conv_wgrad",
@@ -103,12 +111,19 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reduction",
         "batch_norm_train",
         "batch_norm_backward",
+        "instance_norm",
+        "instance_norm_backward",
         "layer_norm",
         "layer_norm_backward",
         "rms_norm",
         "rms_norm_backward",
         "sdpa",
+        "sdpa_fp8",
         "sdpa_backward",
+        "sdpa_paged",
+        "sdpa_varlen",
+        "sdpa_varlen_backward",
+        "ragged_offsets",
     }
 
 

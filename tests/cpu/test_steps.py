@@ -263,6 +263,11 @@ class Recording:
     def pointers(self, tensors: Any) -> tuple[int, ...]:
         return tuple(tensors)
 
+    def launcher(self, places: Any) -> Any:
+        return lambda addresses, workspace, handle: self.execute(
+            tuple(addresses[at] for at in places), workspace, handle
+        )
+
     def execute(self, pointers: tuple[int, ...], workspace: int, handle: Any) -> None:
         self._seen.append((self.choice, pointers, workspace if self.workspace_bytes else None))
 
@@ -299,7 +304,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
         launch(None)
     bound, block = list(seen), runtime.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
     seen.clear()
-    program._steps_on(tensors, block, None)
+    program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound
     assert bool(seen) == program.uses_cudnn
 
@@ -313,6 +318,6 @@ def test_a_direct_run_of_torch_steps_computes_what_torch_does(
     y = torch.empty_strided(spec.tensors["y"].shape, spec.tensors["y"].stride).fill_(77.0)
     block = torch.full((-(-program.scratch_bytes // 16) * 16,), 0xFF, dtype=torch.uint8)
     for _ in range(2):
-        program._steps_on([*inputs.values(), y], block, None)
+        program._steps_on([*inputs.values(), y], [], block, None)
         numerics.check(y, want, F32, what=name)
         y.fill_(77.0)

@@ -42,6 +42,14 @@ def test_opcheck_of_the_forward(wrt: tuple[bool, bool], channels_last: bool) -> 
     torch.library.opcheck(torch_ops.forward, conv_call(channels_last, wrt))
 
 
+def test_a_name_stands_for_one_function() -> None:
+    def attention(g: cg.Graph, x: cg.Value) -> cg.Value:
+        return g.relu(x)
+
+    with pytest.raises(ValueError, match="two functions of graphs are named 'attention'"):
+        torch_ops.function(attention)
+
+
 def test_opcheck_of_the_backward() -> None:
     given = conv_call()
     tensors = [t.detach() for t in given[0]]

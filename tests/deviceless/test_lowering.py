@@ -19,7 +19,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import resample
 from cudnngraph.backend import env
-from cudnngraph.backend.lower import Constant, Lowered
+from cudnngraph.backend.lower import Alias, Constant, Lowered
 from cudnngraph.backend.plan import propose, propose_for
 from cudnngraph.ir import (
     GraphSpec,
@@ -30,7 +30,7 @@ from cudnngraph.ir import (
     memory_order,
     same_layout,
 )
-from cudnngraph.ops import OPS
+from cudnngraph.ops import ATTENTION, OPS
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
@@ -67,12 +67,12 @@ def _expanded(spec: GraphSpec) -> bool:
     return any(s == 0 and n > 1 for t in tensors for n, s in zip(t.shape, t.stride, strict=True))
 
 
-ATTENTION = ("sdpa", "sdpa_backward")
 NORMS = ("layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
 
 
 def _sdpa(test: Callable[[GraphSpec, Node], bool], *ops: str) -> Callable[[GraphSpec], bool]:
-    return lambda spec: any(test(spec, node) for node in _nodes(spec, *(ops or ATTENTION)))
+    pair = ("sdpa", "sdpa_backward")
+    return lambda spec: any(test(spec, node) for node in _nodes(spec, *(ops or pair)))
 
 
 def _at(spec: GraphSpec, node: Node, port: str) -> TensorSpec | None:
@@ -132,6 +132,9 @@ def _computes_a_column(spec: GraphSpec) -> bool:
     return any(t.stride[1] != 1 and t.shape[1] > 1 for t in tensors)
 
 
+PER_CHANNEL = ("bias", "scale", "batch_norm", "dequantize", "quantize")
+
+
 def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
     """Whether an operand has one dim alone, neither the slowest nor the fastest of the result."""
     result = spec.tensors[node.results[0]]
@@ -139,7 +142,7 @@ def _in_the_middle(spec: GraphSpec, node: Node) -> bool:
     inner = [dim for dim in order if result.shape[dim] > 1][1:-1]
     for name in node.operands:
         shape = spec.tensors[name].shape
-        if shape == result.shape[1:2] and node.op in ("bias", "scale", "batch_norm"):
+        if shape == result.shape[1:2] and node.op in PER_CHANNEL:
             shape = (1, shape[0], *(1,) * (len(result.shape) - 2))
         shape = (1,) * (len(result.shape) - len(shape)) + shape
         if any([dim for dim, n in enumerate(shape) if n > 1] == [place] for place in inner):
@@ -156,6 +159,13 @@ def _memory_orders(spec: GraphSpec) -> set[tuple[int, ...]]:
         for t in tensors
         if t.numel == largest
     }
+
+
+I8, FP8 = torch.int8, (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _lies_last(tensor: TensorSpec) -> bool:
+    return same_layout(tensor.shape, tensor.stride, channels_last_strides(tensor.shape))
 
 
 def _product(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
@@ -220,10 +230,73 @@ TORCH = (
         "cuDNN's Python frontend has no resampling",
         lambda spec: bool(_nodes(spec, *resample.RULES)),
     ),
+    Known(
+        "cuDNN's Python frontend has softmax in attention alone",
+        lambda spec: any(node.op.startswith(("softmax", "log_soft", "nll")) for node in spec.nodes),
+    ),
+    Known(
+        "an instance norm takes images of one layout, without gaps",
+        lambda spec: any(
+            not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)
+            for node in _nodes(spec, "instance_norm", "instance_norm_backward")
+            for name in node.operands[:2]
+        ),
+    ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
+        "cuDNN has no transposed convolution of int8",
+        lambda spec: any(_dtype(spec, node) == I8 for node in _nodes(spec, "conv_transpose")),
+    ),
+    Known(
+        "FP8 convolutions read and write channels_last",
+        lambda spec: any(
+            _dtype(spec, node) in FP8 and not _lies_last(spec.tensors[name])
+            for node in _nodes(spec, "conv")
+            for name in (*node.operands, *node.results)
+        ),
+    ),
+    Known(
+        "a transposed convolution in FP8 takes a weight with its first dim fastest",
+        lambda spec: any(
+            _dtype(spec, node) in FP8 and spec.tensors[node.operands[1]].stride[0] != 1
+            for node in _nodes(spec, "conv_transpose")
+        ),
+    ),
+    Known(
+        "FP8 convolutions take groups of 4, 8... channels",
+        lambda spec: any(
+            _dtype(spec, node) in FP8
+            and node.attr("groups") > 1
+            and spec.tensors[node.operands[1]].shape[1] % 4
+            for node in _nodes(spec, "conv")
+        ),
+    ),
+    Known(
+        "FP8 attention takes head dims that are multiples of 16",
+        _sdpa(
+            lambda spec, node: any(spec.tensors[name].shape[3] % 16 for name in node.operands[:3]),
+            "sdpa_fp8",
+        ),
+    ),
+    Known(
+        "FP8 attention takes more than one row",
+        _sdpa(lambda spec, node: spec.tensors[node.operands[0]].shape[2] == 1, "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has the bottom-right diagonal from Blackwell on",
+        _sdpa(lambda spec, node: node.attr("diagonal_alignment") == "bottom_right", "sdpa_fp8"),
+    ),
+    Known(
+        "FP8 attention has engines alone that let NaN out of the padding behind lengths",
+        _sdpa(lambda spec, node: _at(spec, node, "seq_len_kv") is not None, "sdpa_fp8"),
+    ),
+    Known(
         "attention takes 16-bit data only",
-        _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32),
+        _sdpa(lambda spec, node: _dtype(spec, node) == torch.float32, *ATTENTION),
+    ),
+    Known(
+        "where packed sequences start is told in whole numbers, which torch makes",
+        lambda spec: bool(_nodes(spec, "ragged_offsets")),
     ),
     Known(
         "the gradient of a float32 mask beside 16-bit data",
@@ -281,6 +354,51 @@ TORCH = (
     ),
     Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
+    Known(
+        "attention along the bottom-right diagonal drops nothing",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("dropout_p") > 0 and node.attr("diagonal_alignment") == "bottom_right"
+            )
+        ),
+    ),
+    Known(
+        "attention takes no sink where S_q is 1",
+        _sdpa(
+            lambda spec, node: (
+                _at(spec, node, "sink") is not None and spec.tensors[node.operands[0]].shape[2] == 1
+            ),
+            "sdpa",
+        ),
+    ),
+    Known(
+        "cuDNN's own ALiBi slopes are for the causal band from the top left",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("alibi")
+                and (
+                    (node.attr("window") or (None, None))[1] != 0
+                    or node.attr("diagonal_alignment") == "bottom_right"
+                )
+            )
+        ),
+    ),
+    Known(
+        "attention changes scores beside no lengths",
+        _sdpa(
+            lambda spec, node: (
+                node.attr("softcap") is not None and _at(spec, node, "seq_len_kv") is not None
+            ),
+            "sdpa",
+        ),
+    ),
+    Known(
+        "attention has no gradient of a mask beside a soft cap",
+        _sdpa(
+            lambda spec, node: node.attr("mask_grad") and node.attr("softcap") is not None,
+            "sdpa_backward",
+        ),
+    ),
     Known("attention along the bottom-right diagonal takes S_q <= S_kv", _sdpa(_long_bottom_right)),
     Known(
         "over an expanded batch there is no convolution in true float32",
@@ -318,7 +436,7 @@ def _channels_last(spec: GraphSpec) -> bool:
     names = {name for node in _anchors(spec) for name in node.operands[:2]} | set(spec.outputs)
     names |= {name for name in spec.inputs if len(spec.tensors[name].shape) >= 3}
     tensors = [spec.tensors[name] for name in names]
-    return all(same_layout(t.shape, t.stride, channels_last_strides(t.shape)) for t in tensors)
+    return all(map(_lies_last, tensors))
 
 
 def _changes_a_residual(spec: GraphSpec) -> bool:
@@ -372,7 +490,16 @@ CUT = (
     ),
     Known(
         "the gradients of norms fuse with nothing",
-        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
+        lambda spec: bool(
+            _nodes(spec, "layer_norm_backward", "rms_norm_backward", "instance_norm_backward")
+        ),
+    ),
+    Known(
+        "an instance norm fuses with a relu behind it alone",
+        lambda spec: (
+            bool(_nodes(spec, "instance_norm"))
+            and {node.op for node in spec.nodes} != {"instance_norm", "relu"}
+        ),
     ),
     Known("norms fuse with what broadcasts over all rows or none", _broadcasts_within_rows),
     Known(
@@ -386,6 +513,10 @@ CUT = (
     Known(
         "attention takes additive masks, boolean ones are converted first",
         _sdpa(_masked(torch.bool), "sdpa"),
+    ),
+    Known(
+        "attention takes dropout masks of numbers, boolean ones are converted first",
+        _sdpa(lambda spec, node: _at(spec, node, "dropout_mask") is not None),
     ),
     Known(
         "attention's gradient reads its operands from memory",
@@ -440,7 +571,14 @@ def check_explicit(spec: GraphSpec, lowered: Lowered) -> None:
                 assert tensor.stride_assigned, f"{node.name}.{port} was given no strides"
                 assert tensor.data_type is not None, f"{node.name}.{port} was given no dtype"
     names = (*spec.inputs, *spec.outputs)
+    packed = {
+        name
+        for node in _nodes(spec, "sdpa_varlen", "sdpa_varlen_backward")
+        for name in (*node.operands, *node.results)
+    }
     for uid, name in zip(lowered.uids, names, strict=True):
+        if name in packed:  # see test_packed_tokens_are_shown_as_sequences
+            continue
         want, told = spec.tensors[name], lowered.graph.find_tensor(uid)
         assert _in_memory(told.dim, told.stride) == _in_memory(want.shape, want.stride), name
         if not _merges_dims(spec):
@@ -631,6 +769,97 @@ def test_a_norm_sees_rows_and_columns_in_the_order_of_memory() -> None:
     g.output("inv_std", inv_std)
     rows, columns = ([48, 128, 1, 1], [128, 1, 1, 1]), ([1, 128, 1, 1], [128, 1, 1, 1])
     assert _seen(g) == [rows, columns, rows, ([48, 1, 1, 1], [1, 1, 1, 1])]
+
+
+@pytest.mark.usefixtures("driver")
+def test_packed_tokens_are_shown_as_sequences_with_offsets_into_one_table() -> None:
+    g = cg.Graph("packed")
+    q = g.input("q", (107, 8, 64), torch.float16, stride=(3 * 8 * 64, 64, 1))  # of a packed buffer
+    k, v = (g.input(name, (150, 2, 64), torch.float16) for name in "kv")
+    ends = [g.input(name, (4,), torch.int32) for name in ("cu_q", "cu_kv")]
+    o, lse = g.sdpa_varlen(q, k, v, *ends, 64, 80, is_causal=True, return_lse=True)
+    g.output("o", o, stride=(8 * 64, 64, 1))
+    g.output("lse", lse)
+    offsets, attention = cg.explain(g, TARGET).steps
+    widths = dict(offsets.spec.nodes[0].attrs)
+    assert widths == {"widths_q": (3 * 8 * 64, 8 * 64, 8), "widths_kv": (2 * 64,)}
+    lowered, _ = propose_for(attention.spec, TARGET)
+    names = (*attention.spec.inputs, *attention.spec.outputs)
+    told = {
+        name: lowered.graph.find_tensor(uid) for name, uid in zip(names, lowered.uids, strict=True)
+    }
+    longest = {"q": 64, "o": 64, "lse": 64, "k": 80, "v": 80}
+    token = {"q": 3 * 8 * 64, "o": 8 * 64, "lse": 8, "k": 2 * 64, "v": 2 * 64}
+    for name, rows in longest.items():
+        heads, depth = (2 if name in "kv" else 8), (1 if name == "lse" else 64)
+        head = 1 if name == "lse" else 64
+        assert list(told[name].dim) == [3, heads, rows, depth], name
+        assert list(told[name].stride) == [rows * token[name], head, token[name], 1], name
+    (ragged,) = (name for name in names if name not in longest)
+    assert list(told[ragged].dim) == [3, 1, 1, 1]
+    aliases = [extra for extra in lowered.extras if isinstance(extra, Alias)]
+    assert {extra.position for extra in aliases} == {attention.spec.inputs.index(ragged)}
+    row_bytes = 16  # four numbers of four bytes
+    assert sorted(extra.offset_bytes for extra in aliases) == [row_bytes * n for n in range(1, 6)]
+
+
+@pytest.mark.usefixtures("driver")
+def test_one_page_table_for_keys_and_values_is_passed_twice() -> None:
+    g = cg.Graph("paged")
+    q = g.input("q", (2, 8, 1, 64), torch.float16)
+    k, v = (g.input(f"{n}_cache", (12, 2, 16, 64), torch.float16) for n in "kv")
+    table, lengths = g.input("table", (2, 4), torch.int32), g.input("lengths", (2,), torch.int32)
+    g.output("o", g.sdpa_paged(q, k, v, table, lengths))
+    spec = g.spec()
+    lowered, _ = propose_for(spec, TARGET)
+    told = lowered.graph.find_tensor(lowered.uids[spec.inputs.index("table")])
+    assert (list(told.dim), list(told.stride)) == ([2, 1, 4, 1], [4, 4, 1, 1])
+    (alias,) = (extra for extra in lowered.extras if isinstance(extra, Alias))
+    assert (alias.position, alias.offset_bytes) == (spec.inputs.index("table"), 0)
+
+
+SEEDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (9, 0)},
+    "mask": {"mask": ((2, 4, 64, 64), torch.bfloat16)},
+    "float32 mask": {"mask": ((2, 4, 64, 64), torch.float32)},
+    "one row for all": {"mask": ((2, 1, 1, 64), torch.bfloat16)},
+    "lengths": {"lengths": True},
+    "bottom right": {"is_causal": True, "diagonal_alignment": "bottom_right"},
+    "softcap": {"softcap": 0.7},
+    "softcap and mask": {"softcap": 0.7, "mask": ((2, 4, 64, 64), torch.bfloat16)},
+    "alibi": {"alibi": True, "is_causal": True},
+    "alibi both ways": {"alibi": True},
+    "sink": {"sink": True},
+}
+BY_TORCH = {"float32 mask", "one row for all", "lengths", "bottom right", "alibi both ways"}
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("name", SEEDED)
+def test_an_attention_that_drops_by_a_seed_runs_where_its_gradient_does(name: str) -> None:
+    """Or the two would drop different weights: the generators of cuDNN and torch steps differ."""
+    options = dict(SEEDED[name])
+    g = cg.Graph("attention")
+    q, k, v = (g.input(port, (2, 4, 64, 64), torch.bfloat16) for port in "qkv")
+    for of in ("seed", "offset"):
+        options[f"dropout_{of}"] = g.input(of, (1,), torch.int64)
+    if "mask" in options:
+        options["attn_mask"] = g.input("mask", *options.pop("mask"))
+    if options.pop("lengths", False):
+        options["seq_len_kv"] = g.input("lengths", (2,), torch.int32)
+    if options.pop("sink", False):
+        options["sink"] = g.input("sink", (4,), torch.float32)
+    g.output("o", g.sdpa(q, k, v, dropout_p=0.1, **options))
+    gradient = cg.differentiate(g, [n for n in g.spec().inputs if n in ("q", "mask", "sink")])
+    places = {
+        step.runs_on
+        for spec in (gradient.forward, gradient.backward)
+        for step in cg.explain(spec, TARGET).steps
+        if set(step.ops) & set(ATTENTION)
+    }
+    assert places == {"torch" if name in BY_TORCH | {"softcap and mask"} else "cuDNN"}
 
 
 def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:

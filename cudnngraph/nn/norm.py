@@ -1,0 +1,68 @@
+"""Norms over the last dims as modules, with the addition in front of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import functional
+from ..policy import Policy
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` with a residual: constructor, parameters and state dict are torch's."""
+
+    def __init__(self, *args: Any, policy: Policy | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.policy = policy
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """y = layer_norm(x), or with a residual the pair (layer_norm(x + residual), the sum)."""
+        return functional.layer_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            policy=self.policy,
+        )
+
+    @classmethod
+    def from_torch(cls, module: nn.LayerNorm, *, policy: Policy | None = None) -> FusedLayerNorm:
+        """The module that stands for torch's; parameters are shared."""
+        affine = module.elementwise_affine
+        made = cls(module.normalized_shape, module.eps, affine, device="meta", policy=policy)
+        made.weight, made.bias = module.weight, module.bias
+        made.training = module.training
+        return made
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with a residual: constructor, parameters and state dict are torch's."""
+
+    def __init__(self, *args: Any, policy: Policy | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.policy = policy
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """y = rms_norm(x), or with a residual the pair (rms_norm(x + residual), the sum)."""
+        return functional.rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            residual=residual,
+            policy=self.policy,
+        )
+
+    @classmethod
+    def from_torch(cls, module: nn.RMSNorm, *, policy: Policy | None = None) -> FusedRMSNorm:
+        """The module that stands for torch's; parameters are shared."""
+        affine = module.elementwise_affine
+        made = cls(module.normalized_shape, module.eps, affine, device="meta", policy=policy)
+        made.weight = module.weight
+        made.training = module.training
+        return made

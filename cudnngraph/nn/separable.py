@@ -1,0 +1,160 @@
+"""Depthwise-separable convolution as one module and one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import functional
+from ..errors import GraphError, Problem
+from ..policy import Policy
+from . import sync
+from .conv import FusedConvBlock, _held, _named
+
+
+class FusedDepthwiseSeparable(nn.Module):
+    """A convolution of each channel, norm, activation, then the same with one of 1 x 1: one graph.
+
+    The children ``depthwise`` and ``pointwise`` are :class:`FusedConvBlock`; they hold the
+    parameters and the running statistics, and are not called. The keys of the state dict are
+    ``depthwise.0.weight``, ``depthwise.1.weight`` (of the norm) and so on. ``multiplier`` is how
+    many channels the depthwise convolution makes of each. ``norm``, ``activation`` and what follows
+    are those of a block, for both parts; ``pointwise_activation`` may be another, or None.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...] = 3,
+        stride: int | tuple[int, ...] = 1,
+        padding: int | str | tuple[int, ...] = 1,
+        dilation: int | tuple[int, ...] = 1,
+        multiplier: int = 1,
+        bias: bool = False,
+        norm: str | None = "batch",
+        activation: str | nn.Module | None = "relu",
+        pointwise_activation: str | nn.Module | None = "relu",
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        dims: int = 2,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "norm": norm,
+            "eps": eps,
+            "momentum": momentum,
+            "affine": affine,
+            "track_running_stats": track_running_stats,
+            "dims": dims,
+            "device": device,
+            "dtype": dtype,
+            "policy": policy,
+        }
+        wide = in_channels * multiplier
+        self.depthwise = FusedConvBlock(
+            in_channels,
+            wide,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups=in_channels,
+            activation=activation,
+            **shared,
+        )
+        self.pointwise = FusedConvBlock(
+            wide, out_channels, 1, activation=pointwise_activation, **shared
+        )
+        self.policy = policy
+
+    @classmethod
+    def from_blocks(
+        cls, depthwise: FusedConvBlock, pointwise: FusedConvBlock, *, policy: Policy | None = None
+    ) -> FusedDepthwiseSeparable:
+        """The module over two blocks, as of ``FusedConvBlock.from_torch(conv, bn, act)``.
+
+        Parameters are shared. Raises :class:`GraphError` where the first is not depthwise or the
+        second not of 1 x 1 over its channels.
+        """
+        first, second = depthwise.conv, pointwise.conv
+        problems = []
+        if first.groups != first.in_channels:
+            what = f"has groups={first.groups}"
+            problems.append(Problem("depthwise", what, f"{first.in_channels}, its channels"))
+        plain = set(second.kernel_size) | set(second.stride) == {1} and second.groups == 1
+        if not plain or second.padding in ("same", "valid") or any(second.padding):
+            what = f"has {second.extra_repr()}"
+            problems.append(Problem("pointwise", what, "a kernel of 1 x 1, stride 1, no padding"))
+        if second.in_channels != first.out_channels:
+            what = f"takes {second.in_channels} channels"
+            problems.append(Problem("pointwise", what, f"{first.out_channels}, those of depthwise"))
+        if problems:
+            raise GraphError(cls.__name__, problems)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.depthwise, made.pointwise, made.policy = depthwise, pointwise, policy
+        made.training = depthwise.training
+        return made
+
+    def to_torch(self) -> nn.Sequential:
+        """torch's own modules in a Sequential; parameters are shared. It takes no residual."""
+        made = nn.Sequential(*self.depthwise.children(), *self.pointwise.children())
+        made.training = self.training
+        return made
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x (N, C, spatial...) → (N, K, out...); ``residual`` is added before the last activation.
+
+        By the batch's statistics or the running ones, as torch's batch norm decides. With
+        ``norm="sync"`` and several ranks the two blocks run one behind the other.
+        """
+        norms = [block.norm for block in (self.depthwise, self.pointwise)]
+        if any(
+            type(bn) is nn.SyncBatchNorm and bn.training and sync.several_ranks(bn.process_group)
+            for bn in norms
+        ):
+            y: torch.Tensor = self.pointwise(self.depthwise(x), residual)
+            return y
+        stages = [_stage(self.depthwise), _stage(self.pointwise)]
+        return functional.run_separable(
+            functional.static_of(functional.stages_options, *(options for options, _, _ in stages)),
+            x,
+            residual,
+            [tensors for _, tensors, _ in stages],
+            [update for _, _, update in stages if update is not None],
+            self.policy,
+        )
+
+
+def _stage(
+    block: FusedConvBlock,
+) -> tuple[tuple[Any, ...], tuple[Any, ...], functional.Update | None]:
+    """A block's options, as of :func:`functional.norm_options`, its tensors, and the running
+    statistics to update with their momentum."""
+    conv, bn, act = block.conv, block.norm, block.activation
+    kind, attrs = (None, ()) if act is None else _named(act)
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    weights = (_held(conv, "weight"), _held(conv, "bias"))
+    if bn is None:
+        return (geometry, kind, attrs, False, 0.0), (*weights, None, None, None, None), None
+    mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
+    tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
+    if tracks and (count := _held(bn, "num_batches_tracked")) is not None:
+        count.add_(1)
+        if momentum is None:  # a cumulative average; stays on the device
+            momentum = count.to(mean.dtype).reciprocal()
+    by_batch = bn.training or (mean is None and var is None)
+    if bn.training and not tracks:
+        mean = var = None
+    tensors = (*weights, mean, var, _held(bn, "weight"), _held(bn, "bias"))
+    update = (mean, var, momentum) if by_batch and mean is not None else None
+    return (geometry, kind, attrs, by_batch, bn.eps), tensors, update

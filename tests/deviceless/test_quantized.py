@@ -1,0 +1,163 @@
+"""What cuDNN takes of 8-bit data, and the reasons for what it does not."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import backend
+from cudnngraph.backend import env
+from cudnngraph.backend.lower import lower
+from cudnngraph.backend.plan import propose_for
+
+I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+F16, F32 = torch.float16, torch.float32
+TARGET = "nvidia-h200"
+
+
+def conv(
+    dtype: torch.dtype,
+    c: int = 64,
+    groups: int = 1,
+    layout: str = "channels_last",
+    amax: bool = False,
+) -> cg.Graph:
+    """Convolution, scale per channel, bias, ReLU, the largest result where asked, rounding."""
+    g = cg.Graph("conv")
+    x = g.input("x", (4, c, 14, 14), dtype, layout=layout)
+    w = g.input("w", (64, c // groups, 3, 3), dtype, layout=layout)
+    s, b, s_out = g.input("s", (64,), F32), g.input("b", (64,), F32), g.input("s_out", (), F32)
+    y = g.quantized_conv_bias_act(x, w, s, b, padding=1, groups=groups)
+    if amax:
+        g.output("amax", g.reduction(y, mode="amax"))
+    g.output("y", g.quantize(y, s_out, dtype=dtype), layout=layout)
+    return g
+
+
+def transposed(dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> cg.Graph:
+    g = cg.Graph("transposed")
+    x = g.input("x", (4, 64, 14, 14), dtype, layout="channels_last")
+    at = {"layout": "channels_last"} if stride is None else {"stride": stride}
+    w = g.input("w", (64, 32, 3, 3), dtype, **at)  # type: ignore[arg-type]
+    g.output("y", g.conv_transpose(x, w, padding=1))
+    return g
+
+
+def reasons(graph: cg.Graph) -> tuple[str, ...]:
+    with pytest.raises(cg.NotSupported) as caught:
+        propose_for(graph.spec(), TARGET)
+    return caught.value.reasons
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("amax", [False, True])
+@pytest.mark.parametrize("dtype", [I8, E4, E5], ids=str)
+def test_a_quantised_block_is_one_plan(dtype: torch.dtype, amax: bool) -> None:
+    found = cg.explain(conv(dtype, amax=amax), TARGET)
+    assert found.whole
+    assert {plan.engine for plan in found.steps[0].plans} == {2, 7}
+
+
+@pytest.mark.usefixtures("driver")
+def test_int8_is_summed_up_in_int32_and_fp8_in_float32() -> None:
+    kinds = env.frontend().data_type
+    for dtype, compute, sums in ((I8, kinds.INT32, kinds.INT32), (E4, kinds.FLOAT, kinds.FLOAT)):
+        lowered, _ = propose_for(conv(dtype).spec(), TARGET)
+        node = next(node for node in lowered.graph.nodes if node.name == "conv")
+        assert node.compute_data_type == compute
+        (made,) = node.outputs.values()
+        assert made.data_type == sums
+
+
+def test_what_8_bit_convolutions_are_refused_for_says_what_to_do() -> None:
+    for dtype in (I8, E4):
+        assert reasons(conv(dtype, layout="contiguous")) == (
+            "'x' is not channels_last, as 8-bit convolutions want it; declare it with "
+            "layout='channels_last'",
+        )
+        assert reasons(conv(dtype, groups=32)) == (
+            "2 channels in each of 32 groups; 8-bit convolutions take a multiple of 4",
+        )
+    assert reasons(transposed(I8)) == ("cuDNN has no transposed convolution of int8",)
+    assert reasons(transposed(E5)) == (
+        "the weight 'w' of a transposed convolution in FP8 has its first dim fastest in memory; "
+        "declare stride=(1, 576, 192, 64)",
+    )
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_stride_that_a_refusal_names_is_taken() -> None:
+    _, candidates = propose_for(transposed(E5, (1, 576, 192, 64)).spec(), TARGET)
+    assert candidates
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("dtype", [I8, E4], ids=str)
+def test_what_is_refused_is_a_torch_step_with_the_rest_on_cudnn(dtype: torch.dtype) -> None:
+    found = cg.explain(conv(dtype, groups=64), TARGET)
+    first, second = found.steps
+    assert (first.ops, second.ops) == (("conv",), ("dequantize", "bias", "relu", "quantize"))
+    assert second.runs_on == "cuDNN"
+    assert first.runs_on == ("cuDNN" if dtype == I8 else "torch")
+
+
+@pytest.mark.parametrize(("sm", "name"), [(80, "8.0"), (86, "8.6")])
+def test_fp8_on_an_older_gpu_is_refused_before_cudnn_is_asked(sm: int, name: str) -> None:
+    text = (resources.files(backend) / "targets" / f"{TARGET}.json").read_text()
+    frontend = env.frontend()
+    described = frontend.create_device_properties(json.dumps(json.loads(text)))
+    with pytest.raises(cg.NotSupported) as caught:
+        lower(conv(E4).spec(), frontend, device_property=described, sm_version=sm)
+    assert caught.value.reasons == (
+        f"FP8 needs compute capability 8.9 or higher, this GPU has {name}; declare float16 data",
+    )
+
+
+def test_what_is_rounded_is_not_used_further_in_a_plan() -> None:
+    g = cg.Graph("g")
+    x, s = g.input("x", (16, 64), F16), g.input("s", (), F32)
+    g.output("y", g.dequantize(g.quantize(x, s, dtype=I8), s))
+    assert reasons(g) == ("what is quantised is rounded where it leaves a plan, not within",)
+    assert [step.ops for step in cg.explain(g, TARGET).steps] == [("quantize",), ("dequantize",)]
+
+
+def attention(**options: object) -> cg.Graph:
+    g = cg.Graph("attention")
+    shape = options.pop("shape", (2, 4, 256, 128))
+    q, k, v = (g.input(name, shape, E4) for name in "qkv")  # type: ignore[arg-type]
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    given = [g.input(name, (), F32) for name in names]
+    o, amax_s, amax_o = g.sdpa_fp8(q, k, v, *given, **options)  # type: ignore[arg-type]
+    for name, value in {"o": o, "amax_s": amax_s, "amax_o": amax_o}.items():
+        g.output(name, value)
+    return g
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (64, 0)}], ids=str)
+def test_attention_in_fp8_is_one_plan_with_its_largest_numbers(options: dict[str, object]) -> None:
+    found = cg.explain(attention(**options), TARGET)
+    assert found.whole
+    assert {plan.engine for plan in found.steps[0].plans} == {2}
+
+
+@pytest.mark.usefixtures("driver")
+def test_one_tensor_may_be_several_operands_of_attention() -> None:
+    g = cg.Graph("attention")
+    x, one = g.input("x", (2, 4, 256, 128), E4), g.input("one", (), F32)
+    g.output("o", g.sdpa_fp8(x, x, x, *[one] * 6)[0])
+    lowered, candidates = propose_for(g.spec(), TARGET)
+    assert candidates
+    assert sum(type(extra).__name__ == "Alias" for extra in lowered.extras) == 7
+
+
+def test_what_attention_in_fp8_is_refused_for() -> None:
+    assert reasons(attention(shape=(2, 4, 256, 72))) == (
+        "head dims [72]; cuDNN's FP8 attention takes multiples of 16 up to 256",
+    )
+    (reason,) = reasons(attention(is_causal=True, diagonal_alignment="bottom_right"))
+    assert "only supported on Blackwell" in reason

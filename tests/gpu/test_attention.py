@@ -1,0 +1,186 @@
+"""Attention on a GPU where cuDNN decides what comes out: dropout by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import reference
+from cudnngraph.dropped import explicit, recovered
+from cudnngraph.ir import GraphSpec
+from cudnngraph.trial import random_inputs
+from tests import numerics
+from tests.samples import BF16, F16, F32
+
+B, H, S, P = 2, 4, 192, 0.2
+CUDA = torch.device("cuda")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (40, 0)},
+    "grouped": {"kv_heads": 2},
+    "softcap": {"softcap": 0.8},
+    "alibi": {"alibi": True, "is_causal": True},
+}
+
+
+def graphs(dtype: torch.dtype, **options: Any) -> tuple[GraphSpec, GraphSpec]:
+    """Attention that drops by a seed, and its gradient, both with their inputs by name."""
+    g = cg.Graph("dropout")
+    heads = options.pop("kv_heads", H)
+    q = g.input("q", (B, H, S, 64), dtype)
+    k, v = (g.input(name, (B, heads, S, 64), dtype) for name in "kv")
+    seed, offset = (g.input(name, (1,), torch.int64) for name in ("seed", "offset"))
+    dropout = {"dropout_p": P, "dropout_seed": seed, "dropout_offset": offset}
+    g.output("o", g.sdpa(q, k, v, **dropout, **options))
+    gradient = cg.differentiate(g, ["q", "k", "v"])
+    return gradient.forward, gradient.backward
+
+
+def compiled(spec: GraphSpec) -> Any:
+    exe = cg.compile(spec, "cuda")
+    assert all(step.choice is not None for step in exe.steps), exe.explain()
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made = exe(*inputs)
+        return [made] if len(spec.outputs) == 1 else list(made)
+
+    return run
+
+
+def reach(options: dict[str, Any]) -> torch.Tensor:
+    pairs = torch.ones(S, S, dtype=torch.bool, device=CUDA)
+    left, right = options.get("window", (None, 0 if options.get("is_causal") else None))
+    pairs = pairs if right is None else pairs.tril(right)
+    return pairs if left is None else pairs.triu(-left)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gradient(
+    name: str, dtype: torch.dtype
+) -> None:
+    forward, backward = graphs(dtype, **OPTIONS[name])
+    inputs = random_inputs(forward, CUDA)
+    inputs[forward.inputs.index("seed")].fill_(1234567890123)
+    run = compiled(forward)
+    keep = recovered(forward, inputs, run)
+    pairs = reach(OPTIONS[name]).expand(B, H, S, S)
+    if name != "alibi":  # far from the diagonal ALiBi leaves weights of zero
+        share = float(keep[pairs].double().mean())
+        assert abs(share - (1 - P)) < 5 * (P * (1 - P) / int(pairs.sum())) ** 0.5, share
+        heads = keep[pairs].view(B * H, -1)
+        assert len({tuple(head[:64].tolist()) for head in heads}) == B * H, "one mask for all heads"
+    assert not bool((keep & ~pairs).any())
+
+    whole, given = explicit(forward, inputs, keep)
+    made = run(inputs)
+    exact = reference.run(whole, given, torch.float64)
+    for label, ours, want in zip(forward.outputs, made, exact, strict=True):
+        error, bound = numerics.relative_error(ours, want), numerics.bound(dtype, terms=S)
+        assert error <= bound, f"{label}: {error:.3g} with the recovered mask, allowed {bound:.3g}"
+
+    known = dict(zip((*forward.inputs, *forward.outputs), (*inputs, *made), strict=True))
+    known["grad_o"] = torch.randn(B, H, S, 64, device=CUDA).to(dtype)
+    grads = [known[label] for label in backward.inputs]
+    back = compiled(backward)
+    single = [n for n in backward.nodes if n.op == "sdpa_backward"]
+    assert len(single) == 1
+    if [n.op for n in backward.nodes] == ["sdpa_backward"]:  # no conversion of the lse before it
+        assert torch.equal(recovered(backward, grads, back), keep), "other weights are dropped"
+    other, given = explicit(backward, grads, keep)
+    exact = reference.run(other, given, torch.float64)
+    for label, ours, want in zip(backward.outputs, back(grads), exact, strict=True):
+        error, bound = numerics.relative_error(ours, want), 4 * numerics.bound(dtype, terms=S)
+        assert error <= bound, f"{label}: {error:.3g} with the recovered mask, allowed {bound:.3g}"
+
+
+def test_the_same_seed_and_offset_drop_the_same_and_others_others() -> None:
+    forward, _ = graphs(F16)
+    inputs = random_inputs(forward, CUDA)
+    seed, offset = (inputs[forward.inputs.index(name)] for name in ("seed", "offset"))
+    run = compiled(forward)
+
+    def masks(numbers: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        made = []
+        for a, b in numbers:
+            seed.fill_(a)
+            offset.fill_(b)
+            made.append(recovered(forward, inputs, run))
+        return made
+
+    first, again, moved, other = masks([(7, 0), (7, 0), (7, 64), (8, 0)])
+    assert torch.equal(first, again)
+    for mask in (moved, other):
+        agreed = float((first == mask).double().mean())
+        assert abs(agreed - (P * P + (1 - P) ** 2)) < 0.01, agreed
+
+
+def test_dropout_can_be_replayed_in_a_cuda_graph_with_another_seed() -> None:
+    forward, _ = graphs(F16)
+    inputs = random_inputs(forward, CUDA)
+    seed = inputs[forward.inputs.index("seed")]
+    exe = cg.compile(forward, "cuda")
+    outputs = [
+        torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=CUDA)
+        for t in (forward.tensors[name] for name in forward.outputs)
+    ]
+    exe.run(*inputs, *outputs)
+    first = outputs[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exe.run(*inputs, *outputs)
+    graph.replay()
+    assert torch.equal(outputs[0], first)
+    seed.add_(1)
+    graph.replay()
+    assert not torch.equal(outputs[0], first)
+    exe.run(*inputs, *outputs)
+    changed = outputs[0].clone()
+    graph.replay()
+    assert torch.equal(outputs[0], changed)
+
+
+def test_autotuned_dropout_is_checked_against_what_the_plan_drops() -> None:
+    forward, _ = graphs(BF16, is_causal=True)
+    exe = cg.compile(forward, "cuda", tune="autotune")
+    assert all(step.choice is not None for step in exe.steps), exe.explain()
+    assert "wrong" not in exe.explain()
+
+
+def test_attention_modules_train_with_dropout() -> None:
+    """The gradient of v is what finite sums of the output say: o is linear in v."""
+    torch.manual_seed(0)
+    module = cg.FusedSDPA(dropout=0.3, causal=True)
+    q, k, v = (torch.randn(2, 4, 128, 64, device=CUDA, dtype=BF16) for _ in range(3))
+    v.requires_grad_()
+    grad = torch.randn_like(q)
+    seed, offset = (torch.tensor([n], device=CUDA) for n in (5, 0))
+    fixed = {"dropout_seed": seed, "dropout_offset": offset}
+    attend = cg.functional.scaled_dot_product_attention
+    o = attend(q, k, v, None, 0.3, True, **fixed)
+    (dv,) = torch.autograd.grad(o, v, grad)
+    moved = torch.randn_like(q).detach()
+    there = attend(q, k, moved, None, 0.3, True, **fixed)
+    along, by_grad = (there.double() * grad.double()).sum(), (dv.double() * moved.double()).sum()
+    scale = (there.double().norm() * grad.double().norm()).item()
+    assert abs(float(along - by_grad)) < 1e-2 * scale
+    assert not torch.equal(module(q, k, v), module(q, k, v))
+    module.eval()
+    assert torch.equal(module(q, k, v), module(q, k, v))
+
+
+def test_sinks_of_one_head_at_a_time_take_their_weight() -> None:
+    """A sink as high as every score takes the share of one more key."""
+    q = torch.zeros(1, 4, 64, 64, device=CUDA, dtype=F16)
+    k, v = torch.randn_like(q), torch.ones_like(q)
+    sink = torch.full((4,), -torch.inf, device=CUDA, dtype=F32)
+    sink[2] = 0.0
+    o = cg.FusedSDPA()(q, k, v, sink=sink)
+    want = torch.ones(4, device=CUDA)
+    want[2] = 64 / 65
+    assert torch.allclose(o.float().mean((0, 2, 3)), want, atol=1e-3)
