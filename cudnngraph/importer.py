@@ -26,6 +26,7 @@ from .errors import CannotImport, GraphError
 from .graph import Graph, Value
 from .ir import GraphSpec, channels_last_strides, is_contiguous
 from .ops import FLOATS
+from .partition import LOW_PRECISION
 
 _TORCH = Path(torch.__file__).parent
 
@@ -284,7 +285,7 @@ class _Conversion:
                 return made
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise self._refused("it draws random numbers (call model.eval()?)")
-        return self._left_to_torch(str(target), args, kwargs, node)
+        return self.left_to_torch(str(target), args, kwargs, node)
 
     def _filled(self, value: Any) -> Any:
         """Arguments with what the nodes in them stand for."""
@@ -315,7 +316,7 @@ class _Conversion:
         self.g.undo(mark)
         return None
 
-    def _left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
+    def left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
         """A node of torch's own op."""
         operands: list[Value] = []
 
@@ -909,8 +910,8 @@ def _stack(c: _Conversion, a: Arguments) -> Value:
 def _reduced(mode: str) -> Rule:
     def rule(c: _Conversion, a: Arguments) -> Value:
         x = c.value(a["self"])
-        if a.get("dtype") not in (None, x.dtype):
-            raise _Skip
+        if a.get("dtype") not in (None, x.dtype) or x.dtype in LOW_PRECISION:
+            raise _Skip  # torch's own returns 16 bits of 16 bits, in one kernel
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(_spread(dims, 1))
         return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
@@ -960,11 +961,14 @@ def _avg_pool(rank: int) -> Rule:
 
 
 def _adaptive_mean(rank: int) -> Rule:
-    def rule(c: _Conversion, a: Arguments) -> Value:
+    def rule(c: _Conversion, a: Arguments) -> Any:
         x = c.value(_first(a))
         if len(x.shape) != rank + 2:
             raise _Skip
-        return c.g.adaptive_avg_pool(x, _spread(a["output_size"], rank))
+        size = _spread(a["output_size"], rank)
+        if x.dtype in LOW_PRECISION and size == (1,) * rank:  # as in _reduced
+            return c.left_to_torch("aten.mean.dim", [x, list(range(-rank, 0)), True], {}, c.node)
+        return c.g.adaptive_avg_pool(x, size)
 
     return rule
 
