@@ -765,6 +765,64 @@ def _same(c: _Conversion, a: Arguments) -> Value:
     return x
 
 
+# -- gradients, as torch.compile traces them -------------------------------------------------------
+
+
+def _batch_norm_train(c: _Conversion, a: Arguments) -> tuple[Value, ...]:
+    if not a["training"] or a["weight"] is None or a["running_mean"] is None:
+        raise _Skip
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    return c.g.batch_norm_train(
+        *(c.value(a[name]) for name in names), eps=float(a["eps"]), momentum=float(a["momentum"])
+    )
+
+
+def _batch_norm_backward(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
+    if not a["train"] or a["weight"] is None:
+        raise _Skip
+    names = ("grad_out", "input", "weight", "save_mean", "save_invstd")
+    made = c.g.batch_norm_backward(*(c.value(a[name]) for name in names))
+    return tuple(
+        value if wanted else None for value, wanted in zip(made, a["output_mask"], strict=True)
+    )
+
+
+def _convolution_backward(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
+    dy, x, weight = (c.value(a[name]) for name in ("grad_output", "input", "weight"))
+    rank = len(x.shape) - 2
+    if a["transposed"] or rank not in (1, 2, 3):
+        raise _Skip
+    geometry: dict[str, Any] = {
+        name: _spread(a[name], rank) for name in ("stride", "padding", "dilation")
+    }
+    geometry["groups"] = a["groups"]
+    kernel = weight.shape[2:]
+    reached = (
+        (n - 1) * s - 2 * p + d * (r - 1) + 1
+        for n, s, p, d, r in zip(
+            dy.shape[2:],
+            geometry["stride"],
+            geometry["padding"],
+            geometry["dilation"],
+            kernel,
+            strict=True,
+        )
+    )
+    extra = tuple(n - m for n, m in zip(x.shape[2:], reached, strict=True))
+    of_x, of_weight, of_bias = a["output_mask"]
+    return (
+        c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
+        c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,
+        c.g.reduction(dy, (0, *range(2, rank + 2))) if of_bias else None,
+    )
+
+
+def _threshold_backward(c: _Conversion, a: Arguments) -> Value:
+    if a["threshold"] != 0:
+        raise _Skip
+    return c.g.relu_backward(c.value(a["grad_output"]), c.value(a["self"]))
+
+
 # -- products --------------------------------------------------------------------------------------
 
 
@@ -1049,6 +1107,10 @@ RULES: Mapping[str, Rule] = {
         "layer_norm": _layer_norm,
         "native_layer_norm": _layer_norm,
         "rms_norm": _rms_norm,
+        "_native_batch_norm_legit_functional": _batch_norm_train,
+        "native_batch_norm_backward": _batch_norm_backward,
+        "convolution_backward": _convolution_backward,
+        "threshold_backward": _threshold_backward,
         "scaled_dot_product_attention": _sdpa,
         **dict.fromkeys(_ATTENTION, _attended),
         **dict.fromkeys(_SAME, _same),

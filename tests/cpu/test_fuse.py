@@ -339,7 +339,9 @@ def test_further_shapes_are_compiled_up_to_a_bound(caplog: pytest.LogCaptureFixt
     assert any("over 2 shapes: this one runs by torch" in text for text in caplog.messages)
 
 
-def test_training_runs_through_it_with_torchs_gradients() -> None:
+def test_training_runs_through_it_with_torchs_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, theirs = net().train(), net().train()
     x = image(4, 3, 32, 32)
     run = compiled(ours)
@@ -347,6 +349,8 @@ def test_training_runs_through_it_with_torchs_gradients() -> None:
         for _ in range(2):
             model.zero_grad()
             F.cross_entropy(call(x), torch.tensor([0, 1, 2, 3])).backward()
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("cudnngraph")]
+    assert said == [], "both graphs are imported"
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5)

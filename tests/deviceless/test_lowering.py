@@ -874,7 +874,7 @@ def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_residual_is_found_by_the_same_engines_on_either_side(first: bool, driver: None) -> None:
-    """Ready-made engines know convolution + residual; seen as residual + convolution they do not."""
+    """Ready-made engines know convolution + residual, not residual + convolution."""
     g = cg.Graph("block")
     last = {"layout": "channels_last"}
     x = g.input("x", (8, 64, 14, 14), torch.float16, **last)
