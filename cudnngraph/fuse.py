@@ -82,6 +82,7 @@ class Bound:
 
     def _capture(self, stream: Any) -> None:
         """Record a run in a CUDA graph."""
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._call()
             stream.synchronize()
