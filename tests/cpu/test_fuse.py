@@ -99,6 +99,20 @@ def test_an_input_of_any_layout_is_taken() -> None:
     assert len(fused) == 1
 
 
+def test_a_form_that_is_met_in_inference_mode_runs_outside_of_it_too() -> None:
+    model = net()
+    fused = cg.fuse(model, image(2, 3, 32, 32))
+    x = image(1, 3, 32, 32)
+    with torch.inference_mode():
+        inside = fused(x.clone())
+    assert torch.equal(fused(x), inside)
+    run = compiled(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_new_weights_are_taken_on_refresh() -> None:
     model, x = net(), image(2, 3, 32, 32)
     fused = cg.fuse(model, x)
