@@ -1244,6 +1244,14 @@ def _call(method: str) -> Rule:
     return rule
 
 
+def _add(ctx: Context, node: Node) -> Any:
+    """What is computed comes first: only so are the engines found that add a residual behind a
+    convolution, of a tensor that is read."""
+    x, y = ctx.operands(node)
+    read = [name in ctx.spec.inputs for name in node.operands]
+    return ctx.graph.add(*((y, x) if read == [True, False] else (x, y)), name=node.name)
+
+
 def _gelu_tanh_backward(ctx: Context, node: Node) -> Any:
     if ctx.spec.tensors[node.results[0]].dtype == torch.float32 and all(
         ctx.spec.tensors[name].dtype == torch.float32 for name in ctx.spec.inputs
@@ -1401,7 +1409,7 @@ RULES: Mapping[str, Rule] = {
     "rsqrt": _call("rsqrt"),
     "reciprocal": _call("reciprocal"),
     "erf": _call("erf"),
-    "add": _call("add"),
+    "add": _add,
     "sub": _call("sub"),
     "mul": _call("mul"),
     "div": _call("div"),

@@ -890,3 +890,17 @@ def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name(
     with pytest.raises(cg.NotSupported) as caught:
         propose(Lowered(Graph(), (), ()), env.frontend())
     assert caught.value.reasons == ("the frontend cannot rank it: No module named 'cuda'",)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_residual_is_found_by_the_same_engines_on_either_side(first: bool, driver: None) -> None:
+    """Ready-made engines know convolution + residual, not residual + convolution."""
+    g = cg.Graph("block")
+    last = {"layout": "channels_last"}
+    x = g.input("x", (8, 64, 14, 14), torch.float16, **last)
+    z = g.input("z", (8, 64, 14, 14), torch.float16, **last)
+    y = g.conv(x, g.input("w", (64, 64, 1, 1), torch.float16, **last))
+    y = g.add(y, z) if first else g.add(z, y)
+    g.output("y", g.relu(g.bias(y, g.input("b", (64,), torch.float16))))
+    (step,) = cg.explain(g).steps
+    assert sum(not plan.runtime_compiled for plan in step.plans) > 20
