@@ -1384,29 +1384,15 @@ def _sdpa_fp8_operands(call: Call) -> None:
 
 
 def _sdpa_fp8(call: Call) -> list[Result | None] | None:
-    want_lse, causal = _flag(call, "return_lse"), _flag(call, "is_causal")
+    want_lse = _flag(call, "return_lse")
     _sdpa_fp8_operands(call)
-    if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
-        call.problem(
-            f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
-            " or ".join(map(repr, ALIGNMENTS)),
-        )
     if not _sdpa_shapes(call):
         return None
     _sdpa_lengths(call)
-    _sdpa_window(call)
-    q, v = call["q"], call["v"]
-    if call.attrs["scale"] is None:
-        call.attrs["scale"] = 1.0 / math.sqrt(q.shape[3])
-    else:
-        _number(call, "scale")
+    _sdpa_band(call)
     if call.problems:
         return None
-    if causal and call.attrs["window"] is None:
-        call.attrs["window"] = (None, 0)
-    call.attrs["is_causal"] = False
-    if call.attrs["window"] is None:
-        call.attrs["diagonal_alignment"] = "top_left"
+    q, v = call["q"], call["v"]
     shape = (*q.shape[:3], v.shape[3])
     lse = Result(q.shape[:3], torch.float32, (0, 1, 2)) if want_lse else None
     largest = Result((), torch.float32, ())

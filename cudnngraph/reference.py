@@ -457,7 +457,7 @@ def _sdpa_fp8(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor |
         for place, value in enumerate(inputs[:9])
     )
     fp8 = getattr(torch, attrs["dtype"])
-    keep, _, valid_key = _kept(q, k, inputs[9:], attrs)[:3]
+    keep, _, valid_key, _ = _kept(q, k, inputs[9:], attrs)
     if inputs[10] is not None:
         v = torch.where(valid_key, v, 0.0)  # padding may hold NaN
     repeat = q.shape[1] // k.shape[1]

@@ -3441,6 +3441,7 @@ class Quantized:
     y_dtype: torch.dtype = F32
     x_at: Layout = "channels_last"
     w_at: Layout = "channels_last"
+    y_at: Layout = None  # whatever the op passes on
     full: bool = False  # int8 at the ends of its range: sums past 2^24
 
     @property
@@ -3471,7 +3472,7 @@ class Quantized:
         w = g.input("w", self.w, self.w_dtype or self.dtype, **_at(self.w_at))
         y = getattr(g, self.kind)(x, w, **dict(self.options))
         if self.scale is None:
-            g.output("y", y, dtype=None if self.dtype == I8 else self.y_dtype)
+            g.output("y", y, dtype=None if self.dtype == I8 else self.y_dtype, **_at(self.y_at))
             return g
         shapes = {"tensor": (), "one": (1,), "channel": (y.shape[self.dim],)}
         s = g.input("s", shapes[self.scale], F32)
@@ -3568,6 +3569,7 @@ def _quantized_convs(dtype: torch.dtype) -> Iterator[Case]:
         ("bare_c3", replace(bare, x=(2, 3, 9, 10), w=(48, 3, 3, 3)), "cudnn-frontend#131: C = 3"),
         ("bare_k5", replace(bare, w=(5, 32, 3, 3)), "K not a multiple of 4"),
         ("bare_contiguous", replace(bare, x_at=None, w_at=None), "cudnn-frontend#422: NCHW"),
+        ("bare_to_contiguous", replace(bare, y_at="contiguous"), "the output in another layout"),
         ("bare_hw1", replace(bare, x=(4, 32, 1, 1), w=(48, 32, 1, 1), options=()), "H = W = 1"),
         ("relu", conv, "cudnn-frontend#422: NHWC with ReLU"),
         ("relu_fp16", replace(conv, y_dtype=F16), ""),

@@ -836,9 +836,8 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
 
 def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
     ports = OPS[node.op].ports
-    names = dict(zip(ports, node.inputs, strict=True))
-    q, k = (ctx.spec.tensors[str(names[port])] for port in "qk")
-    depths = {ctx.spec.tensors[str(names[port])].shape[3] for port in "qkv"}
+    q, k, v = (ctx.spec.tensors[str(_port(node, port))] for port in "qkv")
+    depths = {q.shape[3], v.shape[3]}
     if any(depth % 16 or depth > 256 for depth in depths):
         raise _Refused(
             f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
@@ -850,15 +849,8 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
         options["use_padding_mask"] = True
         options["seq_len_q"] = seq_q or ctx.constant(ones, q.shape[2], torch.int32)
         options["seq_len_kv"] = seq_kv or ctx.constant(ones, k.shape[2], torch.int32)
-    if node.attr("window") is not None:
-        left, right = node.attr("window")
-        kinds = ctx.frontend.diagonal_alignment
-        top_left = node.attr("diagonal_alignment") == "top_left"
-        options["diagonal_alignment"] = kinds.TOP_LEFT if top_left else kinds.BOTTOM_RIGHT
-        if left is not None:
-            options["left_bound"] = left + 1  # cuDNN counts the diagonal itself
-        if right is not None:
-            options["right_bound"] = right
+    for name, value in _band_options(ctx, node).items():  # the frontend's names of them are shorter
+        options[name.removeprefix("diagonal_band_")] = value
     data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))
     results = ctx.graph.sdpa_fp8(**data, generate_stats=node.attr("return_lse"), **options)
     return list(results)

@@ -71,7 +71,8 @@ def quick(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_example_is_run_here() -> None:
     named = {
-        *("attention.py", "demo.py", "segmentation_decoder.py", "ten_lines.py", "train_digits.py"),
+        *("attention.py", "demo.py", "quantized.py", "segmentation_decoder.py", "ten_lines.py"),
+        "train_digits.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
@@ -118,6 +119,16 @@ def test_attention_learns_to_copy_and_agrees_with_torch(tmp_path: Path) -> None:
     assert module == "FusedSDPA(causal=True, window=(6, None))"
     assert float(copied.split()[-1].rstrip("%")) >= 95.0
     assert float(apart.split()[-1]) < 1e-5
+
+
+def test_a_network_is_quantised_to_each_of_the_8_bit_dtypes(tmp_path: Path) -> None:
+    done = run_example("quantized.py", "--device", "cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [re.match(r"(\w+): off by ([\d.]+)% of", line) for line in done.stdout.splitlines()]
+    errors = {match[1]: float(match[2]) for match in found if match}
+    assert list(errors) == ["int8", "float8_e4m3fn", "float8_e5m2"]
+    assert 0.5 < errors["int8"] < 2.6
+    assert 2.6 < errors["float8_e4m3fn"] < 8.0 < errors["float8_e5m2"] < 16.0
 
 
 def test_ten_lines_has_ten_lines_and_prints_the_shape_and_the_plan(tmp_path: Path) -> None:

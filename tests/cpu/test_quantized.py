@@ -10,6 +10,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import eager, trial
+from cudnngraph.backend import lower
 from cudnngraph.partition import Graph, cuts, piece, work
 from tests import numerics
 
@@ -224,6 +225,15 @@ def test_rounding_is_to_nearest_with_ties_to_even_and_saturates(
     y = exe(x=torch.tensor(given) * 0.25, s=torch.tensor(0.25))
     assert y.dtype == dtype
     assert y.double().tolist() == wanted
+
+
+def test_the_arithmetic_that_rounds_in_a_plan_rounds_to_even() -> None:
+    """Adding and taking away 1.5 * 2^23, in float32, of what is clamped to int8's range."""
+    x = torch.cat([torch.linspace(-140, 140, 100_001), torch.arange(-257, 257) / 2.0])
+    clamped = x.clamp(-128, 127)
+    made = (clamped + lower._ROUNDER) - lower._ROUNDER
+    assert torch.equal(made.to(I8), cg.reference.saturated(x, I8))
+    assert torch.equal(made, made.round())
 
 
 def test_the_scale_of_quantize_is_that_of_dequantize() -> None:

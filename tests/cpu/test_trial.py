@@ -14,6 +14,7 @@ import cudnngraph as cg
 from cudnngraph import reference, trial
 from cudnngraph.backend import env
 from cudnngraph.ir import GraphSpec, TensorSpec
+from cudnngraph.ops import FP8_SCALES
 from cudnngraph.trial import GUARD_BYTES, Trial, random_inputs, relative_error, strided, tolerance
 from tests import numerics
 from tests.samples import Case, enumerate_cases
@@ -572,6 +573,29 @@ def test_large_attention_is_checked_at_both_ends(
 
         def spoils(plan: Plan, pointers: Sequence[int], workspace: int, place: int = place) -> None:
             plan.result(pointers)[place, place].add_(1.0)
+
+        said = why(Plan(spec, spoils))
+        assert said is not None and said.startswith("wrong: 'o' is off by")
+
+
+def test_large_attention_of_fp8_is_checked_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest of all its weights is no part of an end, and is left alone."""
+    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    g = cg.Graph("attention")
+    q = g.input("q", (3, 4, 8, 16), torch.float8_e4m3fn)
+    k, v = (g.input(name, (3, 2, 8, 16), torch.float8_e4m3fn) for name in "kv")
+    scales = [g.input(name, (), F32) for name in FP8_SCALES]
+    o, lse, amax_s, _ = g.sdpa_fp8(q, k, v, *scales, return_lse=True)
+    for name, value in {"o": o, "lse": lse, "amax_s": amax_s}.items():
+        g.output(name, value)
+    spec = g.spec()
+    assert trial._corners(spec) == [(0, 0), (2, 1)]
+    assert why(Plan(spec)) is None
+    for place in (0, -1):
+
+        def spoils(plan: Plan, pointers: Sequence[int], workspace: int, place: int = place) -> None:
+            part = plan.result(pointers)[place, place]
+            part.copy_(part.float() + 8.0)
 
         said = why(Plan(spec, spoils))
         assert said is not None and said.startswith("wrong: 'o' is off by")
