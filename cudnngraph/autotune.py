@@ -700,6 +700,8 @@ class _Regions:
 
     def _decisions(self, place: _Place, first: int, number: int) -> tuple[Decision, ...]:
         if first != number:
+            if FREE in place.part.step.lost:
+                return (FREE,)
             return (Decision("all plans", True, f"as for step {first + 1}, which is equal"),)
         region = place.region
         decisions = region.search.decisions(place.part, place.way)

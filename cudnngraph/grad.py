@@ -667,7 +667,7 @@ def _sdpa(ctx: Context) -> Gradients:
     node = ctx.node
     keys = (
         *("scale", "is_causal", "diagonal_alignment", "window"),
-        *("dropout_p", "alibi", "softcap"),
+        *("dropout_p", "alibi", "softcap", "finite_padding"),
     )
     options = {key: node.attr(key) for key in keys}
 
@@ -861,13 +861,22 @@ def _matmul(ctx: Context) -> Gradients:
         return ctx.build.wide(ctx.g.transpose(ctx.dy, rank - 2, rank - 1))
 
     def dweight() -> Value:
-        """Of a matrix that all batches share: one product over batch and rows together."""
+        """Of a matrix that all batches share: one product over batch and rows together.
+
+        Of a matrix whose columns lie in rows, as that of a linear layer does, the product is made
+        the other way round, so that its result lies like the matrix.
+        """
         x, y = ctx.spec("x"), ctx.spec("y")
-        if len(y.shape) == 2 < len(x.shape):
-            rows = [ctx.g.reshape(v, (-1, v.shape[-1])) for v in (ctx["x"], ctx.dy)]
-            x_, dy_ = (ctx.build.wide(value) for value in rows)
-            return ctx.anchor("matmul", (ctx.build.wide(ctx.g.transpose(x_, 0, 1)), dy_))[0]
-        return ctx.anchor("matmul", (turned("x"), ctx.dy))[0]
+        rank, wide = len(y.shape), ctx.build.wide
+        x_, dy_ = ctx["x"], ctx.dy
+        if rank == 2 < len(x.shape):
+            x_, dy_ = (wide(ctx.g.reshape(v, (-1, v.shape[-1]))) for v in (x_, dy_))
+        last = len(x_.shape) - 1
+        order = _order(y)
+        if rank == 2 and order.index(1) < order.index(0):
+            product = ctx.anchor("matmul", (wide(ctx.g.transpose(dy_, last - 1, last)), x_))[0]
+            return wide(ctx.g.transpose(product, last - 1, last))
+        return ctx.anchor("matmul", (wide(ctx.g.transpose(x_, last - 1, last)), dy_))[0]
 
     return {"x": lambda: ctx.anchor("matmul", (ctx.dy, turned("y")))[0], "y": dweight}
 

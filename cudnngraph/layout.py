@@ -1,7 +1,8 @@
 """Where the tensors between the steps of a program lie: one block of memory, used again and again.
 
-What a view shows is memory of its operand. What a concatenation joins is memory of its result,
-where the strides say so: the step before writes it there, and there is nothing left to copy.
+What a view shows is memory of its operand; where the view is an output, its operand is memory of
+that. What a concatenation joins is memory of its result, where the strides say so. In both cases
+the step before writes it there, and there is nothing left to copy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from . import eager
 from .ir import GraphSpec, Node, TensorSpec
 from .memory import Need, place
-from .partition import is_view, slots
+from .partition import is_view, shows_all, slots
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,28 @@ class Layout:
                 parent[name] = node.results[0]
             if set(mine) == set(node.operands) and len(mine) == len(node.operands):
                 self.free.add(number)
-        roots = {name: spec for name, spec in made.items() if name not in inside}
+        within: dict[str, str] = {}  # what an output is a view of, and the output
+        for number, step in enumerate(steps):
+            (*_, node) = step.spec.nodes
+            if step.planned or number in views or not shows_all(step.spec, node):
+                continue
+            name = node.operands[0]
+            while name in parent and name not in inside:
+                name = parent[name]
+            result = step.spec.tensors[node.results[0]]
+            form = made.get(name)
+            if (
+                form is not None
+                and result.name in bound
+                and name not in inside
+                and name not in within
+                and (form.numel, form.dtype) == (result.numel, result.dtype)
+            ):
+                within[name] = result.name
+                self.free.add(number)
+        roots = {
+            name: spec for name, spec in made.items() if name not in inside and name not in within
+        }
         first = {name: life[name][0] for name in roots}
         last = {name: life[name][1] for name in roots}
         for name, (start, stop) in life.items():
@@ -100,7 +122,8 @@ class Layout:
             Lain(spec, None, offset // spec.dtype.itemsize)
             for spec, offset in zip(roots.values(), offsets, strict=False)
         ]
-        there = {*bound, *roots}
+        self.order += [Lain(made[name], output, 0) for name, output in within.items()]
+        there = {*bound, *roots, *within}
         left = list(inside)
         while left:  # a whole before its slices
             ready = [name for name in left if inside[name][0] in there]

@@ -111,10 +111,34 @@ class Graph:
         """Whether a node is a view, or joins what was written in its place: nothing has to run."""
         if node.op == "concat":
             return set(node.operands) <= self.joined and len(set(node.operands)) == len(node.inputs)
-        if not OPS[node.op].view or node.results[0] in self.spec.outputs:
+        if node.results[0] in self.spec.outputs:
+            return node.results[0] in self.written_as_operand
+        return self._is_view(node)
+
+    def _is_view(self, node: Node) -> bool:
+        if not OPS[node.op].view:
             return False
-        names = (node.operands[0], node.results[0])
-        return is_view({n: self.crossing(n) for n in names}, node)
+        return is_view({n: self.crossing(n) for n in (node.operands[0], node.results[0])}, node)
+
+    @cached_property
+    def written_as_operand(self) -> frozenset[str]:
+        """Outputs that are a view of a step's result, all of it: the step writes them itself."""
+        found: dict[str, str] = {}  # by what they are a view of
+        for node in self.spec.nodes:
+            if node.results[0] not in self.spec.outputs or not self._is_view(node):
+                continue
+            name = node.operands[0]
+            while (source := self.producer.get(name)) is not None and self._is_view(source):
+                name = source.operands[0]
+            one, other = self.crossing(name), self.crossing(node.results[0])
+            if (
+                source is not None
+                and name not in self.spec.outputs
+                and name not in self.joined
+                and (one.numel, one.dtype) == (other.numel, other.dtype)
+            ):
+                found.setdefault(name, other.name)
+        return frozenset(found.values())
 
     def crossing(self, name: str) -> TensorSpec:
         """A tensor as it is where it crosses from one step to another."""
@@ -508,6 +532,13 @@ def is_view(tensors: Mapping[str, TensorSpec], node: Node) -> bool:
         and source.dtype == result.dtype
         and same_layout(result.shape, result.stride, place[0])
     )
+
+
+def shows_all(spec: GraphSpec, node: Node) -> bool:
+    """Whether a graph is one view that has every element of its operand."""
+    if len(work(spec.nodes)) != 1 or not is_view(spec.tensors, node):
+        return False
+    return spec.tensors[node.operands[0]].numel == spec.tensors[node.results[0]].numel
 
 
 def views(spec: GraphSpec) -> GraphSpec:

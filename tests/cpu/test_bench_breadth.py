@@ -133,6 +133,15 @@ def test_numbers_that_are_asked_are_judged() -> None:
     assert judged(Asked("b", "a", 0.5, ""), rows)["measured"] == 0.5
     assert judged(Asked("c", "eager", 1.0, ""), rows) is None
     assert judged(Asked("b", "copy", 1.0, ""), rows) is None
-    names = {case.name for case in breadth_suite()}
-    asked = [each for each in namespace["ASKED"] if "e4m3" not in each.case]
-    assert {each.case for each in asked if not each.case.startswith("sdpa")} <= names
+    suites = namespace["SUITES"]
+    names = {case.name for suite in suites for case in namespace["cases_of"](suite, False)}
+    there = {name.split()[0] for name in names}  # a suite that is not there has no names
+    for each in namespace["ASKED"]:
+        if each.case.split()[0] in there:
+            assert each.case in names
+            assert each.against in {*names, "best other"} or any(
+                each.against in {"eager", *case.others}
+                for suite in suites
+                for case in namespace["cases_of"](suite, False)
+                if case.name == each.case
+            )

@@ -150,6 +150,72 @@ def test_a_trial_of_the_whole_runs_the_same_steps(name: str) -> None:
     numerics.check(written[-1], want, F32, what=name)
 
 
+# Graphs that end in views, what torch makes of x and w, and how many steps run.
+ENDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
+    "transpose": (lambda x, w: (x @ w).transpose(0, 1), lambda x, w: (x @ w).t(), 1),
+    "two views": (
+        lambda x, w: (x @ w).reshape((2, 3, 8)).permute((2, 0, 1)),
+        lambda x, w: (x @ w).reshape(2, 3, 8).permute(2, 0, 1),
+        1,
+    ),
+    "read besides": (
+        lambda x, w: (lambda y: (y.transpose(0, 1), y.exp()))(x @ w),
+        lambda x, w: ((x @ w).t(), (x @ w).exp()),
+        2,
+    ),
+    "a part": (lambda x, w: (x @ w).slice(0, 2, 4), lambda x, w: (x @ w)[2:4], 2),
+    "of an input": (lambda x, w: (x.transpose(0, 1), x @ w), lambda x, w: (x.t(), x @ w), 2),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_step_writes_itself_what_an_output_is_a_view_of(
+    name: str, blocks: list[torch.Tensor]
+) -> None:
+    build, by_torch, count = ENDS[name]
+    gen = torch.Generator().manual_seed(3)
+    x, w = (0.25 * torch.randn(shape, generator=gen) for shape in ((6, 16), (16, 8)))
+    g = cg.Graph("ends")
+    made = build(g.input("x", like=x), g.input("w", like=w))
+    for place, value in enumerate(made if isinstance(made, tuple) else (made,)):
+        g.output(f"y{place}", value)
+    spec = g.spec()
+    program = in_steps(spec)
+    outputs = [
+        torch.empty_strided(spec.tensors[n].shape, spec.tensors[n].stride) for n in spec.outputs
+    ]
+    names = (*program.spec.inputs, *program.spec.outputs)
+    tensors = dict(zip(names, (x, w, *outputs), strict=True))
+    launches = program.launches(tensors, 0)
+    free = [FREE in step.decisions for step in program.steps]
+    assert free.count(False) == len(launches) == count
+    right = by_torch(x.double(), w.double())
+    for _ in range(2):
+        for launch in launches:
+            launch(None)
+        for out, want in zip(outputs, right if isinstance(right, tuple) else (right,), strict=True):
+            numerics.check(out, want, F32)
+            out.fill_(77.0)
+
+
+def test_a_value_shown_by_two_outputs_is_copied_to_one_of_them(blocks: list[torch.Tensor]) -> None:
+    g = cg.Graph("twice")
+    x = g.input("x", (4, 6), F32)
+    y = g.tanh(x)
+    g.output("a", y.transpose(0, 1))
+    g.output("b", y.reshape((24,)))
+    program = in_steps(g.spec())
+    data = torch.linspace(-1, 1, 24).view(4, 6)
+    a = torch.empty_strided((6, 4), g.spec().tensors["a"].stride)
+    b = torch.empty(24)
+    tensors = dict(zip((*program.spec.inputs, *program.spec.outputs), (data, a, b), strict=True))
+    launches = program.launches(tensors, 0)
+    assert len(launches) == 2 and len(program.steps) == 3
+    for launch in launches:
+        launch(None)
+    assert torch.equal(a, data.tanh().t()) and torch.equal(b, data.tanh().reshape(24))
+
+
 def test_a_view_keeps_the_memory_that_it_shows(blocks: list[torch.Tensor]) -> None:
     """What lies behind a view is not given to another step while the view is still read."""
     g = cg.Graph("late")
