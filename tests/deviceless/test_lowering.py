@@ -226,6 +226,7 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known("an op that only torch has", lambda spec: bool(_nodes(spec, "aten"))),
     Known(
         "cuDNN's Python frontend has no resampling",
         lambda spec: bool(_nodes(spec, *resample.RULES)),
