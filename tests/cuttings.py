@@ -13,6 +13,7 @@ from cudnngraph.partition import (
     cuts,
     numeric_masks,
     piece,
+    slices,
     views,
     work,
 )
@@ -44,7 +45,7 @@ def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     Views lie in their operands' memory, in whatever step: such a graph is cut as rewritten alone.
     """
     masked = numeric_masks(spec)
-    seen = views(masked)
+    seen = slices(views(masked))
     if seen is not masked:
         spec = masked = seen
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())
