@@ -13,6 +13,8 @@ from cudnngraph.partition import (
     cuts,
     numeric_masks,
     piece,
+    prepared,
+    slices,
     views,
     work,
 )
@@ -41,10 +43,10 @@ def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
 def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     """The graph, and what the rewrites make of it where they change something.
 
-    Views lie in their operands' memory, in whatever step: such a graph is cut as rewritten alone.
+    Views lie in their operands' memory, and slices of a concatenation in its own, in whatever step:
+    such a graph is cut as rewritten alone.
     """
     masked = numeric_masks(spec)
-    seen = views(masked)
-    if seen is not masked:
-        spec = masked = seen
+    if views(masked) is not masked or slices(masked) is not masked:
+        spec = masked = prepared(spec)
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())
