@@ -42,7 +42,8 @@ def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
 def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     """The graph, and what the rewrites make of it where they change something.
 
-    Views lie in their operands' memory, in whatever step: such a graph is cut as rewritten alone.
+    Views lie in their operands' memory, and slices of a concatenation in its own, in whatever step:
+    such a graph is cut as rewritten alone.
     """
     masked = numeric_masks(spec)
     seen = slices(views(masked))

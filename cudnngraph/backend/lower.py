@@ -57,7 +57,8 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
-    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch.
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm and the scales of
+    a dropped gradient at each launch.
     It also stands for a result that nobody asked for, which the library writes all the same.
     """
 
@@ -733,9 +734,11 @@ def _dropout_options(ctx: Context, node: Node) -> dict[str, Any]:
     if ctx.spec.tensors[name].dtype == torch.bool:
         raise _Refused("cuDNN attention takes dropout masks of numbers, not boolean ones")
     _check_dropped_band(node)
-    scales = [ctx.scalar(1.0 / (1.0 - p))]
-    if node.op == "sdpa_backward":
-        scales.append(ctx.scalar(1.0 - p))
+    if node.op == "sdpa":
+        return {"dropout": (ctx.values[name], ctx.scalar(1.0 / (1.0 - p)))}
+    # By value, as the frontend gives them beside a seed: read from the device, the second counts as
+    # 1 in the row sums of do * o (measured on an H200 with cuDNN 9.19: dq off by 4 to 28 %).
+    scales = (ctx.host_scalar(1.0 / (1.0 - p)), ctx.host_scalar(1.0 - p))
     return {"dropout": (ctx.values[name], *scales)}
 
 

@@ -883,6 +883,25 @@ def test_an_attention_that_drops_by_a_seed_runs_where_its_gradient_does(name: st
     assert places == {"torch" if name in BY_TORCH | {"softcap and mask"} else "cuDNN"}
 
 
+@pytest.mark.usefixtures("driver")
+def test_the_gradient_of_attention_takes_the_scales_of_its_dropout_mask_by_value() -> None:
+    """From the device cuDNN 9.19 reads 1 for the inverse, in the row sums of do * o."""
+    g = cg.Graph("attention")
+    q, k, v, do, o = (
+        g.input(name, (2, 4, 64, 64), torch.float16) for name in ["q", "k", "v", "do", "o"]
+    )
+    lse = g.input("lse", (2, 4, 64), torch.float32)
+    dropped = g.input("dropped", (2, 4, 64, 64), torch.float16)
+    grads = g.sdpa_backward(do, q, k, v, o, lse, dropout_p=0.75, dropout_mask=dropped)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=False):
+        g.output(name, grad)
+    lowered, candidates = propose_for(g.spec(), TARGET)
+    scales = [extra for extra in lowered.extras if isinstance(extra, Constant)]
+    assert [(extra.value, extra.on_host) for extra in scales] == [(4.0, True), (0.25, True)]
+    assert all(lowered.graph.find_tensor(extra.uid).is_pass_by_value for extra in scales)
+    assert candidates
+
+
 def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:
     class Graph:
         def create_execution_plans(self, modes: object) -> None:
