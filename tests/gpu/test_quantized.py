@@ -118,7 +118,8 @@ def test_the_largest_numbers_of_attention_are_those_of_the_definition() -> None:
     assert (
         numerics.relative_error(made.o, wanted[0]) < numerics.BOUNDS["float8_e4m3fn, not rounded"]
     )
-    assert float(made.amax_s) == float(wanted[1]) == 1.0
+    assert float(wanted[1]) == 1.0
+    assert float(made.amax_s) == pytest.approx(1.0, rel=numerics.BOUNDS["float32"])
     assert float(made.amax_o) == pytest.approx(float(wanted[2]), rel=2.0**-4)
 
 
