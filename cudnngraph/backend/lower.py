@@ -1037,16 +1037,20 @@ def _dequantize(ctx: Context, node: Node) -> Any:
 
 
 def _quantize(ctx: Context, node: Node) -> Any:
-    """Rounds and saturates by arithmetic for int8; FP8 conversions do both of themselves."""
+    """Saturates by arithmetic, and rounds to int8 so; conversions to FP8 round of themselves, but
+    make NaN or infinity of what is beyond the largest number, and of some that round to it (9.19).
+    """
     x, scale = ctx.operands(node)
     result, like = node.results[0], ctx.spec.tensors[str(node.inputs[0])]
     if any(result in each.operands for each in ctx.spec.nodes):
         raise _Refused("what is quantised is rounded where it leaves a plan, not within")
     g = ctx.graph
-    if node.attr("dtype") != "int8":
-        return g.identity(x, name=node.name) if scale is None else g.div(x, scale, name=node.name)
     if scale is not None:
         x = ctx.temporary(g.div(x, scale), like)
+    if node.attr("dtype") != "int8":
+        most = torch.finfo(ctx.spec.tensors[result].dtype).max
+        x = ctx.temporary(g.max(x, ctx.scalar(-most)), like)
+        return g.min(x, ctx.scalar(most), name=node.name)
     x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
     x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
     x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)

@@ -73,6 +73,42 @@ def test_int8_is_summed_up_in_int32_and_fp8_in_float32() -> None:
         assert made.data_type == sums
 
 
+def rounding(kind: str, dtype: torch.dtype) -> cg.Graph:
+    """One plan that writes ``dtype``: of 16-bit numbers, or of a product of 8-bit data."""
+    g = cg.Graph(kind)
+    if kind == "pointwise":
+        y = g.input("x", (4, 64, 14, 14), F16)
+    elif kind == "matmul":
+        w = g.input("w", (64, 32), dtype, stride=(1, 64))
+        y = g.dequantize(g.input("x", (16, 64), dtype) @ w, g.input("s", (), F32))
+    elif kind == "conv":
+        return conv(dtype)
+    else:
+        (x, w), padding = (transposed(dtype, (1, 576, 192, 64)).spec().tensors[n] for n in "xw"), 1
+        data = [g.input(t.name, t.shape, dtype, stride=t.stride) for t in (x, w)]
+        y = g.dequantize(g.conv_transpose(*data, padding=padding), g.input("s", (), F32))
+    g.output("y", g.quantize(y, dtype=dtype))
+    return g
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("dtype", [E4, E5], ids=str)
+@pytest.mark.parametrize("kind", ["pointwise", "matmul", "conv", "conv_transpose"])
+def test_what_a_plan_writes_in_fp8_is_clamped_before(kind: str, dtype: torch.dtype) -> None:
+    """cuDNN's own conversion makes NaN or infinity of what is beyond the largest number."""
+    lowered, candidates = propose_for(rounding(kind, dtype).spec(), TARGET)
+    assert candidates
+    low, high = lowered.graph.nodes[-2:]
+    assert [node.params["mode"] for node in (low, high)] == ["max", "min"]
+    bounds = [
+        next(e.value for e in lowered.extras if e.uid == n.inputs["IN_1"].uid) for n in (low, high)
+    ]
+    assert bounds == [-torch.finfo(dtype).max, torch.finfo(dtype).max]
+    assert low.outputs["OUT_0"].data_type == env.frontend().data_type.FLOAT
+    assert high.outputs["OUT_0"].data_type != low.outputs["OUT_0"].data_type
+    assert high.inputs["IN_0"].name == low.outputs["OUT_0"].name
+
+
 def test_what_8_bit_convolutions_are_refused_for_says_what_to_do() -> None:
     for dtype in (I8, E4):
         assert reasons(conv(dtype, layout="contiguous")) == (
