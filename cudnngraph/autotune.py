@@ -13,6 +13,7 @@ twice their speed could still win, until the budget is spent.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,8 @@ FINALISTS = 1.08  # ways within this factor of a part's best are measured again,
 FINAL_WAYS = 5
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
-SPACER_BYTES = 33 << 20
+PLACES = 4  # in memory, at which short kernels are compared
+SPACER_BYTES = 11 << 20
 IN_PLACE_WAYS = 3  # plans of a step that are timed with the whole graph around them,
 IN_PLACE = 1.12  # those within this factor of the one that is fastest alone,
 IN_PLACE_SHARE = 0.01  # of a step that takes this share of the graph's time,
@@ -115,12 +117,16 @@ class GpuBench:
             times = self._times_us(self._trial(spec), plans, rounds)
             if len(plans) == 1 or min(times) >= HEAVY_US:
                 return list(times)
-            # Where tensors lie moves a short kernel's time by some percent: so once more elsewhere.
-            spacer = torch.empty(SPACER_BYTES, dtype=torch.uint8, device=self._device)
-            elsewhere = Trial(spec, self._policy, self._device)
-            del spacer
-            again = self._times_us(elsewhere, plans, rounds)
-            return [(a + b) / 2 for a, b in zip(times, again, strict=True)]
+            # Where tensors lie moves a short kernel's time by some percent: so elsewhere too.
+            taken: list[list[float]] = [times]
+            kept: list[Any] = []
+            for place in range(1, PLACES):
+                kept.append(
+                    torch.empty(place * SPACER_BYTES, dtype=torch.uint8, device=self._device)
+                )
+                kept.append(Trial(spec, self._policy, self._device))
+                taken.append(self._times_us(kept[-1], plans, rounds))
+            return [statistics.fmean(each) for each in zip(*taken, strict=True)]
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
 
@@ -700,6 +706,8 @@ class _Regions:
 
     def _decisions(self, place: _Place, first: int, number: int) -> tuple[Decision, ...]:
         if first != number:
+            if FREE in place.part.step.lost:
+                return (FREE,)
             return (Decision("all plans", True, f"as for step {first + 1}, which is equal"),)
         region = place.region
         decisions = region.search.decisions(place.part, place.way)

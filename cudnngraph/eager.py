@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from . import aten, reference, resample
-from .ir import GraphSpec, Node
+from .ir import GraphSpec, Node, view_strides
 from .ops import ATTENTION, OPS
 from .partition import view_place
 
@@ -134,6 +134,7 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
     """The names of x, weight and bias of a linear layer, and the activation behind it.
 
     A product of two matrices, a vector added, ReLU or tanh-GELU if any: cuBLASLt has it as one.
+    Dims before the rows of x are rows too, where they lie so.
     """
     ops = [node.op for node in spec.nodes]
     if ops[:2] != ["matmul", "add"] or ops[2:] not in ([], ["relu"], ["gelu_tanh"]):
@@ -149,8 +150,14 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
     tensors = spec.tensors
     kinds = {tensors[name].dtype for name in (x, y, bias, *spec.outputs)}
     ranks = [len(tensors[name].shape) for name in (x, y, bias)]
-    if ranks != [2, 2, 1] or len(kinds) != 1 or not kinds <= {torch.float16, torch.bfloat16}:
+    if ranks[0] < 2 or ranks[1:] != [2, 1] or len(kinds) != 1:
         return None
+    if not kinds <= {torch.float16, torch.bfloat16}:
+        return None
+    for each in (tensors[x], tensors[spec.outputs[0]]):
+        rows = (each.numel // max(each.shape[-1], 1), each.shape[-1])
+        if view_strides(each.shape, each.stride, rows) is None:
+            return None
     if tensors[bias].shape[0] != tensors[y].shape[1]:
         return None
     return x, y, bias, rest[0].op if rest else None
@@ -163,11 +170,18 @@ def _run_linear(spec: GraphSpec) -> Run | None:
     x, y, bias = (spec.inputs.index(name) for name in found[:3])
     activation = found[3]
     if activation is None:
-        return lambda given, out: torch.addmm(given[bias], given[x], given[y], out=out[0])
+        return lambda given, out: torch.addmm(
+            given[bias], _rows(given[x]), given[y], out=_rows(out[0])
+        )
     gelu = activation == "gelu_tanh"
     return lambda given, out: _aten._addmm_activation.out(
-        given[bias], given[x], given[y], use_gelu=gelu, out=out[0]
+        given[bias], _rows(given[x]), given[y], use_gelu=gelu, out=_rows(out[0])
     )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix."""
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
 def prepare(spec: GraphSpec, *, allow_tf32: bool) -> Callable[[Tensors, Tensors], None]:

@@ -1120,6 +1120,7 @@ def attention_options(
     dropout_p: float,
     alibi: bool,
     softcap: float | None,
+    finite_padding: bool,
     return_lse: bool,
 ) -> dict[str, Any]:
     """The options of :func:`attention`."""
@@ -1131,6 +1132,7 @@ def attention_options(
         "dropout_p": dropout_p,
         "alibi": alibi,
         "softcap": softcap,
+        "finite_padding": finite_padding,
         "return_lse": return_lse,
     }
 
@@ -1155,6 +1157,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    finite_padding: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     policy: Policy | None = None,
@@ -1171,8 +1174,11 @@ def scaled_dot_product_attention(
     if dropout_p and dropout_seed is None and dropout_offset is None:
         drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
         dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
-    options = (is_causal, scale, window, diagonal_alignment, dropout_p, alibi, softcap, return_lse)
-    static = static_of(attention_options, *options)
+    static = static_of(
+        attention_options,
+        *(is_causal, scale, window, diagonal_alignment),
+        *(dropout_p, alibi, softcap, finite_padding, return_lse),
+    )
     tensors = (
         *(query, key, value, attn_mask, seq_len_q, seq_len_kv),
         *(dropout_seed, dropout_offset, alibi_slopes, sink),
@@ -1199,6 +1205,7 @@ def _band_options(
     scale: float | None,
     window: Any,
     diagonal_alignment: str,
+    finite_padding: bool,
     return_lse: bool,
     *longest: int,
 ) -> dict[str, Any]:
@@ -1207,6 +1214,7 @@ def _band_options(
         "scale": scale,
         "window": window,
         "diagonal_alignment": diagonal_alignment,
+        "finite_padding": finite_padding,
         "return_lse": return_lse,
         **dict(zip(("max_seqlen_q", "max_seqlen_kv"), longest, strict=False)),
     }
@@ -1225,6 +1233,7 @@ def varlen_attention(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     diagonal_alignment: str = "top_left",
+    finite_padding: bool = False,
     return_lse: bool = False,
     policy: Policy | None = None,
 ) -> Any:
@@ -1234,7 +1243,7 @@ def varlen_attention(
     to call; another number of them, of tokens, or another longest one is another graph.
     """
     query, key, value = cast(query, key, value)
-    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)
     static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
     result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
@@ -1254,6 +1263,7 @@ def paged_attention(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     diagonal_alignment: str = "bottom_right",
+    finite_padding: bool = False,
     return_lse: bool = False,
     policy: Policy | None = None,
 ) -> Any:
@@ -1261,7 +1271,7 @@ def paged_attention(
 
     Arguments are those of :meth:`cudnngraph.Graph.sdpa_paged`.
     """
-    band = (is_causal, scale, window, diagonal_alignment, return_lse)
+    band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)
     static = static_of(_band_options, *band)
     tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
     result = run_graph(attention_paged, policy, tensors, static, 2 if return_lse else 1)

@@ -82,6 +82,7 @@ class Bound:
 
     def _capture(self, stream: Any) -> None:
         """Record a run in a CUDA graph."""
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._call()
             stream.synchronize()
@@ -266,7 +267,7 @@ class Fused(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; results have no gradient."""
         leaves, form = self._flat(args, kwargs)
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             bound, out_spec = self._form(form, args, kwargs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             results = bound.run(tensors, reuse=self._reuse)
@@ -275,7 +276,7 @@ class Fused(nn.Module):
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """What calls with arguments of this form run, their tensors copied into its inputs."""
         leaves, form = self._flat(args, kwargs)
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             bound, _ = self._form(form, args, kwargs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             bound.run(tensors, reuse=True)
@@ -565,7 +566,7 @@ class _Compiled:
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             self._notice_changes(args)
             form = tuple(map(_form_of, args))
             found = self._forms.get(form, False)
@@ -585,7 +586,7 @@ class _Compiled:
         """Bind the weights anew that were written or exchanged since the last call."""
         if not self._static:
             return
-        now = tuple((args[p].data_ptr(), args[p]._version) for p in self._static)
+        now = tuple((args[p].data_ptr(), _version(args[p])) for p in self._static)
         if now == self._weights:
             return
         if self._weights:
@@ -623,6 +624,11 @@ class _Compiled:
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
             return None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written; those of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _form_of(arg: Any) -> Hashable:

@@ -667,7 +667,7 @@ def _sdpa(ctx: Context) -> Gradients:
     node = ctx.node
     keys = (
         *("scale", "is_causal", "diagonal_alignment", "window"),
-        *("dropout_p", "alibi", "softcap"),
+        *("dropout_p", "alibi", "softcap", "finite_padding"),
     )
     options = {key: node.attr(key) for key in keys}
 

@@ -159,6 +159,7 @@ class Graph:
         self._frozen: tuple[tuple[int, ...], GraphSpec] | None = None
         self._values: dict[str, Value] = {}
         self._scalars: dict[str, Value] = {}
+        self._tables: dict[tuple[str, str, bool], tuple[Value, Value]] = {}  # of rope
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -385,6 +386,22 @@ class Graph:
             )
         )
         return outputs
+
+    def _all_known(self, where: str, **values: Any) -> bool:
+        """Whether all are values whose shapes are known; what is no value is reported."""
+        made = [self._operand(where, port, value, self.problems) for port, value in values.items()]
+        for port, value in values.items():
+            if value is None:
+                self.problems.append(Problem(where, f"{port} is None", "a value of this graph"))
+        return all(value is not None and value.spec is not None for value in made)
+
+    def _unknown(self, *values: Any) -> Value:
+        """The result of a composition with a mistake, which counts its operands as used."""
+        mine = [value for value in values if isinstance(value, Value) and value.graph is self]
+        operands = [Value(self, value.name, None) for value in mine]
+        if not operands:
+            return Value(self, "?", None)
+        return self._apply("concat", operands, {"dim": 0})[0]
 
     def _one(self, op: str, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
         return self._apply(op, operands, attrs, name)[0]
@@ -1452,6 +1469,7 @@ class Graph:
         alibi_slopes: Value | None = None,
         softcap: float | None = None,
         sink: Value | None = None,
+        finite_padding: bool = False,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -1469,6 +1487,9 @@ class Graph:
         - ``diagonal_alignment``: the diagonal starts at the "top_left" corner, or ends at the
           "bottom_right" one (of each sequence, where lengths are given).
         - ``seq_len_q``, ``seq_len_kv``: (B,) int32, the valid rows and keys of each sequence.
+        - ``finite_padding=True`` is a promise: what lies past the lengths of a sequence, in q, k, v
+          and the gradient of o, are finite numbers, and every sequence has a row and a key. Then
+          cuDNN's faster kernels may run, which multiply it by 0, and its gradient.
         - ``scale`` defaults to 1 / sqrt(D).
         - ``softcap`` c > 0: scaled scores s become c tanh(s / c), before any mask is added.
         - ``alibi=True``: scores fall by slope * distance, how far a key stands from the row's place
@@ -1494,6 +1515,7 @@ class Graph:
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "finite_padding": finite_padding,
                 "dropout_p": dropout_p,
                 "alibi": alibi,
                 "softcap": softcap,
@@ -1576,6 +1598,7 @@ class Graph:
         alibi: bool = False,
         alibi_slopes: Value | None = None,
         softcap: float | None = None,
+        finite_padding: bool = False,
         mask_grad: bool = False,
         name: str | None = None,
     ) -> tuple[Value, ...]:
@@ -1597,6 +1620,7 @@ class Graph:
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "finite_padding": finite_padding,
                 "dropout_p": dropout_p,
                 "alibi": alibi,
                 "softcap": softcap,
@@ -1620,6 +1644,7 @@ class Graph:
         scale: float | None = None,
         diagonal_alignment: str = "bottom_right",
         window: tuple[int | None, int | None] | None = None,
+        finite_padding: bool = False,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -1631,7 +1656,8 @@ class Graph:
         holds behind them is not used. ``page_table_v`` where those of v_cache are others. → o
         (B, H, S_q, D_v), with ``return_lse=True`` the pair (o, lse). No gradient.
 
-        Unlike :meth:`sdpa` the diagonal ends at the bottom right unless told otherwise: the last
+        ``finite_padding`` promises the same as in :meth:`sdpa`, of the pages' keys too. Unlike
+        :meth:`sdpa` the diagonal ends at the bottom right unless told otherwise: the last
         row of q is the last valid key's.
         """
         outputs = self._apply(
@@ -1642,6 +1668,7 @@ class Graph:
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "finite_padding": finite_padding,
                 "return_lse": return_lse,
             },
             name,
@@ -1662,6 +1689,7 @@ class Graph:
         scale: float | None = None,
         diagonal_alignment: str = "top_left",
         window: tuple[int | None, int | None] | None = None,
+        finite_padding: bool = False,
         return_lse: bool = False,
         name: str | None = None,
     ) -> Any:
@@ -1669,10 +1697,11 @@ class Graph:
 
         q (T_q, H, D), k (T_kv, H_kv, D), v (T_kv, H_kv, D_v); ``cu_seqlens_q`` and
         ``cu_seqlens_kv`` (B + 1,) int32: 0, then where each sequence ends. ``max_seqlen_q`` and
-        ``max_seqlen_kv``: no sequence is longer. The other keywords are those of :meth:`sdpa`, for
-        each sequence by itself. → o (T_q, H, D_v), with ``return_lse=True`` the pair (o, lse), lse
-        (T_q, H). Tokens behind the last sequence are no part of the result: what o holds for them
-        is undefined, and so are their gradients.
+        ``max_seqlen_kv``: no sequence is longer. ``finite_padding`` promises that all numbers are
+        finite, those of other sequences too, and that every sequence has a key. The other keywords
+        are those of :meth:`sdpa`, for each sequence by itself. → o (T_q, H, D_v), with
+        ``return_lse=True`` the pair (o, lse), lse (T_q, H). Tokens behind the last sequence are no
+        part of the result: what o holds for them is undefined, and so are their gradients.
         """
         outputs = self._apply(
             "sdpa_varlen",
@@ -1682,6 +1711,7 @@ class Graph:
                 "scale": scale,
                 "diagonal_alignment": diagonal_alignment,
                 "window": window,
+                "finite_padding": finite_padding,
                 "max_seqlen_q": max_seqlen_q,
                 "max_seqlen_kv": max_seqlen_kv,
                 "return_lse": return_lse,
@@ -1745,11 +1775,6 @@ class Graph:
         return self._one("ragged_offsets", cu_seqlens_q, cu_seqlens_kv, name=name, **widths)
 
     # -- compositions --------------------------------------------------------------------------
-
-    def _unknown(self, *operands: Value) -> Value:
-        """The result of a composition that went wrong: unknown, and its operands count as used."""
-        names = [self._one("identity", operand).name for operand in operands]
-        return Value(self, names[0], None)
 
     def activation(self, x: Value, kind: str | None, **attrs: Any) -> Value:
         """Apply the activation named ``kind`` with its attributes; None leaves x as it is."""
@@ -1948,6 +1973,77 @@ class Graph:
     def swiglu(self, x: Value, w_gate: Value, w_up: Value) -> Value:
         """silu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
         return self.mul(self.silu(self.matmul(x, w_gate)), self.matmul(x, w_up))
+
+    def rope(self, x: Value, cos: Value, sin: Value, *, interleaved: bool = False) -> Value:
+        """Rotary position embedding (arXiv 2104.09864): x (..., S, D) turned by an angle per
+        position and pair of columns.
+
+        ``cos`` and ``sin`` (S, D/2), or of any shape that broadcasts to (..., S, D/2). A pair is
+        the columns j and j + D/2 (rotate-half), or with ``interleaved=True`` 2j and 2j + 1:
+        (a, b) → (a cos - b sin, b cos + a sin). Made of one copy of x with the pairs swapped, and
+        pointwise ops on the whole of x.
+        """
+        if not self._all_known("rope", x=x, cos=cos, sin=sin):
+            return self._unknown(x, cos, sin)
+        depth = x.shape[-1] if x.shape else 0
+        wanted = (depth // 2,)
+        if depth % 2 or depth == 0 or cos.shape[-1:] != wanted or sin.shape != cos.shape:
+            self.problems.append(
+                Problem(
+                    "rope",
+                    f"x has shape {x.shape}, cos {cos.shape}, sin {sin.shape}",
+                    "x (..., S, D) with an even D, cos and sin (S, D/2) alike",
+                )
+            )
+            return self._unknown(x, cos, sin)
+        last, pairs = len(x.shape) - 1, (*x.shape[:-1], depth // 2, 2)
+        if interleaved:
+            both = self.reshape(x, pairs)
+            first, second = (self.slice(both, last + 1, at, at + 1) for at in (0, 1))
+            swapped = self.reshape(self.concat([second, first], last + 1), x.shape)
+        else:
+            first, second = (self.slice(x, last, at, at + depth // 2) for at in (0, depth // 2))
+            swapped = self.concat([second, first], last)
+
+        def table(a: Value, b: Value) -> Value:
+            rank = len(a.shape)
+            if not interleaved:
+                return self.concat([a, b], rank - 1)
+            columns = [self.reshape(each, (*each.shape, 1)) for each in (a, b)]
+            return self.reshape(self.concat(columns, rank), (*a.shape[:-1], depth))
+
+        key = (cos.name, sin.name, interleaved)
+        if key not in self._tables:  # made once for q and k
+            self._tables[key] = table(cos, cos), table(self.neg(sin), sin)
+        wide_cos, wide_sin = self._tables[key]
+        return self.add(self.mul(x, wide_cos), self.mul(swapped, wide_sin))
+
+    def block_mask(self, blocks: Value, rows: int, keys: int, block: int = 128) -> Value:
+        """A mask for :meth:`sdpa` from one of blocks: block x block pairs of rows and keys each.
+
+        ``blocks`` bool, (..., ceil(rows / block), ceil(keys / block)), True attends → bool
+        (..., rows, keys). The whole mask is written out; cuDNN skips blocks by a mask on Blackwell
+        alone.
+        """
+        if not self._all_known("block_mask", blocks=blocks):
+            return self._unknown(blocks)
+        many = [-(-rows // block), -(-keys // block)] if block > 0 else []
+        if blocks.dtype != torch.bool or list(blocks.shape[-2:]) != many:
+            self.problems.append(
+                Problem(
+                    "block_mask",
+                    f"blocks '{blocks.name.lstrip('%')}' is {dtype_name(blocks.dtype)} "
+                    f"{blocks.shape}",
+                    f"bool (..., {', '.join(map(str, many))}), one for each {block} rows and keys",
+                )
+            )
+            return self._unknown(blocks)
+        lead, rank = blocks.shape[:-2], len(blocks.shape)
+        full = (*lead, many[0], block, many[1], block)
+        spread = self.expand(blocks, full, (*range(rank - 1), rank))
+        whole = self.reshape(spread, (*lead, many[0] * block, many[1] * block))
+        whole = self.slice(whole, rank - 2, 0, rows)
+        return self.slice(whole, rank - 1, 0, keys)
 
     def geglu(self, x: Value, w_gate: Value, w_up: Value, approximate: str = "none") -> Value:
         """gelu(x w_gate) * (x w_up): x (..., K), both weights (K, N) → (..., N)."""
@@ -2194,4 +2290,6 @@ METHODS = frozenset(OPS) - {"constant", "concat", "aten"} | {
     "pixel_shuffle",
     "pixel_unshuffle",
     "swiglu",
+    "rope",
+    "block_mask",
 }

@@ -26,6 +26,7 @@ from .errors import CannotImport, GraphError
 from .graph import Graph, Value
 from .ir import GraphSpec, channels_last_strides, is_contiguous
 from .ops import FLOATS
+from .partition import LOW_PRECISION
 
 _TORCH = Path(torch.__file__).parent
 
@@ -284,7 +285,7 @@ class _Conversion:
                 return made
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise self._refused("it draws random numbers (call model.eval()?)")
-        return self._left_to_torch(str(target), args, kwargs, node)
+        return self.left_to_torch(str(target), args, kwargs, node)
 
     def _filled(self, value: Any) -> Any:
         """Arguments with what the nodes in them stand for."""
@@ -315,7 +316,7 @@ class _Conversion:
         self.g.undo(mark)
         return None
 
-    def _left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
+    def left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
         """A node of torch's own op."""
         operands: list[Value] = []
 
@@ -764,6 +765,64 @@ def _same(c: _Conversion, a: Arguments) -> Value:
     return x
 
 
+# -- gradients, as torch.compile traces them -------------------------------------------------------
+
+
+def _batch_norm_train(c: _Conversion, a: Arguments) -> tuple[Value, ...]:
+    if not a["training"] or a["weight"] is None or a["running_mean"] is None:
+        raise _Skip
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    return c.g.batch_norm_train(
+        *(c.value(a[name]) for name in names), eps=float(a["eps"]), momentum=float(a["momentum"])
+    )
+
+
+def _batch_norm_backward(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
+    if not a["train"] or a["weight"] is None:
+        raise _Skip
+    names = ("grad_out", "input", "weight", "save_mean", "save_invstd")
+    made = c.g.batch_norm_backward(*(c.value(a[name]) for name in names))
+    return tuple(
+        value if wanted else None for value, wanted in zip(made, a["output_mask"], strict=True)
+    )
+
+
+def _convolution_backward(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
+    dy, x, weight = (c.value(a[name]) for name in ("grad_output", "input", "weight"))
+    rank = len(x.shape) - 2
+    if a["transposed"] or rank not in (1, 2, 3):
+        raise _Skip
+    geometry: dict[str, Any] = {
+        name: _spread(a[name], rank) for name in ("stride", "padding", "dilation")
+    }
+    geometry["groups"] = a["groups"]
+    kernel = weight.shape[2:]
+    reached = (
+        (n - 1) * s - 2 * p + d * (r - 1) + 1
+        for n, s, p, d, r in zip(
+            dy.shape[2:],
+            geometry["stride"],
+            geometry["padding"],
+            geometry["dilation"],
+            kernel,
+            strict=True,
+        )
+    )
+    extra = tuple(n - m for n, m in zip(x.shape[2:], reached, strict=True))
+    of_x, of_weight, of_bias = a["output_mask"]
+    return (
+        c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
+        c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,
+        c.g.reduction(dy, (0, *range(2, rank + 2))) if of_bias else None,
+    )
+
+
+def _threshold_backward(c: _Conversion, a: Arguments) -> Value:
+    if a["threshold"] != 0:
+        raise _Skip
+    return c.g.relu_backward(c.value(a["grad_output"]), c.value(a["self"]))
+
+
 # -- products --------------------------------------------------------------------------------------
 
 
@@ -909,8 +968,8 @@ def _stack(c: _Conversion, a: Arguments) -> Value:
 def _reduced(mode: str) -> Rule:
     def rule(c: _Conversion, a: Arguments) -> Value:
         x = c.value(a["self"])
-        if a.get("dtype") not in (None, x.dtype):
-            raise _Skip
+        if a.get("dtype") not in (None, x.dtype) or x.dtype in LOW_PRECISION:
+            raise _Skip  # torch's own returns 16 bits of 16 bits, in one kernel
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(_spread(dims, 1))
         return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
@@ -960,11 +1019,14 @@ def _avg_pool(rank: int) -> Rule:
 
 
 def _adaptive_mean(rank: int) -> Rule:
-    def rule(c: _Conversion, a: Arguments) -> Value:
+    def rule(c: _Conversion, a: Arguments) -> Any:
         x = c.value(_first(a))
         if len(x.shape) != rank + 2:
             raise _Skip
-        return c.g.adaptive_avg_pool(x, _spread(a["output_size"], rank))
+        size = _spread(a["output_size"], rank)
+        if x.dtype in LOW_PRECISION and size == (1,) * rank:  # as in _reduced
+            return c.left_to_torch("aten.mean.dim", [x, list(range(-rank, 0)), True], {}, c.node)
+        return c.g.adaptive_avg_pool(x, size)
 
     return rule
 
@@ -1045,6 +1107,10 @@ RULES: Mapping[str, Rule] = {
         "layer_norm": _layer_norm,
         "native_layer_norm": _layer_norm,
         "rms_norm": _rms_norm,
+        "_native_batch_norm_legit_functional": _batch_norm_train,
+        "native_batch_norm_backward": _batch_norm_backward,
+        "convolution_backward": _convolution_backward,
+        "threshold_backward": _threshold_backward,
         "scaled_dot_product_attention": _sdpa,
         **dict.fromkeys(_ATTENTION, _attended),
         **dict.fromkeys(_SAME, _same),

@@ -1304,6 +1304,8 @@ def _sdpa_band(call: Call, *, diagonal: bool = False) -> None:
     """One canonical form of the scale and of the band: causal is the band with no key to the right
     of the diagonal. ``diagonal``: where that lies matters without a band too."""
     causal = _flag(call, "is_causal")
+    if "finite_padding" in call.attrs:
+        _flag(call, "finite_padding")
     if call.attrs["diagonal_alignment"] not in ALIGNMENTS:
         call.problem(
             f"diagonal_alignment={call.attrs['diagonal_alignment']!r} is unknown",
@@ -1333,6 +1335,8 @@ def _sdpa_checked(call: Call, *data: str) -> bool:
     _sdpa_scores(call)
     distances = call.attrs["alibi"] is True or call.get("alibi_slopes") is not None
     _sdpa_band(call, diagonal=distances)
+    if call.get("seq_len_q") is None and call.get("seq_len_kv") is None:
+        call.attrs["finite_padding"] = False
     return len(call.problems) == before
 
 
@@ -1961,6 +1965,7 @@ _BAND: dict[str, Any] = {
 }
 _LONGEST: dict[str, Any] = {"max_seqlen_q": REQUIRED, "max_seqlen_kv": REQUIRED}
 _SCORES: dict[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None}
+_PADDING: dict[str, Any] = {"finite_padding": False}
 _DROPOUT = "dropout_seed? dropout_offset? dropout_mask?"
 
 
@@ -2016,6 +2021,7 @@ def _rows() -> list[Op]:
             **_BAND,
             return_lse=False,
             **_SCORES,
+            **_PADDING,
         ),
         op(
             "sdpa_paged",
@@ -2024,6 +2030,7 @@ def _rows() -> list[Op]:
             outputs="o lse",
             **{**_BAND, "diagonal_alignment": "bottom_right"},
             return_lse=False,
+            **_PADDING,
         ),
         op(
             "sdpa_varlen",
@@ -2033,6 +2040,7 @@ def _rows() -> list[Op]:
             **_BAND,
             **_LONGEST,
             return_lse=False,
+            **_PADDING,
         ),
         op(
             "sdpa_varlen_backward",
@@ -2084,6 +2092,7 @@ def _rows() -> list[Op]:
             **_BAND,
             mask_grad=False,
             **_SCORES,
+            **_PADDING,
         ),
         op(
             "batch_norm_train",

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from itertools import chain, product
 
 from cudnngraph.ir import GraphSpec
-from cudnngraph.partition import Graph, Group, channels_last, cuts, numeric_masks, piece, work
+from cudnngraph.partition import (
+    Graph,
+    Group,
+    channels_last,
+    cuts,
+    numeric_masks,
+    piece,
+    views,
+    work,
+)
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
@@ -30,6 +39,12 @@ def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
 
 
 def rewritten(spec: GraphSpec) -> list[GraphSpec]:
-    """The graph, and what the rewrites make of it where they change something."""
+    """The graph, and what the rewrites make of it where they change something.
+
+    Views lie in their operands' memory, in whatever step: such a graph is cut as rewritten alone.
+    """
     masked = numeric_masks(spec)
+    seen = views(masked)
+    if seen is not masked:
+        spec = masked = seen
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())

@@ -784,6 +784,7 @@ class Attention:
     softcap: float | None = None
     alibi: str | None = None  # "standard" slopes, or "given" ones
     sink: bool = False
+    finite: bool = False
 
     @property
     def keys(self) -> int:
@@ -832,6 +833,7 @@ class Attention:
             options["seq_len_kv"] = g.input("len_kv", (self.b,), torch.int32)
         per_head = F64 if self.dtype == F64 else F32
         options |= {"softcap": self.softcap, "dropout_p": self.dropout}
+        options["finite_padding"] = self.finite
         options |= {"alibi": True} if self.alibi == "standard" else {}
         if self.alibi == "given":
             options["alibi_slopes"] = g.input("slopes", (self.h,), per_head)
@@ -1122,6 +1124,17 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
             "pytorch#101967: NaN behind the lengths; select, never multiply by 0",
         ),
         ("lengths_lse", replace(a, len_q=(64, 40), len_kv=(64, 20), lse=True), ""),
+        ("lengths_finite", replace(a, len_q=(64, 40), len_kv=(50, 64), finite=True), "a promise"),
+        (
+            "lengths_finite_causal",
+            replace(a, len_q=(64, 40), len_kv=(64, 40), causal=True, finite=True, d=128, lse=True),
+            "a promise",
+        ),
+        (
+            "lengths_finite_gqa",
+            replace(a, h=8, h_kv=2, len_kv=(50, 64), finite=True),
+            "a promise",
+        ),
         ("gqa_8_2", replace(a, h=8, h_kv=2), "grouped query heads"),
         ("gqa_causal", replace(a, h=8, h_kv=2, causal=True), ""),
         ("mqa", replace(a, h=4, h_kv=1), "one head of keys"),
@@ -1304,6 +1317,7 @@ class Packed:
     lse: bool = False
     memory: str = "thd"
     longest: int = 0  # more than the longest sequence has
+    finite: bool = False
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -1337,6 +1351,7 @@ class Packed:
     def build(self) -> cg.Graph:
         g = cg.Graph("packed")
         data, where, options = self.declare(g)
+        options["finite_padding"] = self.finite
         result = g.sdpa_varlen(*data, *where, return_lse=self.lse, **options)
         for name, value in zip(("o", "lse"), result if self.lse else (result,), strict=False):
             g.output(name, value)
@@ -1390,6 +1405,7 @@ def _packed_cases() -> list[tuple[str, Packed, str]]:
         ("packed", replace(p, memory="packed", causal=True), "slices of one buffer"),
         ("heads_first", replace(p, memory="htd"), ""),
         ("longest", replace(p, longest=30), "max_seqlen above the longest sequence"),
+        ("finite", replace(p, causal=True, finite=True), "a promise"),
         ("one", replace(p, len_q=(65,), causal=True), "a batch of one"),
         ("ones", replace(p, len_q=(1, 1, 1, 1), len_kv=(20, 7, 33, 64)), "one row each"),
     ]
@@ -1447,6 +1463,7 @@ class Paged:
     lse: bool = False
     two_tables: bool = False
     memory: str = "hpd"
+    finite: bool = False
 
     def build(self) -> cg.Graph:
         g = cg.Graph("paged")
@@ -1458,6 +1475,7 @@ class Paged:
         cache = [g.input(f"{n}_cache", shape, self.dtype, stride=stride) for n in "kv"]
         table = g.input("table", (batch, self.columns), torch.int32)
         options: dict[str, Any] = {"is_causal": self.causal, "window": self.window}
+        options["finite_padding"] = self.finite
         lengths = g.input("len_kv", (batch,), torch.int32)
         if self.two_tables:
             options["page_table_v"] = g.input("table_v", (batch, self.columns), torch.int32)
@@ -1526,6 +1544,7 @@ def _paged() -> Iterator[Case]:
         ("prefill", prefill, "several rows behind a cache"),
         ("prefill_lengths", replace(prefill, len_q=(32, 20), lse=True), ""),
         ("prefill_full", replace(prefill, causal=False), ""),
+        ("prefill_finite", replace(prefill, finite=True), "a promise"),
     ]
     for name, paged, note in cases:
         yield _paged_case(name, paged, note)
@@ -1546,6 +1565,26 @@ def _paged_case(name: str, paged: Paged, note: str) -> Case:
         terms=max(paged.d, *paged.len_kv),
         note=note,
     )
+
+
+def _blocks() -> Iterator[Case]:
+    """Attention under a mask of blocks, whole ones and cut ones."""
+
+    def build(dtype: torch.dtype) -> cg.Graph:
+        g = cg.Graph("blocks")
+        q, k, v = (g.input(name, (2, 4, 80, 64), dtype) for name in "qkv")
+        mask = g.block_mask(g.input("blocks", (2, 1, 3, 3), torch.bool), 80, 80, 32)
+        g.output("o", g.sdpa(q, k, v, mask))
+        return g
+
+    def eager(t: Tensors) -> Tensors:
+        mask = t["blocks"].repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :80, :80]
+        return {"o": F.scaled_dot_product_attention(t["q"], t["k"], t["v"], mask)}
+
+    fills = {"blocks": exactly([1, 0, 1, 0, 1, 0, 1, 1, 0] * 2)}
+    for dtype in (F16, F64):
+        made = lambda dtype=dtype: build(dtype)  # noqa: E731
+        yield Case(f"sdpa-block_mask-{SHORT[dtype]}", "sdpa", dtype, made, eager, fills, terms=80)
 
 
 # -- tables of inputs ------------------------------------------------------------------------------
@@ -3290,6 +3329,7 @@ def _attention_gradients() -> Iterator[Case]:
         "lengths",
         "lengths_zero",
         "lengths_bottom_right",
+        *("lengths_finite", "lengths_finite_causal", "lengths_finite_gqa"),
         "gqa_8_2",
         "mqa",
         "gqa_mask",
@@ -3369,6 +3409,44 @@ def _packed_gradients() -> Iterator[Case]:
             yield gradient(name, replace(packed, dtype=dtype), note)
     empty = Packed((40, 0, 16), (30, 20, 0), dtype=F64)
     yield gradient("empty", empty, "a sequence without rows, one without keys")
+
+
+def _rope() -> Iterator[Case]:
+    """Columns turned in pairs."""
+
+    def eager(interleaved: bool) -> Eager:
+        def run(t: Tensors) -> Tensors:
+            x, cos, sin = t["x"], t["cos"], t["sin"]
+            a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+            turned = a * cos - b * sin, b * cos + a * sin
+            y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+            return {"y": y}
+
+        return run
+
+    bshd = (40 * 4 * 64, 64, 4 * 64, 1)
+    forms: list[tuple[str, Shape, Shape, Layout]] = [
+        ("positions", (2, 4, 40, 64), (40, 32), None),
+        ("batches", (2, 4, 40, 64), (2, 1, 40, 32), None),
+        ("bshd", (2, 4, 40, 64), (40, 32), bshd),
+        ("tokens", (40, 4, 16), (40, 1, 8), None),
+    ]
+    for name, shape, table, layout in forms:
+        for dtype in (F16, BF16, F32, F64) if name == "positions" else (F16, F64):
+            for interleaved in (False, True):
+                yield _table_case(
+                    "rope",
+                    f"{name}{'_interleaved' * interleaved}",
+                    {"x": (shape, dtype, layout), **{n: (table, dtype, None) for n in _TURNS}},
+                    lambda g, v, i=interleaved: {
+                        "y": g.rope(v["x"], v["cos"], v["sin"], interleaved=i)
+                    },
+                    eager(interleaved),
+                    {n: uniform(-1.0, 1.0) for n in _TURNS},
+                )
+
+
+_TURNS = ("cos", "sin")
 
 
 def _ragged() -> Iterator[Case]:
@@ -3878,6 +3956,8 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_packed(),
         *_paged(),
         *_ragged(),
+        *_rope(),
+        *_blocks(),
         *_pointwise(),
         *_gradients(),
         *_quantized(),

@@ -59,13 +59,16 @@ def _computes_beside_a_convolution(spec: GraphSpec) -> bool:
 
 
 def _attends_over_padding(spec: GraphSpec) -> bool:
-    """Attention with lengths of the keys."""
+    """Attention with lengths of the keys, of which nothing is promised."""
     return any(
-        node.op in ("sdpa_paged", "sdpa_varlen")
-        or (
-            node.op in ("sdpa", "sdpa_fp8")
-            and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
+        (
+            node.op in ("sdpa_paged", "sdpa_varlen")
+            or (
+                node.op in ("sdpa", "sdpa_fp8")
+                and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
+            )
         )
+        and not dict(node.attrs).get("finite_padding", False)
         for node in spec.nodes
     )
 

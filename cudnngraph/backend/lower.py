@@ -675,6 +675,10 @@ def _port(node: Node, port: str) -> str | None:
     return node.inputs[OPS[node.op].ports.index(port)]
 
 
+def _has_lengths(node: Node) -> bool:
+    return any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv"))
+
+
 def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     """The frontend's keywords that attention and its gradient share."""
     given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
@@ -753,7 +757,7 @@ def _check_dropout(spec: GraphSpec, node: Node) -> None:
     or the two would drop different weights.
     """
     _check_dropped_band(node)
-    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
+    if _has_lengths(node) and not node.attr("finite_padding"):
         raise _Refused("dropout by a seed with lengths, whose gradient is a torch step")
     name, q = _port(node, "attn_mask"), spec.tensors[str(_port(node, "q"))]
     if name is None:
@@ -772,7 +776,7 @@ def _score_callbacks(ctx: Context, node: Node) -> dict[str, Any]:
     """
     q, k = (ctx.spec.tensors[str(_port(node, port))] for port in ("q", "k"))
     cap, name = node.attr("softcap"), _port(node, "alibi_slopes")
-    if node.attr("alibi") or any(_port(node, f"seq_len_{of}") for of in ("q", "kv")):
+    if node.attr("alibi") or _has_lengths(node):
         raise _Refused("cuDNN attention changes scores beside no lengths, and no ALiBi of its own")
     rows, keys = q.shape[2], k.shape[2]
     shift = 0 if node.attr("diagonal_alignment") == "top_left" else keys - rows
@@ -862,7 +866,7 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
 
 
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
-    if any(_port(node, f"seq_len_{of}") is not None for of in ("q", "kv")):
+    if _has_lengths(node) and not node.attr("finite_padding"):
         raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
     name = _port(node, "attn_mask")
     if name is not None:
@@ -1249,6 +1253,14 @@ def _call(method: str) -> Rule:
     return rule
 
 
+def _add(ctx: Context, node: Node) -> Any:
+    """What is computed comes first: only so are the engines found that add a residual behind a
+    convolution, of a tensor that is read."""
+    x, y = ctx.operands(node)
+    read = [name in ctx.spec.inputs for name in node.operands]
+    return ctx.graph.add(*((y, x) if read == [True, False] else (x, y)), name=node.name)
+
+
 def _gelu_tanh_backward(ctx: Context, node: Node) -> Any:
     if ctx.spec.tensors[node.results[0]].dtype == torch.float32 and all(
         ctx.spec.tensors[name].dtype == torch.float32 for name in ctx.spec.inputs
@@ -1406,7 +1418,7 @@ RULES: Mapping[str, Rule] = {
     "rsqrt": _call("rsqrt"),
     "reciprocal": _call("reciprocal"),
     "erf": _call("erf"),
-    "add": _call("add"),
+    "add": _add,
     "sub": _call("sub"),
     "mul": _call("mul"),
     "div": _call("div"),

@@ -24,7 +24,8 @@ Eager = Callable[[Tensors], torch.Tensor]
 class Case:
     """A graph, what eager torch does for it, and other ways to do it, by name.
 
-    ``numbers`` are the inputs that hold one number, and which.
+    ``numbers`` are the inputs that hold one number, and which, ``given`` those that hold others
+    which are not random.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Case:
     eager: Eager
     others: Mapping[str, Eager] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
         """Random inputs of about unit results, and outputs to write to."""
@@ -46,6 +48,8 @@ class Case:
             )
             if name in self.numbers:
                 tensor.fill_(self.numbers[name])
+            elif name in self.given:
+                tensor.copy_(self.given[name])
             elif declared.dtype == torch.int8 and name in spec.inputs:
                 tensor.random_(-127, 128, generator=generator)
             elif name in spec.inputs:

@@ -60,13 +60,15 @@ class FusedSDPA(nn.Module):
         seq_len_kv: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sink: torch.Tensor | None = None,
+        finite_padding: bool = False,
         return_lse: bool = False,
     ) -> Any:
         """q (B, H, S_q, D), k (B, H_kv, S_kv, D), v (B, H_kv, S_kv, D_v) → (B, H, S_q, D_v).
 
         H is a multiple of H_kv. ``attn_mask`` is bool (True attends) or added to the scores;
         ``seq_len_q`` and ``seq_len_kv`` are (B,) int32, ``alibi_slopes`` and ``sink`` (H,)
-        float32. With ``return_lse=True`` the pair (o, lse).
+        float32; ``finite_padding`` promises what :meth:`cudnngraph.Graph.sdpa` says. With
+        ``return_lse=True`` the pair (o, lse).
         """
         return scaled_dot_product_attention(
             q,
@@ -84,6 +86,7 @@ class FusedSDPA(nn.Module):
             alibi_slopes=alibi_slopes,
             softcap=self.softcap,
             sink=sink,
+            finite_padding=finite_padding,
             return_lse=return_lse,
             policy=self.policy,
         )

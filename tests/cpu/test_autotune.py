@@ -838,3 +838,19 @@ def test_a_large_graph_takes_seconds_even_with_hundreds_of_anchors() -> None:
     selection = run(tower(200), bench)
     assert len(selection.steps) == 201
     assert time.perf_counter() - start < 20.0
+
+
+def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
+    g = cg.Graph("turns")
+    y = g.input("x", (4, 8, 16), F16)
+    for number in range(8):
+        flat = g.matmul(y.reshape((32, 16)), g.input(f"w{number}", (16, 16), F16))
+        y = flat.reshape((4, 8, 16))
+    g.output("y", g.tanh(y))
+    selection = run(g.spec(), table({"matmul": [Offer(5.0)], "tanh": [Offer(1.0)]}))
+    shown = [s for s in selection.steps if s.spec.nodes[-1].op == "reshape"]
+    assert len(shown) == 16
+    assert all(autotune.FREE in step.decisions for step in shown)
+    assert [ops(s.spec) for s in selection.steps if s.choice is not None] == ["matmul"] * 8 + [
+        "tanh"
+    ]

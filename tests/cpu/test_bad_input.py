@@ -735,6 +735,31 @@ TABLE = [
     ("varlen_longest", packed("max_seqlen_kv=0", "the longest sequence", longest=(40, 0))),
     ("varlen_longest_float", packed("max_seqlen_q=4.5", "whole number", longest=(4.5, 9))),
     ("varlen_window", packed("window=8 is not a pair", window=8)),
+    (
+        "rope_odd",
+        (
+            lambda g: g.output(
+                "y", g.rope(g.input("x", (2, 7), F16), *(g.input(n, (2, 3), F16) for n in "cs"))
+            ),
+            ("rope", "x has shape (2, 7), cos (2, 3), sin (2, 3)", "an even D"),
+        ),
+    ),
+    (
+        "rope_tensor",
+        (
+            lambda g: g.output(
+                "y", g.rope(g.input("x", (2, 8), F16), torch.ones(2, 4), g.input("s", (2, 4), F16))
+            ),
+            ("rope", "cos is a Tensor", "declare it with g.input"),
+        ),
+    ),
+    (
+        "block_mask_shape",
+        (
+            lambda g: g.output("y", g.block_mask(g.input("b", (2, 3, 3), torch.bool), 400, 300)),
+            ("block_mask", "blocks 'b' is bool (2, 3, 3)", "bool (..., 4, 3)"),
+        ),
+    ),
     ("paged_rank", paged("k_cache 'k' has 3 dims", "(pages, H_kv, page, D)", k=(12, 2, 64))),
     ("paged_page", paged("v_cache has pages of 8 keys, k_cache of 16", v=(12, 2, 8, 64))),
     (

@@ -318,3 +318,33 @@ def test_a_step_that_multiplies_nothing_touches_no_switch(monkeypatch: pytest.Mo
     half = torch.ones(1, 2, 5, 5).half(), torch.ones(2, 2, 3, 3).half()
     spec = single("conv", ((1, 2, 5, 5), F16), ((2, 2, 3, 3), F16), dtype=F16)
     assert float(run(spec, *half)[0, 0, 0, 0]) == 18.0
+
+
+@pytest.mark.parametrize("act", [None, "relu", "gelu_tanh"])
+def test_a_linear_layer_of_tokens_is_one_call_of_torch(
+    act: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(B, S, K) as rows; the reference, which would run it in several, is not asked."""
+    g = cg.Graph("g")
+    x = g.input("x", (2, 5, 16), F16)
+    w, b = g.input("w", (16, 8), F16, stride=(1, 16)), g.input("b", (8,), F16)
+    g.output("y", g.activation(g.add(g.matmul(x, w), b), act))
+    spec = g.spec()
+    assert eager.runs_whole(spec)
+    gen = torch.Generator().manual_seed(2)
+    given = [
+        torch.empty_strided(t.shape, t.stride, dtype=t.dtype).copy_(
+            0.5 * torch.randn(t.shape, generator=gen)
+        )
+        for t in (spec.tensors[name] for name in spec.inputs)
+    ]
+    (want,) = reference.run(spec, given, torch.float64)
+    monkeypatch.setattr(reference, "run_into", None)
+    numerics.check(run(spec, *given), want, F16)
+
+
+def test_tokens_that_lie_apart_are_no_rows() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
+    g.output("y", g.matmul(x, g.input("w", (16, 8), F16)) + g.input("b", (8,), F16))
+    assert not eager.runs_whole(g.spec())

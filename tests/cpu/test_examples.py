@@ -73,6 +73,7 @@ def test_every_example_is_run_here() -> None:
     named = {
         *("attention.py", "demo.py", "quantized.py", "segmentation_decoder.py", "ten_lines.py"),
         "train_digits.py",
+        *("deeplab.py", "gpt.py", "unet.py"),
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
@@ -129,6 +130,34 @@ def test_a_network_is_quantised_to_each_of_the_8_bit_dtypes(tmp_path: Path) -> N
     assert list(errors) == ["int8", "float8_e4m3fn", "float8_e5m2"]
     assert 0.5 < errors["int8"] < 2.6
     assert 2.6 < errors["float8_e4m3fn"] < 8.0 < errors["float8_e5m2"] < 16.0
+
+
+def test_deeplab_segments_the_photograph_as_torch_does(tmp_path: Path) -> None:
+    done = run_example("deeplab.py", "--device", "cpu", "--size", "64", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert re.match(r"DeepLabV3-ResNet-50, .+, random weights$", lines[0])
+    assert "60 batch norms folded" in lines[1]
+    (same,) = re.findall(r"pixels of the same class: ([\d.]+)%", done.stdout)
+    assert float(same) >= 99.0
+    assert re.search(r"^torch [\d.]+ ms, fused [\d.]+ ms$", done.stdout, flags=re.MULTILINE)
+    with Image.open(tmp_path / "out" / "regions.png") as picture:
+        assert picture.size == (64, 64)
+
+
+def test_the_u_net_learns_and_marks_the_same_pixels_fused(tmp_path: Path) -> None:
+    done = run_example("unet.py", "--device", "cpu", "--steps", "45", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    right, differ = re.findall(r"([\d.]+)%", done.stdout.splitlines()[-1])
+    assert float(right) > 95.0 and float(differ) < 0.1
+
+
+def test_the_small_gpt_writes_the_same_by_all_three_ways(tmp_path: Path) -> None:
+    done = run_example("gpt.py", "--device", "cpu", "--steps", "30", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = dict(line.split(": ", 1) for line in done.stdout.splitlines()[-3:])
+    assert set(written) == {"torch", "fused", "compiled"}
+    assert len(set(written.values())) == 1 and len(written["torch"]) >= 40
 
 
 def test_ten_lines_has_ten_lines_and_prints_the_shape_and_the_plan(tmp_path: Path) -> None:

@@ -99,6 +99,20 @@ def test_an_input_of_any_layout_is_taken() -> None:
     assert len(fused) == 1
 
 
+def test_a_form_that_is_met_in_inference_mode_runs_outside_of_it_too() -> None:
+    model = net()
+    fused = cg.fuse(model, image(2, 3, 32, 32))
+    x = image(1, 3, 32, 32)
+    with torch.inference_mode():
+        inside = fused(x.clone())
+    assert torch.equal(fused(x), inside)
+    run = compiled(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_new_weights_are_taken_on_refresh() -> None:
     model, x = net(), image(2, 3, 32, 32)
     fused = cg.fuse(model, x)
@@ -339,7 +353,9 @@ def test_further_shapes_are_compiled_up_to_a_bound(caplog: pytest.LogCaptureFixt
     assert any("over 2 shapes: this one runs by torch" in text for text in caplog.messages)
 
 
-def test_training_runs_through_it_with_torchs_gradients() -> None:
+def test_training_runs_through_it_with_torchs_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, theirs = net().train(), net().train()
     x = image(4, 3, 32, 32)
     run = compiled(ours)
@@ -347,6 +363,8 @@ def test_training_runs_through_it_with_torchs_gradients() -> None:
         for _ in range(2):
             model.zero_grad()
             F.cross_entropy(call(x), torch.tensor([0, 1, 2, 3])).backward()
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("cudnngraph")]
+    assert said == [], "both graphs are imported"
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5)

@@ -465,3 +465,12 @@ def test_an_input_that_is_written_is_refused() -> None:
 def test_a_batch_norm_in_training_mode_is_refused() -> None:
     with pytest.raises(CannotImport, match=r"in place, .*call model.eval\(\)"):
         import_model(nn.BatchNorm2d(3).train(), (image(2, 3, 4, 4),))
+
+
+def test_means_of_16_bit_images_are_one_kernel_of_torchs() -> None:
+    model = Of(lambda m, x: F.adaptive_avg_pool2d(x, 1).flatten(1) + x.mean((2, 3))).half()
+    x = image(2, 8, 4, 4).half()
+    imported = import_model(model.eval(), (x,), channels_last=True)
+    assert [each.overload for each in imported.opaque] == ["aten.mean.dim"] * 2
+    (ours,) = run(imported, (x,))
+    numerics.check(ours, 2 * x.double().mean((2, 3)), torch.float16)

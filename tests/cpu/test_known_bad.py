@@ -18,30 +18,30 @@ def conv(y_layout: str = "channels_last", act: str | None = "silu") -> cg.GraphS
     return g.spec()
 
 
-def attention(lengths: bool) -> cg.GraphSpec:
+def attention(lengths: bool, finite: bool = False) -> cg.GraphSpec:
     g = cg.Graph("g")
     q = g.input("q", (2, 4, 64, 64), torch.float16)
     n = g.input("n", (2,), torch.int32) if lengths else None
-    g.output("o", g.sdpa(q, q, q, seq_len_kv=n))
+    g.output("o", g.sdpa(q, q, q, seq_len_kv=n, finite_padding=finite))
     return g.spec()
 
 
-def packed() -> cg.GraphSpec:
+def packed(finite: bool = False) -> cg.GraphSpec:
     g = cg.Graph("g")
     q = g.input("q", (128, 4, 64), torch.float16)
     ends = g.input("ends", (3,), torch.int32)
-    g.output("o", g.sdpa_varlen(q, q, q, ends, ends, 64, 64))
+    g.output("o", g.sdpa_varlen(q, q, q, ends, ends, 64, 64, finite_padding=finite))
     return g.spec()
 
 
-def paged() -> cg.GraphSpec:
+def paged(finite: bool = False) -> cg.GraphSpec:
     g = cg.Graph("g")
     q, cache = (
         g.input("q", (2, 4, 1, 64), torch.float16),
         g.input("c", (8, 4, 16, 64), torch.float16),
     )
     table, n = g.input("t", (2, 4), torch.int32), g.input("n", (2,), torch.int32)
-    g.output("o", g.sdpa_paged(q, cache, cache, table, n))
+    g.output("o", g.sdpa_paged(q, cache, cache, table, n, finite_padding=finite))
     return g.spec()
 
 
@@ -76,6 +76,8 @@ def test_engines_2_and_9_are_barred_from_attention_with_lengths_of_keys() -> Non
     assert bad(attention(True), 8) is None
     for spec in (packed(), paged()):
         assert bad(spec, 9) is not None and bad(spec, 8) is None
+    for spec in (attention(True, finite=True), packed(finite=True), paged(finite=True)):
+        assert bad(spec, 9) is None, "what is past the ends is promised to be harmless"
 
 
 def test_the_engines_that_crash_on_two_factors_are_barred() -> None:

@@ -226,6 +226,7 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known("an op of torch runs by torch", lambda spec: bool(_nodes(spec, "aten"))),
     Known(
         "cuDNN's Python frontend has no resampling",
         lambda spec: bool(_nodes(spec, *resample.RULES)),
@@ -354,6 +355,18 @@ TORCH = (
     ),
     Known("batch norm in training takes parameters in float32", _narrow_norm),
     Known("attention takes head dims that are multiples of 8", _sdpa(_odd_head)),
+    Known(
+        "a pointwise graph broadcasts over three dims at most",
+        lambda spec: (
+            _pointwise(spec)
+            and any(
+                tensor.numel < max(t.numel for t in spec.tensors.values())
+                for tensor in spec.tensors.values()
+                if len(tensor.shape) > 1
+            )
+            and max(len(t.shape) for t in spec.tensors.values()) > 3
+        ),
+    ),
     Known(
         "attention along the bottom-right diagonal drops nothing",
         _sdpa(
@@ -833,6 +846,7 @@ SEEDED: dict[str, dict[str, Any]] = {
     "float32 mask": {"mask": ((2, 4, 64, 64), torch.float32)},
     "one row for all": {"mask": ((2, 1, 1, 64), torch.bfloat16)},
     "lengths": {"lengths": True},
+    "lengths of finite padding": {"lengths": True, "finite_padding": True},
     "bottom right": {"is_causal": True, "diagonal_alignment": "bottom_right"},
     "softcap": {"softcap": 0.7},
     "softcap and mask": {"softcap": 0.7, "mask": ((2, 4, 64, 64), torch.bfloat16)},
@@ -877,3 +891,17 @@ def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name(
     with pytest.raises(cg.NotSupported) as caught:
         propose(Lowered(Graph(), (), ()), env.frontend())
     assert caught.value.reasons == ("the frontend cannot rank it: No module named 'cuda'",)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_residual_is_found_by_the_same_engines_on_either_side(first: bool, driver: None) -> None:
+    """Ready-made engines know convolution + residual, not residual + convolution."""
+    g = cg.Graph("block")
+    last = {"layout": "channels_last"}
+    x = g.input("x", (8, 64, 14, 14), torch.float16, **last)
+    z = g.input("z", (8, 64, 14, 14), torch.float16, **last)
+    y = g.conv(x, g.input("w", (64, 64, 1, 1), torch.float16, **last))
+    y = g.add(y, z) if first else g.add(z, y)
+    g.output("y", g.relu(g.bias(y, g.input("b", (64,), torch.float16))))
+    (step,) = cg.explain(g).steps
+    assert sum(not plan.runtime_compiled for plan in step.plans) > 20

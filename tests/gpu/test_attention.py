@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.dropped import explicit, recovered
 from cudnngraph.ir import GraphSpec
+from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.trial import random_inputs
 from tests import numerics
 from tests.samples import BF16, F16, F32
@@ -42,7 +44,7 @@ def graphs(dtype: torch.dtype, **options: Any) -> tuple[GraphSpec, GraphSpec]:
 
 
 def compiled(spec: GraphSpec) -> Any:
-    exe = cg.compile(spec, "cuda")
+    exe = compile_spec(spec, "cuda")
     assert all(step.choice is not None for step in exe.steps), exe.explain()
 
     def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -91,7 +93,11 @@ def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gra
     single = [n for n in backward.nodes if n.op == "sdpa_backward"]
     assert len(single) == 1
     if [n.op for n in backward.nodes] == ["sdpa_backward"]:  # no conversion of the lse before it
-        assert torch.equal(recovered(backward, grads, back), keep), "other weights are dropped"
+        place = torch.arange(S, device=CUDA)
+        near = pairs & ((place - place.view(-1, 1)).abs() < 40)  # ALiBi leaves weights there
+        seen = recovered(backward, grads, back)
+        assert torch.equal(seen[near], keep[near]), "other weights are dropped"
+        assert name == "alibi" or torch.equal(seen, keep), "other weights are dropped"
     other, given = explicit(backward, grads, keep)
     exact = reference.run(other, given, torch.float64)
     for label, ours, want in zip(backward.outputs, back(grads), exact, strict=True):
@@ -124,7 +130,7 @@ def test_dropout_can_be_replayed_in_a_cuda_graph_with_another_seed() -> None:
     forward, _ = graphs(F16)
     inputs = random_inputs(forward, CUDA)
     seed = inputs[forward.inputs.index("seed")]
-    exe = cg.compile(forward, "cuda")
+    exe = compile_spec(forward, "cuda")
     outputs = [
         torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=CUDA)
         for t in (forward.tensors[name] for name in forward.outputs)
@@ -147,7 +153,7 @@ def test_dropout_can_be_replayed_in_a_cuda_graph_with_another_seed() -> None:
 
 def test_autotuned_dropout_is_checked_against_what_the_plan_drops() -> None:
     forward, _ = graphs(BF16, is_causal=True)
-    exe = cg.compile(forward, "cuda", tune="autotune")
+    exe = compile_spec(forward, "cuda", tune="autotune")
     assert all(step.choice is not None for step in exe.steps), exe.explain()
     assert "wrong" not in exe.explain()
 
@@ -184,3 +190,99 @@ def test_sinks_of_one_head_at_a_time_take_their_weight() -> None:
     want = torch.ones(4, device=CUDA)
     want[2] = 64 / 65
     assert torch.allclose(o.float().mean((0, 2, 3)), want, atol=1e-3)
+
+
+# -- packed sequences and pages --------------------------------------------------------------------
+
+LENGTHS = (70, 128, 3, 55)
+
+
+def packed_inputs(dtype: torch.dtype, heads: int = 4) -> tuple[list[torch.Tensor], torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    data = [torch.randn(sum(LENGTHS), heads, 64, generator=gen).to(CUDA, dtype) for _ in range(3)]
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(CUDA, torch.int32)
+    return data, ends
+
+
+def one_by_one(data: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    parts = zip(*(torch.split(x.double(), list(lengths)) for x in data), strict=True)
+    done = []
+    for each in parts:
+        q, k, v = (part.transpose(0, 1) for part in each)
+        done.append(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
+    return torch.cat(done)
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_packed_attention_and_its_gradients_are_those_of_each_sequence(finite: bool) -> None:
+    data, ends = packed_inputs(BF16)
+    leaves = [x.clone().requires_grad_() for x in data]
+    attend = cg.functional.varlen_attention
+    o = attend(*leaves, ends, ends, 128, 128, is_causal=True, finite_padding=finite)
+    exact = [x.double().requires_grad_() for x in data]
+    right, grad = one_by_one(exact, LENGTHS), torch.randn_like(data[0])
+    found = torch.autograd.grad(o, leaves, grad)
+    wanted = torch.autograd.grad(right, exact, grad.double())
+    names = ("o", "dq", "dk", "dv")
+    for name, a, b in zip(names, (o, *found), (right, *wanted), strict=True):
+        error, bound = numerics.relative_error(a, b), 4 * numerics.bound(BF16, terms=128)
+        assert error <= bound, f"{name}: {error:.3g}, allowed {bound:.3g}"
+
+
+def test_packed_attention_of_other_lengths_is_the_same_graph_and_can_be_captured() -> None:
+    data, ends = packed_inputs(F16)
+    g = cg.Graph("packed")
+    q, k, v = (g.input(name, x.shape, F16) for name, x in zip("qkv", data, strict=True))
+    where = g.input("ends", (5,), torch.int32)
+    g.output("o", g.sdpa_varlen(q, k, v, where, where, 128, 128, is_causal=True))
+    exe, out = g.compile("cuda"), torch.empty_like(data[0])
+    exe.run(*data, ends, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        exe.run(*data, ends, out)
+    for lengths in (LENGTHS, (128, 1, 127, 0), (64, 64, 64, 64)):
+        ends.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        out.fill_(float("nan"))
+        graph.replay()
+        used = sum(lengths)
+        want = one_by_one([x[:used] for x in data], lengths)
+        assert numerics.relative_error(out[:used], want) <= numerics.bound(F16, terms=128)
+
+
+def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+    data, ends = packed_inputs(F16)
+    for x in data:
+        x[70:198] = float("nan")  # the second sequence, and none of its neighbours
+    o = cg.functional.varlen_attention(*data, ends, ends, 128, 128)
+    assert bool(o[:70].isfinite().all()) and bool(o[198:].isfinite().all())
+
+
+def test_pages_that_no_sequence_has_may_hold_anything() -> None:
+    q = torch.randn(2, 8, 1, 64, device=CUDA, dtype=F16)
+    caches = [torch.full((9, 2, 16, 64), float("nan"), device=CUDA, dtype=F16) for _ in range(2)]
+    pages = [[7, 2, 4], [0, 8, 3]]
+    lengths, table = [40, 17], torch.tensor(pages, device=CUDA, dtype=torch.int32)
+    for cache in caches:
+        cache[[7, 2, 4, 0, 8]] = torch.randn(5, 2, 16, 64, device=CUDA, dtype=F16)
+        cache[4, :, 8:] = float("nan")  # behind the 40 keys of the first sequence
+        cache[8, :, 1:] = float("nan")  # behind the 17 keys of the second
+    ends = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
+    o = cg.functional.paged_attention(q, *caches, table, ends)
+    for batch, keys in enumerate(lengths):
+        k, v = (
+            torch.cat([cache[page] for page in pages[batch]], 1)[:, :keys].double()
+            for cache in caches
+        )
+        one = F.scaled_dot_product_attention(q[batch].double(), k, v, enable_gqa=True)
+        assert numerics.relative_error(o[batch], one) <= numerics.bound(F16, terms=64)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_positions_run_as_one_pointwise_plan(interleaved: bool) -> None:
+    g = cg.Graph("rope")
+    x = g.input("x", (2, 8, 256, 128), BF16)
+    cos, sin = (g.input(name, (256, 64), BF16) for name in ("cos", "sin"))
+    g.output("y", g.rope(x, cos, sin, interleaved=interleaved))
+    exe = g.compile("cuda")
+    plans = [[n.op for n in s.spec.nodes] for s in exe.steps if s.choice is not None]
+    assert ["mul", "mul", "add"] in plans, exe.explain()

@@ -1,0 +1,59 @@
+"""Two processes over NCCL, each on its own GPU: training, synchronised norms, choice of plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("two_gpus_worker.py")
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the two processes tell."""
+    folder = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(folder / "meet")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": path, "CUDNNGRAPH_CACHE_DIR": str(folder / "plans")},
+        )
+        for rank in range(2)
+    ]
+    answers = []
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        answers.append(json.loads(out.splitlines()[-1]))
+    return answers
+
+
+def test_ddp_trains_as_with_torchs_modules(told: list[Any]) -> None:
+    for rank in told:
+        theirs, ours = rank["ddp"]["losses"]
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert max(rank["ddp"]["gradients"]) < 1e-5
+    assert told[0]["ddp"]["weight"] == told[1]["ddp"]["weight"]
+    assert told[0]["ddp"]["losses"] != told[1]["ddp"]["losses"], "each rank has data of its own"
+
+
+def test_synchronised_norms_are_torchs(told: list[Any]) -> None:
+    assert max(rank["sync"] for rank in told) < 1e-5
+
+
+def test_all_ranks_run_the_plans_that_one_has_chosen(told: list[Any]) -> None:
+    assert told[0]["plans"] == told[1]["plans"]
+    assert told[0]["plans"] != ["None"]
