@@ -249,9 +249,9 @@ TORCH = (
         lambda spec: any(_dtype(spec, node) == I8 for node in _nodes(spec, "conv_transpose")),
     ),
     Known(
-        "FP8 convolutions read and write channels_last",
+        "8-bit convolutions read and write channels_last",
         lambda spec: any(
-            _dtype(spec, node) in FP8 and not _lies_last(spec.tensors[name])
+            _dtype(spec, node) in (I8, *FP8) and not _lies_last(spec.tensors[name])
             for node in _nodes(spec, "conv")
             for name in (*node.operands, *node.results)
         ),
@@ -264,9 +264,9 @@ TORCH = (
         ),
     ),
     Known(
-        "FP8 convolutions take groups of 4, 8... channels",
+        "8-bit convolutions take groups of 4, 8... channels",
         lambda spec: any(
-            _dtype(spec, node) in FP8
+            _dtype(spec, node) in (I8, *FP8)
             and node.attr("groups") > 1
             and spec.tensors[node.operands[1]].shape[1] % 4
             for node in _nodes(spec, "conv")
