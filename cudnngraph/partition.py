@@ -185,10 +185,23 @@ class Graph:
                     continue
                 if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
+                if self._is_row_product(node):  # its sum may cancel, and a row has few terms
+                    continue
                 small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
                 if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
+
+    def _is_row_product(self, node: Node) -> bool:
+        """Whether a product is there for its sums along rows alone, as in a row's dot product."""
+        name = node.results[0]
+        rows = (len(self.spec.tensors[name].shape) - 1,)
+        readers = self.readers.get(name, ())
+        return (
+            node.op == "mul"
+            and bool(readers)
+            and all(each.op == "reduction" and each.attr("dims") == rows for each in readers)
+        )
 
     @cached_property
     def _data(self) -> Mapping[str, torch.dtype]:

@@ -57,9 +57,9 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
-    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm and the scales of
-    a dropped gradient at each launch.
-    It also stands for a result that nobody asked for, which the library writes all the same.
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch,
+    and the scales of dropout by a mask in attention's gradient. It also stands for a result that
+    nobody asked for, which the library writes all the same.
     """
 
     uid: int

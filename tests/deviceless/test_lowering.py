@@ -886,9 +886,10 @@ def test_an_attention_that_drops_by_a_seed_runs_where_its_gradient_does(name: st
 def test_the_gradient_of_attention_takes_the_scales_of_its_dropout_mask_by_value() -> None:
     """From the device cuDNN 9.19 reads 1 for the inverse, in the row sums of do * o."""
     g = cg.Graph("attention")
-    q, k, v, do, o = (g.input(name, (2, 4, 64, 64), torch.float16) for name in "q k v do o".split())
+    shape, names = (2, 4, 64, 64), ("q", "k", "v", "do", "o")
+    q, k, v, do, o = (g.input(name, shape, torch.float16) for name in names)
     lse = g.input("lse", (2, 4, 64), torch.float32)
-    dropped = g.input("dropped", (2, 4, 64, 64), torch.float16)
+    dropped = g.input("dropped", shape, torch.float16)
     grads = g.sdpa_backward(do, q, k, v, o, lse, dropout_p=0.75, dropout_mask=dropped)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=False):
         g.output(name, grad)
