@@ -185,10 +185,23 @@ class Graph:
                     continue
                 if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
+                if self._is_row_product(node):  # its sum may cancel, and a row has few terms
+                    continue
                 small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
                 if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
+
+    def _is_row_product(self, node: Node) -> bool:
+        """Whether a product is there for its sums along rows alone, as in a row's dot product."""
+        name = node.results[0]
+        rows = (len(self.spec.tensors[name].shape) - 1,)
+        readers = self.readers.get(name, ())
+        return (
+            node.op == "mul"
+            and bool(readers)
+            and all(each.op == "reduction" and each.attr("dims") == rows for each in readers)
+        )
 
     @cached_property
     def _data(self) -> Mapping[str, torch.dtype]:
@@ -490,8 +503,9 @@ def regions(graph: Graph) -> tuple[Group, ...]:
 
 def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
-    and the offsets of packed sequences."""
-    return offsets_of_sequences(slices(views(wide_sums(numeric_masks(spec)))))
+    and the strides and the offsets of packed sequences."""
+    made = slices(views(wide_sums(numeric_masks(spec))))
+    return offsets_of_sequences(gradients_laid_alike(made))
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:
@@ -675,6 +689,33 @@ def token_widths(
         if name is not None and port not in PACKING:
             widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
     return tuple(widths[0]), tuple(widths[1])
+
+
+# Of the gradient of packed attention: what lies as the other does, or is copied; see below.
+ALIKE = (("q", "dq"), ("k", "dk"), ("v", "dv"), ("do", "o"))
+
+
+def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
+    """The graph in which the gradient of packed attention of 16-bit data reads q, k and v in the
+    strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
+    buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    for place, node in enumerate(spec.nodes):
+        if node.op != "sdpa_varlen_backward":
+            continue
+        row = OPS[node.op]
+        names = dict(zip((*row.ports, *row.outputs), (*node.inputs, *node.outputs), strict=True))
+        for port, other in ALIKE:
+            own, want = tensors[str(names[port])], tensors[str(names[other])]
+            if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
+                continue
+            made = f"{node.results[0]}_{port}_alike"
+            tensors[made] = replace(own, name=made, stride=want.stride)
+            nodes.append(Node("identity", made, (own.name,), (made,)))
+            names[port] = made
+        nodes[place] = replace(node, inputs=tuple(names[port] for port in row.ports))
+    changed = len(nodes) > len(spec.nodes)
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if changed else spec
 
 
 PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie

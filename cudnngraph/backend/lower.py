@@ -31,9 +31,10 @@ from ..ir import (
     is_contiguous,
     memory_order,
     numel,
+    same_layout,
 )
 from ..ops import FP8, OPS, QUANTIZED
-from ..partition import token_widths
+from ..partition import ALIKE, token_widths
 from ..validate import check_node
 
 Shape = Sequence[int]
@@ -57,9 +58,9 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
-    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm and the scales of
-    a dropped gradient at each launch.
-    It also stands for a result that nobody asked for, which the library writes all the same.
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch,
+    and the scales of dropout by a mask in attention's gradient. It also stands for a result that
+    nobody asked for, which the library writes all the same.
     """
 
     uid: int
@@ -971,6 +972,14 @@ def _sdpa_varlen(ctx: Context, node: Node) -> Sequence[Any]:
 
 def _sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
     ports = ("do", "q", "k", "v", "o", "lse")
+    names = dict(zip(OPS[node.op].outputs, node.outputs, strict=True))
+    for port, other in ALIKE:
+        one, two = (ctx.spec.tensors[names.get(at) or str(_port(node, at))] for at in (port, other))
+        if not same_layout(one.shape, one.stride, two.stride):
+            raise _Refused(
+                f"{port} and {other} of packed attention's gradient lie apart; cuDNN 9.19 reads a "
+                "misaligned address there (measured on an H200)"
+            )
     operands = _distinct(ctx, node, ports)
     q = ctx.spec.tensors[str(_port(node, "q"))]
     options, place = _sequences(ctx, node)

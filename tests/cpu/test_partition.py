@@ -25,6 +25,7 @@ from cudnngraph.partition import (
 )
 from tests import numerics
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
+from tests.gradients import upstream
 from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -322,6 +323,38 @@ def test_what_pointwise_ops_make_a_float32_output_of_crosses_in_float32() -> Non
     g.output("narrow", g.conv(g.silu(x), w), dtype=F32)
     passed = Graph(g.spec()).passed
     assert {name: tensor.dtype for name, tensor in passed.items()} == {"silu": F16}
+
+
+def test_the_products_of_a_dot_product_cross_in_float32() -> None:
+    g = cg.Graph("g")
+    x, z = g.input("x", (2, 8, 64), F16), g.input("z", (2, 8, 64), F16)
+    g.output("rows", g.reduction(x * z, -1), dtype=F32)
+    g.output("columns", g.reduction(g.mul(x, z, name="down"), 1), dtype=F32)
+    both = g.mul(x, z, name="both")
+    g.output("summed", g.reduction(both, 2), dtype=F32)
+    g.output("kept", g.relu(both), dtype=F16)
+    passed = Graph(g.spec()).passed
+    assert {name: tensor.dtype for name, tensor in passed.items()} == {"down": F16, "both": F16}
+
+
+def test_the_gradient_of_a_sink_of_one_row_is_within_the_bound_of_float64() -> None:
+    """Its products of do and o, rounded to 16 bits between two plans, are not: they cancel."""
+    (case,) = [case for case in enumerate_cases() if case.id == "sdpa-sink_decode-fp16"]
+    gradient = cg.differentiate(case.build(), ["q", "k", "v", "sink"])
+    inputs = make_inputs(case)
+    saved = reference.run(gradient.forward, [inputs[name] for name in gradient.forward.inputs])
+    known = {**inputs, **dict(zip(gradient.forward.outputs, saved, strict=True))}
+    known |= {gradient.incoming[name]: grad for name, grad in upstream(gradient).items()}
+    exact = reference.run(
+        gradient.backward,
+        [known[name] for name in gradient.backward.inputs],
+        torch.float64,
+    )[-1]
+    for step in every_cutting(gradient.backward)[-1]:
+        results = reference.run(step, [known[name] for name in step.inputs])
+        known |= dict(zip(step.outputs, results, strict=True))
+    assert gradient.backward.outputs[-1] == gradient.outgoing["sink"]
+    numerics.check(known[gradient.outgoing["sink"]].half(), exact, F16, terms=64)
 
 
 def test_a_vector_in_float32_makes_no_float32_of_an_image_in_16_bits() -> None:

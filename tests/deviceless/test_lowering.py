@@ -31,6 +31,7 @@ from cudnngraph.ir import (
     same_layout,
 )
 from cudnngraph.ops import ATTENTION, OPS
+from cudnngraph.partition import Graph, offsets_of_sequences, piece
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
@@ -824,6 +825,42 @@ def test_packed_tokens_are_shown_as_sequences_with_offsets_into_one_table() -> N
 
 
 @pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("sliced", ["qkv", "do", "dk", ""])
+def test_the_gradient_of_packed_attention_has_its_operands_laid_as_its_results(sliced: str) -> None:
+    """Else cuDNN 9.19 reads a misaligned address on an H200, which ends the process."""
+    g = cg.Graph("packed")
+    shape, wide = (107, 4, 64), (3 * 4 * 64, 64, 1)
+    q, k, v = (
+        g.input(name, shape, torch.float16, stride=wide if sliced == "qkv" else None)
+        for name in "qkv"
+    )
+    do = g.input("do", shape, torch.float16, stride=wide if sliced == "do" else None)
+    o, lse = g.input("o", shape, torch.float16), g.input("lse", (107, 4), torch.float32)
+    ends = [g.input(name, (4,), torch.int32) for name in ("cu_q", "cu_kv")]
+    grads = g.sdpa_varlen_backward(do, q, k, v, o, lse, *ends, 64, 64)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        g.output(name, grad, stride=wide if sliced == name else None)
+    copied = {"qkv": ["q", "k", "v"], "do": ["do"], "dk": ["k"], "": []}[sliced]
+    found = cg.explain(g, TARGET)
+    copies = [step for step in found.steps if "identity" in step.ops]
+    assert [step.spec.inputs for step in copies] == [(name,) for name in copied]
+    (last,) = (step for step in found.steps if "sdpa_varlen_backward" in step.ops)
+    assert last.runs_on == "cuDNN"
+    (node,) = last.spec.nodes
+    for port, result in (("q", "dq"), ("k", "dk"), ("v", "dv")):
+        name = node.inputs[OPS[node.op].ports.index(port)]
+        assert last.spec.tensors[str(name)].stride == last.spec.tensors[result].stride, port
+    apart = offsets_of_sequences(g.spec())
+    (place,) = (n for n, node in enumerate(apart.nodes) if node.op == "sdpa_varlen_backward")
+    bare = piece(Graph(apart), [apart.nodes[place]])
+    if not copied:
+        assert propose_for(bare, TARGET)[1]
+        return
+    with pytest.raises(cg.NotSupported, match=f"{copied[0]} and .* of packed attention's gradient"):
+        propose_for(bare, TARGET)
+
+
+@pytest.mark.usefixtures("driver")
 def test_one_page_table_for_keys_and_values_is_passed_twice() -> None:
     g = cg.Graph("paged")
     q = g.input("q", (2, 8, 1, 64), torch.float16)
@@ -887,11 +924,10 @@ def test_an_attention_that_drops_by_a_seed_runs_where_its_gradient_does(name: st
 def test_the_gradient_of_attention_takes_the_scales_of_its_dropout_mask_by_value() -> None:
     """From the device cuDNN 9.19 reads 1 for the inverse, in the row sums of do * o."""
     g = cg.Graph("attention")
-    q, k, v, do, o = (
-        g.input(name, (2, 4, 64, 64), torch.float16) for name in ["q", "k", "v", "do", "o"]
-    )
+    shape, names = (2, 4, 64, 64), ("q", "k", "v", "do", "o")
+    q, k, v, do, o = (g.input(name, shape, torch.float16) for name in names)
     lse = g.input("lse", (2, 4, 64), torch.float32)
-    dropped = g.input("dropped", (2, 4, 64, 64), torch.float16)
+    dropped = g.input("dropped", shape, torch.float16)
     grads = g.sdpa_backward(do, q, k, v, o, lse, dropout_p=0.75, dropout_mask=dropped)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=False):
         g.output(name, grad)
