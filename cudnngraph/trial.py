@@ -168,16 +168,16 @@ def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor])
 
 
 def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
-    """Make packed sequences of about equal lengths, the last one's a token shorter."""
+    """Make packed sequences of about equal lengths out of all tokens, or of as many as fit: what
+    lies behind the last sequence is nobody's."""
     ends: list[torch.Tensor] = []
     for side, port in enumerate(PACKING[:2]):
         whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
         tokens = spec.tensors[str(_port(node, whole))].shape[0]
         tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
         count = tensor.shape[-1] - 1
-        length = min(tokens // count, node.attr(attr))
-        made = torch.arange(count + 1, dtype=torch.int32) * length
-        made[-1] -= min(length, 1)
+        used = min(tokens, count * node.attr(attr))
+        made = (torch.arange(count + 1) * used // count).to(torch.int32)
         ends.append(made)
         if str(_port(node, port)) in given:
             given[str(_port(node, port))].copy_(made)

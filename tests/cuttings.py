@@ -13,7 +13,6 @@ from cudnngraph.partition import (
     cuts,
     numeric_masks,
     piece,
-    prepared,
     slices,
     views,
     work,
@@ -47,6 +46,7 @@ def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     such a graph is cut as rewritten alone.
     """
     masked = numeric_masks(spec)
-    if views(masked) is not masked or slices(masked) is not masked:
-        spec = masked = prepared(spec)
+    seen = slices(views(masked))
+    if seen is not masked:
+        spec = masked = seen
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())

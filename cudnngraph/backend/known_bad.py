@@ -81,6 +81,16 @@ def _multiplies_float32_matrices(spec: GraphSpec) -> bool:
     )
 
 
+def _convolves_int8_into_int32(spec: GraphSpec) -> bool:
+    """A convolution of int8 whose sums leave the plan as they are."""
+    return any(
+        node.op == "conv"
+        and spec.tensors[node.operands[0]].dtype == torch.int8
+        and node.results[0] in spec.outputs
+        for node in spec.nodes
+    )
+
+
 def _adds_two_scaled(spec: GraphSpec) -> bool:
     """A convolution's result times something, plus another product."""
     producer = {name: node for node in spec.nodes for name in node.results}
@@ -142,6 +152,15 @@ TABLE: tuple[KnownBad, ...] = (
         applies=_multiplies_float32_matrices,
         reason="engine 0 (cuBLASLt) multiplies float32 in TF32 and carries no note of it",
         source="seen on an H200 with cuDNN 9.19.0: relative error 3e-4",
+    ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({0, 28}),
+        applies=_convolves_int8_into_int32,
+        reason="engines 0 and 28 of an int8 convolution by itself get its int32 sums wrong",
+        source="seen on an H200 with cuDNN 9.19.0: every element, by a factor of 1e4 "
+        "(as float32 read for int32 would be)",
     ),
 )
 

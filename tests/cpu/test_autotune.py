@@ -706,6 +706,8 @@ def test_no_candidate_of_a_random_graph_is_lost(
         assert (plan is None) == (step.choice is None)
         assert single or plan is not None, "torch runs single ops alone"
         assert all(decision.reason for decision in step.decisions)
+        if any(decision.subject == "all plans" for decision in step.decisions):
+            continue  # it stands at the first of the steps that are equal
         listed = Counter(d.choice.engine for d in step.decisions if d.choice is not None)
         offered = bench._offers(step.spec) if why_apart(step.spec) is None else ()
         mine = {engine for engine in listed if engine < len(offered)}

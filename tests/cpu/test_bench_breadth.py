@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
 import subprocess
 import sys
@@ -94,7 +95,11 @@ def test_bytes_and_operations_of_a_graph() -> None:
 
 def run(*arguments: str) -> Any:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 

@@ -106,7 +106,7 @@ def test_engine_8_is_barred_where_a_residual_is_changed_before_it_is_added() -> 
 def product(dtype: torch.dtype) -> cg.GraphSpec:
     g = cg.Graph("g")
     x, w = g.input("x", (64, 32), dtype), g.input("w", (32, 16), dtype)
-    g.output("y", g.relu(x @ w))
+    g.output("y", x @ w if dtype == torch.int8 else g.relu(x @ w))
     return g.spec()
 
 
@@ -116,6 +116,26 @@ def test_engine_0_is_barred_from_products_in_true_float32() -> None:
     assert bad(product(torch.float32), 4) is None
     assert bad(product(torch.float16), 0) is None
     assert bad(conv(), 0) is None
+
+
+def sums(dtype: torch.dtype, kept: bool = True) -> cg.GraphSpec:
+    """A convolution; its result as it is, or scaled within the plan."""
+    g = cg.Graph("g")
+    x = g.input("x", (2, 16, 8, 8), dtype, layout="channels_last")
+    w = g.input("w", (32, 16, 3, 3), dtype, layout="channels_last")
+    y = g.conv(x, w)
+    g.output("y", y if kept else g.dequantize(y, g.input("s", (), torch.float32)))
+    return g.spec()
+
+
+def test_engines_0_and_28_are_barred_from_the_sums_of_int8_convolutions() -> None:
+    for engine in (0, 28):
+        reason = bad(sums(torch.int8), engine)
+        assert reason is not None and "int32 sums wrong" in reason
+        assert bad(sums(torch.int8, kept=False), engine) is None
+        assert bad(sums(torch.float16), engine) is None
+        assert bad(product(torch.int8), engine) is None
+    assert bad(sums(torch.int8), 7) is None
 
 
 def test_what_is_wrong_for_its_tf32_alone_is_right_where_tf32_is_allowed() -> None:

@@ -184,6 +184,13 @@ def test_sums_of_int8_products_are_exact_past_what_float32_holds() -> None:
     assert torch.equal(y.long(), want)
 
 
+def test_sums_of_int8_are_rounded_to_the_whole_number_that_they_are() -> None:
+    """An algorithm by FFT, as a GPU may take, is a hair off it."""
+    product = cg.reference._exactly(lambda inputs, attrs: inputs[0] @ inputs[1] * (1 - 2.0**-50))
+    x, w = whole(-128, 127, 8, 32), whole(-128, 127, 32, 8)
+    assert torch.equal(product([x, w], {}).long(), x.long() @ w.long())
+
+
 @pytest.mark.parametrize("op", ["conv", "conv_transpose"])
 def test_convolutions_of_int8_are_those_of_int64(op: str) -> None:
     x, w = whole(-128, 128, 2, 6, 5, 7), whole(-128, 128, 6, 6, 3, 3)

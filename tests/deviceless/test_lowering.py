@@ -227,6 +227,7 @@ TORCH = (
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
+    Known("an op of torch runs by torch", lambda spec: bool(_nodes(spec, "aten"))),
     Known(
         "cuDNN's Python frontend has no resampling",
         lambda spec: bool(_nodes(spec, *resample.RULES)),
@@ -249,9 +250,9 @@ TORCH = (
         lambda spec: any(_dtype(spec, node) == I8 for node in _nodes(spec, "conv_transpose")),
     ),
     Known(
-        "FP8 convolutions read and write channels_last",
+        "8-bit convolutions read and write channels_last",
         lambda spec: any(
-            _dtype(spec, node) in FP8 and not _lies_last(spec.tensors[name])
+            _dtype(spec, node) in (I8, *FP8) and not _lies_last(spec.tensors[name])
             for node in _nodes(spec, "conv")
             for name in (*node.operands, *node.results)
         ),
@@ -264,9 +265,9 @@ TORCH = (
         ),
     ),
     Known(
-        "FP8 convolutions take groups of 4, 8... channels",
+        "8-bit convolutions take groups of 4, 8... channels",
         lambda spec: any(
-            _dtype(spec, node) in FP8
+            _dtype(spec, node) in (I8, *FP8)
             and node.attr("groups") > 1
             and spec.tensors[node.operands[1]].shape[1] % 4
             for node in _nodes(spec, "conv")

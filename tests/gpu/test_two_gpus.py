@@ -1,4 +1,4 @@
-"""Two processes over NCCL, each on its own GPU: training, synchronised norms, one choice of plans."""
+"""Two processes over NCCL, each on its own GPU: training, synchronised norms, choice of plans."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def trained(rank: int) -> dict[str, object]:
             optimizer.zero_grad()
             y = shared(x.to("cuda", memory_format=LAST))
             loss = nn.functional.cross_entropy(y, label.cuda())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if number == 0:
                 gradients.append(
                     [p.grad.clone() for p in shared.parameters() if p.grad is not None]
