@@ -41,6 +41,7 @@ from .ops import FLOATS, OPS, Call
 from .resample import blocks
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+HALVED = 6  # pointwise ops, from which on halves of a group are tried before single ops
 Group = tuple[Node, ...]
 _GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
 
@@ -339,8 +340,32 @@ def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
         apart = _apart(graph, nodes)
         found += [_fused(graph, apart, own=True), _fused(graph, apart, own=False)]
         found.append(tuple(group for _, _, group in apart))
+    elif len(nodes) >= HALVED:
+        found.append(_halves(graph, nodes))
     found.append(tuple((node,) for node in nodes))
     return tuple(groups for groups in dict.fromkeys(found) if len(groups) > 1)
+
+
+def _halves(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, Group]:
+    """Pointwise ops in two runs, parted where the least data cross, about in the middle."""
+    third = len(nodes) // 3
+    place = {node.name: at for at, node in enumerate(nodes)}
+
+    def crossing(at: int) -> int:
+        """Elements that the ops before ``at`` hand to those behind."""
+        handed = {
+            name
+            for node in nodes[at:]
+            for name in node.operands
+            if name in graph.producer and place.get(graph.producer[name].name, at) < at
+        }
+        return sum(graph.spec.tensors[name].numel for name in handed)
+
+    middle = min(
+        range(third, len(nodes) - third + 1),
+        key=lambda at: (crossing(at), abs(2 * at - len(nodes))),
+    )
+    return tuple(nodes[:middle]), tuple(nodes[middle:])
 
 
 Staged = list[tuple[int, int, Group]]  # stage, whether of pointwise ops, nodes

@@ -173,6 +173,28 @@ class Program:
                     wanted.append(shows[at][0])
         self._shown = tuple((at, *shows[at]) for at in sorted(needed))
 
+    def may_write_over(self) -> frozenset[tuple[str, str]]:
+        """Outputs and inputs that may be the same memory: pointwise ops read an element before they
+        write it, so an output may replace what no later step reads.
+
+        Not where another output has a shape of its own, for which the input may be broadcast.
+        """
+        spec = self.spec
+        nodes = [node for step in self.steps for node in step.spec.nodes]
+        shapes = {spec.tensors[name].shape for name in spec.outputs}
+        if len(shapes) > 1 or not all(OPS[node.op].pointwise for node in nodes):
+            return frozenset()
+        last = {name: number for number, step in enumerate(self.steps) for name in step.spec.inputs}
+        written = {
+            name: number for number, step in enumerate(self.steps) for name in step.spec.outputs
+        }
+        return frozenset(
+            (output, source)
+            for output in spec.outputs
+            for source in spec.inputs
+            if output in written and last.get(source, -1) <= written[output]
+        )
+
     def _torch_run(self, step: StepPlan) -> Callable[[Any, Any], None]:
         if self.device.type == "cpu":
             return partial(reference.run_into, step.spec)
@@ -540,13 +562,7 @@ class Executable:
         mine = {self._names[name]: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
         order = [mine[name] for name in (*program.spec.inputs, *program.spec.outputs)]
         self._order = None if order == sorted(order) else tuple(order)
-        # A plan of pointwise ops alone reads an element before it writes it: it may run in place,
-        # unless another output has a shape of its own, for which the input may be broadcast.
-        self._in_place = (
-            len(program.steps) == 1
-            and all(OPS[node.op].pointwise for node in spec.nodes)
-            and len({spec.tensors[name].shape for name in spec.outputs}) == 1
-        )
+        self._in_place = program.may_write_over()
 
     # -- running -------------------------------------------------------------------------------
 
@@ -765,7 +781,8 @@ class Executable:
                 if not _overlap(output, tensor):
                     continue
                 same = (output.data_ptr(), output.shape, output.stride(), output.dtype)
-                if self._in_place and same == (
+                pair = (self._names[name], self._names[source])
+                if pair in self._in_place and same == (
                     tensor.data_ptr(),
                     tensor.shape,
                     tensor.stride(),
@@ -773,12 +790,13 @@ class Executable:
                 ):
                     continue
                 steps = len(self._program.steps)
+                later = f"; of this one's {steps} steps a later one reads it" if steps > 1 else ""
                 yield Problem(
                     f"output '{name}'",
                     f"overlaps input '{source}'",
                     "memory of its own",
-                    "only a graph of pointwise ops may write over an input, of the same stride"
-                    + (f", in one step; this one runs in {steps} steps" if steps > 1 else ""),
+                    "only a graph of pointwise ops may write over an input, of the same stride, "
+                    f"when it is read no more{later}",
                 )
 
     # -- inspection ----------------------------------------------------------------------------

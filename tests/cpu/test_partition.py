@@ -272,6 +272,16 @@ def test_pointwise_ops_alone_are_cut_op_by_op() -> None:
     assert cut_ops(g.spec()) == [[["mul"], ["relu"]]]
 
 
+def test_many_pointwise_ops_are_parted_where_the_least_crosses() -> None:
+    g = cg.Graph("g")
+    x, z = g.input("x", (8, 4), F32), g.input("z", (4,), F32)
+    y = (x * z).relu().tanh()  # one tensor goes on from here, two from every other op in the middle
+    g.output("y", (y.exp() + y).sigmoid() * x)
+    (halves, singles) = cut_ops(g.spec())
+    assert halves == [["mul", "relu", "tanh"], ["exp", "add", "sigmoid", "mul"]]
+    assert singles == [[op] for half in halves for op in half]
+
+
 def test_a_single_op_does_not_fall_further() -> None:
     g = cg.Graph("g")
     g.output("y", g.input("x", (4,), F32) * 3.0)

@@ -12,6 +12,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import eager, runtime
 from cudnngraph.ir import GraphSpec
+from cudnngraph.key import graph_key
 from cudnngraph.runtime import Program, canonical
 from cudnngraph.select import FREE, heuristic
 from cudnngraph.trial import Chain
@@ -387,3 +388,61 @@ def test_a_direct_run_of_torch_steps_computes_what_torch_does(
         program._steps_on([*inputs.values(), y], [], block, None)
         numerics.check(y, want, F32, what=name)
         y.fill_(77.0)
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+def updates() -> GraphSpec:
+    """Two outputs of one input, in this order, and one that both wait for."""
+    g = cg.Graph("updates")
+    x, z = (g.input(name, (4, 6), F32) for name in "xz")
+    y = x * z
+    g.output("y", y)
+    g.output("w", (y + x).sigmoid())
+    return g.spec()
+
+
+def test_a_step_may_write_over_what_no_later_step_reads() -> None:
+    spec = updates()
+    names = runtime.canonical_tensor_names(spec)
+    program = in_steps(spec)
+    assert [step.spec.nodes[0].op for step in program.steps] == ["mul", "add", "sigmoid"]
+    own = {canonical_name: name for name, canonical_name in names.items()}
+    allowed = {(own[output], own[source]) for output, source in program.may_write_over()}
+    assert allowed == {("y", "z"), ("w", "x"), ("w", "z")}, "the second step reads x once more"
+
+
+def test_what_is_written_over_in_steps_is_right_and_the_rest_refused() -> None:
+    spec = updates()
+    exe = cg.Executable(spec, CPU, POLICY, graph_key(spec, POLICY), in_steps(spec))
+    x, z = torch.randn(4, 6), torch.randn(4, 6)
+    want = (x * z, (x * z + x).sigmoid())
+    with pytest.raises(cg.BindError, match="output 'y': overlaps input 'x'") as error:
+        exe.run(x=x, z=z, y=x, w=z)
+    assert "when it is read no more; of this one's 3 steps a later one reads it" in str(error.value)
+    exe.run(x=x, z=z, y=z, w=x)
+    assert torch.allclose(z, want[0]) and torch.allclose(x, want[1])
+
+
+def test_the_steps_of_adamw_may_run_in_place() -> None:
+    g = cg.Graph("adamw")
+    given = [g.input(name, (40,), F32) for name in ("p", "grad", "m", "v")]
+    numbers = [g.input(name, (1,), F32) for name in ("lr", "c1", "c2")]
+    for name, value in zip(("p_", "m_", "v_"), g.adamw(*given, *numbers), strict=True):
+        g.output(name, value)
+    spec = g.spec()
+    program, names = in_steps(spec), runtime.canonical_tensor_names(spec)
+    assert len(program.steps) > 10
+    over = {"p_": "p", "m_": "m", "v_": "v"}
+    assert {(names[a], names[b]) for a, b in over.items()} <= program.may_write_over()
+    values = {name: torch.rand(spec.tensors[name].shape) + 0.1 for name in spec.inputs}
+    apart = {name: torch.empty(40) for name in spec.outputs}
+    results = []
+    for outputs in (apart, {name: values[source] for name, source in over.items()}):
+        by_name = {names[name]: tensor for name, tensor in {**values, **outputs}.items()}
+        block = torch.empty(program.scratch_bytes, dtype=torch.uint8)
+        order = (*program.spec.inputs, *program.spec.outputs)
+        program._steps_on([by_name[name] for name in order], [], block, None)
+        results.append([outputs[name] for name in over])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
