@@ -22,7 +22,7 @@ from ..fuse import fuse
 from ..policy import Policy, Tune
 from . import breadth, cases, host, lowprecision, models
 from .cases import Case
-from .measure import Call, Contest, Task
+from .measure import Call, Contest, Task, captured
 from .work import bytes_of, flops_of
 
 
@@ -256,7 +256,7 @@ def _models(options: Options) -> Suite:
         calls: dict[str, Call] = {"fused": partial(_inferred, fused, x)}
         calls["eager"] = partial(_inferred, model, x)
         if gpu:
-            calls["eager in a CUDA graph"] = _captured(calls["eager"])
+            calls["eager in a CUDA graph"] = captured(calls["eager"])
         for mode in options.compile_modes:
             calls[f"torch.compile {mode}"] = partial(_inferred, _compiled(model, mode), x)
         return Contest(calls, "fused", clock="wall", dtype=kind)
@@ -267,24 +267,6 @@ def _models(options: Options) -> Suite:
 @torch.no_grad()
 def _inferred(model: Callable[..., Any], x: torch.Tensor) -> object:
     return model(x)
-
-
-def _captured(call: Call) -> Call:
-    """A call whose launches are captured in a CUDA graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = call()
-
-    def replay(kept: object = kept) -> object:
-        graph.replay()
-        return kept
-
-    return replay
 
 
 SUITES: Mapping[str, Callable[[Options], Suite]] = {

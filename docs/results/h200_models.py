@@ -28,6 +28,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph import timing
 from cudnngraph.bench import models
+from cudnngraph.bench.measure import captured
 from cudnngraph.settings import override
 
 ROUNDS = 15
@@ -88,19 +89,6 @@ def sampler(call: Callable[[], object], device: torch.device) -> timing.Sample:
         call()
     count = max(1, min(100, math.ceil(SAMPLE_MS * 1e3 / max(once(3), 1.0))))
     return lambda: once(count)
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph.replay
 
 
 def steps_us(bound: object) -> list[dict]:
