@@ -453,9 +453,9 @@ def _prologues(graph: Graph, apart: Staged) -> dict[str, Group]:
             continue
         outside = {user for node in group for user in users.get(node.name, ())} - {group[-1].name}
         mine = {name for node in group for name in node.results}
-        (reader, *others) = [*outside, None]
-        if others != [None] or reader not in anchors or mine & set(graph.spec.outputs):
+        if len(outside) != 1 or not anchors.keys() >= outside or mine & set(graph.spec.outputs):
             continue
+        (reader,) = outside
         if graph.takes_prologue(anchors[reader]) and reader not in found:
             found[reader] = group
     return found
