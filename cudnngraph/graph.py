@@ -851,8 +851,8 @@ class Graph:
         """x / scale in an 8-bit dtype: rounded to nearest, ties to even, and saturated.
 
         x of a floating dtype; scale as in :meth:`dequantize`, or None for 1. ``dtype`` is
-        torch.int8 (-128 to 127), float8_e4m3fn (up to 448) or float8_e5m2 (up to 57344).
-        ``zero_point`` can only be 0.
+        torch.int8 (-128 to 127), float8_e4m3fn (up to 448) or float8_e5m2 (up to 57344), in which
+        what is not finite is NaN. ``zero_point`` can only be 0.
         """
         return self._one(
             "quantize", x, scale, dtype=dtype, dim=dim, zero_point=zero_point, name=name

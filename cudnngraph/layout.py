@@ -52,6 +52,7 @@ class Layout:
         parent: dict[str, str] = {}
         for number, step in enumerate(steps):
             for name in step.spec.inputs:
+                assert name in life or name in bound, f"step {number} reads '{name}' too early"
                 if name in life:
                     life[name] = (life[name][0], number)
             (*_, node) = step.spec.nodes

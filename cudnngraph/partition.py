@@ -520,7 +520,8 @@ def regions(graph: Graph) -> tuple[Group, ...]:
             groups[other] += group
             home.update((node.name, other) for node in group)
             groups[place] = []
-    return tuple(tuple(group) for group in groups if group)
+    order = {node.name: place for place, node in enumerate(nodes)}
+    return tuple(tuple(sorted(g, key=lambda node: order[node.name])) for g in groups if g)
 
 
 # -- rewrites --------------------------------------------------------------------------------------
@@ -665,6 +666,8 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
             name = node.inputs[ports.index(port)]
             if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
                 continue
+            if (node.op, port) == ("sdpa_backward", "dropout_mask"):
+                continue  # a torch step, see lower.py
             shape = tensors[name].shape
             # Another attention may share the mask.
             label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"

@@ -138,11 +138,11 @@ def _quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 
 def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
-    beyond."""
+    beyond. In FP8 what is not finite is NaN."""
     if dtype == torch.int8:
         return x.round().clamp(-128, 127).to(dtype)
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
+    return (x.clamp(-limit, limit) + x * 0.0).to(dtype)
 
 
 def _channel(value: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor:

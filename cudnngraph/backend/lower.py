@@ -58,9 +58,8 @@ class Constant:
 
     Numbers baked into a graph are passed so too. The frontend's own way, ``tensor_scalar``, needs
     cuDNN 9.22 for compile-time constants, and gave wrong results for run-time ones (frontend 1.32).
-    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch,
-    and the scales of dropout by a mask in attention's gradient. It also stands for a result that
-    nobody asked for, which the library writes all the same.
+    ``on_host``: in the memory of the host, where cuDNN reads the epsilon of a norm at each launch.
+    It also stands for a result that nobody asked for, which the library writes all the same.
     """
 
     uid: int
@@ -327,7 +326,11 @@ def _view_of(spec: GraphSpec) -> _View:
     if anchors[0].op in _VARLEN:
         return _PackedView(rank, spread=False, channels_last=False)
     spread = rank == 3 and anchors[0].op in _SPREAD
-    strict = any(is_channels_last(*view) and not is_contiguous(*view) for view in real)
+    images = [view for view in real if len(view[0]) >= 3]
+    last, rows = ([test(*view) for view in images] for test in (is_channels_last, is_contiguous))
+    strict = any(a and not b for a, b in zip(last, rows, strict=True))
+    if anchors[0].op in _SPREAD and last == rows:
+        strict = True  # all are of one pixel; read as rows, engines that fuse get them wrong (9.19)
     flat = rank == 2 and anchors[0].op.startswith("batch_norm")
     return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
 
@@ -737,15 +740,14 @@ def _dropout_options(ctx: Context, node: Node) -> dict[str, Any]:
         _check_dropout(ctx.spec, node)
         seed, offset = (ctx.values[str(_port(node, f"dropout_{of}"))] for of in ("seed", "offset"))
         return {"dropout": (p, seed, offset)}
+    if node.op == "sdpa_backward":
+        # The row sums of do * o are not scaled by 1 - p, whether that is given on the device or by
+        # value (measured on an H200 with cuDNN 9.19: dq off by 4 to 28 %).
+        raise _Refused("cuDNN's gradient of dropout by a mask is wrong")
     if ctx.spec.tensors[name].dtype == torch.bool:
         raise _Refused("cuDNN attention takes dropout masks of numbers, not boolean ones")
     _check_dropped_band(node)
-    if node.op == "sdpa":
-        return {"dropout": (ctx.values[name], ctx.scalar(1.0 / (1.0 - p)))}
-    # By value, as the frontend gives them beside a seed: read from the device, the second counts as
-    # 1 in the row sums of do * o (measured on an H200 with cuDNN 9.19: dq off by 4 to 28 %).
-    scales = (ctx.host_scalar(1.0 / (1.0 - p)), ctx.host_scalar(1.0 - p))
-    return {"dropout": (ctx.values[name], *scales)}
+    return {"dropout": (ctx.values[name], ctx.scalar(1.0 / (1.0 - p)))}
 
 
 def _check_dropped_band(node: Node) -> None:
@@ -1060,6 +1062,8 @@ def _dequantize(ctx: Context, node: Node) -> Any:
 def _quantize(ctx: Context, node: Node) -> Any:
     """Saturates by arithmetic, and rounds to int8 so; conversions to FP8 round of themselves, but
     make NaN or infinity of what is beyond the largest number, and of some that round to it (9.19).
+    cuDNN's minimum and maximum hide NaN, which a product with 0 brings back (a comparison and a
+    selection would keep infinity apart too, and take 15 % longer at 28 x 28).
     """
     x, scale = ctx.operands(node)
     result, like = node.results[0], ctx.spec.tensors[str(node.inputs[0])]
@@ -1070,8 +1074,10 @@ def _quantize(ctx: Context, node: Node) -> Any:
         x = ctx.temporary(g.div(x, scale), like)
     if node.attr("dtype") != "int8":
         most = torch.finfo(ctx.spec.tensors[result].dtype).max
-        x = ctx.temporary(g.max(x, ctx.scalar(-most)), like)
-        return g.min(x, ctx.scalar(most), name=node.name)
+        within = ctx.temporary(g.max(x, ctx.scalar(-most)), like)
+        within = ctx.temporary(g.min(within, ctx.scalar(most)), like)
+        lost = ctx.temporary(g.mul(x, ctx.scalar(0.0)), like)
+        return g.add(within, lost, name=node.name)
     x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
     x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
     x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import reference
-from cudnngraph.ir import GraphSpec, is_channels_last, same_layout
+from cudnngraph import partition, reference
+from cudnngraph.ir import GraphSpec, Node, is_channels_last, same_layout
 from cudnngraph.ops import OPS
 from cudnngraph.partition import (
     LOW_PRECISION,
@@ -21,11 +21,13 @@ from cudnngraph.partition import (
     cuts,
     numeric_masks,
     piece,
+    prepared,
+    regions,
     work,
 )
 from tests import numerics
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
-from tests.gradients import upstream
+from tests.gradients import differentiable, floating_inputs, upstream
 from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -165,6 +167,30 @@ def test_the_finest_cut_is_op_by_op_and_goes_no_further(case: Case) -> None:
     for node in nodes:
         assert cuts(graph, (node,)) == ()
         assert names(piece(graph, (node,))) == [node.name]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if differentiable(case)], ids=str)
+def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if every graph were large: ops that only serve one region are moved into it."""
+    monkeypatch.setattr(partition, "MODEL_ANCHORS", 0)
+    spec = case.build().spec()
+    graph = Graph(prepared(cg.differentiate(spec, floating_inputs(spec)).backward))
+    there = set(graph.spec.inputs) | graph._numbers
+
+    def check(group: Sequence[Node], there: set[str]) -> None:
+        for finer in cuts(graph, group):
+            made: set[str] = set()
+            for part in finer:
+                own = {name for node in part for name in node.results}
+                assert {name for node in part for name in node.operands} <= there | made | own
+                check(part, there | made)
+                made |= own
+
+    for group in regions(graph):
+        check(group, there)
+        there |= {name for node in group for name in node.results}
 
 
 # -- which cuts there are --------------------------------------------------------------------------

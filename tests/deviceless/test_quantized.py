@@ -132,18 +132,25 @@ def rounding(kind: str, dtype: torch.dtype) -> cg.Graph:
 @pytest.mark.parametrize("dtype", [E4, E5], ids=str)
 @pytest.mark.parametrize("kind", ["pointwise", "matmul", "conv", "conv_transpose"])
 def test_what_a_plan_writes_in_fp8_is_clamped_before(kind: str, dtype: torch.dtype) -> None:
-    """cuDNN's own conversion makes NaN or infinity of what is beyond the largest number."""
+    """cuDNN's own conversion makes NaN or infinity of what is beyond the largest number, and its
+    minimum and maximum make numbers of NaN."""
     lowered, candidates = propose_for(rounding(kind, dtype).spec(), TARGET)
     assert candidates
-    low, high = lowered.graph.nodes[-2:]
-    assert [node.params["mode"] for node in (low, high)] == ["max", "min"]
+    low, high, lost, added = lowered.graph.nodes[-4:]
+    assert [n.params["mode"] for n in (low, high, lost, added)] == ["max", "min", "mul", "add"]
     bounds = [
-        next(e.value for e in lowered.extras if e.uid == n.inputs["IN_1"].uid) for n in (low, high)
+        next(e.value for e in lowered.extras if e.uid == n.inputs["IN_1"].uid)
+        for n in (low, high, lost)
     ]
-    assert bounds == [-torch.finfo(dtype).max, torch.finfo(dtype).max]
-    assert low.outputs["OUT_0"].data_type == env.frontend().data_type.FLOAT
-    assert high.outputs["OUT_0"].data_type != low.outputs["OUT_0"].data_type
+    assert bounds == [-torch.finfo(dtype).max, torch.finfo(dtype).max, 0.0]
+    float32 = env.frontend().data_type.FLOAT
+    assert all(n.outputs["OUT_0"].data_type == float32 for n in (low, high, lost))
+    assert added.outputs["OUT_0"].data_type != float32
     assert high.inputs["IN_0"].name == low.outputs["OUT_0"].name
+    assert lost.inputs["IN_0"].name == low.inputs["IN_0"].name
+    assert {added.inputs[at].name for at in ("IN_0", "IN_1")} == {
+        n.outputs["OUT_0"].name for n in (high, lost)
+    }
 
 
 def test_what_8_bit_convolutions_are_refused_for_says_what_to_do() -> None:

@@ -95,12 +95,11 @@ def test_fp8_saturates_behind_a_product(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [E4, E5], ids=str)
-def test_nan_stays_nan_in_fp8_and_infinity_is_saturated(dtype: torch.dtype) -> None:
+def test_what_is_not_finite_is_nan_in_fp8(dtype: torch.dtype) -> None:
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).repeat(16)
     made = rounded_by_a_plan(values, dtype).cpu().double().view(16, 4)
-    assert bool(made[:, 0].isnan().all())
-    most = torch.finfo(dtype).max
-    assert torch.equal(made[:, 1:], torch.tensor([most, -most, 1.0]).double().expand(16, 3))
+    assert bool(made[:, :3].isnan().all())
+    assert bool((made[:, 3] == 1.0).all())
 
 
 @pytest.mark.parametrize("dtype", [I8, E4, E5], ids=str)
