@@ -2129,12 +2129,15 @@ class Graph:
         the strides of the inputs may be written over them.
         """
         beta1, beta2 = betas
-        first = self.add(self.mul(exp_avg, beta1), self.mul(grad, 1.0 - beta1))
+        # What is one number comes first, in ops of its own: a plan may compute it once.
+        root = self.sqrt(bias_correction2)
+        rate = self.div(self.mul(lr, root), bias_correction1)
+        small = self.mul(root, eps)
+        kept = self.sub(1.0, self.mul(lr, weight_decay))
+        first = self.add(exp_avg, self.mul(self.sub(grad, exp_avg), 1.0 - beta1))
         second = self.add(self.mul(exp_avg_sq, beta2), self.mul(self.mul(grad, grad), 1.0 - beta2))
-        spread = self.add(self.sqrt(self.div(second, bias_correction2)), eps)
-        step = self.div(self.div(first, bias_correction1), spread)
-        decayed = self.sub(param, self.mul(param, self.mul(lr, weight_decay)))
-        return self.sub(decayed, self.mul(step, lr)), first, second
+        step = self.div(self.mul(first, rate), self.add(self.sqrt(second), small))
+        return self.sub(self.mul(param, kept), step), first, second
 
     # -- freezing ------------------------------------------------------------------------------
 

@@ -341,9 +341,29 @@ def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
         found += [_fused(graph, apart, own=True), _fused(graph, apart, own=False)]
         found.append(tuple(group for _, _, group in apart))
     elif len(nodes) >= HALVED:
-        found.append(_halves(graph, nodes))
+        found += [_by_size(graph, nodes), _halves(graph, nodes)]
     found.append(tuple((node,) for node in nodes))
     return tuple(groups for groups in dict.fromkeys(found) if len(groups) > 1)
+
+
+def _by_size(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
+    """Pointwise ops on numbers and vectors alone, and behind them those on whole tensors, which
+    would compute the former for every element."""
+    small = on_numbers(graph.spec, nodes)
+    parts = (tuple(n for n in nodes if (n.name in small) is wanted) for wanted in (True, False))
+    return tuple(part for part in parts if part)
+
+
+def on_numbers(spec: GraphSpec, nodes: Sequence[Node]) -> set[str]:
+    """The names of those among ``nodes`` that compute less than a whole tensor, and from such."""
+    whole = max(spec.tensors[node.results[0]].numel for node in nodes)
+    made = {name: node.name for node in nodes for name in node.results}
+    found: set[str] = set()
+    for node in nodes:
+        before = {made[name] for name in node.operands if name in made}
+        if spec.tensors[node.results[0]].numel < whole and before <= found:
+            found.add(node.name)
+    return found
 
 
 def _halves(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, Group]:

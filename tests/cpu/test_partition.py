@@ -215,6 +215,17 @@ def cut_ops(spec: GraphSpec) -> list[list[list[str]]]:
     return [[ops(step) for step in pieces(graph, groups)] for groups in found]
 
 
+def test_ops_on_numbers_are_parted_from_those_on_tensors() -> None:
+    g = cg.Graph("adamw")
+    given = [g.input(name, (4096,), F32) for name in "pgmv"]
+    made = g.adamw(*given, *(g.input(name, (1,), F32) for name in ("lr", "c1", "c2")))
+    for name, value in zip(("p_", "m_", "v_"), made, strict=True):
+        g.output(name, value)
+    numbers, rest = cut_ops(g.spec())[0]
+    assert sorted(numbers) == ["div", "mul", "mul", "mul", "sqrt", "sub"]
+    assert len(rest) == 13
+
+
 def test_one_anchor_is_parted_from_its_epilogue_and_then_op_by_op() -> None:
     assert cut_ops(block().spec()) == [
         [["conv"], ["mul", "add", "bias", "silu"]],

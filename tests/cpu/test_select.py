@@ -152,6 +152,15 @@ def attention(*, scaled: bool = False, relu: bool = False) -> GraphSpec:
     return g.spec()
 
 
+def adamw(count: int) -> GraphSpec:
+    g = cg.Graph("g")
+    given = [g.input(name, (count,), F32) for name in "pgmv"]
+    made = g.adamw(*given, *(g.input(name, (1,), F32) for name in "rst"))
+    for name, value in zip("abc", made, strict=True):
+        g.output(name, value)
+    return g.spec()
+
+
 def alone(spec: GraphSpec) -> GraphSpec:
     """The first op of a graph, as a graph."""
     first = next(node for node in spec.nodes if node.op != "constant")
@@ -180,6 +189,8 @@ def alone(spec: GraphSpec) -> GraphSpec:
         (attention(scaled=True), COMPUTED),
         (attention(scaled=True, relu=True), COMPUTED),
         (one_relu((4,), F16), None),
+        (adamw(1 << 24), None),
+        (adamw(1 << 26), "6 ops on numbers would run for each of 67108864 elements"),
     ],
 )
 def test_what_is_better_run_apart(spec: GraphSpec, why: str | None) -> None:
