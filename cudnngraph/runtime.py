@@ -590,6 +590,10 @@ class Executable:
         Returns the output, or a named tuple of them when there are several. Raises
         :class:`BindError` with every mistake.
         """
+        if not tensors:
+            results = self._directly(args, False, ())
+            if results is not None:
+                return results[0] if len(results) == 1 else self._result(*results)
         ordered = self._ordered(args, tensors, self.spec.inputs)
         if ordered is None:
             return self.call(self._checked(args, tensors))
@@ -669,6 +673,13 @@ class Executable:
         if results is None and self.fits(tensors):
             return self.outputs_for(tensors)
         return results
+
+    def again(self, tensors: Sequence[Any], over: Over = ()) -> Any:
+        """A call by the short way on inputs in order; None where it has to take the long one."""
+        results = self._directly(tensors, False, over)
+        if results is None:
+            return None
+        return results[0] if over or len(results) == 1 else self._result(*results)
 
     def _directly(
         self, tensors: Sequence[Any], checked: bool, over: Over
