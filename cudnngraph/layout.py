@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -42,19 +43,25 @@ class Layout:
 
     ``order`` has them, each behind the one that it lies in. ``size_bytes`` is what the block has to
     hold, ``scratch`` the offset of each step's scratch memory in it; the steps numbered in ``free``
-    have nothing to run.
+    have nothing to run. A step may be running ``until`` a later one, whose number stands there.
     """
 
-    def __init__(self, steps: Sequence[Laid], bound: Collection[str]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Laid],
+        bound: Collection[str],
+        until: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         views: dict[int, Node] = {}
         made: dict[str, TensorSpec] = {}
         life: dict[str, tuple[int, int]] = {}
         parent: dict[str, str] = {}
         for number, step in enumerate(steps):
+            last_one = until.get(number, number)
             for name in step.spec.inputs:
                 assert name in life or name in bound, f"step {number} reads '{name}' too early"
                 if name in life:
-                    life[name] = (life[name][0], number)
+                    life[name] = (life[name][0], max(life[name][1], last_one))
             (*_, node) = step.spec.nodes
             free = not step.planned and not set(step.spec.outputs) & set(bound)
             if free and is_view(step.spec.tensors, node):
@@ -63,7 +70,7 @@ class Layout:
                 life[node.results[0]] = (number, number)
                 continue
             for name in step.spec.outputs:
-                life[name] = (number, number)
+                life[name] = (number, last_one)
                 if name not in bound:
                     made[name] = step.spec.tensors[name]
         inside: dict[str, tuple[str, int]] = {}  # a slice: whose, and its offset in elements
@@ -115,7 +122,9 @@ class Layout:
             Need(spec.extent * spec.dtype.itemsize, first[name], last[name])
             for name, spec in roots.items()
         ]
-        needs += [Need(step.workspace_bytes, at, at) for at, step in enumerate(steps)]
+        needs += [
+            Need(step.workspace_bytes, at, until.get(at, at)) for at, step in enumerate(steps)
+        ]
         offsets, total = place(needs)
         self.size_bytes = -(-total // 16) * 16  # whole elements of every dtype
         self.scratch = offsets[len(roots) :]

@@ -19,7 +19,7 @@ import torch
 
 from plans_cache.workspace import WorkspacePool
 
-from . import cache, direct, eager, reference, settings
+from . import cache, direct, eager, lanes, reference, settings
 from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
@@ -140,7 +140,9 @@ class Program:
         laid = [
             Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
         ]
-        self._layout = Layout(laid, {*spec.inputs, *spec.outputs})
+        self._until = lanes.beside(laid) if device.type == "cuda" else {}
+        self._sides = lanes.streams(device) if self._until else []
+        self._layout = Layout(laid, {*spec.inputs, *spec.outputs}, self._until)
         self.scratch_bytes = self._layout.size_bytes
         free = self._layout.free
         self._torch_runs = tuple(
@@ -341,8 +343,23 @@ class Program:
                     source = values[root]
                     offset += source.storage_offset()
                 values[at] = source.as_strided(form.shape, form.stride, offset)
+        if self._until and torch.cuda.is_current_stream_capturing():
+            self.play([partial(run, addresses, values, base) for run in self._runners()])
+            return
         for run in self._runners():
             run(addresses, values, base, handle)
+
+    def play(self, calls: Sequence[Launch]) -> None:
+        """Call what runs the steps, those that run anything, during a capture."""
+        index = self.device.index
+        if not self._until:
+            handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+            for call in calls:
+                call(handle)
+            return
+        numbers = [n for n in range(len(self.steps)) if n not in self._layout.free]
+        by_number = dict(zip(numbers, calls, strict=True))
+        lanes.run(by_number, self._until, self._sides, index)
 
 
 def _shielded(kind: str, run: Callable[[Any, Any], None], inputs: Any, outputs: Any) -> None:
@@ -968,8 +985,9 @@ class BoundCall:
         stream = env.raw_stream(index)
         ready = self._ready.by_stream.get(stream)
         if torch.cuda.is_current_stream_capturing():  # in the graph's memory, which goes with it
-            ready = self._program.launches(self._tensors, stream), None
-        elif ready is None:
+            self._program.play(self._program.launches(self._tensors, stream))
+            return
+        if ready is None:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
