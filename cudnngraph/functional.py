@@ -14,6 +14,7 @@ cast to its dtype, as for torch's own convolutions and attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -357,23 +358,21 @@ def _fixed(value: Any) -> Hashable:
 
 
 _STATICS_KEPT = 1024
-_statics: dict[Hashable, Static] = {}
+
+
+@lru_cache(_STATICS_KEPT, typed=True)
+def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    return Static(make(*options))
 
 
 def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     """``make(*options)``, made once for options that are equal and of the same types."""
     if torch.compiler.is_compiling():
         return Static(make(*[_fixed(option) for option in options]))
-    key = (make, options, tuple([type(option) for option in options]))
     try:
-        found = _statics.get(key)
+        return _static(make, *options)
     except TypeError:  # there is a list in it
-        return static_of(make, *[_fixed(option) for option in options])
-    if found is None:
-        while len(_statics) >= _STATICS_KEPT:
-            _statics.pop(next(iter(_statics)), None)
-        found = _statics[key] = Static(make(*options))
-    return found
+        return _static(make, *[_fixed(option) for option in options])
 
 
 _GEOMETRY = {
@@ -489,6 +488,8 @@ def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both channels_last where either is, as torch's own convolutions do."""
     layout = _CHANNELS_LAST.get(x.dim())
     if layout is None or weight.dim() != x.dim():
+        return x, weight
+    if x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout):
         return x, weight
     for tensor in (x, weight):
         if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):

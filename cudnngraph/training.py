@@ -122,9 +122,10 @@ class Trainable:
         """
         wrt: tuple[str, ...] = ()
         if torch.is_grad_enabled():
-            wrt = tuple(
-                [n for at, n in self._floating if getattr(tensors[at], "requires_grad", False)]
-            )
+            try:
+                wrt = tuple([name for at, name in self._floating if tensors[at].requires_grad])
+            except AttributeError:  # no tensor; the plain graph says so
+                wrt = ()
         if not wrt:
             return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
@@ -212,14 +213,15 @@ class _Call(torch.autograd.Function):
         pair: Pair = ctx.pair
         saved, backward = ctx.saved_tensors, pair.backward
         given: list[Any] = [saved[at] if at >= 0 else grads[-1 - at] for at in pair.taken]
-        if not backward.fits(given):
+        results = backward.outputs_if_fit(given)
+        if results is None:
             with torch.no_grad():
                 spec, device = backward.spec, backward.device
                 given = [
                     laid_out(spec.tensors[name], tensor, device)
                     for name, tensor in zip(spec.inputs, given, strict=True)
                 ]
-        results = backward.outputs_for(given, checked=False)
+            results = backward.outputs_for(given, checked=False)
         if torch.is_grad_enabled():  # create_graph=True
             reached = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
             if len(pair.forward.spec.outputs) > pair.count:  # of these nothing is known

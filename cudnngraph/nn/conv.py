@@ -174,7 +174,9 @@ class _Block(nn.Module):
     ) -> torch.Tensor:
         """The block on x; with a norm by the batch's statistics or the running ones, as torch's
         batch norm decides. ``geometry`` as of :func:`functional.act_options`."""
-        conv, bn, act = self.conv, self.norm, self.activation
+        modules: Any = self._modules
+        conv, bn = modules["0"], modules["1"] if self._with_norm else None
+        act = modules.get("2" if self._with_norm else "1")
         kind, attrs = (None, ()) if act is None else _named(act)
         weight, bias = _held(conv, "weight"), _held(conv, "bias")
         if bn is None:
