@@ -188,7 +188,7 @@ Run = tuple[int, int, int, int]
 @cache
 def _runs(
     size: int, count: int, kernel: int, stride: int, padding: int, dilation: int
-) -> list[Run]:
+) -> Sequence[Run]:
     """The windows of one dim of extent ``size``, those cut off by the image's ends in runs of their
     own."""
     found: list[Run] = []
@@ -202,10 +202,10 @@ def _runs(
                 found[-1] = (at, before + 1, begin, each)
                 continue
         found.append((output, 1, first, many))
-    return found
+    return tuple(found)
 
 
-def _all_runs(shape: Sequence[int], sizes: Sequence[int], attrs: Attrs) -> list[list[Run]]:
+def _all_runs(shape: Sequence[int], sizes: Sequence[int], attrs: Attrs) -> list[Sequence[Run]]:
     names = ("kernel_size", "stride", "padding", "dilation")
     given = zip(shape, sizes, *(attrs[name] for name in names), strict=True)
     return [_runs(*numbers) for numbers in given]
@@ -386,9 +386,9 @@ def _channels_last(x: torch.Tensor) -> bool:
 def enlarging(
     attrs: Attrs, x: torch.Tensor, out: torch.Tensor, device: torch.device, least: int = LEAST
 ) -> Into | None:
-    """Linear interpolation to at least twice the size as one product of matrices for each dim; None
-    where torch's own kernel is to run. It is for tensors on ``device`` of the shapes, strides and
-    dtypes of x and ``out``, which may be without memory.
+    """Linear interpolation to twice the size or more (or twice the gaps between the corners) as a
+    product of matrices for each dim; None where torch's own kernel is to run. It is for tensors on
+    ``device`` of the shapes, strides and dtypes of x and ``out``, which may be without memory.
 
     torch's kernels compute every weight anew: an H200 takes 198 us to write 44 MB of channels_last
     fp16. The products read weights that were made here, once, and are fast on tensor cores alone:
@@ -412,8 +412,11 @@ def enlarging(
         or x.dtype not in (torch.float16, torch.bfloat16)
         or out.dtype != x.dtype
         or out.numel() < least
+        or math.prod(x.shape[2:]) == 1  # a copy
         or not (_channels_last(x) if last else x.is_contiguous())
-        or any(m < 2 * n or n > LONGEST for n, m in zip(x.shape[2:], out.shape[2:], strict=True))
+        or any(
+            m < 2 * n - 1 or n > LONGEST for n, m in zip(x.shape[2:], out.shape[2:], strict=True)
+        )
     ):
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
