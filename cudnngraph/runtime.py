@@ -255,8 +255,7 @@ class Program:
             kind = self.device.type
             return lambda handle: _shielded(kind, run, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
-        execute = plan.execute
-        return lambda handle: execute(pointers, scratch, handle)
+        return direct.PlanLaunch(plan, pointers, scratch)
 
     def _runners(self) -> Sequence[_Runner]:
         """The steps of a direct run, for this thread."""
@@ -590,6 +589,10 @@ class Executable:
         Returns the output, or a named tuple of them when there are several. Raises
         :class:`BindError` with every mistake.
         """
+        if not tensors:
+            results = self._directly(args, False, ())
+            if results is not None:
+                return results[0] if len(results) == 1 else self._result(*results)
         ordered = self._ordered(args, tensors, self.spec.inputs)
         if ordered is None:
             return self.call(self._checked(args, tensors))
@@ -669,6 +672,14 @@ class Executable:
         if results is None and self.fits(tensors):
             return self.outputs_for(tensors)
         return results
+
+    def again(self, tensors: Sequence[Any], over: Over = ()) -> Any:
+        """A call by the short way on inputs in order; None where it has to take the long one."""
+        call = self._calls.made.get((False, over))
+        results = self._directly(tensors, False, over) if call is None else call(tensors)
+        if results is None:
+            return None
+        return results[0] if over or len(results) == 1 else self._result(*results)
 
     def _directly(
         self, tensors: Sequence[Any], checked: bool, over: Over
@@ -920,6 +931,7 @@ class _ByStream(threading.local):
 
     def __init__(self) -> None:
         self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
+        self.short: Callable[[], bool] | None = None  # for the stream seen last, of plans alone
 
 
 class BoundCall:
@@ -938,6 +950,9 @@ class BoundCall:
         self._ready = _ByStream()
 
     def __call__(self) -> None:
+        short = self._ready.short
+        if short is not None and short():
+            return
         if self._on_cpu is not None:
             for launch in self._on_cpu:
                 launch(None)
@@ -959,6 +974,10 @@ class BoundCall:
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
             ready = self._ready.by_stream[stream] = (launches, block)
+            fixed = [launch for launch in launches if isinstance(launch, direct.PlanLaunch)]
+            self._ready.short = None
+            if len(fixed) == len(launches):
+                self._ready.short = direct.launch_of(fixed, index, stream)
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .dropped import draws
-from .errors import FeatureMissing, NotSupported
+from .errors import BindError, FeatureMissing, NotSupported
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec, TensorSpec, same_layout
 from .ops import OPS
@@ -120,12 +120,7 @@ class Trainable:
 
         ``over`` as of :meth:`Executable.outputs_for`; with it the first output alone is returned.
         """
-        wrt: tuple[str, ...] = ()
-        if torch.is_grad_enabled():
-            try:
-                wrt = tuple([name for at, name in self._floating if tensors[at].requires_grad])
-            except AttributeError:  # no tensor; the plain graph says so
-                wrt = ()
+        wrt = self._wrt(tensors)
         if not wrt:
             return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
@@ -134,6 +129,30 @@ class Trainable:
             apply = _apply  # the rest of Function.apply is about those
         results = apply(pair, checked, over, *tensors)
         return results if over or pair.count == 1 else self._result(*results)
+
+    def again(self, tensors: Sequence[torch.Tensor], over: Over = ()) -> Any:
+        """A call by the short way, outside of torch's function transforms; see
+        :meth:`Executable.again`."""
+        wrt = self._wrt(tensors)
+        if not wrt:
+            return self.inference.again(tensors, over)
+        pair = self._pairs.get(wrt)
+        if pair is None:
+            return None
+        try:
+            results = _apply(pair, False, over, *tensors)
+        except BindError:  # of another shape, or wrong: the long way finds out
+            return None
+        return results if over or pair.count == 1 else self._result(*results)
+
+    def _wrt(self, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """The inputs that a gradient is wanted of."""
+        if not torch.is_grad_enabled():
+            return ()
+        try:
+            return tuple([name for at, name in self._floating if tensors[at].requires_grad])
+        except AttributeError:  # no tensor; the plain graph says so
+            return ()
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given, without a gradient."""

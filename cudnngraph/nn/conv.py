@@ -16,6 +16,7 @@ from .. import functional
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
 from ..policy import Policy
+from ..specialize import Recent
 from . import sync
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -125,6 +126,7 @@ class _Block(nn.Module):
         if reason:
             raise GraphError(type(self).__name__, [Problem("block", reason)])
         self.policy = policy
+        self._recent = Recent()
         self._with_norm = bn is not None
         for place, child in enumerate(m for m in (conv, bn, act) if m is not None):
             self.add_module(str(place), child)
@@ -181,7 +183,9 @@ class _Block(nn.Module):
         weight, bias = _held(conv, "weight"), _held(conv, "bias")
         if bn is None:
             static = functional.static_of(functional.act_options, geometry, kind, attrs)
-            return functional.run_conv_act(static, x, weight, bias, residual, self.policy)
+            return functional.run_conv_act(
+                static, x, weight, bias, residual, self.policy, recent=self._recent
+            )
         mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
         tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
         if tracks:
@@ -204,7 +208,9 @@ class _Block(nn.Module):
         static = functional.static_of(
             functional.norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
         )
-        return functional.run_conv_norm_act(static, tensors, momentum, self.policy)
+        return functional.run_conv_norm_act(
+            static, tensors, momentum, self.policy, recent=self._recent
+        )
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

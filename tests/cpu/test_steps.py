@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -529,6 +530,37 @@ def test_a_short_call_leaves_to_the_long_one_what_it_does_not_know(
     if what == "memory":
         slots.clear()
         assert call(given) is None
+
+
+def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleNamespace) -> None:
+    seen: list[Any] = []
+
+    def launch(address: int, count: int, workspace: int, handle: int, place: int) -> None:
+        pointers = tuple((ctypes.c_uint64 * count).from_address(address))
+        seen.append((pointers, workspace, handle, place))
+
+    plan: Any = SimpleNamespace(native=(launch, 3))
+    launches = [
+        direct.PlanLaunch(plan, array("Q", [16, 32]), 64),
+        direct.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
+    ]
+    gpu.device = 0
+    call = direct.launch_of(launches, 0, 5)
+    assert call is not None and call()
+    assert seen == [((16, 32), 64, 7, 3), ((32, 48, 4096), 128, 7, 3)]
+    assert not gpu.followed
+    for name, value in (("stream", 6), ("device", 1), ("capturing", True)):
+        before = getattr(gpu, name)
+        setattr(gpu, name, value)
+        assert not call()
+        setattr(gpu, name, before)
+    assert len(seen) == 2
+    gpu.stream = 8  # the handle is still on another
+    other = direct.launch_of(launches[:1], 0, 8)
+    assert other is not None and other()
+    assert gpu.followed == [0]
+    plan.native = None
+    assert direct.launch_of(launches, 0, 5) is None
 
 
 def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
