@@ -184,9 +184,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.view(-1, x.shape[-1])
 
 
-def prepare(spec: GraphSpec, *, allow_tf32: bool) -> Callable[[Tensors, Tensors], None]:
-    """What runs ``spec`` on inputs into outputs, on the current stream."""
-    run = _single(spec) or (lambda inputs, outputs: reference.run_into(spec, inputs, outputs))
+def prepare(
+    spec: GraphSpec, *, allow_tf32: bool, device: torch.device
+) -> Callable[[Tensors, Tensors], None]:
+    """What runs ``spec`` on inputs into outputs on ``device``, on the current stream."""
+    run = _single(spec, device) or (
+        lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
+    )
     tensors = spec.tensors.values()
     if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
         tensor.dtype == torch.float32 for tensor in tensors
@@ -208,13 +212,7 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
     variants of images take no other strides."""
     attrs = dict(node.attrs)
     operands = [spec.inputs.index(name) for name in node.operands]
-    like, wanted = (
-        [
-            torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
-            for t in (spec.tensors[name] for name in names)
-        ]
-        for names in (node.operands, spec.outputs)
-    )
+    like, wanted = (_alike(spec, names) for names in (node.operands, spec.outputs))
     made = aten.run(attrs, like)
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
@@ -250,6 +248,14 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
     return run
 
 
+def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
+    """Tensors without memory, as those of ``names`` are."""
+    return [
+        torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
+        for t in (spec.tensors[name] for name in names)
+    ]
+
+
 def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
     """torch.cat; of what has been written into ``out`` already, the rest alone."""
     rest: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -276,7 +282,8 @@ def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
     """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
-    return partial(prepare(spec, allow_tf32=allow_tf32), inputs, outputs)
+    device = outputs[0].device
+    return partial(prepare(spec, allow_tf32=allow_tf32, device=device), inputs, outputs)
 
 
 def elements_past(node: Node, spec: GraphSpec) -> int:
@@ -291,7 +298,7 @@ def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool)
         run(inputs, outputs)
 
 
-def _single(spec: GraphSpec) -> Run | None:
+def _single(spec: GraphSpec, device: torch.device) -> Run | None:
     """A graph of one op (and its constants) by torch's own call, None where that will not do."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
     if len(nodes) == 1 and nodes[0].op == "aten":
@@ -299,7 +306,7 @@ def _single(spec: GraphSpec) -> Run | None:
     if len(nodes) != 1 or len(nodes[0].results) != 1:
         return _run_linear(spec)
     (node,) = nodes
-    rule = _rule(node, spec)
+    rule = _rule(node, spec, device)
     if rule is None:
         return None
     constants = {
@@ -321,9 +328,12 @@ def _single(spec: GraphSpec) -> Run | None:
     return run
 
 
-def _rule(node: Node, spec: GraphSpec) -> OutRule | None:
+def _rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
     """How torch runs one op into a tensor."""
     if node.op in OUT and _runs_in_own_dtype(node, spec):
+        if node.op == "interpolate":
+            x, out = _alike(spec, (*node.operands, *node.results))
+            return resample.enlarging(dict(node.attrs), x, out, device) or OUT[node.op]
         return OUT[node.op]
     if OPS[node.op].view:
         show: Any = reference.RULES[node.op]

@@ -1370,6 +1370,10 @@ class Graph:
 
         x (N, C, spatial...) → (N, C, out...), channels_last where x is. ``mode`` is "nearest",
         "nearest-exact", "linear" (one spatial dim), "bilinear" or "bicubic" (two), "trilinear".
+
+        On a GPU large 16-bit results of "linear" and "bilinear" whose weights are exact in 16 bits
+        are made by products of matrices: an infinity or NaN in x then makes NaN of its whole image
+        in its channel. Elsewhere it reaches its neighbours, as in torch.
         """
         return self._one(
             "interpolate",

@@ -7,13 +7,17 @@ of extent 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
 
 Attrs = Mapping[str, Any]
 Tensors = Sequence[Any]
+Into = Callable[[Tensors, Attrs, torch.Tensor], object]
 
 _aten: Any = torch.ops.aten
 _FILL = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_size": 1}
@@ -174,12 +178,117 @@ def _largest_of_blocks(x: torch.Tensor, kernel: Sequence[int], out: torch.Tensor
     return torch.amax(x, [3 + 2 * place for place in range(len(kernel))], out=out)
 
 
-def _pool_into(op: str) -> Callable[[Tensors, Attrs, torch.Tensor], object]:
+# -- the largest of overlapping windows -----------------------------------------------------------
+
+#: Outputs of one dim whose windows have as many elements inside the image: the first output, how
+#: many, the first element, how many elements a window.
+Run = tuple[int, int, int, int]
+
+
+@cache
+def _runs(
+    size: int, count: int, kernel: int, stride: int, padding: int, dilation: int
+) -> Sequence[Run]:
+    """The windows of one dim of extent ``size``, those cut off by the image's ends in runs of their
+    own."""
+    found: list[Run] = []
+    for output in range(count):
+        start = output * stride - padding
+        taps = [at for at in range(start, start + kernel * dilation, dilation) if 0 <= at < size]
+        first, many = (taps[0], len(taps)) if taps else (0, 0)
+        if found:
+            at, before, begin, each = found[-1]
+            if each == many and first == begin + before * stride:
+                found[-1] = (at, before + 1, begin, each)
+                continue
+        found.append((output, 1, first, many))
+    return tuple(found)
+
+
+def _all_runs(shape: Sequence[int], sizes: Sequence[int], attrs: Attrs) -> list[Sequence[Run]]:
+    names = ("kernel_size", "stride", "padding", "dilation")
+    given = zip(shape, sizes, *(attrs[name] for name in names), strict=True)
+    return [_runs(*numbers) for numbers in given]
+
+
+def _windows(x: torch.Tensor, dim: int, run: Run, stride: int, dilation: int) -> torch.Tensor:
+    """x with ``dim`` by output, and behind all dims one of the elements of its window: a view."""
+    _, count, first, many = run
+    reach = (many - 1) * dilation + 1
+    part = x.narrow(dim, first, (count - 1) * stride + reach).unfold(dim, reach, stride)
+    return part[..., ::dilation]
+
+
+def _largest_of_windows(x: torch.Tensor, attrs: Attrs, out: torch.Tensor) -> object:
+    """Windows of all dims by one reduction; those at the borders by others."""
+    dims = range(2, x.dim())
+    for runs in product(*_all_runs(x.shape[2:], out.shape[2:], attrs)):
+        view, to = x, out
+        for dim, run in zip(dims, runs, strict=True):
+            view = _windows(view, dim, run, attrs["stride"][dim - 2], attrs["dilation"][dim - 2])
+            to = to.narrow(dim, *run[:2])
+        torch.amax(view, [-1 - place for place in range(len(runs))], out=to)
+    return out
+
+
+def _by_dim(largest: Callable[[torch.Tensor, torch.Tensor], object]) -> Any:
+    """One dim after the other, by what finds the largest over the last dim of a view."""
+
+    def run(x: torch.Tensor, attrs: Attrs, out: torch.Tensor) -> object:
+        every = _all_runs(x.shape[2:], out.shape[2:], attrs)
+        for dim, runs in enumerate(every, 2):
+            shape, last = (*x.shape[:dim], out.shape[dim], *x.shape[dim + 1 :]), dim == x.dim() - 1
+            to = out if last else _empty_last(x, shape)
+            for each in runs:
+                view = _windows(x, dim, each, attrs["stride"][dim - 2], attrs["dilation"][dim - 2])
+                largest(view, to.narrow(dim, *each[:2]))
+            x = to
+        return out
+
+    return run
+
+
+def _empty_last(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Memory for an image with its channels last."""
+    return like.new_empty((shape[0], *shape[2:], shape[1])).movedim(-1, 1)
+
+
+def _maxima(view: torch.Tensor, to: torch.Tensor) -> None:
+    first, *rest = view.unbind(-1)
+    if not rest:
+        to.copy_(first)
+    for each in rest:
+        torch.maximum(first, each, out=to)
+        first = to
+
+
+_largest_by_lines = _by_dim(lambda view, to: torch.amax(view, -1, out=to))
+_largest_by_pairs = _by_dim(_maxima)
+
+#: How windows that overlap little are reduced in images that lie channels_last: one of the three
+#: ways above, or None for torch's op, which also writes indices, 8 bytes for each element.
+LARGEST: Callable[[torch.Tensor, Attrs, torch.Tensor], object] | None = None
+
+
+def _overlap_little(x: torch.Tensor, attrs: Attrs, out: torch.Tensor) -> bool:
+    """Whether the ways above are for this pooling: images that lie channels_last, windows that
+    reach no farther than over the next one, none of them empty."""
+    if x.dim() != 4 or not all(_channels_last(t) for t in (x, out)):
+        return False
+    if any(k > 2 * s for k, s in zip(attrs["kernel_size"], attrs["stride"], strict=True)):
+        return False
+    every = _all_runs(x.shape[2:], out.shape[2:], attrs)
+    return all(many for runs in every for _, _, _, many in runs)
+
+
+def _pool_into(op: str) -> Into:
     kind, arguments, indexed = _POOLS[op]
 
     def run(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> object:
         if op == "max_pool" and blocks(attrs):
             return _largest_of_blocks(inputs[0], attrs["kernel_size"], out)
+        if op == "max_pool" and LARGEST is not None and _overlap_little(inputs[0], attrs, out):
+            return LARGEST(inputs[0], attrs, out)
         x, y = _image(inputs[0]), _image(out)
         if not _plain(x, y):
             return out.copy_(RULES[op](inputs, attrs))
@@ -192,16 +301,159 @@ def _pool_into(op: str) -> Callable[[Tensors, Attrs, torch.Tensor], object]:
     return run
 
 
+# -- interpolation --------------------------------------------------------------------------------
+
+
 def _interpolate_into(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> object:
     (x,) = inputs
+    if all(size == 1 for size in x.shape[2:]):  # of whatever mode: all weights are of one element
+        return out.copy_(x.expand(out.shape))
     if not _plain(x, out):
         return out.copy_(_interpolate(inputs, attrs))
     name, corners, scales = _upsampling(x, attrs)
     return getattr(_aten, name).out(x, out.shape[2:], *corners, *scales, out=out)
 
 
+LONGEST = 512  #: of a dim that is enlarged by a product: of n terms of a sum n - 2 are zero
+LEAST = 1 << 20  #: elements of a result, below which two products take longer than torch's kernel
+
+
+def weights(size: int, wanted: int, corners: bool, scale: float | None) -> torch.Tensor:
+    """What linear interpolation of ``size`` elements to ``wanted`` multiplies them by: (wanted,
+    size) in float32, two numbers a row, as torch's kernels compute them, in float32."""
+    at = torch.arange(wanted, dtype=torch.float32)
+    if corners:
+        source = at * ((size - 1) / max(wanted - 1, 1))
+    else:
+        source = ((at + 0.5) * (1.0 / scale if scale else size / wanted) - 0.5).clamp_min(0)
+    low = source.long().clamp_max(size - 1)
+    part, high = source - low, (low + 1).clamp_max(size - 1)
+    made, rows = torch.zeros(wanted, size), torch.arange(wanted)
+    made.index_put_((rows, low), 1 - part, accumulate=True)
+    made.index_put_((rows, high), part, accumulate=True)
+    return made
+
+
+@cache
+def _matrix(
+    size: int,
+    wanted: int,
+    corners: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """:func:`weights` in ``dtype`` on ``device``, None where they are not exact in it.
+
+    Made once and never let go: a CUDA graph may hold its address.
+    """
+    exact = weights(size, wanted, corners, scale)
+    rounded = exact.to(dtype)
+    return rounded.to(device) if torch.equal(rounded.float(), exact) else None
+
+
+def _lengthened(
+    x: torch.Tensor, dim: int, matrix: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``matrix`` (wanted, size) times ``dim`` of x, by one product."""
+    shape = (*x.shape[:dim], matrix.shape[0], *x.shape[dim + 1 :])
+    out = x.new_empty(shape) if out is None else out
+    x, to = _split(x, dim), _split(out, dim)
+    if x.shape[2] == 1:
+        torch.mm(x[:, :, 0], matrix.t(), out=to[:, :, 0])
+    else:
+        torch.bmm(matrix.expand(x.shape[0], *matrix.shape), x, out=to)
+    return out
+
+
+def _split(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as (what is before ``dim``, ``dim``, what is behind it): a view, else RuntimeError."""
+    return x.view(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
+
+
+def _splits(x: torch.Tensor, dim: int) -> bool:
+    try:
+        _split(x, dim)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _channels_last(x: torch.Tensor) -> bool:
+    return x.movedim(1, -1).is_contiguous()
+
+
+def enlarging(
+    attrs: Attrs, x: torch.Tensor, out: torch.Tensor, device: torch.device, least: int = LEAST
+) -> Into | None:
+    """Linear interpolation to twice the size or more (or twice the gaps between the corners) as a
+    product of matrices for each dim; None where torch's own kernel is to run. It is for tensors on
+    ``device`` of the shapes, strides and dtypes of x and ``out``, which may be without memory.
+
+    torch's kernels compute every weight anew: an H200 takes 198 us to write 44 MB of channels_last
+    fp16. The products read weights that were made here, once, and are fast on tensor cores alone:
+    they are for 16-bit data, which also keeps torch's TF32 switch out of it.
+
+    *Accuracy.* What lies between the products is rounded to the data's dtype, as the result is; the
+    weights must be exact in it, as they are where the size grows by a power of two. The result of
+    normal data is off by 2.9e-4 in fp16, torch's by 2.1e-4, and one rounding may make it 4.9e-4; in
+    bf16 by 2.3e-3, 1.7e-3 and 3.9e-3. (Weights rounded as well made it 4.0e-4 and 3.2e-3, by 7/3:
+    too near to what is allowed.) A sum has two terms that are not zero, so that splitting it, as
+    ``allow_fp16_reduced_precision_reduction`` lets cuBLAS do, changes nothing;
+    ``allow_fp16_accumulation`` costs one rounding more a product.
+
+    *Infinities and NaN.* A product multiplies by zero what torch's kernels do not read: one element
+    that is not finite makes NaN of its whole image, in its channel, not of its neighbours alone.
+    """
+    last = not x.is_contiguous() or not out.is_contiguous()
+    rank = x.dim() - 2
+    if (
+        attrs["mode"] not in ("linear", "bilinear")
+        or x.dtype not in (torch.float16, torch.bfloat16)
+        or out.dtype != x.dtype
+        or out.numel() < least
+        or math.prod(x.shape[2:]) == 1  # a copy
+        or not (_channels_last(x) if last else x.is_contiguous())
+        or any(
+            m < 2 * n - 1 or n > LONGEST for n, m in zip(x.shape[2:], out.shape[2:], strict=True)
+        )
+    ):
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None  # the weights could not be copied to it
+    # The fastest dim first, where the sums' results are fewest; but what is written at last must be
+    # one matrix to each product, as it is not within wider rows.
+    place = 1 if last else 2
+    order = list(range(place + rank - 1, place - 1, -1))
+    if not _splits(out.movedim(1, -1) if last else out, order[-1]):
+        order.reverse()
+    if not _splits(out.movedim(1, -1) if last else out, order[-1]):
+        return None
+    scales = attrs["scale_factor"] or [None] * rank
+    made = [
+        _matrix(n, m, attrs["align_corners"], scale, x.dtype, device)
+        for n, m, scale in zip(x.shape[2:], out.shape[2:], scales, strict=True)
+    ]
+    matrices = {place + at: matrix for at, matrix in enumerate(made) if matrix is not None}
+    if len(matrices) < rank:
+        return None
+
+    def run(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> object:
+        if torch.are_deterministic_algorithms_enabled():  # which cuBLAS is only by a setting
+            return _interpolate_into(inputs, attrs, out)
+        (x,) = inputs
+        to = out
+        if last:
+            x, to = x.movedim(1, -1), to.movedim(1, -1)
+        for dim in order:
+            x = _lengthened(x, dim, matrices[dim], to if dim == order[-1] else None)
+        return out
+
+    return run
+
+
 #: op → its call that writes to a given tensor of the result's shape and dtype.
-INTO: Mapping[str, Callable[[Tensors, Attrs, torch.Tensor], object]] = {
+INTO: Mapping[str, Into] = {
     **{op: _pool_into(op) for op in _POOLS},
     "interpolate": _interpolate_into,
 }

@@ -208,7 +208,7 @@ class Program:
     def _torch_run(self, step: StepPlan) -> Callable[[Any, Any], None]:
         if self.device.type == "cpu":
             return partial(reference.run_into, step.spec)
-        return eager.prepare(step.spec, allow_tf32=self._allow_tf32)
+        return eager.prepare(step.spec, allow_tf32=self._allow_tf32, device=self.device)
 
     @property
     def runs_here(self) -> bool:

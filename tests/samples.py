@@ -2444,6 +2444,27 @@ def _resamples() -> Iterator[Case]:
     yield _resample_case(sized, "volume_nearest", volume, F16, scale_factor=(2, 1, 3))
     yield _resample_case(sized, "gaps", image, F16, (2000, 120, 10, 1), "a slice", size=(5, 20))
     yield _resample_case(sized, "float64", image, F64, scale_factor=2, mode="bilinear")
+    # Large enough for products of matrices (resample.LEAST), or of one element.
+    for dtype in (F16, BF16):
+        for at in (last, None):
+            name = "x8" if at is None else "x8_channels_last"
+            yield _resample_case(
+                sized, name, (1, 21, 32, 32), dtype, at, scale_factor=8, mode="bilinear"
+            )
+    yield _resample_case(
+        sized, "x2_large", (2, 16, 96, 104), F16, last, scale_factor=2, mode="bilinear"
+    )
+    yield _resample_case(
+        *(sized, "corners_large", (1, 16, 33, 33), F16, last),
+        size=(257, 257),
+        mode="bilinear",
+        align_corners=True,
+    )
+    yield _resample_case(sized, "line_large", (2, 128, 512), F16, scale_factor=8, mode="linear")
+    for mode in ("nearest", "bilinear", "bicubic"):
+        yield _resample_case(
+            sized, f"one_{mode}", (2, 16, 1, 1), F16, last, size=(12, 9), mode=mode
+        )
     for dtype, layout in ((F16, last), (F32, None)):
         for name, shape in (("pixel_shuffle", image), ("pixel_unshuffle", (2, 3, 12, 8))):
             yield _table_case(
@@ -2453,6 +2474,18 @@ def _resamples() -> Iterator[Case]:
                 lambda g, v, name=name: {"y": getattr(g, name)(v["x"], 2)},
                 lambda t, name=name: {"y": getattr(F, name)(t["x"], 2)},
             )
+    yield _table_case(
+        "resample",
+        "decoder",
+        {"x": ((2, 16, 48, 64), F16, last), "skip": ((2, 8, 192, 256), F16, last)},
+        lambda g, v: {
+            "y": g.concat([g.interpolate(v["x"], scale_factor=4, mode="bilinear"), v["skip"]], 1)
+        },
+        lambda t: {
+            "y": torch.cat([F.interpolate(t["x"], scale_factor=4, mode="bilinear"), t["skip"]], 1)
+        },
+        note="enlarged into a slice",
+    )
     for dtype in (F16, F32):
         yield _table_case(
             "resample",

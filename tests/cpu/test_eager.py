@@ -17,6 +17,7 @@ from tests.cuttings import every_cutting
 from tests.samples import Case, enumerate_cases, make_inputs
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
 CASES = [case for case in enumerate_cases() if case.on_gpu]
 
 
@@ -85,7 +86,7 @@ def test_the_samples_run_by_torchs_own_calls_and_by_the_reference() -> None:
     for case in CASES:
         spec = case.build().spec()
         for step in every_cutting(spec)[-1]:
-            single = eager._single(step)
+            single = eager._single(step, CPU)
             roads |= {(node.op, single is not None) for node in step.nodes}
     ours = {op for op, own in roads if own}
     assert {"conv", "conv_transpose", "matmul", "bias", "relu", "silu", "add"} <= ours
@@ -112,7 +113,7 @@ def run(spec: GraphSpec, *inputs: torch.Tensor) -> torch.Tensor:
 
 def test_numbers_are_operands_of_torchs_own_call() -> None:
     spec = single("mul", ((64,), F16), 0.1)
-    assert eager._single(spec) is not None
+    assert eager._single(spec, CPU) is not None
     x = torch.linspace(-3, 3, 64).half()
     want = (x.double() * 0.1).half()
     assert (run(spec, x) - want).abs().max() <= 2.0**-11 * 0.5
@@ -177,14 +178,14 @@ def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
 def test_a_convolution_in_16_bits_runs_in_16_bits(op: str, dtype: torch.dtype) -> None:
     spec = single(op, ((1, 4, 5, 5), dtype), ((4, 4, 3, 3), dtype), dtype=dtype)
     x, w = torch.randn(1, 4, 5, 5).to(dtype), torch.randn(4, 4, 3, 3).to(dtype)
-    assert eager._single(spec) is not None
+    assert eager._single(spec, CPU) is not None
     check(spec, [x, w], run(spec, x, w), 36)
 
 
 def test_a_convolution_with_another_result_is_left_to_the_reference() -> None:
     spec = single("conv", ((1, 4, 5, 5), F16), ((4, 4, 3, 3), F16), dtype=F32)
     x, w = torch.randn(1, 4, 5, 5).half(), torch.randn(4, 4, 3, 3).half()
-    assert eager._single(spec) is None
+    assert eager._single(spec, CPU) is None
     check(spec, [x, w], run(spec, x, w), 36)
 
 

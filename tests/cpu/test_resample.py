@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 import cudnngraph as cg
 from cudnngraph import eager, reference, resample
 from cudnngraph.grad import RULES, NoGradient
+from tests import numerics
 from tests.gradients import ours, upstream
-from tests.samples import F16, F32, F64
+from tests.samples import BF16, F16, F32, F64
 
 Apply = Callable[[cg.Graph, cg.Value], cg.Value]
 LAST = torch.channels_last
@@ -316,3 +318,268 @@ def test_a_step_writes_into_a_slice_of_a_larger_tensor(
     eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
     assert torch.equal(out, want)
     assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=str)
+def test_one_element_is_copied_to_all(mode: str, layout: torch.memory_format) -> None:
+    x = torch.randn(2, 8, 1, 1).half()
+    wide = torch.full((2, 20, 5, 6), 77.0).half().to(memory_format=layout)
+    out = wide[:, 4:12]
+    g = cg.Graph("g")
+    value = g.interpolate(g.input("x", like=x), (5, 6), mode=mode)
+    g.output("y", value, stride=out.stride())
+    eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+    numerics.check(out, F.interpolate(x.double(), (5, 6), mode=mode), F16)
+    assert torch.equal(out, x.expand(out.shape))
+    assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
+
+
+# -- enlarging by products -------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+X2: dict[str, Any] = {"scale_factor": 2}
+
+
+def options(shape: tuple[int, ...], more: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of F.interpolate, linear for what rank the shape has."""
+    return {"mode": {3: "linear", 4: "bilinear", 5: "trilinear"}[len(shape)], **more}
+
+
+def attributes(x: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of the op in canonical form."""
+    g = cg.Graph("g")
+    g.output("y", g.interpolate(g.input("x", like=x), **given))
+    (node,) = g.spec().nodes
+    return dict(node.attrs)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 90), st.booleans(), st.sampled_from([None, 1.5, 2.0, 3.3])
+)
+def test_the_weights_are_torchs(size: int, wanted: int, corners: bool, scale: float | None) -> None:
+    """As its float32 kernel has them, seen by what it makes of each unit vector."""
+    if scale is not None:
+        wanted = int(size * scale)
+    eye = torch.eye(size)[None]
+    theirs = torch.ops.aten.upsample_linear1d(eye, [wanted], corners, scale)[0].t()
+    found = resample.weights(size, wanted, corners, scale)
+    assert torch.allclose(found, theirs, rtol=0, atol=1e-6 * size)
+    assert torch.allclose(found.sum(1), torch.ones(wanted))
+
+
+ENLARGED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "x2": ((2, 8, 12, 9), X2),
+    "x8": ((2, 21, 11, 16), {"size": (88, 128)}),
+    "x4 and x2": ((1, 5, 7, 30), {"scale_factor": (4.0, 2.0)}),
+    "corners": ((3, 8, 9, 17), {"size": (65, 33), "align_corners": True}),
+    "one row": ((2, 8, 1, 9), {"size": (64, 18)}),
+    "one channel": ((4, 1, 12, 10), X2),
+    "line": ((3, 6, 25), {"scale_factor": 8}),
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ENLARGED)
+def test_products_enlarge_as_torch_does(name: str, last: bool, dtype: torch.dtype) -> None:
+    shape, more = ENLARGED[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x, given = channels_last(x) if last else x, options(shape, more)
+    want = F.interpolate(x.double(), **given)
+    out = torch.full_like(want, 77, dtype=dtype)
+    out = channels_last(out) if last else out.contiguous()
+    run = resample.enlarging(attributes(x, given), x, out, CPU, least=0)
+    assert run is not None
+    run([x], {}, out)
+    numerics.check(out, want, dtype, F.interpolate(x, **given), terms=4)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 12, 9), (2, 8, 12)], ids=str)
+def test_products_write_into_a_slice_of_wider_rows(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy: by torch.bmm alone, with the slice as its result."""
+    x = channels_last(torch.randn(shape).half())
+    want = F.interpolate(x.double(), **options(shape, X2))
+    wide = channels_last(torch.full((2, 20, *want.shape[2:]), 77.0).half())
+    out = wide[:, 4:12]
+    run = resample.enlarging(attributes(x, options(shape, X2)), x, out, CPU, least=0)
+    assert run is not None
+    written, bmm = [], torch.bmm
+
+    def seen(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        written.append(out.data_ptr())
+        assert out.stride(-1) == 1
+        return bmm(a, b, out=out)
+
+    monkeypatch.setattr(torch, "bmm", seen)
+    run([x], {}, out)
+    assert len(written) == len(shape) - 2
+    assert written[-1] == out.data_ptr()
+    numerics.check(out, want, F16)
+    assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "more"),
+    [
+        ((2, 8, 12, 9), F32, X2),
+        ((2, 8, 12, 9), F16, {"scale_factor": 3}),
+        ((2, 8, 12, 9), F16, {"scale_factor": 2, "align_corners": True}),
+        ((2, 8, 12, 9), F16, {"scale_factor": (2.0, 1.0)}),
+        ((2, 8, 12, 9), F16, {"size": (24, 17)}),
+        ((2, 8, 2, 9), BF16, {"size": (1024, 18)}),  # weights of 10 bits
+        ((2, 8, 1, 1), F16, {"size": 8}),
+        ((1, 2, 4, 600), F16, X2),
+        ((1, 2, 4, 4, 4), F16, X2),
+        ((2, 8, 12, 9), F16, {"scale_factor": 2, "mode": "nearest"}),
+        ((2, 8, 12, 9), F16, {"scale_factor": 2, "mode": "bicubic"}),
+    ],
+    ids=str,
+)
+def test_torchs_own_kernel_runs_where_products_are_no_better_or_not_exact(
+    shape: tuple[int, ...], dtype: torch.dtype, more: dict[str, Any]
+) -> None:
+    x = channels_last(torch.randn(shape).to(dtype))
+    attrs = attributes(x, options(shape, more))
+    out = x.new_empty(*shape[:2], *resample.sizes(shape[2:], attrs))
+    assert resample.enlarging(attrs, x, channels_last(out), CPU, least=0) is None
+
+
+def test_products_are_for_images_that_lie_alike() -> None:
+    x = torch.randn(2, 8, 12, 9).half()
+    attrs = attributes(x, options((2, 8, 12, 9), X2))
+    out = x.new_empty(2, 8, 24, 18)
+    wide = x.new_empty(2, 20, 24, 18)
+    assert resample.enlarging(attrs, x, out, CPU, least=0) is not None
+    for a, b in ((x, channels_last(out)), (channels_last(x), out), (x, wide[:, 4:12])):
+        assert resample.enlarging(attrs, a, b, CPU, least=0) is None
+    assert resample.enlarging(attrs, x, out, CPU, least=out.numel() + 1) is None
+
+
+def test_a_large_step_runs_by_products_of_weights_that_are_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = channels_last(torch.randn(1, 16, 64, 128).half())
+    spec = graph_of(lambda g, x: g.interpolate(x, scale_factor=4, mode="bilinear"), x).spec()
+    out = channels_last(torch.full((1, 16, 256, 512), 77.0).half())
+    assert out.numel() >= resample.LEAST
+    launch = eager.launcher(spec, [x], [out], allow_tf32=False)
+
+    def never(*given: Any) -> None:
+        raise AssertionError("not by products")
+
+    monkeypatch.setattr(resample, "weights", never)
+    monkeypatch.setattr(resample, "_interpolate_into", never)
+    launch()
+    want = F.interpolate(x.double(), scale_factor=4, mode="bilinear")
+    numerics.check(out, want, F16, F.interpolate(x, scale_factor=4, mode="bilinear"), terms=4)
+    eager.launcher(spec, [x], [out], allow_tf32=False)()  # by the same weights
+
+
+def test_products_leave_it_to_torchs_kernel_to_be_deterministic() -> None:
+    x = torch.randn(2, 8, 12, 9).half()
+    attrs, out = attributes(x, options((2, 8, 12, 9), X2)), x.new_empty(2, 8, 24, 18)
+    run = resample.enlarging(attrs, x, out, CPU, least=0)
+    assert run is not None
+    torch.use_deterministic_algorithms(True)
+    try:
+        run([x], attrs, out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(out, F.interpolate(x, scale_factor=2, mode="bilinear"))
+
+
+def test_what_is_not_finite_spreads_over_its_image_and_no_farther() -> None:
+    """As the docs say; torch's kernel spreads it to the neighbours alone."""
+    x = torch.randn(2, 8, 12, 9).half()
+    x[0, 3, 5, 5], x[1, 2, 0, 0] = math.inf, math.nan
+    attrs, out = attributes(x, options((2, 8, 12, 9), X2)), x.new_empty(2, 8, 24, 18)
+    run = resample.enlarging(attrs, x, out, CPU, least=0)
+    assert run is not None
+    run([x], attrs, out)
+    finite = out.isfinite().flatten(2).all(2)
+    touched = [(0, 3), (1, 2)]
+    assert [tuple(at) for at in (~finite).nonzero().tolist()] == touched
+    want = F.interpolate(x.double(), scale_factor=2, mode="bilinear")
+    keep = finite[:, :, None, None].expand_as(out)
+    numerics.check(out[keep], want[keep], F16)
+
+
+# -- the largest of overlapping windows ------------------------------------------------------------
+
+WAYS = {
+    "windows": resample._largest_of_windows,
+    "lines": resample._largest_by_lines,
+    "pairs": resample._largest_by_pairs,
+}
+WINDOWS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "3x3": ((2, 8, 12, 14), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "odd": ((2, 8, 13, 9), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "ceil": ((2, 8, 12, 9), {"kernel_size": 3, "stride": 2, "ceil_mode": True}),
+    "2x2": ((2, 8, 12, 9), {"kernel_size": 2, "stride": 2}),
+    "2x2 shifted": ((2, 8, 12, 9), {"kernel_size": 2, "stride": 2, "padding": 1}),
+    "4x2": ((1, 3, 17, 9), {"kernel_size": (4, 2), "stride": (2, 1), "padding": (2, 0)}),
+    "dilated": ((2, 8, 13, 12), {"kernel_size": 3, "stride": 2, "dilation": 2, "padding": 1}),
+    "one window": ((2, 8, 3, 2), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "no images": ((0, 8, 12, 9), {"kernel_size": 3, "stride": 2, "padding": 1}),
+}
+
+
+def pooling(x: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    (node,) = graph_of(lambda g, x: g.max_pool(x, **given), x).spec().nodes
+    return dict(node.attrs)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_finds_the_largest_that_torch_finds(way: str, name: str, last: bool) -> None:
+    """NaN among them and images of -inf alone, into a slice of a wider tensor."""
+    shape, given = WINDOWS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).half()
+    if shape[0]:
+        x[0, 0, 1, 1], x[0, 1, 2, -1], x[0, 2] = math.nan, math.inf, -math.inf
+    x = channels_last(x) if last else x
+    want = F.max_pool2d(x, **given)
+    wide = torch.full((want.shape[0], 20, *want.shape[2:]), 77.0).half()
+    wide = channels_last(wide) if last else wide
+    out = wide[:, 4 : 4 + shape[1]]
+    WAYS[way](x, pooling(x, given), out)
+    assert torch.equal(out.nan_to_num(99, 98, -98), want.nan_to_num(99, 98, -98))
+    assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 4 + shape[1] :] == 77).all())
+
+
+def test_a_way_is_taken_for_windows_that_overlap_little_and_are_not_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    took = []
+
+    def way(x: torch.Tensor, attrs: Any, out: torch.Tensor) -> object:
+        took.append(attrs["kernel_size"])
+        return resample._largest_of_windows(x, attrs, out)
+
+    monkeypatch.setattr(resample, "LARGEST", way)
+
+    def takes(x: torch.Tensor, **given: Any) -> bool:
+        took.clear()
+        want = F.max_pool2d(x, **given)
+        out = torch.full_like(want, 77)
+        spec = graph_of(lambda g, x: g.max_pool(x, **given), x).spec()
+        eager.launcher(spec, [x], [out], allow_tf32=False)()
+        assert torch.equal(out, want)
+        return bool(took)
+
+    x = channels_last(torch.randn(2, 8, 12, 9).half())
+    assert takes(x, kernel_size=3, stride=2, padding=1)
+    assert not takes(x.contiguous(), kernel_size=3, stride=2, padding=1)
+    assert not takes(x, kernel_size=3, stride=1, padding=1)
+    assert not takes(x, kernel_size=2, stride=2)  # side by side
+    # torch has -inf of a window that misses the image.
+    assert not takes(x[:, :, :1, :1], kernel_size=2, stride=1, padding=1, dilation=2)

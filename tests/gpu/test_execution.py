@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
+from cudnngraph import resample
 from cudnngraph.runtime import WORKSPACE
 from tests import numerics
 
@@ -140,6 +141,32 @@ def test_capture_and_replay_give_the_same_bits() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_captured_enlargement_outlives_its_executable(layout: torch.memory_format) -> None:
+    """The matrices that it multiplies by were copied to the GPU before, and stay there."""
+    g = cg.Graph("enlarge")
+    x = torch.randn(2, 21, 32, 32, device="cuda").half().to(memory_format=layout)
+    g.output("y", g.interpolate(g.input("x", like=x), scale_factor=8, mode="bilinear"))
+    exe = g.compile("cuda")
+    out = exe(x=x)
+    assert out.numel() >= resample.LEAST
+    call = exe.bind(x=x, y=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    del exe, call, g
+    cg.cache_clear()
+    fill = [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(512)]
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    wide = F.interpolate(x.cpu().double(), scale_factor=8, mode="bilinear")
+    theirs = F.interpolate(x, scale_factor=8, mode="bilinear")
+    numerics.check(out, wide, torch.float16, theirs, terms=4)
+    del fill
 
 
 def test_building_during_capture_is_refused_by_a_clear_error() -> None:
