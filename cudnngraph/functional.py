@@ -14,6 +14,8 @@ cast to its dtype, as for torch's own convolutions and attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
 from .runtime import Over
-from .specialize import Build, Specialized, Static
+from .specialize import Build, Recent, Specialized, Static
 
 Tensor = torch.Tensor
 
@@ -357,23 +359,21 @@ def _fixed(value: Any) -> Hashable:
 
 
 _STATICS_KEPT = 1024
-_statics: dict[Hashable, Static] = {}
+
+
+@lru_cache(_STATICS_KEPT, typed=True)
+def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    return Static(make(*options))
 
 
 def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     """``make(*options)``, made once for options that are equal and of the same types."""
     if torch.compiler.is_compiling():
         return Static(make(*[_fixed(option) for option in options]))
-    key = (make, options, tuple([type(option) for option in options]))
     try:
-        found = _statics.get(key)
+        return _static(make, *options)
     except TypeError:  # there is a list in it
-        return static_of(make, *[_fixed(option) for option in options])
-    if found is None:
-        while len(_statics) >= _STATICS_KEPT:
-            _statics.pop(next(iter(_statics)), None)
-        found = _statics[key] = Static(make(*options))
-    return found
+        return _static(make, *[_fixed(option) for option in options])
 
 
 _GEOMETRY = {
@@ -470,6 +470,8 @@ def _ranked(name: str, x: Tensor, rank: int) -> None:
 
 def cast(*tensors: Tensor | None) -> Sequence[Any]:
     """The tensors in autocast's dtype where autocast is on, as torch casts what it multiplies."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type if tensors[0] is not None else "cpu"
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -490,10 +492,27 @@ def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     layout = _CHANNELS_LAST.get(x.dim())
     if layout is None or weight.dim() != x.dim():
         return x, weight
+    if x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout):
+        return x, weight
     for tensor in (x, weight):
         if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
             return x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
     return x, weight
+
+
+def _remember(
+    recent: Recent | None,
+    build: Build,
+    policy: Policy | None,
+    tensors: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+    static: Static,
+) -> None:
+    """Note what served a call, where that was given the very tensors that the call came with."""
+    if recent is None or torch.compiler.is_compiling():
+        return
+    if all(map(is_, tensors, given)):
+        recent.remember(static, policy, tensors, _compiled(build, policy).find(given, static))
 
 
 def run_conv_act(
@@ -504,13 +523,22 @@ def run_conv_act(
     residual: Tensor | None,
     policy: Policy | None,
     out: Tensor | None = None,
+    recent: Recent | None = None,
 ) -> Tensor:
-    """:func:`conv_act` on tensors; its options come of :func:`act_options`."""
+    """:func:`conv_act` on tensors; its options come of :func:`act_options`. ``recent`` is the
+    caller's, to find again what served it."""
+    tensors = (x, weight, bias, residual)
+    if recent is not None:
+        found: Tensor | None = recent.serve(static, policy, tensors)
+        if found is not None:
+            return found
     x, weight, bias = cast(x, weight, bias)
     if out is not None:
         return _into(conv_act, policy, out, (x, weight, bias, residual), static)
     x, weight = one_layout(x, weight)
-    result: Tensor = run_graph(conv_act, policy, (x, weight, bias, residual), static)
+    given = (x, weight, bias, residual)
+    result: Tensor = run_graph(conv_act, policy, given, static)
+    _remember(recent, conv_act, policy, tensors, given, static)
     return result
 
 
@@ -716,18 +744,34 @@ def conv_transpose_bias_act_into(
 # -- convolution and batch norm --------------------------------------------------------------------
 
 
+# Running mean and variance, outputs 1 and 2, over the inputs behind x, weight and bias, if any.
+_OVER: tuple[Over, Over] = (((1, 2), (2, 3)), ((1, 3), (2, 4)))
+
+
 def run_conv_norm_act(
     static: Static,
     tensors: tuple[Tensor | None, ...],
     momentum: float | Tensor,
     policy: Policy | None,
     out: Tensor | None = None,
+    recent: Recent | None = None,
 ) -> Tensor:
     """:func:`conv_norm_act` on its tensors, and the update of the running statistics in place; its
-    options come of :func:`norm_options`."""
+    options come of :func:`norm_options`. ``recent`` as of :func:`run_conv_act`."""
     x, weight, bias, mean, var, *rest = tensors
+    values = static.values
+    training = values["training"]
+    tracks = training and mean is not None and var is not None
+    over: Over = ()
+    if tracks and "momentum" in values:
+        over = _OVER[bias is not None]
+    if recent is not None and (over or not tracks):
+        found: Tensor | None = recent.serve(static, policy, tensors, over)
+        if found is not None:
+            if over:
+                torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]
+            return found
     x, weight, bias = cast(x, weight, bias)
-    training = static.values["training"]
     if out is not None:
         if training:
             problem = Problem("out", "is given with training=True", "training=False")
@@ -736,22 +780,21 @@ def run_conv_norm_act(
     x, weight = one_layout(x, weight)
     if training and (rest[0] is None or rest[1] is None):
         channels = weight.shape[0]
-        if static.values["transposed"]:
-            channels = weight.shape[1] * dict(static.values["geometry"])["groups"]  # type: ignore[call-overload]
+        if values["transposed"]:
+            channels = weight.shape[1] * dict(values["geometry"])["groups"]  # type: ignore[call-overload]
         ones, zeros = _no_affine(channels, x)
         rest[0] = ones if rest[0] is None else rest[0]
         rest[1] = zeros if rest[1] is None else rest[1]
     given = (x, weight, bias, mean, var, *rest)
-    if not training or mean is None or var is None:
-        return run_graph(conv_norm_act, policy, given, static)  # type: ignore[no-any-return]
     result: Tensor
-    if "momentum" in static.values:
-        place = 2 + (bias is not None)
-        result = run_graph(conv_norm_act, policy, given, static, over=((1, place), (2, place + 1)))
-        torch.autograd.graph.increment_version((mean, var))
+    if tracks and not over:
+        result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
+        update_running(mean, var, now_mean, now_var, momentum)  # type: ignore[arg-type]
         return result
-    result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
-    update_running(mean, var, now_mean, now_var, momentum)
+    result = run_graph(conv_norm_act, policy, given, static, over=over)
+    if over:
+        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]
+    _remember(recent, conv_norm_act, policy, tensors, given, static)
     return result
 
 

@@ -19,7 +19,7 @@ import torch
 
 from plans_cache.workspace import WorkspacePool
 
-from . import cache, eager, reference, settings
+from . import cache, direct, eager, reference, settings
 from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
@@ -149,6 +149,14 @@ class Program:
         )
         self._number_places()
 
+    def direct_steps(self, order: Sequence[int] | None) -> direct.Steps | None:
+        """What :func:`direct.call_of` takes, for this thread; None where a step is torch's."""
+        if any(run is not None for run in self._torch_runs):
+            return None
+        steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)
+        planned = [(step.spec, plan, offset) for step, plan, offset in steps if plan is not None]
+        return direct.Steps(self._places, self._behind, order, planned, self.scratch_bytes)
+
     def _number_places(self) -> None:
         """Give every tensor a place for direct runs: inputs, outputs, and the layout's."""
         places = self._places = {
@@ -200,6 +208,11 @@ class Program:
             return partial(reference.run_into, step.spec)
         return eager.prepare(step.spec, allow_tf32=self._allow_tf32)
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether it has run on this thread."""
+        return getattr(self._threads, "runners", None) is not None
+
     def _plans(self) -> Sequence[Plan | None]:
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
         if plans is None:
@@ -242,8 +255,7 @@ class Program:
             kind = self.device.type
             return lambda handle: _shielded(kind, run, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
-        execute = plan.execute
-        return lambda handle: execute(pointers, scratch, handle)
+        return direct.PlanLaunch(plan, pointers, scratch)
 
     def _runners(self) -> Sequence[_Runner]:
         """The steps of a direct run, for this thread."""
@@ -464,10 +476,7 @@ def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -
         )
 
 
-_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def _fit(tensors: Sequence[Any], forms: Sequence[_Form], device: torch.device) -> bool:
+def _fit(tensors: Sequence[Any], forms: Sequence[direct.Form], device: torch.device) -> bool:
     """Whether tensors have these shapes, strides and dtypes and are on the device."""
     if len(tensors) != len(forms):
         return False
@@ -534,6 +543,13 @@ def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
 Over = tuple[tuple[int, int], ...]
 
 
+class _Calls(threading.local):
+    """The short ways to call an executable, of this thread; None where there is none."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[bool, Over], direct.Call | None] = {}
+
+
 class Executable:
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
 
@@ -563,6 +579,7 @@ class Executable:
         order = [mine[name] for name in (*program.spec.inputs, *program.spec.outputs)]
         self._order = None if order == sorted(order) else tuple(order)
         self._in_place = program.may_write_over()
+        self._calls = _Calls()
 
     # -- running -------------------------------------------------------------------------------
 
@@ -572,6 +589,10 @@ class Executable:
         Returns the output, or a named tuple of them when there are several. Raises
         :class:`BindError` with every mistake.
         """
+        if not tensors:
+            results = self._directly(args, False, ())
+            if results is not None:
+                return results[0] if len(results) == 1 else self._result(*results)
         ordered = self._ordered(args, tensors, self.spec.inputs)
         if ordered is None:
             return self.call(self._checked(args, tensors))
@@ -610,6 +631,9 @@ class Executable:
         ``over`` has pairs of an output and an input of the same form: running statistics, which
         the output overwrites in place.
         """
+        results = self._directly(tensors, checked, over)
+        if results is not None:
+            return results
         if not checked and not self.fits(tensors):
             tensors = self._checked(tensors, {})
         device, program = self.device, self._program
@@ -641,6 +665,44 @@ class Executable:
             if outputs[output] is not tensors[at]:  # that was a copy at an aligned address
                 tensors[at].copy_(outputs[output])
         return outputs
+
+    def outputs_if_fit(self, tensors: Sequence[Any]) -> list[torch.Tensor] | None:
+        """The outputs for inputs in order; None if one is not exactly as declared."""
+        results = self._directly(tensors, False, ())
+        if results is None and self.fits(tensors):
+            return self.outputs_for(tensors)
+        return results
+
+    def again(self, tensors: Sequence[Any], over: Over = ()) -> Any:
+        """A call by the short way on inputs in order; None where it has to take the long one."""
+        call = self._calls.made.get((False, over))
+        results = self._directly(tensors, False, over) if call is None else call(tensors)
+        if results is None:
+            return None
+        return results[0] if over or len(results) == 1 else self._result(*results)
+
+    def _directly(
+        self, tensors: Sequence[Any], checked: bool, over: Over
+    ) -> list[torch.Tensor] | None:
+        """The outputs by the short way; None where the long one has to be taken."""
+        made, key = self._calls.made, (checked, over)
+        if key in made:
+            call = made[key]
+            return None if call is None else call(tensors)
+        program = self._program
+        if (
+            program.uses_cudnn
+            and program.runs_here
+            and not torch.cuda.is_current_stream_capturing()
+        ):
+            steps = program.direct_steps(self._order)
+            made[key] = None
+            if steps is not None:
+                forms, slots = (self._input_forms, self._output_forms), WORKSPACE.slots
+                made[key] = direct.call_of(steps, *forms, over, self.device, slots, checked=checked)
+        elif not program.uses_cudnn:
+            made[key] = None
+        return None
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given (by name, or inputs then outputs in order).
@@ -869,6 +931,7 @@ class _ByStream(threading.local):
 
     def __init__(self) -> None:
         self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
+        self.short: Callable[[], bool] | None = None  # for the stream seen last, of plans alone
 
 
 class BoundCall:
@@ -887,6 +950,9 @@ class BoundCall:
         self._ready = _ByStream()
 
     def __call__(self) -> None:
+        short = self._ready.short
+        if short is not None and short():
+            return
         if self._on_cpu is not None:
             for launch in self._on_cpu:
                 launch(None)
@@ -908,6 +974,10 @@ class BoundCall:
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
             ready = self._ready.by_stream[stream] = (launches, block)
+            fixed = [launch for launch in launches if isinstance(launch, direct.PlanLaunch)]
+            self._ready.short = None
+            if len(fixed) == len(launches):
+                self._ready.short = direct.launch_of(fixed, index, stream)
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)

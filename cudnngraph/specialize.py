@@ -29,6 +29,58 @@ class Static:
         self.values = values
 
 
+class Recent:
+    """What served the last call from one place, a module say. A copy of it knows nothing."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, ...] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recent, ()
+
+    def serve(
+        self,
+        static: Static,
+        policy: Policy | None,
+        tensors: Sequence[torch.Tensor | None],
+        over: Over = (),
+    ) -> Any:
+        """The results, if what served the last call serves this one too; None if not."""
+        last = self.last
+        if last is None or torch.compiler.is_compiling():
+            return None
+        options, wanted, state, there, absent, executable = last
+        if options is not static or wanted is not policy or state != _state():
+            return None
+        for at in absent:
+            if tensors[at] is not None:
+                return None
+        return executable.again([tensors[at] for at in there], over)
+
+    def remember(
+        self,
+        static: Static,
+        policy: Policy | None,
+        tensors: Sequence[torch.Tensor | None],
+        executable: Executable | Trainable,
+    ) -> None:
+        """Note what has served a call that came with these."""
+        state = _state()
+        if state is not None:
+            there = [at for at, tensor in enumerate(tensors) if tensor is not None]
+            absent = [at for at, tensor in enumerate(tensors) if tensor is None]
+            self.last = static, policy, state, there, absent, executable
+
+
+def _state() -> tuple[Hashable, ...] | None:
+    """What a call depends on besides its arguments; None where it takes a closer look."""
+    if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    return (torch.are_deterministic_algorithms_enabled(), *_tf32_switches(), overridden())
+
+
 class Specialized:
     """A function of a graph and values, called with tensors; see :func:`specialize`.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .dropped import draws
-from .errors import FeatureMissing, NotSupported
+from .errors import BindError, FeatureMissing, NotSupported
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec, TensorSpec, same_layout
 from .ops import OPS
@@ -120,11 +120,7 @@ class Trainable:
 
         ``over`` as of :meth:`Executable.outputs_for`; with it the first output alone is returned.
         """
-        wrt: tuple[str, ...] = ()
-        if torch.is_grad_enabled():
-            wrt = tuple(
-                [n for at, n in self._floating if getattr(tensors[at], "requires_grad", False)]
-            )
+        wrt = self._wrt(tensors)
         if not wrt:
             return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
@@ -133,6 +129,30 @@ class Trainable:
             apply = _apply  # the rest of Function.apply is about those
         results = apply(pair, checked, over, *tensors)
         return results if over or pair.count == 1 else self._result(*results)
+
+    def again(self, tensors: Sequence[torch.Tensor], over: Over = ()) -> Any:
+        """A call by the short way, outside of torch's function transforms; see
+        :meth:`Executable.again`."""
+        wrt = self._wrt(tensors)
+        if not wrt:
+            return self.inference.again(tensors, over)
+        pair = self._pairs.get(wrt)
+        if pair is None:
+            return None
+        try:
+            results = _apply(pair, False, over, *tensors)
+        except BindError:  # of another shape, or wrong: the long way finds out
+            return None
+        return results if over or pair.count == 1 else self._result(*results)
+
+    def _wrt(self, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """The inputs that a gradient is wanted of."""
+        if not torch.is_grad_enabled():
+            return ()
+        try:
+            return tuple([name for at, name in self._floating if tensors[at].requires_grad])
+        except AttributeError:  # no tensor; the plain graph says so
+            return ()
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given, without a gradient."""
@@ -212,14 +232,15 @@ class _Call(torch.autograd.Function):
         pair: Pair = ctx.pair
         saved, backward = ctx.saved_tensors, pair.backward
         given: list[Any] = [saved[at] if at >= 0 else grads[-1 - at] for at in pair.taken]
-        if not backward.fits(given):
+        results = backward.outputs_if_fit(given)
+        if results is None:
             with torch.no_grad():
                 spec, device = backward.spec, backward.device
                 given = [
                     laid_out(spec.tensors[name], tensor, device)
                     for name, tensor in zip(spec.inputs, given, strict=True)
                 ]
-        results = backward.outputs_for(given, checked=False)
+            results = backward.outputs_for(given, checked=False)
         if torch.is_grad_enabled():  # create_graph=True
             reached = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
             if len(pair.forward.spec.outputs) > pair.count:  # of these nothing is known

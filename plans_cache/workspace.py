@@ -18,8 +18,10 @@ class WorkspaceLimitError(RuntimeError):
     """A request went over the pool's limit."""
 
 
-@dataclass
-class _Slot(Generic[Block]):
+@dataclass(frozen=True)
+class Slot(Generic[Block]):
+    """A block and its size."""
+
     block: Block
     size_bytes: int
 
@@ -28,6 +30,7 @@ class WorkspacePool(Generic[Block]):
     """Blocks by (device, stream), made by ``allocate(device, stream, size_bytes)``.
 
     ``limit_bytes`` bounds a single block; None for no limit. Safe to use from several threads.
+    ``slots`` has the current blocks; entries are replaced, never changed.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class WorkspacePool(Generic[Block]):
         self._allocate = allocate
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._slots: dict[tuple[int, int], _Slot[Block]] = {}
+        self.slots: dict[tuple[int, int], Slot[Block]] = {}
         self._high_water_bytes = 0
 
     def get(self, device: int, stream: int, size_bytes: int) -> Block:
@@ -49,21 +52,21 @@ class WorkspacePool(Generic[Block]):
                 f"{size_bytes} bytes of workspace asked for, the limit is {self.limit_bytes}"
             )
         with self._lock:
-            slot = self._slots.get((device, stream))
+            slot = self.slots.get((device, stream))
             if slot is None or slot.size_bytes < size_bytes:
                 block = self._allocate(device, stream, size_bytes)
-                slot = self._slots[device, stream] = _Slot(block, size_bytes)
+                slot = self.slots[device, stream] = Slot(block, size_bytes)
                 self._high_water_bytes = max(self._high_water_bytes, self._held_bytes())
             return slot.block
 
     def size_bytes(self, device: int, stream: int) -> int:
         """Size of the current block; 0 where there is none."""
         with self._lock:
-            slot = self._slots.get((device, stream))
+            slot = self.slots.get((device, stream))
             return 0 if slot is None else slot.size_bytes
 
     def _held_bytes(self) -> int:
-        return sum(slot.size_bytes for slot in self._slots.values())
+        return sum(slot.size_bytes for slot in self.slots.values())
 
     @property
     def held_bytes(self) -> int:
@@ -79,4 +82,4 @@ class WorkspacePool(Generic[Block]):
     def clear(self) -> None:
         """Let go of every block."""
         with self._lock:
-            self._slots.clear()
+            self.slots.clear()

@@ -266,7 +266,7 @@ def handle(device_index: int) -> Any:
         BackendUnavailable: there is no cuDNN, or it gives no handle for this device.
         CaptureError: the first call on this thread and device came during stream capture.
     """
-    return _entry(device_index).handle
+    return thread_handle(device_index).handle
 
 
 def raw_stream(device_index: int) -> int:
@@ -276,7 +276,7 @@ def raw_stream(device_index: int) -> int:
 
 def handle_on_current_stream(device_index: int) -> Any:
     """This thread's handle for the device, set to torch's current stream of that device."""
-    entry = _entry(device_index)
+    entry = thread_handle(device_index)
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     if stream != entry.stream:
         frontend().set_stream(handle=entry.handle, stream=stream)
@@ -284,7 +284,8 @@ def handle_on_current_stream(device_index: int) -> Any:
     return entry.handle
 
 
-def _entry(device_index: int) -> _HandleOnStream:
+def thread_handle(device_index: int) -> _HandleOnStream:
+    """This thread's handle for the device, and its stream."""
     entry = _handles.by_device.get(device_index)
     if entry is None:
         entry = _handles.by_device[device_index] = _HandleOnStream(_create_handle(device_index))

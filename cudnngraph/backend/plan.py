@@ -67,7 +67,8 @@ class Plan:
     """A built plan: ready to execute in the thread that built it.
 
     ``index`` is its place in the graph's list of plans; None for a plan that was loaded, of which
-    its graph has no other.
+    its graph has no other. ``added`` says what stands behind the addresses of the graph's tensors
+    at a launch: (None, an address), or (the place of a tensor, bytes past it).
     """
 
     def __init__(
@@ -101,26 +102,26 @@ class Plan:
             for extra in extras
             if isinstance(extra, Constant)
         }
-        self._added = tuple(
+        self.added = tuple(
             (extra.position, extra.offset_bytes)
             if isinstance(extra, Alias)
             else (None, self._constants[extra.uid].data_ptr())
             for extra in extras
         )
-        self._fast = _fast_call(graph, index, self._uids)
+        self.native = _native_call(graph, index, self._uids)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """An array of pointers: inputs, outputs, then what the plan adds to them."""
         made = array("Q", tensors)
-        for position, address in self._added:
+        for position, address in self.added:
             made.append(address if position is None else tensors[position] + address)
         return made
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on the handle's stream. ``pointers`` comes from :meth:`pointers`."""
-        if self._fast is not None:
-            address, count = pointers.buffer_info()
-            self._fast(address, count, workspace, handle.backend_handle)
+        if self.native is not None:
+            call, place = self.native
+            call(*pointers.buffer_info(), workspace, handle.backend_handle, place)
             return
         pack = dict(zip(self._uids, pointers, strict=True))
         if self._index is None:
@@ -131,17 +132,18 @@ class Plan:
     def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
         """A call that launches with the addresses at ``places`` of a list (inputs, then outputs),
         a workspace and a handle: :meth:`execute` for one that is launched often."""
-        pick, fast = itemgetter(*places), self._fast
-        if fast is None or len(places) < 2 or any(at is not None for at, _ in self._added):
+        pick, native = itemgetter(*places), self.native
+        if native is None or len(places) < 2 or any(at is not None for at, _ in self.added):
             return lambda addresses, workspace, handle: self.execute(
                 self.pointers([addresses[at] for at in places]), workspace, handle
             )
-        constants = tuple(constant for _, constant in self._added)
+        fast, index = native
+        constants = tuple(constant for _, constant in self.added)
 
         def launch(addresses: Sequence[int], workspace: int, handle: Any) -> None:
             pointers = array("Q", pick(addresses) + constants)
             address, count = pointers.buffer_info()
-            fast(address, count, workspace, handle.backend_handle)
+            fast(address, count, workspace, handle.backend_handle, index)
 
         return launch
 
@@ -197,8 +199,12 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         raise NotSupported("a serialized plan", [f"malformed: {error}"], str(error)) from None
 
 
-def _fast_call(graph: Any, index: int | None, uids: Sequence[int]) -> Any | None:
-    """The binding's raw-pointer call, when it is there and orders tensors as we do; else None."""
+def _native_call(graph: Any, index: int | None, uids: Sequence[int]) -> tuple[Any, int] | None:
+    """The binding's call by addresses, when it is there and orders tensors as we do, else None.
+
+    It takes the address of an array of addresses, their count, the workspace's address, the handle,
+    and the plan's place, which comes with it.
+    """
     native = getattr(graph, "_lowered_graph", None)
     call = getattr(native, "_execute_with_raw_ptrs", None)
     if native is None or call is None:
@@ -211,7 +217,7 @@ def _fast_call(graph: Any, index: int | None, uids: Sequence[int]) -> Any | None
             return None
     except Exception:
         return None
-    return lambda address, count, workspace, handle: call(address, count, workspace, handle, place)
+    return call, place
 
 
 def propose(lowered: Lowered, frontend: Any, *, more: bool = False) -> list[Candidate]:

@@ -16,6 +16,7 @@ from .. import functional
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
 from ..policy import Policy
+from ..specialize import Recent
 from . import sync
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -125,6 +126,7 @@ class _Block(nn.Module):
         if reason:
             raise GraphError(type(self).__name__, [Problem("block", reason)])
         self.policy = policy
+        self._recent = Recent()
         self._with_norm = bn is not None
         for place, child in enumerate(m for m in (conv, bn, act) if m is not None):
             self.add_module(str(place), child)
@@ -174,12 +176,16 @@ class _Block(nn.Module):
     ) -> torch.Tensor:
         """The block on x; with a norm by the batch's statistics or the running ones, as torch's
         batch norm decides. ``geometry`` as of :func:`functional.act_options`."""
-        conv, bn, act = self.conv, self.norm, self.activation
+        modules: Any = self._modules
+        conv, bn = modules["0"], modules["1"] if self._with_norm else None
+        act = modules.get("2" if self._with_norm else "1")
         kind, attrs = (None, ()) if act is None else _named(act)
         weight, bias = _held(conv, "weight"), _held(conv, "bias")
         if bn is None:
             static = functional.static_of(functional.act_options, geometry, kind, attrs)
-            return functional.run_conv_act(static, x, weight, bias, residual, self.policy)
+            return functional.run_conv_act(
+                static, x, weight, bias, residual, self.policy, recent=self._recent
+            )
         mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
         tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
         if tracks:
@@ -202,7 +208,9 @@ class _Block(nn.Module):
         static = functional.static_of(
             functional.norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
         )
-        return functional.run_conv_norm_act(static, tensors, momentum, self.policy)
+        return functional.run_conv_norm_act(
+            static, tensors, momentum, self.policy, recent=self._recent
+        )
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

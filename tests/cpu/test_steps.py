@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import eager, runtime
+from cudnngraph import direct, eager, runtime
+from cudnngraph.backend import env
 from cudnngraph.ir import GraphSpec
 from cudnngraph.key import graph_key
+from cudnngraph.partition import work
 from cudnngraph.runtime import Program, canonical
 from cudnngraph.select import FREE, heuristic
 from cudnngraph.trial import Chain
-from plans_cache.workspace import WorkspacePool
+from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics
 from tests.fakes import builder
 
@@ -374,6 +379,199 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
     program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound
     assert bool(seen) == program.uses_cudnn
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a short call asks of torch and cuDNN on a GPU: what it says may be changed."""
+    told = SimpleNamespace(device=None, stream=5, capturing=False, followed=[])
+    entry = SimpleNamespace(stream=5, handle=SimpleNamespace(backend_handle=7))
+    monkeypatch.setattr(env, "thread_handle", lambda index: entry)
+    monkeypatch.setattr(env, "handle_on_current_stream", told.followed.append)
+    stand_ins: dict[str, Any] = {
+        "_cuda_getDevice": lambda: told.device,
+        "_cuda_isCurrentStreamCapturing": lambda: told.capturing,
+        "_cuda_getCurrentRawStream": lambda index: told.stream,
+    }
+    for name, call in stand_ins.items():
+        monkeypatch.setattr(torch._C, name, call, raising=False)
+    return told
+
+
+def recording(plan: Any, seen: list[Any], constants: Sequence[tuple[int | None, int]]) -> Any:
+    """The same plan as one that the binding launches by addresses."""
+
+    def launch(address: int, count: int, workspace: int, handle: int, place: int) -> None:
+        assert (handle, place) == (7, 3)
+        pointers = tuple((ctypes.c_uint64 * count).from_address(address))
+        seen.append((plan.choice, pointers, workspace if plan.workspace_bytes else None))
+
+    return SimpleNamespace(
+        choice=plan.choice,
+        workspace_bytes=plan.workspace_bytes,
+        native=(launch, 3),
+        added=tuple(constants),
+    )
+
+
+def short_call(
+    spec: GraphSpec,
+    seen: list[Any],
+    slots: dict[Any, Any],
+    over: tuple[tuple[int, int], ...] = (),
+    *,
+    checked: bool = False,
+    constants: Sequence[tuple[int | None, int]] = (),
+) -> tuple[Program, Any]:
+    """The program of a graph of plans, and its call by the short way."""
+    found = heuristic(spec, POLICY, builder(lambda part: len(work(part.nodes)) > 1))
+    plans = tuple(None if p is None else recording(p, seen, constants) for p in found.built)
+    program = Program(spec, CPU, replace(found, built=plans), POLICY, "built")
+    forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    made = [(form.shape, form.stride, form.dtype) for form in forms]
+    many = len(spec.inputs)
+    steps = program.direct_steps(None)
+    assert steps is not None
+    call = direct.call_of(steps, made[:many], made[many:], over, CPU, slots, checked=checked)
+    return program, call
+
+
+def chain() -> GraphSpec:
+    """Four pointwise ops, of which each is to be a plan."""
+    g = cg.Graph("chain")
+    x, z = (g.input(name, (4, 6), F32) for name in "xz")
+    y = (x * z).exp()
+    g.output("y", y)
+    g.output("w", (y + x).sigmoid())
+    return canonical(g.spec())
+
+
+def test_a_short_call_launches_what_a_bound_one_does(
+    gpu: SimpleNamespace, blocks: list[torch.Tensor]
+) -> None:
+    seen: list[Any] = []
+    block = torch.zeros(1 << 16, dtype=torch.uint8)
+    slots = {(None, 5): Slot(block, block.numel())}
+    program, call = short_call(chain(), seen, slots)
+    x, z = torch.randn(4, 6), torch.randn(4, 6)
+    y, w = call([x, z])
+    assert (y.shape, y.dtype, w.shape) == (x.shape, F32, x.shape)
+    starts = [t.data_ptr() for t in (x, z, y, w)]
+    assert len(seen) == 4 and not gpu.followed
+    short = list(seen)
+    seen.clear()
+    for step, plan in zip(program.steps, program._plans(), strict=True):
+        assert plan is not None
+        seen.append((step.choice, step.spec))
+    addresses = list(starts)
+    for root, past in program._behind:
+        addresses.append(past + (block.data_ptr() if root < 0 else addresses[root]))
+    for (choice, pointers, _), (other, spec) in zip(short, seen, strict=True):
+        names = (*spec.inputs, *spec.outputs)
+        assert choice == other
+        assert pointers == tuple(addresses[program._places[name]] for name in names)
+
+
+def test_a_short_call_hands_constants_and_shifted_addresses_on(
+    gpu: SimpleNamespace, blocks: list[torch.Tensor]
+) -> None:
+    seen: list[Any] = []
+    block = torch.zeros(1 << 16, dtype=torch.uint8)
+    slots = {(None, 5): Slot(block, block.numel())}
+    _, call = short_call(chain(), seen, slots, constants=[(None, 4096), (0, 64)])
+    call([torch.randn(4, 6), torch.randn(4, 6)])
+    for _, pointers, _ in seen:
+        assert pointers[-2:] == (4096, pointers[0] + 64)
+
+
+def test_a_short_call_follows_the_stream_and_writes_over_what_it_is_told(
+    gpu: SimpleNamespace, blocks: list[torch.Tensor]
+) -> None:
+    seen: list[Any] = []
+    block = torch.zeros(1 << 16, dtype=torch.uint8)
+    slots = {(None, 9): Slot(block, block.numel())}
+    _, call = short_call(chain(), seen, slots, ((1, 0),))
+    gpu.stream = 9
+    x, z = torch.randn(4, 6), torch.randn(4, 6)
+    _, w = call([x, z])
+    assert w is x and gpu.followed == [None]
+    assert seen[-1][1][-1] == x.data_ptr()
+
+
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda x: x[:3],
+    "strides": lambda x: x.t().contiguous().t(),
+    "dtype": lambda x: x.half(),
+    "device": lambda x: x.to("meta"),
+    "no tensor": lambda x: 1.0,
+    "nothing": lambda x: None,
+    "address": lambda x: torch.zeros(25)[1:].view(4, 6),
+}
+
+
+@pytest.mark.parametrize("what", [*WRONG, "count", "capture", "current device", "memory"])
+def test_a_short_call_leaves_to_the_long_one_what_it_does_not_know(
+    what: str, gpu: SimpleNamespace, blocks: list[torch.Tensor]
+) -> None:
+    seen: list[Any] = []
+    block = torch.zeros(1 << 16, dtype=torch.uint8)
+    slots = {(None, 5): Slot(block, block.numel())}
+    program, call = short_call(chain(), seen, slots)
+    x, z = torch.randn(4, 6), torch.randn(4, 6)
+    given: list[Any] = [x, z, x] if what == "count" else [x, WRONG.get(what, lambda t: t)(z)]
+    if what == "capture":
+        gpu.capturing = True
+    elif what == "current device":
+        gpu.device = 1
+    elif what == "memory":
+        slots[None, 5] = Slot(block, program.scratch_bytes - 1)
+    assert call(given) is None
+    assert not seen and not gpu.followed
+    if what == "memory":
+        slots.clear()
+        assert call(given) is None
+
+
+def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleNamespace) -> None:
+    seen: list[Any] = []
+
+    def launch(address: int, count: int, workspace: int, handle: int, place: int) -> None:
+        pointers = tuple((ctypes.c_uint64 * count).from_address(address))
+        seen.append((pointers, workspace, handle, place))
+
+    plan: Any = SimpleNamespace(native=(launch, 3))
+    launches = [
+        direct.PlanLaunch(plan, array("Q", [16, 32]), 64),
+        direct.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
+    ]
+    gpu.device = 0
+    call = direct.launch_of(launches, 0, 5)
+    assert call is not None and call()
+    assert seen == [((16, 32), 64, 7, 3), ((32, 48, 4096), 128, 7, 3)]
+    assert not gpu.followed
+    for name, value in (("stream", 6), ("device", 1), ("capturing", True)):
+        before = getattr(gpu, name)
+        setattr(gpu, name, value)
+        assert not call()
+        setattr(gpu, name, before)
+    assert len(seen) == 2
+    gpu.stream = 8  # the handle is still on another
+    other = direct.launch_of(launches[:1], 0, 8)
+    assert other is not None and other()
+    assert gpu.followed == [0]
+    plan.native = None
+    assert direct.launch_of(launches, 0, 5) is None
+
+
+def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
+    gpu: SimpleNamespace, blocks: list[torch.Tensor]
+) -> None:
+    assert in_steps(chain()).direct_steps(None) is None
+    program, _ = short_call(chain(), [], {})
+    steps = program.direct_steps(None)
+    assert steps is not None
+    steps.scratch[0][1].native = None
+    assert direct.call_of(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True) is None
 
 
 @pytest.mark.parametrize("name", GRAPHS)
