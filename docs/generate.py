@@ -1,8 +1,9 @@
 """Write the tables that come from the code: `python docs/generate.py`.
 
-README.md holds the table of environment variables and one of what was measured, from the JSON in
-docs/results; docs/ops.md the table of ops. Each stands between a pair of markers; a test holds that
-they say what the code and the files say.
+README.md holds the table of environment variables, one of what was measured, from the JSON in
+docs/results, and one of what the sample graphs run as, from docs/coverage.json; docs/ops.md the
+table of ops. Each stands between a pair of markers; a test holds that they say what the code and
+the files say.
 """
 
 from __future__ import annotations
@@ -88,9 +89,19 @@ def _ratios(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"| {what} | {len(rows)} | {' | '.join(cells)} |"
 
 
+def coverage() -> str:
+    """What the sample graphs of each feature run as."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from tests.coverage import table
+
+    return table()
+
+
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "environment variables"): settings.markdown_table,
     ("README.md", "performance"): performance,
+    ("README.md", "coverage"): coverage,
     ("docs/ops.md", "ops"): ops_table,
 }
 

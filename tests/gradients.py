@@ -20,10 +20,17 @@ from tests.samples import F64, Case, in_float64
 Tensors = dict[str, torch.Tensor]
 
 
+# What no gradient reaches: by the op that takes it, its ports.
+FIXED = {"sdpa": ("alibi_slopes",), "batch_norm_train": ("running_mean", "running_var")}
+
+
 def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
-    """What a graph can be differentiated by: all that floats but the slopes of ALiBi."""
-    slopes = OPS["sdpa"].ports.index("alibi_slopes")
-    fixed = {node.inputs[slopes] for node in spec.nodes if node.op == "sdpa"}
+    """What a graph can be differentiated by: all that floats but what is in ``FIXED``."""
+    fixed = {
+        node.inputs[OPS[node.op].ports.index(port)]
+        for node in spec.nodes
+        for port in FIXED.get(node.op, ())
+    }
     return tuple(
         name
         for name in spec.inputs
@@ -33,7 +40,10 @@ def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
 
 def differentiable(case: Case) -> bool:
     """Whether a sample has a gradient: not one of gradients' own ops, of torch's, of a cache, nor
-    one of whole numbers, bools or 8 bits alone."""
+    one of whole numbers, bools or 8 bits alone. Sums, means and norms in training are among the
+    ops of gradients."""
+    if case.id.startswith(("gradients-sum", "gradients-mean", "gradients-norm_")):
+        return "backward" not in case.id
     bools = ("pointwise-comparisons", "view-bools")
     without = ("gradients", "aten", "sdpa_paged", "ragged_offsets", "int8", "fp8")
     return case.family not in without and not case.id.startswith(bools)

@@ -42,6 +42,7 @@ class Case:
     ``dtype`` is that of the data. ``fills`` says how an input is filled (default: standard normal),
     ``packed`` names inputs that are slices of one buffer, in the order of their offsets. ``terms``
     is the longest sum behind one element of an output. ``note`` says which trap the case is for.
+    ``drawn``: what is dropped is drawn by a generator that the reference alone has.
     """
 
     id: str
@@ -53,11 +54,12 @@ class Case:
     packed: tuple[str, ...] = ()
     terms: int = 1
     note: str = ""
+    drawn: bool = False
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the case is meant for a GPU too: float64 is for the CPU."""
-        return self.dtype != F64
+        """Whether the case is meant for a GPU too: float64 is for the CPU, and so is a draw."""
+        return self.dtype != F64 and not self.drawn
 
     def __str__(self) -> str:
         return self.id
@@ -1049,6 +1051,7 @@ def _attention_case(name: str, attention: Attention, note: str = "") -> Case:
         packed=("q", "k", "v") if attention.memory == "packed" else (),
         terms=max(attention.d, attention.keys),
         note=note,
+        drawn=attention.dropped == "seed",
     )
 
 
@@ -1267,6 +1270,7 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
         "d_v_32",
         "s_197",
         "lse",
+        *("window_causal", "alibi", "slopes", "softcap", "sink", "dropout"),
     ),
     F64: (
         *("plain", "bottom_right_long_q", "mask_bool_dead_rows", "lengths_lse", "window_both"),
@@ -1277,7 +1281,7 @@ _AGAIN: Mapping[torch.dtype, tuple[str, ...]] = {
 
 
 def _seeded() -> Iterator[tuple[str, Attention, str]]:
-    """Dropout by a seed: the reference's generator, so in float64."""
+    """Dropout by a seed: the reference's generator, so for the CPU."""
     note = "which weights are dropped is Philox of the seed, the offset and the place"
     a = Attention(dtype=F64, dropout=0.3, dropped="seed")
     yield "dropout_seed", a, note
@@ -1293,7 +1297,8 @@ def _sdpa() -> Iterator[Case]:
             attention, note = cases[name]
             yield _attention_case(name, replace(attention, dtype=dtype), note)
     for name, attention, note in _seeded():
-        yield _attention_case(name, attention, note)
+        for dtype in (F64, F32, F16, BF16):
+            yield _attention_case(name, replace(attention, dtype=dtype), note)
 
 
 @dataclass(frozen=True)
@@ -1548,7 +1553,7 @@ def _paged() -> Iterator[Case]:
     ]
     for name, paged, note in cases:
         yield _paged_case(name, paged, note)
-    for dtype, many in {BF16: ("decode", "prefill"), F32: ("decode",), F64: None}.items():
+    for dtype, many in {BF16: ("decode", "prefill"), F32: ("decode", "prefill"), F64: None}.items():
         for name, paged, note in cases:
             if many is None or name in many:
                 yield _paged_case(name, replace(paged, dtype=dtype), note)
@@ -1582,7 +1587,7 @@ def _blocks() -> Iterator[Case]:
         return {"o": F.scaled_dot_product_attention(t["q"], t["k"], t["v"], mask)}
 
     fills = {"blocks": exactly([1, 0, 1, 0, 1, 0, 1, 1, 0] * 2)}
-    for dtype in (F16, F64):
+    for dtype in (F16, BF16, F32, F64):
         made = lambda dtype=dtype: build(dtype)  # noqa: E731
         yield Case(f"sdpa-block_mask-{SHORT[dtype]}", "sdpa", dtype, made, eager, fills, terms=80)
 
@@ -2116,9 +2121,10 @@ def _joined(
     )
 
 
-def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
-    """Both layers of a transformer's feed-forward part, SwiGLU where gated."""
-    names = ("up", "gate") if gated else ("up",)
+def _mlp_case(dtype: torch.dtype, gate: str | None) -> Case:
+    """Both layers of a transformer's feed-forward part; SwiGLU and GeGLU have a gate."""
+    act = gate or "gelu"
+    names = ("up", "gate") if gate else ("up",)
     shapes: Inputs = {
         "x": ((4, 24, 64), dtype, None),
         **{name: ((96, 64), dtype, None) for name in names},
@@ -2128,19 +2134,20 @@ def _mlp_case(dtype: torch.dtype, gated: bool) -> Case:
     }
 
     def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
-        act = "silu" if gated else "gelu"
         more = {key: v[key] for key in ("gate", "gate_bias") if key in v}
         y = g.mlp(v["x"], v["up"], v["up_bias"], v["down"], v["down_bias"], activation=act, **more)
         return {"y": y}
 
     def eager(t: Tensors) -> Tensors:
         inner = F.linear(t["x"], t["up"], t["up_bias"])
-        inner = F.silu(F.linear(t["x"], t["gate"], t["gate_bias"])) * inner if gated else inner
-        inner = inner if gated else F.gelu(inner)
+        if gate is None:
+            inner = F.gelu(inner)
+        else:
+            inner = ACTIVATIONS[gate](F.linear(t["x"], t["gate"], t["gate_bias"])) * inner
         return {"y": F.linear(inner, t["down"], t["down_bias"])}
 
     fills = {name: normal(1.0 / 8.0) for name in ("up", "gate")} | {"down": normal(0.1)}
-    name = "mlp_gated" if gated else "mlp"
+    name = {None: "mlp", "silu": "mlp_swiglu", "gelu": "mlp_geglu"}[gate]
     return _table_case("view", name, shapes, declare, eager, fills, terms=96)
 
 
@@ -2339,10 +2346,9 @@ def _views() -> Iterator[Case]:
         {"gate": normal(1.0 / 8.0), "up": normal(1.0 / 8.0)},
         terms=64,
     )
-    for gated in (False, True):
-        yield _mlp_case(F16, gated)
-        yield _mlp_case(BF16, gated)
-        yield _mlp_case(F64, gated)
+    for gate in (None, "silu", "gelu"):
+        for dtype in (F16, BF16, F32, F64):
+            yield _mlp_case(dtype, gate)
 
 
 # -- pooling and interpolation ---------------------------------------------------------------------

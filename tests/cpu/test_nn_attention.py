@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from tests.samples import F64, philox_words
+from tests import numerics
+from tests.samples import BF16, F16, F32, F64, philox_words
 
 EXACT = 1e-9
 S = 7
@@ -216,6 +217,43 @@ def test_multihead_attention_is_torchs_with_the_same_state_dict(bias: bool) -> N
     right = torch.autograd.grad(expected, [x, *(other[name] for name in names)], grad)
     for a, b in zip((y, *found), (expected, *right), strict=True):
         assert float((a - b).detach().abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_multihead_attention_at_each_dtype_is_as_close_as_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(32, 4, batch_first=True).to(dtype).double()
+    x64, grad = (torch.randn(2, 9, 32).to(dtype).double() for _ in range(2))
+
+    def results(module: Any, kind: torch.dtype, run: Any) -> list[torch.Tensor]:
+        module = copy.deepcopy(module).to(kind)
+        x = x64.to(kind).requires_grad_()
+        y = run(module, x)
+        of = [x, *(dict(module.named_parameters())[name] for name in names)]
+        return [y, *torch.autograd.grad(y, of, grad.to(kind))]
+
+    names = [name for name, _ in theirs.named_parameters()]
+    torchs = lambda m, x: m(x, x, x, need_weights=False)[0]  # noqa: E731
+    exact, other = results(theirs, F64, torchs), results(theirs, dtype, torchs)
+    ours = results(
+        cg.FusedMultiheadAttention.from_torch(theirs), dtype, lambda module, x: module(x)
+    )
+    for name, a, b, c in zip(["y", "x", *names], ours, exact, other, strict=True):
+        assert a.dtype == dtype
+        numerics.check(a.detach(), b.detach(), dtype, c.detach(), terms=32 * 18, what=name)
+
+
+def test_multihead_attention_under_autocast_trains_float32_parameters() -> None:
+    module = cg.FusedMultiheadAttention(32, 4)
+    x = torch.randn(2, 9, 32)
+    with torch.autocast("cpu", BF16):
+        y = module(x)
+    y.float().sum().backward()
+    assert y.dtype == BF16
+    assert all(p.grad is not None and p.grad.dtype == F32 for p in module.parameters())
+    assert numerics.relative_error(y.detach(), module(x).detach().double()) <= 2 * numerics.bound(
+        BF16
+    )
 
 
 def test_multihead_attention_from_torch_shares_the_parameters() -> None:

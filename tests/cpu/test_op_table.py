@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -12,7 +14,7 @@ import cudnngraph as cg
 from cudnngraph import grad, reference, resample
 from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
-from cudnngraph.ir import Node
+from cudnngraph.ir import GraphSpec, Node
 from cudnngraph.ops import OPS
 from cudnngraph.partition import PACKING
 from tests import samples
@@ -40,6 +42,39 @@ def test_the_tables_can_be_read_without_cudnn() -> None:
 def test_every_op_occurs_in_the_samples() -> None:
     used = {node.op for case in samples.enumerate_cases() for node in case.build().spec().nodes}
     assert used == set(OPS)
+
+
+def _one_of_each() -> list[tuple[samples.Case, GraphSpec]]:
+    """Sample graphs that have every op between them."""
+    chosen, seen = [], set()
+    for case in samples.enumerate_cases():
+        spec = case.build().spec()
+        ops = {node.op for node in spec.nodes}
+        if ops - seen:
+            chosen.append((case, spec))
+            seen |= ops
+    return chosen
+
+
+def test_no_reference_goes_through_the_backend() -> None:
+    """Of the package the rules call what computes, and nothing that compiles or selects."""
+    package, entered = Path(cg.__file__).parent, set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    for case, spec in _one_of_each():
+        given = samples.make_inputs(case)
+        sys.setprofile(profile)
+        try:
+            reference.run(spec, [given[name] for name in spec.inputs])
+        finally:
+            sys.setprofile(None)
+    files = {Path(name) for name in entered}
+    ours = {file.relative_to(package).as_posix() for file in files if package in file.parents}
+    assert ours == {"reference.py", "aten.py", "resample.py", "ir.py"}
+    assert not [file for file in files if {"cudnn", "cuda"} & set(file.parts)]
 
 
 @pytest.mark.parametrize("name", sorted(set(OPS) - {"constant"}))

@@ -4,6 +4,9 @@ The tier skips, and says why, without the library or its frontend. Runtime-compi
 look for a CUDA driver library. Where none can be loaded, a stub is compiled with the system's C
 compiler: every function of it answers CUDA_ERROR_NO_DEVICE, which is enough to list plans. It has
 to be in the process before cuDNN is.
+
+`--write-coverage` writes what the sample cases run as into docs/coverage.json instead of comparing
+it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import pytest
 
 from cudnngraph.backend import env
 from cudnngraph.errors import BackendUnavailable
+from tests import coverage
 
 DRIVER = "libcuda.so.1"
 
@@ -78,16 +82,24 @@ def driver() -> None:
         pytest.skip(f"runtime-compiled engines cannot be listed: {_without_driver}")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many sample cases run whole, cut or with torch steps; which known refusals were met."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-coverage", action="store_true", help="write docs/coverage.json")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How many sample cases run as one plan, as several, or by torch; which refusals were met."""
     outcomes: Counter[str] = Counter()
     met: Counter[str] = Counter()
+    planned: list[tuple[str, str, str]] = []
     for report in terminalreporter.getreports("passed"):
         properties = dict(report.user_properties) if report.when == "call" else {}
-        outcomes.update([properties["planned"]] if "planned" in properties else [])
         met.update(properties.get("known refusals", []))
+        planned += [tuple(properties["planned"])] if "planned" in properties else []
+    outcomes.update(outcome for *_, outcome in planned)
     if not outcomes:
         return
+    if config.getoption("--write-coverage"):
+        coverage.write(planned, env.cudnn_version())
     listed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     terminalreporter.write_line(f"sample cases on cuDNN: {listed}")
     for reason, count in met.most_common():

@@ -9,8 +9,10 @@ that is not is out of date.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import resample
 from cudnngraph.backend import env
-from cudnngraph.backend.lower import Alias, Constant, Lowered
+from cudnngraph.backend.lower import _REFUSALS, RULES, Alias, Constant, Lowered
 from cudnngraph.backend.plan import propose, propose_for
 from cudnngraph.ir import (
     GraphSpec,
@@ -30,8 +32,10 @@ from cudnngraph.ir import (
     memory_order,
     same_layout,
 )
+from cudnngraph.layout import Laid, Layout
 from cudnngraph.ops import ATTENTION, OPS
 from cudnngraph.partition import Graph, offsets_of_sequences, piece
+from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
@@ -513,6 +517,14 @@ CUT = (
         ),
     ),
     Known(
+        "a relu's backward shares a plan with a batch norm's in 16 bits alone",
+        lambda spec: any(
+            spec.tensors[node.operands[1]].dtype == torch.float32
+            for node in _nodes(spec, "batch_norm_backward")
+            if _nodes(spec, "relu_backward")
+        ),
+    ),
+    Known(
         "cuDNN reduces to float32, and what rounds it to 16 bits is a second plan",
         lambda spec: any(
             spec.tensors[node.results[0]].dtype in (torch.float16, torch.bfloat16)
@@ -632,9 +644,11 @@ def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphSpec, Lowered]
 def test_cudnn_has_a_plan_for_every_step(
     case: Case,
     lowerings: list[tuple[GraphSpec, Lowered]],
+    request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    check_planned(case.build().spec(), lowerings, record_property)
+    outcome = check_planned(case.build().spec(), lowerings, record_property)
+    check_covered(case, "forward", outcome, request, record_property)
 
 
 @pytest.mark.usefixtures("driver")
@@ -642,19 +656,24 @@ def test_cudnn_has_a_plan_for_every_step(
 def test_cudnn_has_a_plan_for_every_step_of_the_gradient(
     case: Case,
     lowerings: list[tuple[GraphSpec, Lowered]],
+    request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
     spec = case.build().spec()
     gradient = cg.differentiate(spec, floating_inputs(spec))
-    check_planned(gradient.backward, lowerings, record_property)
+    outcome = check_planned(gradient.backward, lowerings, record_property)
+    check_covered(case, "gradient", outcome, request, record_property)
 
 
 def check_planned(
     graph: GraphSpec,
     lowerings: list[tuple[GraphSpec, Lowered]],
     record_property: Callable[[str, object], None],
-) -> None:
-    """Every step has a plan, or is refused for a reason that is listed; so for the cut."""
+) -> str:
+    """Every step has a plan, or is refused for a reason that is listed; so for the cut.
+
+    What the graph runs as, by the words of :mod:`tests.coverage`.
+    """
     found = cg.explain(graph, TARGET, allow_tf32=False)
     for spec, lowered in lowerings:
         check_explicit(spec, lowered)
@@ -667,12 +686,60 @@ def check_planned(
         known = [row.reason for row in TORCH if row.meets(step.spec)]
         assert known, f"refused for a reason that is in no row of TORCH\n{found}"
         used += known
-    outcome = "whole" if found.whole else "with torch steps" if used else "cut"
-    if outcome == "cut":
+    if not found.whole and not used:
         used = [row.reason for row in CUT if row.meets(found.spec)]
         assert used, f"cut for a reason that is in no row of CUT\n{found}"
-    record_property("planned", outcome)
     record_property("known refusals", used)
+    return runs_as(found)
+
+
+def runs_as(found: cg.Explanation) -> str:
+    """Of what kind the steps are; views between them run nothing and do not count."""
+    planned = [step.runs_on == "cuDNN" for step in found.steps]
+    laid = [Laid(step.spec, plan, 0) for step, plan in zip(found.steps, planned, strict=True)]
+    free = Layout(laid, {*found.spec.inputs, *found.spec.outputs}).free
+    kinds = Counter(plan for number, plan in enumerate(planned) if number not in free)
+    if kinds[False]:
+        return "both" if kinds[True] else "torch"
+    return "plan" if kinds[True] == 1 else "steps"
+
+
+def check_covered(
+    case: Case,
+    of: str,
+    outcome: str,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The table in the README says of a case what cuDNN does; it stands for one version of it."""
+    record_property("planned", (case.id, of, outcome))
+    known = coverage.read()
+    if request.config.getoption("--write-coverage") or env.cudnn_version() != known["cudnn"]:
+        return
+    if coverage.counted(case):
+        assert known[of].get(case.id) == outcome, coverage.HOW_TO_WRITE
+
+
+@lru_cache
+def _sample_specs() -> tuple[GraphSpec, ...]:
+    """The sample graphs that cuDNN may take, those of 16-bit data first."""
+    cases = [case for case in CASES if case.dtype != torch.float64]
+    cases.sort(key=lambda case: case.dtype not in (torch.float16, torch.bfloat16))
+    return tuple(case.build().spec() for case in cases)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("op", RULES)
+def test_cudnn_takes_every_op_that_is_not_refused_by_name(op: str) -> None:
+    """Each rule of lowering gives at least one sample a plan, or none, and is known for that."""
+    taken = (
+        step
+        for spec in _sample_specs()
+        if _nodes(spec, op)
+        for step in cg.explain(spec, TARGET, allow_tf32=False).steps
+        if step.runs_on == "cuDNN" and _nodes(step.spec, op)
+    )
+    assert (next(taken, None) is None) == (RULES[op] in _REFUSALS)
 
 
 def _conv_graph(dtype: torch.dtype, *, fused: bool = False) -> cg.Graph:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 
 import cudnngraph as cg
 from cudnngraph.runtime import compile as compile_spec
+from tests.coverage import row_of
 from tests.gradients import check_at_dtype, differentiable, floating_inputs, upstream
 from tests.samples import Case, enumerate_cases, make_inputs
 
-# Attention and norms whole; of the rest, whose backward is made of ops with samples of their own,
-# one in five.
-CASES = [
-    case
-    for place, case in enumerate(c for c in enumerate_cases() if c.on_gpu and differentiable(c))
-    if case.family in ("sdpa", "layer_norm", "rms_norm") or place % 5 == 0
-]
+
+def _cases() -> Iterator[Case]:
+    """Attention and norms whole; of the rest, whose backward is made of ops with samples of their
+    own, one in five, and the first of each feature."""
+    features = set()
+    differentiated = (c for c in enumerate_cases() if c.on_gpu and differentiable(c))
+    for place, case in enumerate(differentiated):
+        whole = case.family in ("sdpa", "layer_norm", "rms_norm")
+        if whole or place % 5 == 0 or row_of(case.id) not in features:
+            yield case
+        features.add(row_of(case.id))
+
+
+CASES = list(_cases())
 
 
 def _named(exe: cg.Executable, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -195,6 +195,65 @@ def test_attention_and_its_gradients_are_within_the_policy(
     within(ours, exact, theirs, dtype, ["o", "q", "k", "v"], length * 64)
 
 
+def by_projections(
+    m: Any, x: torch.Tensor, attn_mask: torch.Tensor | None = None, seq_len: Any = None
+) -> torch.Tensor:
+    """Self-attention by torch's own functions, with the parameters of ours."""
+    batch, length, _ = x.shape
+    heads, shared = m.num_heads, m.num_kv_heads
+    packed = F.linear(x, m.in_proj_weight, m.in_proj_bias)
+    split = packed.view(batch, length, heads + 2 * shared, m.head_dim).transpose(1, 2)
+    q, k, v = split.split([heads, shared, shared], dim=1)
+    keep = torch.ones(batch, 1, length, length, dtype=torch.bool, device=x.device)
+    keep = keep if attn_mask is None else keep & attn_mask
+    keep = keep.tril() if m.attend.causal else keep
+    if seq_len is not None:
+        inside = torch.arange(length, device=x.device) < seq_len.view(-1, 1)
+        keep = keep & inside.view(batch, 1, 1, length) & inside.view(batch, 1, length, 1)
+    dead = ~keep.any(-1, keepdim=True)
+    o = F.scaled_dot_product_attention(q, k, v, keep | dead, enable_gqa=True)
+    o = o.masked_fill(dead, 0.0)
+    return m.out_proj(o.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
+PROJECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({"causal": True}, {}),
+    "grouped": ({"num_kv_heads": 2, "causal": True, "bias": False}, {}),
+    "mask": ({}, {"attn_mask": torch.arange(128 * 128).view(128, 128) % 3 != 1}),
+    "lengths": ({}, {"seq_len": torch.tensor([128, 77], dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("label", PROJECTED)
+def test_multihead_attention_and_its_gradients_are_within_the_policy(
+    label: str, dtype: torch.dtype
+) -> None:
+    options, given = PROJECTED[label]
+    torch.manual_seed(0)
+    base = cg.FusedMultiheadAttention(256, 4, **options)
+    for parameter in base.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.1)
+    base = base.to(dtype).double()  # the very numbers that each dtype holds
+    x64, grad = (torch.randn(2, 128, 256).to(dtype).double() for _ in range(2))
+    results = []
+    for where, kind, run in (
+        ("cuda", dtype, lambda m, x, **more: m(x, **more)),
+        ("cpu", torch.float64, by_projections),
+        ("cuda", dtype, by_projections),
+    ):
+        model = copy.deepcopy(base).to(where, kind)
+        x = x64.to(where, kind).requires_grad_()
+        y = run(model, x, **{name: value.to(where) for name, value in given.items()})
+        of = [x, *model.parameters()]
+        results.append([y.detach(), *torch.autograd.grad(y, of, grad.to(where, kind))])
+    names = ["y", "x", *dict(base.named_parameters())]
+    ours, exact, theirs = results
+    within(ours, exact, theirs, dtype, names, 2 * 128 * 256)
+
+
 def test_a_gradient_of_stride_0_and_packed_operands() -> None:
     packed = torch.randn(2, 128, 3, 4, 64, device="cuda", dtype=BF16, requires_grad=True)
     q, k, v = packed.permute(2, 0, 3, 1, 4)
