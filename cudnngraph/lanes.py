@@ -2,8 +2,8 @@
 
 A plan whose result is not read at once can run beside the steps that follow: the gradients of an
 image and of a weight, the two branches of a residual block. A kernel seldom fills the GPU up to its
-end, and what comes beside it fills the rest. On streams this costs the host more than it gains; in a
-CUDA graph it costs nothing.
+end, and what comes beside it fills the rest. On streams this costs the host more than it gains; in
+a CUDA graph it costs nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def beside(steps: Sequence[Laid]) -> dict[int, int]:
 
 def streams(device: torch.device) -> list[torch.cuda.Stream]:
     """Streams for the steps that run beside others; made before a capture begins."""
-    return [torch.cuda.Stream(device) for _ in range(SIDES)]
+    return [torch.cuda.Stream(device) for _ in range(SIDES)]  # type: ignore[no-untyped-call]
 
 
 def run(

@@ -386,6 +386,9 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
             seen.append(runtime._scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
+        def play(self, calls: list[Callable[[Any], None]]) -> None:
+            assert capturing
+
         def _plans(self) -> Any:
             return plans
 
