@@ -497,6 +497,16 @@ def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(groups[place] for place in done)
 
 
+def _as_early_as_can_be(graph: Graph, nodes: Sequence[Node]) -> Group:
+    """The nodes by how many anchors have to run before: of two branches that are joined, what is
+    joined belongs to the longer one then, and the shorter one may run beside it."""
+    level: dict[str, int] = {}
+    for node in nodes:
+        before = max((level[source.name] for source in graph.sources(node)), default=0)
+        level[node.name] = before + graph.is_anchor(node)
+    return tuple(sorted(nodes, key=lambda node: level[node.name]))
+
+
 MODEL_ANCHORS = 6  # a graph with more of them is cut at each
 
 
@@ -511,6 +521,7 @@ def regions(graph: Graph) -> tuple[Group, ...]:
     anchors = [node for node in nodes if graph.is_anchor(node) and not OPS[node.op].view]
     if len(anchors) <= MODEL_ANCHORS:
         return ()
+    nodes = _as_early_as_can_be(graph, nodes)
     groups: list[list[Node]] = []
     home: dict[str, int] = {}
     for node in nodes:

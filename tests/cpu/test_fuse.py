@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph import lanes
 from cudnngraph.bench import models
 from cudnngraph.importer import import_model
 from cudnngraph.ir import GraphSpec
-from cudnngraph.partition import Graph, prepared, regions, work
+from cudnngraph.layout import Laid
+from cudnngraph.partition import Graph, piece, prepared, regions, work
 from cudnngraph.runtime import canonical, canonical_tensor_names
 from cudnngraph.select import FREE, heuristic
 from cudnngraph.trial import Chain
@@ -287,6 +289,20 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
         "reshape": 1,
         "matmul add": 1,
     }
+
+
+def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_there() -> None:
+    spec, _, _ = imported("resnet")
+    graph = Graph(prepared(spec))
+    groups = regions(graph)
+    steps = [Laid(piece(graph, group), True, 0) for group in groups]
+    branches = [place for place, group in enumerate(groups) if [n.op for n in group] == ["conv"]]
+    beside = lanes.beside(steps)
+    assert len(branches) == 2 and set(branches) <= set(beside)
+    for place in branches:
+        reader = beside[place] + 1
+        assert [n.op for n in groups[reader]] == ["conv", "add", "bias", "relu"]
+        assert steps[place].spec.outputs[0] in steps[reader].spec.inputs
 
 
 @pytest.mark.parametrize(("name", "joined"), [("deeplab", 5), ("unet", 6)])
