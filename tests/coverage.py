@@ -114,6 +114,7 @@ ROWS = (
     Row("images", "nearest, linear and cubic interpolation", "^resample-interpolate"),
     Row("images", "`pixel_shuffle`, `pixel_unshuffle`", "^resample-pixel"),
     Row("images", "convolution + pooling", "^resample-stem"),
+    Row("images", "interpolation + concatenation", "^resample-decoder"),
     Row("images", "uint8 pixels to normalised images", "^pointwise-pixels"),
     Row("others", "`softmax`, `log_softmax`", "^softmax-"),
     Row("others", "`cross_entropy`, by composition", "^loss-"),
