@@ -111,7 +111,7 @@ ROWS = (
     Row("8 bits", "FP8 attention, `sdpa_fp8`", "^fp8-sdpa-"),
     Row("8 bits", "`quantize`, `dequantize`", r"^(int8|fp8)-(de)?(quantize|dynamic)"),
     Row("images", "max, average and adaptive pooling", r"^resample-(adaptive_)?(max|avg)_pool"),
-    Row("images", "nearest, linear and cubic interpolation", "^resample-interpolate"),
+    Row("images", "nearest, linear and cubic interpolation", "^resample-(interpolate|decoder)"),
     Row("images", "`pixel_shuffle`, `pixel_unshuffle`", "^resample-pixel"),
     Row("images", "convolution + pooling", "^resample-stem"),
     Row("images", "interpolation + concatenation", "^resample-decoder"),

@@ -22,7 +22,7 @@ LAYERS = (
     ("validate", "reference", "partition"),
     ("graph", "backend", "eager", "dropped"),
     ("layout",),
-    ("grad", "importer", "select", "trial"),
+    ("grad", "importer", "select", "trial", "direct", "lanes"),
     ("autotune", "recorded"),
     ("cache",),
     ("runtime",),
