@@ -18,6 +18,7 @@ import math
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,7 +297,8 @@ def main(arguments: list[str] | None = None) -> int:
     data = args.json or (args.out.with_suffix(".json") if args.out else None)
     kept = json.loads(data.read_text())["rows"] if data and data.exists() else []
     rows = {row["name"]: row for row in kept}
-    failed = []
+    failed: list[dict] = []
+    result: dict = {}
     for model in QUICK if args.quick else MODELS:
         if args.only not in model.name:
             continue
@@ -310,27 +312,36 @@ def main(arguments: list[str] | None = None) -> int:
             if "steps" in rows[model.name]:
                 print(glue_of(rows[model.name]), flush=True)
         except Exception as error:  # the other rows are worth having
+            traceback.print_exc()
             failed.append({"name": model.name, "error": f"{type(error).__name__}: {error}"[:2000]})
-            print(failed[-1], flush=True)
+        result = {
+            "rows": list(rows.values()),
+            "failed": failed,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU (reference)",
+            "torch": torch.__version__,
+            "date": str(datetime.datetime.now(datetime.timezone.utc).date()),
+        }
+        write(result, args.out, data)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    result = {
-        "rows": list(rows.values()),
-        "failed": failed,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU (reference)",
-        "torch": torch.__version__,
-        "date": str(datetime.datetime.now(datetime.timezone.utc).date()),
-    }
-    text = page(result, "python docs/results/h200_models.py --out docs/results/h200-models.md")
-    if args.out:  # what a person wrote under "Notes" stays
-        before = args.out.read_text() if args.out.exists() else ""
+    if not args.out:
+        print(text_of_page(result))
+    return int(bool(failed))
+
+
+def text_of_page(result: dict) -> str:
+    """The page, and the command that makes it."""
+    return page(result, "python docs/results/h200_models.py --out docs/results/h200-models.md")
+
+
+def write(result: dict, out: Path | None, data: Path | None) -> None:
+    """Write what there is so far; what a person wrote under "Notes" stays."""
+    if out:
+        before = out.read_text() if out.exists() else ""
         _, mark, notes = before.partition("\n## Notes\n")
-        args.out.write_text(text + mark + notes)
+        out.write_text(text_of_page(result) + mark + notes)
     if data:
         data.write_text(json.dumps(result, indent=1))
-    if not args.out:
-        print(text)
-    return int(bool(failed))
 
 
 if __name__ == "__main__":
