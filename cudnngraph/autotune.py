@@ -574,9 +574,14 @@ def autotune(
 
 @dataclass
 class _Region:
-    """A region that was searched: of all regions equal to it, the first."""
+    """A region that was searched: of all regions equal to it, the first.
+
+    ``dense`` is the graph of its winner where that is not the region's own: it makes dense images
+    and copies them to where they belong.
+    """
 
     spec: GraphSpec
+    dense: GraphSpec | None
     search: _Search
     winner: _Rival
     rivals: list[_Rival]
@@ -639,21 +644,30 @@ class _Regions:
 
     def _searched(self, spec: GraphSpec, group: Group, progress: Progress | None) -> _Region:
         search = _Search(self._policy, self._bench, self._steps)
-        root = search.part(self._graph, group)
+        roots = [search.part(self._graph, group)]
+        dense = channels_last(spec, spec.outputs)
+        if dense is not spec:  # a slice of what is joined: written at once, or copied there
+            graph = Graph(dense)
+            roots.append(search.part(graph, work(graph.spec.nodes)))
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
         deadline = time.perf_counter() + self._policy.budget_s * anchors
-        for done, known in search.explore([root], deadline):
+        for done, known in search.explore(roots, deadline):
             if progress is not None:
                 progress(done, known)
-        winner, rivals = search.settle(root.spec, [root])
-        return _Region(spec, search, winner, rivals)
+        winner, rivals = search.settle(roots[0].spec, roots)
+        made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
+        return _Region(spec, None if made <= set(spec.tensors) else dense, search, winner, rivals)
 
     def _placed(self, spec: GraphSpec, region: _Region) -> list[_Place]:
         """The steps of a region that is equal to one that was searched."""
-        like = {a.name: b for a, b in zip(region.spec.nodes, spec.nodes, strict=True)}
+        graph, searched = self._graph, region.spec
+        if region.dense is not None:
+            spec, searched = channels_last(spec, spec.outputs), region.dense
+            graph = Graph(spec)
+        like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [
             _Place(
-                piece(self._graph, [like[node.name] for node in work(part.spec.nodes)]),
+                piece(graph, [like[node.name] for node in work(part.spec.nodes)]),
                 part,
                 way,
                 region,

@@ -150,11 +150,12 @@ def call_of(
 @dataclass(frozen=True)
 class PlanLaunch:
     """The launch of a plan on fixed tensors: their addresses (of :meth:`Plan.pointers`) and that of
-    its scratch memory. Called with a handle."""
+    its scratch memory, which ``block`` keeps alive. Called with a handle."""
 
     plan: Plan
     pointers: Any
     scratch: int
+    block: torch.Tensor | None = None
 
     def __call__(self, handle: Any) -> None:
         self.plan.execute(self.pointers, self.scratch, handle)

@@ -20,7 +20,7 @@ values stay in the graph's intermediate dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -812,8 +812,9 @@ def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec
 
 
-def channels_last(spec: GraphSpec) -> GraphSpec:
-    """A graph of convolutions with every image channels last, copied at the graph's edges.
+def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> GraphSpec:
+    """A graph of convolutions with every image channels last, copied at the graph's edges; or only
+    those named in ``images``.
 
     Another graph, and one that lies so already, is given back as it is.
     """
@@ -830,6 +831,8 @@ def channels_last(spec: GraphSpec) -> GraphSpec:
     copies: list[Node] = []
     for name, tensor in spec.tensors.items():
         if len(tensor.shape) != rank or is_channels_last(tensor.shape, tensor.stride):
+            continue
+        if images is not None and name not in images:
             continue
         if name not in spec.inputs and name not in spec.outputs:
             tensors[name] = last(tensor)

@@ -241,13 +241,18 @@ class Program:
         base = 0 if block is None else block.data_ptr()
         steps = zip(plans, self._layout.scratch, strict=True)
         return [
-            self._launch(number, plan, values, base + offset)
+            self._launch(number, plan, values, base + offset, block)
             for number, (plan, offset) in enumerate(steps)
             if number not in self._layout.free
         ]
 
     def _launch(
-        self, number: int, plan: Plan | None, values: Mapping[str, torch.Tensor], scratch: int
+        self,
+        number: int,
+        plan: Plan | None,
+        values: Mapping[str, torch.Tensor],
+        scratch: int,
+        block: torch.Tensor | None,
     ) -> Launch:
         step, run = self.steps[number], self._torch_runs[number]
         inputs = [values[name] for name in step.spec.inputs]
@@ -257,7 +262,7 @@ class Program:
             kind = self.device.type
             return lambda handle: _shielded(kind, run, inputs, outputs)
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
-        return direct.PlanLaunch(plan, pointers, scratch)
+        return direct.PlanLaunch(plan, pointers, scratch, block)
 
     def _runners(self) -> Sequence[_Runner]:
         """The steps of a direct run, for this thread."""

@@ -21,6 +21,7 @@ import cudnngraph as cg
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.ir import GraphSpec, is_channels_last
 from cudnngraph.key import graph_key
+from cudnngraph.layout import Laid, Layout
 from cudnngraph.partition import Graph, work
 from cudnngraph.select import Decision, Selection, why_apart
 from tests.cpu.test_partition import BINARY, UNARY, random_graph, two_branches
@@ -840,6 +841,44 @@ def test_a_large_graph_takes_seconds_even_with_hundreds_of_anchors() -> None:
     selection = run(tower(200), bench)
     assert len(selection.steps) == 201
     assert time.perf_counter() - start < 20.0
+
+
+def joins(blocks: int) -> GraphSpec:
+    """Blocks of two convolutions whose results are joined: slices of one image."""
+    g = cg.Graph("joins")
+    last = {"layout": "channels_last"}
+    y = g.input("x", (2, 16, 6, 6), F16, **last)
+    for number in range(blocks):
+        w, v = (
+            g.input(f"{n}{number}", (8, c, 3, 3), F16, **last) for n, c in (("w", 16), ("v", 8))
+        )
+        a = g.conv_bias_act(y, w, g.input(f"b{number}", (8,), F16), padding=1)
+        y = g.concat([a, g.conv_bias_act(a, v, g.input(f"c{number}", (8,), F16), padding=1)], 1)
+    g.output("y", g.conv(y, g.input("u", (8, 16, 1, 1), F16, **last)))
+    return g.spec()
+
+
+@pytest.mark.parametrize("copy_us", [20.0, 200.0])
+def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) -> None:
+    """Engines may be much slower on a slice; what they make beside it is copied then."""
+
+    def offers(spec: GraphSpec) -> Sequence[Offer]:
+        if spec.nodes[0].op != "conv":
+            return ()
+        made = [spec.tensors[name] for name in spec.outputs]
+        dense = all(is_channels_last(each.shape, each.stride) for each in made)
+        return [Offer(10.0 if dense else 100.0)]
+
+    bench = Bench(offers, lambda spec: copy_us if ops(spec).startswith("identity") else TORCH_US)
+    selection = run(joins(4), bench)
+    kinds = [kind.removesuffix(" last") for kind, _ in taken(selection)]
+    copied = copy_us < 90.0
+    assert kinds.count("identity") == (8 if copied else 0)
+    assert kinds.count("conv bias relu") == 8
+    steps = [Laid(s.spec, s.choice is not None, 0) for s in selection.steps]
+    layout = Layout(steps, {*joins(4).inputs, *joins(4).outputs})  # each reads what is there
+    joined = [n for n, s in enumerate(selection.steps) if s.spec.nodes[-1].op == "concat"]
+    assert len(joined) == 4 and set(joined) <= layout.free, "nothing is left to join"
 
 
 def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
