@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PROCESSES = "4"
+PROCESSES = "7"
 VERSIONS = """
 import platform, torch
 from cudnngraph.backend import env
@@ -59,8 +60,8 @@ def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start pytest for one frontend; its output and its results go to files in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-ra", "-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist") is not None:  # files side by side: it takes half as long
-        command += ["-n", PROCESSES, "--dist", "loadfile"]
+    if importlib.util.find_spec("xdist") is not None:  # side by side: it takes a fifth as long
+        command += ["-n", PROCESSES, "--dist", "loadgroup"]
     with open(folder / "log.txt", "wb") as log:
         return subprocess.Popen(
             [*command, f"--junitxml={folder / 'junit.xml'}"],
@@ -95,6 +96,7 @@ def read(path: str, folder: Path) -> Run:
         if case.find("failure") is not None or case.find("error") is not None
     ]
     failed = count["failures"] + count["errors"]
+    ran = {name: counted(suite, name) for name in ("ran", "ran of what cuDNN has")}
     log = (folder / "log.txt").read_text(errors="replace")
     tables = re.findall(r"^=+ recorded by (\S+) =+\n(.*?)(?=^=)", log, re.MULTILINE | re.DOTALL)
     return Run(
@@ -103,8 +105,23 @@ def read(path: str, folder: Path) -> Run:
         failed=failed,
         skipped=tuple(skipped),
         seconds=float(suite.get("time", "0")),
-        summary="\n\n".join(text.strip() for _, text in tables),
+        summary="\n\n".join(
+            [
+                *(f"sample graphs, how they {name}: {dict(each)}" for name, each in ran.items()),
+                *(text.strip() for _, text in tables),
+            ]
+        ),
         failures=tuple(failures),
+    )
+
+
+def counted(suite: ElementTree.Element, name: str) -> Counter[str]:
+    """How many tests noted what under a name."""
+    return Counter(
+        str(entry.get("value"))
+        for case in suite.iter("testcase")
+        for entry in case.iter("property")
+        if entry.get("name") == name
     )
 
 
