@@ -3,7 +3,8 @@
     python tests/gpu/report.py --out docs/results/h200-tests.md PATH [PATH ...]
 
 Each PATH is a folder that holds one version of the frontend (``pip install --target PATH``); "."
-takes the installed one. The tiers of several frontends run side by side. Prints a short table last;
+takes the installed one. The tiers of several frontends run side by side. After ``--limit`` seconds
+what is still running is stopped, and the page has what had run by then. Prints a short table last;
 exits 1 if a test failed.
 """
 
@@ -12,11 +13,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import dataclass
@@ -59,7 +63,7 @@ def environment(path: str) -> dict[str, str]:
 def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start pytest for one frontend; its output and its results go to files in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-ra", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-ra", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None:  # side by side: it takes a fifth as long
         command += ["-n", PROCESSES, "--dist", "loadgroup"]
     with open(folder / "log.txt", "wb") as log:
@@ -69,6 +73,7 @@ def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
             env=environment(path),
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -83,6 +88,8 @@ def read(path: str, folder: Path) -> Run:
         check=True,
     )
     versions = asked.stdout.strip().splitlines()[-1].split("|")
+    if not (folder / "junit.xml").exists():
+        return unfinished(versions, (folder / "log.txt").read_text(errors="replace"))
     suite = next(ElementTree.parse(folder / "junit.xml").getroot().iter("testsuite"))
     count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
     skipped = [
@@ -112,6 +119,24 @@ def read(path: str, folder: Path) -> Run:
             ]
         ),
         failures=tuple(failures),
+    )
+
+
+def unfinished(versions: list[str], log: str) -> Run:
+    """What a run had done when it was stopped, from its log."""
+    by_name = re.findall(
+        r"^(?:\[gw\d+\] \[ *\d+%\] )(PASSED|FAILED|ERROR|SKIPPED) (\S.*)$", log, re.M
+    )
+    failures = tuple(name for outcome, name in by_name if outcome in ("FAILED", "ERROR"))
+    assert by_name, log[-2000:]
+    return Run(
+        *versions,
+        passed=sum(outcome == "PASSED" for outcome, _ in by_name),
+        failed=len(failures),
+        skipped=tuple(name for outcome, name in by_name if outcome == "SKIPPED"),
+        seconds=math.nan,
+        summary="stopped by its time limit before the end",
+        failures=failures,
     )
 
 
@@ -201,6 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("frontends", nargs="+", metavar="PATH")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--logs", type=Path, default=None, help="folder for full logs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -209,8 +235,13 @@ def main() -> int:
             (path, logs / str(number), start(path, logs / str(number)))
             for number, path in enumerate(args.frontends)
         ]
+        ends = time.monotonic() + args.limit
         for _, _, process in started:
-            process.wait()
+            try:
+                process.wait(None if math.isinf(ends) else max(1.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         runs = [read(path, folder) for path, folder, _ in started]
     names = " ".join(f"frontend-{run.frontend}" for run in runs)
     command = f"python tests/gpu/report.py --out docs/results/h200-tests.md {names}"
