@@ -13,8 +13,7 @@ cast to its dtype, as for torch's own convolutions and attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
 from operator import is_
 from typing import Any
 
@@ -25,7 +24,7 @@ from .errors import BindError, GraphError, Problem
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
 from .runtime import Over
-from .specialize import Build, Recent, Specialized, Static
+from .specialize import STATICS_KEPT, Build, Recent, Specialized, Static, static_of
 
 Tensor = torch.Tensor
 
@@ -351,29 +350,6 @@ def _into(
         raise BindError(build.__name__, [problem])
     _compiled(build, policy).find(tensors, static).run(*given, out)
     return out
-
-
-def _fixed(value: Any) -> Hashable:
-    """Lists as tuples, so that an option can be part of a combination."""
-    return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-_STATICS_KEPT = 1024
-
-
-@lru_cache(_STATICS_KEPT, typed=True)
-def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
-    return Static(make(*options))
-
-
-def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
-    """``make(*options)``, made once for options that are equal and of the same types."""
-    if torch.compiler.is_compiling():
-        return Static(make(*[_fixed(option) for option in options]))
-    try:
-        return _static(make, *options)
-    except TypeError:  # there is a list in it
-        return _static(make, *[_fixed(option) for option in options])
 
 
 _GEOMETRY = {
@@ -868,7 +844,7 @@ def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
             return torch.ones(channels, **options), torch.zeros(channels, **options)
         with torch.inference_mode(False):
             found = torch.ones(channels, **options), torch.zeros(channels, **options)
-        if len(_vectors) >= _STATICS_KEPT:
+        if len(_vectors) >= STATICS_KEPT:
             _vectors.clear()
         _vectors[key] = found
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
@@ -16,6 +17,7 @@ from .settings import overridden
 from .training import Trainable
 
 EXECUTABLES_KEPT = 1024
+STATICS_KEPT = 1024
 
 Build = Callable[..., "Value | tuple[Value, ...] | None"]
 
@@ -29,13 +31,43 @@ class Static:
         self.values = values
 
 
+def _fixed(value: Any) -> Hashable:
+    """Lists as tuples, so that an option can be part of a combination."""
+    return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+@lru_cache(STATICS_KEPT, typed=True)
+def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    return Static(make(*options))
+
+
+def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+    """``make(*options)``, made once for options that are equal and of the same types."""
+    if torch.compiler.is_compiling():
+        return Static(make(*[_fixed(option) for option in options]))
+    try:
+        return _static(make, *options)
+    except TypeError:  # there is a list in it
+        return _static(make, *[_fixed(option) for option in options])
+
+
 class Recent:
     """What served the last call from one place, a module say. A copy of it knows nothing."""
 
-    __slots__ = ("last",)
+    __slots__ = ("asked", "last")
 
     def __init__(self) -> None:
+        self.asked: tuple[Any, Any, Static] | None = None
         self.last: tuple[Any, ...] | None = None
+
+    def static_of(self, make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+        """:func:`static_of`, at once where the options are those of the last call."""
+        if torch.compiler.is_compiling():
+            return static_of(make, *options)
+        asked = self.asked
+        if asked is None or asked[0] is not make or asked[1] != options:
+            asked = self.asked = make, options, static_of(make, *options)
+        return asked[2]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recent, ()

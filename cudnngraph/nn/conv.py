@@ -182,7 +182,7 @@ class _Block(nn.Module):
         kind, attrs = (None, ()) if act is None else _named(act)
         weight, bias = _held(conv, "weight"), _held(conv, "bias")
         if bn is None:
-            static = functional.static_of(functional.act_options, geometry, kind, attrs)
+            static = self._recent.static_of(functional.act_options, geometry, kind, attrs)
             return functional.run_conv_act(
                 static, x, weight, bias, residual, self.policy, recent=self._recent
             )
@@ -205,7 +205,7 @@ class _Block(nn.Module):
                 geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
             )
         fixed = functional.fixed_momentum(momentum, mean) if tracks else None
-        static = functional.static_of(
+        static = self._recent.static_of(
             functional.norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
         )
         return functional.run_conv_norm_act(
@@ -322,7 +322,7 @@ class FusedConvBlock(_Block):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...); ``residual`` has the result's shape."""
-        conv = self.conv
+        conv: Any = self._modules["0"]
         return self._run((conv.stride, conv.padding, conv.dilation, conv.groups), x, residual)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from .. import functional
 from ..errors import GraphError, Problem
 from ..policy import Policy
+from ..specialize import static_of
 from . import sync
 from .conv import FusedConvBlock, _held, _named
 
@@ -126,7 +127,7 @@ class FusedDepthwiseSeparable(nn.Module):
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
         return functional.run_separable(
-            functional.static_of(functional.stages_options, *(options for options, _, _ in stages)),
+            static_of(functional.stages_options, *(options for options, _, _ in stages)),
             x,
             residual,
             [tensors for _, tensors, _ in stages],

@@ -16,7 +16,7 @@ from .. import functional, torch_ops
 from ..graph import Graph, Value
 from ..ir import numel
 from ..policy import Policy
-from ..specialize import Static
+from ..specialize import Static, static_of
 
 Tensor = torch.Tensor
 
@@ -128,7 +128,7 @@ def run_synchronised(
     """
     x, weight, bias, mean, var, bn_weight, bn_bias, residual = tensors
     assert x is not None and weight is not None
-    bare = functional.static_of(functional.act_options, geometry, None, ())
+    bare = static_of(functional.act_options, geometry, None, ())
     y = functional.run_conv_act(bare, x, weight, bias, None, policy)
     group = dist.group.WORLD if group is None else group
     whole, whole_var, unbiased = _Statistics.apply(y, group, policy)  # type: ignore[no-untyped-call]
@@ -136,6 +136,6 @@ def run_synchronised(
         functional.update_running(mean, var, whole, unbiased, momentum)
     given = (y, whole, whole_var, bn_weight, bn_bias, residual)
     result: Tensor = functional.run_graph(
-        norm_act, policy, given, functional.static_of(_norm_options, activation, attrs, eps)
+        norm_act, policy, given, static_of(_norm_options, activation, attrs, eps)
     )
     return result

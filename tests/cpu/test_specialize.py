@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +19,8 @@ from cudnngraph import graph as graph_module
 from cudnngraph import runtime, settings
 from tests import numerics
 
-module = sys.modules["cudnngraph.specialize"]  # the name in the package is the function
+module: Any = sys.modules["cudnngraph.specialize"]  # the name in the package is the function
+Recent, Static = module.Recent, module.Static
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
@@ -366,3 +370,86 @@ def test_the_newer_switches_of_torch_are_read_where_the_older_ones_are_barred(
             torch.backends.cudnn.conv.fp32_precision,
             torch.backends.cuda.matmul.fp32_precision,
         )
+
+
+# -- what served the last call ---------------------------------------------------------------------
+
+
+class Served:
+    """Stands for an executable that serves what it is told to."""
+
+    def __init__(self) -> None:
+        self.fits = True
+        self.seen: list[Any] = []
+
+    def again(self, tensors: list[torch.Tensor], over: Any = ()) -> Any:
+        self.seen.append((tensors, over))
+        return "served" if self.fits else None
+
+
+def test_what_served_a_call_serves_the_next_one_like_it() -> None:
+    recent, executable, static = Recent(), Served(), Static({})
+    x, b = torch.ones(2), torch.ones(3)
+    assert recent.serve(static, None, (x, None, b)) is None, "there was none"
+    recent.remember(static, None, (x, None, b), executable)
+    assert recent.serve(static, None, (x, None, b), ((1, 2),)) == "served"
+    ((given, over),) = executable.seen
+    assert given[0] is x and given[1] is b and len(given) == 2 and over == ((1, 2),)
+    executable.fits = False
+    assert recent.serve(static, None, (x, None, b)) is None
+
+
+@contextmanager
+def switched(name: str) -> Iterator[None]:
+    if name == "autocast":
+        with torch.autocast("cpu"):
+            yield
+    elif name == "settings":
+        with settings.override(backend="reference"):
+            yield
+    elif name == "deterministic":
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+    else:
+        before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = not before
+        yield
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", ["autocast", "settings", "deterministic", "tf32"])
+def test_another_state_takes_a_closer_look(name: str) -> None:
+    recent, executable, static = Recent(), Served(), Static({})
+    x = torch.ones(2)
+    recent.remember(static, None, (x,), executable)
+    with switched(name):
+        assert recent.serve(static, None, (x,)) is None
+    assert recent.serve(static, None, (x,)) == "served"
+
+
+def test_other_options_tensors_and_policies_take_a_closer_look_and_a_copy_knows_nothing() -> None:
+    recent, executable, static = Recent(), Served(), Static({})
+    x = torch.ones(2)
+    recent.remember(static, None, (x, None), executable)
+    assert recent.serve(Static({}), None, (x, None)) is None
+    assert recent.serve(static, cg.Policy(), (x, None)) is None
+    assert recent.serve(static, None, (x, x)) is None, "one was absent"
+    for other in (copy.deepcopy(recent), pickle.loads(pickle.dumps(recent))):
+        assert other.last is None and other.asked is None
+    assert not executable.seen
+
+
+def test_options_are_put_together_again_when_they_change() -> None:
+    recent, made = Recent(), []
+
+    def options(a: int, b: tuple[int, ...]) -> dict[str, Any]:
+        made.append((a, b))
+        return {"a": a, "b": b}
+
+    first = recent.static_of(options, 1, (2, 3))
+    assert recent.static_of(options, 1, (2, 3)) is first
+    other = recent.static_of(options, 1, (2, 4))
+    assert (other.values, first.values) == ({"a": 1, "b": (2, 4)}, {"a": 1, "b": (2, 3)})
+    assert recent.static_of(options, 1, (2, 3)) is first, "and found, not made"
+    assert made == [(1, (2, 3)), (1, (2, 4))]

@@ -356,3 +356,42 @@ def test_out_is_written_in_place_and_allocates_nothing() -> None:
     cg.functional.conv_bias_act_into(out, x, w, b, padding=1)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_that_changes_between_calls_is_called_as_it_is(training: bool) -> None:
+    """What served a call serves the next one only if nothing has changed that matters."""
+    torch.manual_seed(0)
+    block = cg.FusedConvBlock(32, 32, 3, padding=1).cuda().half()
+    block = block.to(memory_format=torch.channels_last).train(training)
+    block.norm.float()
+    x = torch.randn(2, 32, 9, 8, device="cuda").half().to(memory_format=torch.channels_last)
+
+    def check(x: torch.Tensor) -> None:
+        want = copy.deepcopy(block).double().to_torch()(x.double()).detach()
+        with torch.no_grad():
+            for _ in range(4):  # the long way, and then the short one
+                numerics.check(block(x), want, F16)
+
+    check(x)
+    check(x[:1])
+    check(x.contiguous())
+    with torch.no_grad():
+        block.conv.weight.mul_(2.0)
+    check(x)
+    block.conv.padding = (0, 0)
+    check(x)
+    block.conv.weight.data = block.conv.weight.data.contiguous(memory_format=torch.channels_last)
+    block.norm.eps = 0.5
+    check(x)
+    block.norm.momentum = 0.5
+    for wanted in (False, True):
+        for parameter in block.parameters():
+            parameter.requires_grad_(wanted)
+        y = block(x)
+        assert y.requires_grad is wanted
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert block(x.float()).dtype == torch.bfloat16
+    check(x)
