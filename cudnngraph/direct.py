@@ -29,7 +29,7 @@ class Steps:
 
     ``places`` numbers the tensors by name: the graph's, of which the program has the one numbered
     ``order[n]`` at place n (None: at place n), then those between the steps. ``behind`` says where
-    the latter lie: (place, or -1 for the scratch memory; bytes behind its start). ``scratch`` has
+    the latter lie: (place, or -1 for the scratch memory; bytes behind its start). ``planned`` has
     for each step its graph, its plan and the offset of its own scratch memory.
     """
 
@@ -38,11 +38,11 @@ class Steps:
         places: dict[str, int],
         behind: Sequence[Place],
         order: Sequence[int] | None,
-        scratch: Sequence[tuple[GraphSpec, Plan, int]],
+        planned: Sequence[tuple[GraphSpec, Plan, int]],
         scratch_bytes: int,
     ) -> None:
         self.behind = behind
-        self.scratch = scratch
+        self.planned = planned
         self.scratch_bytes = scratch_bytes
         self._places = places
         self._bound = len(places) - len(behind)
@@ -78,15 +78,9 @@ def call_of(
     what there is, by device and stream), or a CUDA graph is being captured.
     """
     index, many, empty = device.index, len(inputs), _quick_empty()
-    entry = env.thread_handle(index)
     names: dict[str, Any] = {
+        **_here(index),
         "empty": torch.empty_strided,
-        "current": torch._C._cuda_getDevice,
-        "capturing": torch._C._cuda_isCurrentStreamCapturing,
-        "stream_of": torch._C._cuda_getCurrentRawStream,
-        "follow": env.handle_on_current_stream,
-        "entry": entry,
-        "handle": entry.handle.backend_handle,
         "device": device,
         "slots": slots,
     }
@@ -127,7 +121,7 @@ def call_of(
                 f"a{at} = t{at}.data_ptr()",
             ]
     code.append(f"if stream != entry.stream: follow({index})")
-    for number, (spec, plan, offset) in enumerate(steps.scratch):
+    for number, (spec, plan, offset) in enumerate(steps.planned):
         if plan.native is None:
             return None
         launch, place = plan.native
@@ -140,10 +134,7 @@ def call_of(
         address, count = pointers.buffer_info()
         code.append(f"launch{number}({address}, {count}, base + {offset}, handle, {place})")
     results = ", ".join(f"t{at}" for at in range(many, many + len(outputs)))
-    code.append(f"return [{results}]")
-    body = "\n    ".join(code)
-    exec(f"def call(tensors):\n    {body}\n", names)
-    made: Call = names["call"]
+    made: Call = _function("tensors", [*code, f"return [{results}]"], names)
     return made
 
 
@@ -167,15 +158,7 @@ def launch_of(launches: Sequence[PlanLaunch], index: int, stream: int) -> Callab
     It returns False, and has done nothing, where another stream or device is current, or a CUDA
     graph is being captured. None where it cannot be written.
     """
-    entry = env.thread_handle(index)
-    names: dict[str, Any] = {
-        "current": torch._C._cuda_getDevice,
-        "capturing": torch._C._cuda_isCurrentStreamCapturing,
-        "stream_of": torch._C._cuda_getCurrentRawStream,
-        "follow": env.handle_on_current_stream,
-        "entry": entry,
-        "handle": entry.handle.backend_handle,
-    }
+    names = _here(index)
     code = [
         f"if current() != {index} or stream_of({index}) != {stream} or capturing(): return False",
         f"if entry.stream != {stream}: follow({index})",
@@ -187,10 +170,28 @@ def launch_of(launches: Sequence[PlanLaunch], index: int, stream: int) -> Callab
         names |= {f"p{number}": each.pointers, f"launch{number}": launch}
         address, count = each.pointers.buffer_info()
         code.append(f"launch{number}({address}, {count}, {each.scratch}, handle, {place})")
-    body = "\n    ".join([*code, "return True"])
-    exec(f"def call():\n    {body}\n", names)
-    made: Callable[[], bool] = names["call"]
+    made: Callable[[], bool] = _function("", [*code, "return True"], names)
     return made
+
+
+def _here(index: int) -> dict[str, Any]:
+    """What the code asks of torch, and the handle of this thread for a device."""
+    entry = env.thread_handle(index)
+    return {
+        "current": torch._C._cuda_getDevice,
+        "capturing": torch._C._cuda_isCurrentStreamCapturing,
+        "stream_of": torch._C._cuda_getCurrentRawStream,
+        "follow": env.handle_on_current_stream,
+        "entry": entry,
+        "handle": entry.handle.backend_handle,
+    }
+
+
+def _function(arguments: str, code: Sequence[str], names: dict[str, Any]) -> Any:
+    """The function that has these lines, among these names."""
+    body = "\n    ".join(code)
+    exec(f"def call({arguments}):\n    {body}\n", names)
+    return names["call"]
 
 
 @cache

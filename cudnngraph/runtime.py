@@ -612,9 +612,9 @@ class Executable:
         :class:`BindError` with every mistake.
         """
         if not tensors:
-            results = self._directly(args, False, ())
-            if results is not None:
-                return results[0] if len(results) == 1 else self._result(*results)
+            result = self.again(args)
+            if result is not None:
+                return result
         ordered = self._ordered(args, tensors, self.spec.inputs)
         if ordered is None:
             return self.call(self._checked(args, tensors))

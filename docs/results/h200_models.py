@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(result, args.out, data)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if not args.out:
+    if result and not args.out:
         print(text_of_page(result))
     return int(bool(failed))
 

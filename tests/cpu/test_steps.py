@@ -436,6 +436,12 @@ def short_call(
     return program, call
 
 
+def memory_on(stream: int) -> dict[tuple[None, int], Slot[torch.Tensor]]:
+    """More scratch memory than the graphs here need."""
+    block = torch.zeros(1 << 16, dtype=torch.uint8)
+    return {(None, stream): Slot(block, block.numel())}
+
+
 def chain() -> GraphSpec:
     """Four pointwise ops, of which each is to be a plan."""
     g = cg.Graph("chain")
@@ -450,8 +456,7 @@ def test_a_short_call_launches_what_a_bound_one_does(
     gpu: SimpleNamespace, blocks: list[torch.Tensor]
 ) -> None:
     seen: list[Any] = []
-    block = torch.zeros(1 << 16, dtype=torch.uint8)
-    slots = {(None, 5): Slot(block, block.numel())}
+    slots = memory_on(5)
     program, call = short_call(chain(), seen, slots)
     x, z = torch.randn(4, 6), torch.randn(4, 6)
     y, w = call([x, z])
@@ -463,9 +468,9 @@ def test_a_short_call_launches_what_a_bound_one_does(
     for step, plan in zip(program.steps, program._plans(), strict=True):
         assert plan is not None
         seen.append((step.choice, step.spec))
-    addresses = list(starts)
+    addresses, base = list(starts), slots[None, 5].block.data_ptr()
     for root, past in program._behind:
-        addresses.append(past + (block.data_ptr() if root < 0 else addresses[root]))
+        addresses.append(past + (base if root < 0 else addresses[root]))
     for (choice, pointers, _), (other, spec) in zip(short, seen, strict=True):
         names = (*spec.inputs, *spec.outputs)
         assert choice == other
@@ -476,8 +481,7 @@ def test_a_short_call_hands_constants_and_shifted_addresses_on(
     gpu: SimpleNamespace, blocks: list[torch.Tensor]
 ) -> None:
     seen: list[Any] = []
-    block = torch.zeros(1 << 16, dtype=torch.uint8)
-    slots = {(None, 5): Slot(block, block.numel())}
+    slots = memory_on(5)
     _, call = short_call(chain(), seen, slots, constants=[(None, 4096), (0, 64)])
     call([torch.randn(4, 6), torch.randn(4, 6)])
     for _, pointers, _ in seen:
@@ -488,8 +492,7 @@ def test_a_short_call_follows_the_stream_and_writes_over_what_it_is_told(
     gpu: SimpleNamespace, blocks: list[torch.Tensor]
 ) -> None:
     seen: list[Any] = []
-    block = torch.zeros(1 << 16, dtype=torch.uint8)
-    slots = {(None, 9): Slot(block, block.numel())}
+    slots = memory_on(9)
     _, call = short_call(chain(), seen, slots, ((1, 0),))
     gpu.stream = 9
     x, z = torch.randn(4, 6), torch.randn(4, 6)
@@ -514,8 +517,7 @@ def test_a_short_call_leaves_to_the_long_one_what_it_does_not_know(
     what: str, gpu: SimpleNamespace, blocks: list[torch.Tensor]
 ) -> None:
     seen: list[Any] = []
-    block = torch.zeros(1 << 16, dtype=torch.uint8)
-    slots = {(None, 5): Slot(block, block.numel())}
+    slots = memory_on(5)
     program, call = short_call(chain(), seen, slots)
     x, z = torch.randn(4, 6), torch.randn(4, 6)
     given: list[Any] = [x, z, x] if what == "count" else [x, WRONG.get(what, lambda t: t)(z)]
@@ -524,7 +526,7 @@ def test_a_short_call_leaves_to_the_long_one_what_it_does_not_know(
     elif what == "current device":
         gpu.device = 1
     elif what == "memory":
-        slots[None, 5] = Slot(block, program.scratch_bytes - 1)
+        slots[None, 5] = Slot(slots[None, 5].block, program.scratch_bytes - 1)
     assert call(given) is None
     assert not seen and not gpu.followed
     if what == "memory":
@@ -570,7 +572,7 @@ def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
     program, _ = short_call(chain(), [], {})
     steps = program.direct_steps(None)
     assert steps is not None
-    steps.scratch[0][1].native = None
+    steps.planned[0][1].native = None
     assert direct.call_of(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True) is None
 
 
