@@ -275,7 +275,7 @@ def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
 def copied(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out`` with the numbers of x. Slices of channels_last images are copied 16 bytes at a time,
     in half the time that torch takes element by element (an H200: 36 against 79 us for 67 MB)."""
-    wide = _wide(x), _wide(out)
+    wide = (_wide(x), _wide(out)) if x.dtype == out.dtype else (None, None)
     if wide[0] is None or wide[1] is None or wide[0].shape != wide[1].shape:
         return out.copy_(x)
     wide[1].copy_(wide[0])
@@ -287,7 +287,7 @@ _WIDE = torch.complex128
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same memory as elements of 16 bytes, channels last; None where that is not possible."""
-    if tensor.dim() != 4 or tensor.stride(1) != 1 or tensor.device.type == "cpu":
+    if tensor.dim() != 4 or tensor.stride(1) != 1:
         return None
     many, rest = divmod(_WIDE.itemsize, tensor.dtype.itemsize)
     steps = (tensor.shape[1], *(tensor.stride(dim) for dim in (0, 2, 3)), tensor.storage_offset())

@@ -688,17 +688,16 @@ class Executable:
                 tensors[at].copy_(outputs[output])
         return outputs
 
-    def outputs_if_fit(self, tensors: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The outputs for inputs in order; None if one is not exactly as declared."""
-        results = self._directly(tensors, False, ())
+    def outputs_if_fit(self, tensors: Sequence[Any], over: Over = ()) -> list[torch.Tensor] | None:
+        """:meth:`outputs_for` inputs in order; None if one is not exactly as declared."""
+        results = self._directly(tensors, False, over)
         if results is None and self.fits(tensors):
-            return self.outputs_for(tensors)
+            return self.outputs_for(tensors, over=over)
         return results
 
     def again(self, tensors: Sequence[Any], over: Over = ()) -> Any:
-        """A call by the short way on inputs in order; None where it has to take the long one."""
-        call = self._calls.made.get((False, over))
-        results = self._directly(tensors, False, over) if call is None else call(tensors)
+        """:meth:`call` for inputs in order; None if one is not exactly as declared."""
+        results = self.outputs_if_fit(tensors, over)
         if results is None:
             return None
         return results[0] if over or len(results) == 1 else self._result(*results)

@@ -131,8 +131,8 @@ class Trainable:
         return results if over or pair.count == 1 else self._result(*results)
 
     def again(self, tensors: Sequence[torch.Tensor], over: Over = ()) -> Any:
-        """A call by the short way, outside of torch's function transforms; see
-        :meth:`Executable.again`."""
+        """:meth:`call` for inputs in order, outside of torch's function transforms; None if one is
+        not exactly as declared."""
         wrt = self._wrt(tensors)
         if not wrt:
             return self.inference.again(tensors, over)

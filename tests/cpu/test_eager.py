@@ -13,6 +13,7 @@ from cudnngraph import eager, reference
 from cudnngraph.ir import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops import OPS
 from tests import numerics
+from tests.copies import check_slices
 from tests.cuttings import every_cutting
 from tests.samples import Case, enumerate_cases, make_inputs
 
@@ -349,3 +350,26 @@ def test_tokens_that_lie_apart_are_no_rows() -> None:
     x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
     g.output("y", g.matmul(x, g.input("w", (16, 8), F16)) + g.input("b", (8,), F16))
     assert not eager.runs_whole(g.spec())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
+def test_slices_are_copied_as_they_are(dtype: torch.dtype) -> None:
+    check_slices(dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.int32),
+        (torch.float16, torch.float32),
+        (torch.uint8, torch.int8),
+    ],
+    ids=str,
+)
+def test_what_is_copied_into_another_dtype_is_converted(of: torch.dtype, to: torch.dtype) -> None:
+    x = torch.arange(2 * 32 * 3 * 5).remainder(100).view(2, 32, 3, 5).to(of)
+    x = x.contiguous(memory_format=torch.channels_last)
+    whole = torch.zeros(2, 64, 3, 5).to(to).contiguous(memory_format=torch.channels_last)
+    eager.copied(x, whole[:, :32])
+    assert torch.equal(whole[:, :32], x.to(to)) and not whole[:, 32:].any()

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import eager, resample
+from cudnngraph import resample
 from cudnngraph.runtime import WORKSPACE
 from tests import numerics
+from tests.copies import check_slices
 
 X, W = (4, 32, 14, 14), (32, 32, 3, 3)
 
@@ -422,16 +423,4 @@ def test_another_thread_may_grow_its_workspace_while_a_capture_is_in_progress() 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
 def test_slices_are_copied_as_they_are(dtype: torch.dtype) -> None:
-    """16 bytes at a time where they can be: every layout, and NaN too."""
-    gen = torch.Generator("cuda").manual_seed(0)
-    for channels, start in ((32, 0), (32, 32), (24, 8), (3, 1)):
-        whole = torch.randn(2, 80, 5, 7, device="cuda", generator=gen).to(dtype)
-        x = torch.randn(2, channels, 5, 7, device="cuda", generator=gen).to(dtype)
-        if dtype.is_floating_point:
-            x[0, 0, 0, 0] = float("nan")
-        for layout in (torch.channels_last, torch.contiguous_format):
-            out = whole.contiguous(memory_format=layout)[:, start : start + channels]
-            for given in (x, x.contiguous(memory_format=torch.channels_last)):
-                out.zero_()
-                eager.copied(given, out)
-                assert torch.equal(out.nan_to_num(7.0), given.nan_to_num(7.0))
+    check_slices(dtype, "cuda")
