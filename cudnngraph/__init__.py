@@ -31,7 +31,7 @@ from .grad import Gradient, differentiate
 from .graph import Graph, Value
 from .ir import GraphSpec, TensorSpec
 from .policy import Policy
-from .runtime import BoundCall, Executable, cache_clear, cache_stats, warm_up
+from .runtime import BoundCall, CapturedCall, Executable, cache_clear, cache_stats, warm_up
 from .specialize import Specialized, specialize
 from .training import Trainable
 
@@ -52,6 +52,7 @@ __all__ = [
     "BackendUnavailable",
     "BindError",
     "BoundCall",
+    "CapturedCall",
     "CacheStats",
     "CannotImport",
     "CaptureError",

@@ -28,7 +28,7 @@ from .importer import Exported, Imported, convert, export
 from .ir import TensorSpec
 from .policy import Policy
 from .recorded import to_record
-from .runtime import ALIGNMENT_BYTES, Executable, compile
+from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile
 from .select import FREE, Selection, StepPlan
 from .trial import TOLERANCE, relative_error
 
@@ -57,7 +57,8 @@ class Bound:
         imported: Imported,
         executable: Executable | None,
         device: torch.device,
-        stream: Any = None,
+        *,
+        capture: bool = False,
     ) -> None:
         self.imported = imported
         self.executable = executable
@@ -77,25 +78,12 @@ class Bound:
             self.written[name] = given[name] = _empty(tensors[name], device)
         self.tensors = given
         self._call = executable.bind(**given)
-        if stream is not None:
-            self._capture(stream)
-
-    def _capture(self, stream: Any) -> None:
-        """Record a run in a CUDA graph."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._call()
-            stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._call()
-        self.graph = graph
+        if capture:
+            captured = CapturedCall(self._call, device)
+            self._call, self.graph = captured, captured.graph
 
     def __call__(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self._call()
+        self._call()
 
     def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
         """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
@@ -256,8 +244,6 @@ class Fused(nn.Module):
         self._capture = capture
         self._reuse = reuse_results
         self._max_shapes = max_shapes
-        self._captures_left = max_shapes
-        self._stream: Any = None
         self._forms: OrderedDict[Hashable, tuple[Bound, Any]] = OrderedDict()
         self._lock = threading.Lock()
         self.report: Report | None = None
@@ -286,7 +272,6 @@ class Fused(nn.Module):
         """Forget the weights that were bound; the plans stay in the cache."""
         with self._lock:
             self._forms.clear()
-            self._captures_left = self._max_shapes
 
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -328,15 +313,8 @@ class Fused(nn.Module):
         executable = None
         if imported.spec is not None:
             executable = compile(imported.spec, device, policy=self._policy)
-        stream = None
-        if self._capture and device.type == "cuda" and self._captures_left:
-            if self._stream is None:
-                made: Any = torch.cuda.Stream
-                self._stream = made(device)
-            stream = self._stream
-            self._captures_left -= 1
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            bound = Bound(imported, executable, device, stream)
+            bound = Bound(imported, executable, device, capture=self._capture)
         if self.report is None:
             self.report = Report(
                 type(self.model).__name__,

@@ -32,7 +32,14 @@ from .backend.plan import (
     replay,
 )
 from .cache import CacheStats
-from .errors import BackendUnavailable, BindError, NotSupported, PolicyError, Problem
+from .errors import (
+    BackendUnavailable,
+    BindError,
+    CaptureError,
+    NotSupported,
+    PolicyError,
+    Problem,
+)
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
 from .layout import Laid, Layout
@@ -100,9 +107,18 @@ Launch = Callable[[Any], None]
 # A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
 _Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
 
-# What CUDA graphs hold pointers into: plans, with their kernels and constants. Never let go, for
-# nothing tells when a graph is.
+# What CUDA graphs that others make hold pointers into: plans, with their kernels and constants.
+# Never let go, for nothing tells when a graph is.
 _captured: dict[int, Any] = {}
+
+
+class _Recording(threading.local):
+    """The same for a graph that is made here, on this thread, now: it goes with the graph."""
+
+    held: dict[int, Any] | None = None
+
+
+_recording = _Recording()
 
 
 def _scratch(device: int, stream: int, size_bytes: int, plans: Any) -> torch.Tensor | None:
@@ -112,7 +128,8 @@ def _scratch(device: int, stream: int, size_bytes: int, plans: Any) -> torch.Ten
     it again later in the same graph, and frees it with the graph. The plans are kept.
     """
     if torch.cuda.is_current_stream_capturing():
-        _captured[id(plans)] = plans
+        held = _captured if _recording.held is None else _recording.held
+        held[id(plans)] = plans
         return _allocate(device, stream, size_bytes) if size_bytes else None
     return WORKSPACE.get(device, stream, size_bytes) if size_bytes else None
 
@@ -757,6 +774,17 @@ class Executable:
             self._program, {self._names[name]: tensor for name, tensor in given.items()}
         )
 
+    def capture(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> CapturedCall:
+        """:meth:`bind`, and the call recorded in a CUDA graph: the result replays it.
+
+        It runs once for that, so the outputs are written. The graph has workspace of its own, and
+        lets go of that and of its plans when the result is gone. On a CPU a replay is a call.
+
+        Raises :class:`CaptureError` while another graph is being captured: what ``bind`` gives may
+        be a part of that one.
+        """
+        return CapturedCall(self.bind(*args, **tensors), self.device)
+
     # -- checks --------------------------------------------------------------------------------
 
     def _ordered(
@@ -1003,6 +1031,57 @@ class BoundCall:
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)
+
+
+class CapturedCall:
+    """``call`` recorded in a CUDA graph: ``captured()`` replays it on the current stream.
+
+    ``graph`` is the ``torch.cuda.CUDAGraph``, None on a CPU, where a replay is a call. What the
+    graph points into lives as long as this.
+    """
+
+    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
+        self.graph: Any = None
+        self._call, self._held = call, dict[int, Any]()
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._record()
+
+    def _record(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a CUDA graph is being captured, and another would have to be captured in it; call "
+                "what bind() gives"
+            )
+        self._call()  # plans are built and handles made before the capture
+        torch.cuda.current_stream().synchronize()
+        make: Any = torch.cuda.Stream
+        graph, stream = torch.cuda.CUDAGraph(), make()
+        _forget_workspaces()
+        _recording.held = self._held
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._call()
+        finally:
+            _recording.held = None
+            _forget_workspaces()
+        self.graph = graph
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._call()
+
+
+def _forget_workspaces() -> None:
+    """Make cuBLAS ask for its workspaces anew, before a capture and after it.
+
+    torch keeps one for each stream. A graph that recorded one from outside of its own memory would
+    go on writing to it when torch has given it to others or back to the device, as whatever clears
+    them makes it do: torch.compile does, around each of its own captures.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 # -- compile ---------------------------------------------------------------------------------------

@@ -410,6 +410,17 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         assert all(block is pooled for block in seen)
 
 
+def test_a_capture_is_a_bound_call_on_a_cpu() -> None:
+    given = tensors()
+    call = block().capture(**given)
+    assert call.graph is None
+    given["x"].mul_(2.0)
+    call()
+    torch.testing.assert_close(given["y"], expected(given).relu())
+    with pytest.raises(cg.BindError, match="cannot bind tensors to graph 'block'"):
+        block().capture(x=given["x"])
+
+
 def test_a_bound_call_keeps_its_tensors_alive() -> None:
     given = tensors()
     y = given["y"]

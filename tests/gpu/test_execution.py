@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import resample
+from cudnngraph import resample, runtime
 from cudnngraph.runtime import WORKSPACE
 from tests import numerics
 from tests.copies import check_slices
@@ -142,6 +144,74 @@ def test_capture_and_replay_give_the_same_bits() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+def test_a_capture_of_ours_replays_and_lets_go_of_all_that_it_held() -> None:
+    torch.cuda.synchronize()
+    exe, given = conv_graph().compile("cuda", allow_tf32=False), inputs()
+    out = exe(**given)
+    want = out.clone()
+    exe.bind(**given, y=out)()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, kept = torch.cuda.memory_reserved(), len(runtime._captured)
+    call = exe.capture(**given, y=out)
+    assert isinstance(call.graph, torch.cuda.CUDAGraph)
+    held = weakref.ref(next(iter(call._held.values()))[0])
+    assert len(runtime._captured) == kept
+    out.zero_()
+    call()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    del exe
+    cg.cache_clear()
+    gc.collect()
+    out.zero_()
+    call()  # by plans that nothing else holds
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    assert held() is not None
+    del call
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert held() is None
+    assert torch.cuda.memory_reserved() <= before
+
+
+def test_a_capture_within_a_capture_is_refused() -> None:
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(cg.CaptureError, match=r"in it; call what bind\(\) gives"):
+            exe.capture(**given, y=out)
+        torch.zeros(1, device="cuda")
+
+
+def _product(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:
+    """By torch, whatever cuDNN can do."""
+    product: cg.Value = g.aten([x, w], "aten.mm.default", (("tensor", 0), ("tensor", 1)))
+    return product
+
+
+def test_a_capture_keeps_the_memory_that_cublas_works_in() -> None:
+    """Whatever clears cuBLAS's workspaces, as torch.compile does around each capture of its own."""
+    g = cg.Graph("product")
+    x = torch.randn(64, 1 << 15, device="cuda").half()
+    w = torch.randn(1 << 15, 64, device="cuda").half()
+    g.output("y", _product(g, g.input("x", like=x), g.input("w", like=w)))
+    out = torch.empty(64, 64, device="cuda", dtype=torch.float16)
+    exe = g.compile("cuda")
+    calls = [exe.capture(x=x, w=w, y=out) for _ in range(3)]
+    want = out.clone()
+    del calls[0], calls[1]
+    torch._C._cuda_clearCublasWorkspaces()
+    fill = [torch.full((1 << 18,), 7.0, device="cuda") for _ in range(128)]
+    out.zero_()
+    calls[0]()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    assert all(bool((each == 7.0).all()) for each in fill)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)

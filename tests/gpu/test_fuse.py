@@ -112,6 +112,22 @@ def test_many_calls_and_shapes_take_no_more_memory() -> None:
     assert len(fused) == 2
 
 
+def test_a_fused_model_is_part_of_a_graph_that_others_capture() -> None:
+    model, x = made("resnet")
+    fused = cg.fuse(model, x)
+    by_hand, fresh = torch.cuda.CUDAGraph(), torch.randn_like(x)
+    fused(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(by_hand):
+        y = fused(x)
+    graphed = torch.cuda.make_graphed_callables(fused, (x.clone(),))
+    x.copy_(fresh)
+    by_hand.replay()
+    want = fused(fresh)
+    torch.testing.assert_close(y, want, rtol=0, atol=0)
+    torch.testing.assert_close(graphed(fresh), want, rtol=0, atol=0)
+
+
 def test_a_model_follows_its_new_weights_after_refresh() -> None:
     model, x = made("resnet")
     fused = cg.fuse(model, x, capture=True)

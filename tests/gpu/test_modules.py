@@ -301,6 +301,17 @@ def test_forward_and_backward_are_captured_in_a_cuda_graph() -> None:
         assert numerics.relative_error(a, b.double()) <= numerics.bound(F16)
 
 
+def test_make_graphed_callables_takes_a_module() -> None:
+    block = make("block").to("cuda", F16)
+    x = torch.randn(8, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+    x.requires_grad_()
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(block), (x,))
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    for a, b in zip(step(graphed, x), step(block, x), strict=True):
+        assert numerics.relative_error(a, b.double()) <= numerics.bound(F16)
+
+
 def test_no_more_memory_is_held_between_forward_and_backward_than_torch_holds() -> None:
     block = make("block").to("cuda", F16)
     x = torch.randn(32, 32, 28, 28, device="cuda", dtype=F16).to(memory_format=LAST)
