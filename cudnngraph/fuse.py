@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .errors import CannotImport, GraphError, PolicyError, WrongResult
-from .importer import Exported, Imported, convert, export
+from .exported import Exported, export
+from .importer import Imported, convert
 from .ir import TensorSpec
 from .policy import Policy
 from .recorded import to_record

@@ -15,7 +15,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from torch import nn
 
 from . import aten
 from .errors import CannotImport, GraphError
+from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
 from .ir import GraphSpec, channels_last_strides, is_contiguous
 from .ops import FLOATS
 from .partition import LOW_PRECISION
-
-_TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -58,82 +56,8 @@ class Imported:
     folded: int
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A model as ATen ops: the graph, its constants by placeholder, and how it is called.
-
-    ``placeholders`` are the names of those that stand for the caller's tensors, in the order of
-    the tensors among the flattened arguments.
-    """
-
-    module: torch.fx.GraphModule
-    constants: Mapping[str, torch.Tensor]
-    placeholders: tuple[str, ...]
-    out_spec: Any
-
-
-def export(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Exported:
-    """``model`` called with ``args`` as a graph of ATen ops, without a gradient.
-
-    Raises :class:`CannotImport` for a model that changes its buffers or its inputs, and for one
-    whose ops depend on the numbers in its tensors.
-    """
-    from torch.export.graph_signature import InputKind
-
-    name = type(model).__name__
-    try:
-        with torch.no_grad():
-            program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
-            program = program.run_decompositions({})
-    except Exception as error:
-        raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
-    signature = program.graph_signature
-    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-    if changed:
-        what = ", ".join(f"'{each}'" for each in changed)
-        raise CannotImport(
-            f"{name} changes {what} in place, which a graph does not (a batch norm in training "
-            "mode, a counter, a cache?); call model.eval(), or return the new value"
-        )
-    constants: dict[str, torch.Tensor] = {}
-    placeholders: list[str] = []
-    for each in signature.input_specs:
-        held = {**program.state_dict, **program.constants}
-        if each.kind == InputKind.USER_INPUT:
-            if type(each.arg).__name__ == "TensorArgument":
-                placeholders.append(each.arg.name)
-        elif each.target in held:
-            constants[each.arg.name] = held[each.target].detach()
-        else:
-            raise CannotImport(f"{name} takes a {each.kind.name.lower()}, which no graph has")
-    return Exported(
-        program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
-    )
-
-
-def _export_failure(error: Exception) -> str:
-    """Why torch.export gave up, in a line, and where."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    where = _last_line(text)
-    return f"{first} ({where})" if where else first
-
-
-def _last_line(trace: str) -> str:
-    """The last line of a stack trace that is not torch's own, "" where there is none."""
-    found = re.findall(r'File "([^"<]+)", line (\d+), in (\S+)\n\s*(.+)', trace)
-    ours = [each for each in found if _TORCH not in Path(each[0]).parents] or found
-    if not ours:
-        return ""
-    path, number, function, code = ours[-1]
-    return f"{Path(path).name}:{number} in {function}: {code.strip()}"
-
-
 def convert(
-    module: torch.fx.GraphModule,
+    module: HasGraph,
     constants: Mapping[str, torch.Tensor],
     placeholders: Sequence[str],
     *,
@@ -179,7 +103,7 @@ class _Skip(Exception):
 
 @dataclass
 class _Conversion:
-    module: torch.fx.GraphModule
+    module: HasGraph
     constants: Mapping[str, torch.Tensor]
     placeholders: Sequence[str]
     name: str
@@ -489,7 +413,7 @@ class _Conversion:
 
     def _line(self, node: torch.fx.Node) -> str:
         """The line of the model that an op comes from, "" where torch does not say."""
-        return _last_line(node.meta.get("stack_trace") or "")
+        return last_line(node.meta.get("stack_trace") or "")
 
     def _refused(self, why: str) -> CannotImport:
         line = self._line(self.node)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
     ("errors", "aten", "timing", "memory", "progress", "ranks", "resample"),
-    ("ir", "settings", "policy"),
-    ("ops", "key"),
+    ("ir", "settings", "policy", "tracer"),
+    ("ops", "key", "exported"),
     ("validate", "reference", "partition"),
     ("graph", "backend", "eager", "dropped"),
     ("layout",),

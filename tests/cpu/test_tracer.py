@@ -1,0 +1,282 @@
+"""Models as ATen ops by a run without memory: the graph of torch.export, and what is given up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import cudnngraph as cg
+from cudnngraph import exported, tracer
+from cudnngraph.importer import Imported, convert
+from cudnngraph.ir import print_spec
+from cudnngraph.runtime import canonical
+from tests.cpu.test_importer import NETS, Of, image
+
+IMAGE, LAST = (2, 8, 9, 7), torch.channels_last
+
+
+def imported(made: exported.Exported) -> Imported:
+    return convert(made.module, made.constants, made.placeholders, channels_last=True)
+
+
+def shown(made: Imported) -> str:
+    return "" if made.spec is None else print_spec(canonical(made.spec))
+
+
+def same_as_export(model: nn.Module, *args: Any, **kwargs: Any) -> tracer.Traced:
+    """The run, after a comparison of what becomes of it and of torch.export's graph."""
+    traced = tracer.trace(model, args, kwargs)
+    assert traced is not None
+    theirs = exported.by_torch(model, args, kwargs)
+    ours = exported.export(model, args, kwargs)
+    assert isinstance(ours.module, tracer.Traced)
+    assert len(ours.placeholders) == len(theirs.placeholders)
+    assert ours.out_spec == theirs.out_spec
+    mine, wanted = imported(ours), imported(theirs)
+    assert shown(mine) == shown(wanted)
+    assert [each.overload for each in mine.opaque] == [each.overload for each in wanted.opaque]
+    assert all(each.line for each in mine.opaque)
+    assert mine.folded == wanted.folded
+    pairs = zip(mine.results, wanted.results, strict=True)
+    assert all(type(a) is type(b) for a, b in pairs)
+    return traced
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_models_are_the_graphs_that_torch_exports(name: str) -> None:
+    model, x = NETS[name]()
+    same_as_export(model.eval(), x)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "activations": lambda m, x: F.elu(F.gelu(F.silu(torch.tanh(x))) * torch.sigmoid(x)),
+    "in_place": lambda m, x: F.relu(x * 2, inplace=True).add_(x).mul_(0.5),
+    "norms": lambda m, x: F.layer_norm(F.rms_norm(x, (7,)), (9, 7)),
+    "statistics": lambda m, x: F.batch_norm(x, m.c, m.c.abs() + 1, m.c, m.c, False, 0.1, 1e-3),
+    "convolved": lambda m, x: F.conv2d(x, m.k, m.c, 2, 1, groups=2),
+    "same_padding": lambda m, x: F.conv2d(x, m.k, None, 1, "same", 1, 2),
+    "transposed": lambda m, x: F.conv_transpose2d(x, m.k, None, 2, 1, 1),
+    "one_dim": lambda m, x: F.max_pool1d(
+        F.conv1d(x[:, :, 0], m.k[:, :, 0], padding=1, groups=2), 2
+    ),
+    "pools": lambda m, x: (F.max_pool2d(x, 3, 2, 1), F.max_pool2d(x, 2, ceil_mode=True)),
+    "means": lambda m, x: (F.adaptive_avg_pool2d(x, (3, None)), F.avg_pool2d(x, 3, 2)),
+    "indices": lambda m, x: F.max_pool2d(x, 2, return_indices=True),
+    "resized": lambda m, x: F.interpolate(x, (18, 20), mode="bilinear", align_corners=True),
+    "scaled": lambda m, x: F.interpolate(x, scale_factor=(2, 1.5)),
+    "recomputed": lambda m, x: F.interpolate(x, scale_factor=2.0, recompute_scale_factor=True),
+    "shapes": lambda m, x: torch.cat([x.flatten(2), x.reshape(2, 8, -1) * 2], dim=-1).chunk(3, 1),
+    "turned": lambda m, x: x.transpose(1, 2).contiguous().view(2, 9, -1).squeeze().unsqueeze(0),
+    "parts": lambda m, x: (x[:, 1:5, ::2], x[..., 3], torch.stack([x, x], 1), *x.split(4, 1)),
+    "sums": lambda m, x: (x.mean((2, 3)), x.sum(1, keepdim=True), x.amax(-1)),
+    "products": lambda m, x: (x @ m.w.t(), torch.matmul(x[:, 0], m.w.t()), F.linear(x, m.w)),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "masked": lambda m, x: F.scaled_dot_product_attention(x, x, x, torch.ones(9, 9).tril() > 0),
+    "from_numbers": lambda m, x: x + torch.arange(7, dtype=x.dtype, device=x.device).flip(0),
+    "a_list": lambda m, x: x * torch.tensor([1.0, 2, 3, 4, 5, 6, 7]),
+    "softmax": lambda m, x: (x.softmax(-1), x.log_softmax(1), x.argmax(1)),
+    "dropped": lambda m, x: F.dropout(x, 0.5, m.training) + x.size(0),
+    "nothing": lambda m, x: (x, m.c, None, 3),
+    "nested": lambda m, x: {"a": [x + 1, (x, 2.0)], "b": None},
+}
+
+
+def model_of(function: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    state = {"c": torch.randn(8), "k": torch.randn(8, 4, 3, 3), "w": torch.randn(5, 7)}
+    return Of(function, **state).eval()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("last", [False, True])
+def test_functions_are_the_graphs_that_torch_exports(name: str, last: bool) -> None:
+    x = image(*IMAGE)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    same_as_export(model_of(FUNCTIONS[name]), x)
+
+
+def test_arguments_keep_their_names_and_places() -> None:
+    model = Of(lambda m, x, *more, scale=1.0: more[0]["y"] * scale - x)
+    args = (image(2, 3), {"y": image(2, 3)})
+    traced = same_as_export(model, *args, scale=2.0)
+    assert len(traced.placeholders) == 2
+    assert pytree.tree_unflatten([1], traced.out_spec) == 1
+
+
+def test_a_weight_under_two_names_is_one_constant() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x))
+
+    traced = same_as_export(Tied().eval(), image(2, 4))
+    assert len(traced.constants) == 1
+
+
+def test_a_tensor_that_is_no_buffer_is_a_constant() -> None:
+    held = image(3)
+    traced = same_as_export(Of(lambda m, x: x * held), image(2, 3))
+    (constant,) = traced.constants.values()
+    assert constant.data_ptr() == held.data_ptr()
+
+
+# -- what is given up ------------------------------------------------------------------------------
+
+
+def _keeps(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept = x * 2
+    return m.kept + 1  # type: ignore[no-any-return]
+
+
+def _writes_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y[:, 0].relu_()
+    return y
+
+
+def _writes_what_is_seen(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    row = y[0]
+    y.neg_()
+    return row + y
+
+
+GIVEN_UP: dict[str, Callable[..., Any]] = {
+    "random": lambda m, x: x + torch.rand_like(x),
+    "dropout": lambda m, x: F.dropout(x, 0.5, True),
+    "branch": lambda m, x: x if x.sum() > 0 else -x,
+    "number": lambda m, x: x * float(x.max()),
+    "input": lambda m, x: x.add_(1),
+    "state": lambda m, x: x + m.c.add_(1)[:1],
+    "keeps": _keeps,
+    "view": _writes_a_view,
+    "seen": _writes_what_is_seen,
+    "turns": lambda m, x: (x * 1).transpose_(0, 1),
+    "out": lambda m, x: torch.add(x, 1, out=torch.empty_like(x)),
+    "control_flow": lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
+    "numpy": lambda m, x: x + torch.from_numpy(x.numpy()),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -> None:
+    model, x = model_of(GIVEN_UP[name]), image(*IMAGE)
+    before = x.clone(), model.c.clone(), set(vars(model))
+    assert tracer.trace(model, (x,), {}) is None
+    assert torch.equal(x, before[0]) and torch.equal(model.c, before[1])
+    assert set(vars(model)) == before[2]
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_control_flow_works_as_before() -> None:
+    """What a model compiles within itself has not met the modes of the run."""
+    model = model_of(GIVEN_UP["control_flow"])
+    x = image(3)
+    for _ in range(2):
+        tracer.trace(model, (x,), {})
+        torch.testing.assert_close(model(x), x + 1 if float(x.sum()) > 0 else x - 1)
+
+
+def test_one_tensor_in_two_places_autocast_and_subclasses_are_given_up() -> None:
+    x = image(2, 3)
+    two = Of(lambda m, a, b: a + b)
+    assert tracer.trace(two, (x, x), {}) is None
+    with torch.autocast("cpu"):
+        assert tracer.trace(two, (x, x + 1), {}) is None
+    assert tracer.trace(two, (x, x.to_sparse()), {}) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.group_norm(x, 2, m.c, m.c),
+        lambda m, x: F.instance_norm(x, weight=m.c, bias=m.c),
+        lambda m, x: F.interpolate(x, (5, 5), mode="bicubic", antialias=True),
+        lambda m, x: F.log_softmax(x, 1),
+        lambda m, x: F.embedding(x.argmax(1) % 5, m.w),
+    ],
+)
+def test_what_is_told_in_other_words_is_as_right(function: Callable[..., Any]) -> None:
+    model, x = model_of(function), image(*IMAGE)
+    assert tracer.trace(model, (x,), {}) is not None
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_views_that_are_written_are_right_by_export() -> None:
+    model, x = model_of(_writes_a_view), image(*IMAGE)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+FORMED: dict[str, Callable[..., torch.Tensor]] = {
+    "conv2d": lambda x: F.conv2d(x, torch.zeros(6, 4, 3, 2), None, (2, 1), (1, 0), (1, 2), 2),
+    "conv1d": lambda x: F.conv1d(x[:, :, 0].contiguous(), torch.zeros(6, 8, 3), stride=2),
+    "conv3d": lambda x: F.conv3d(x.unsqueeze(2), torch.zeros(6, 8, 1, 3, 3), padding=(0, 1, 1)),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.zeros(8, 3, 4, 4), None, 2, 1, 1, 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, (3, 2), 2, 1),
+    "max_pool_plain": lambda x: F.max_pool2d(x, 3),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive_1": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "bilinear": lambda x: F.interpolate(x, (5, 11), mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2.3),
+    "relu": lambda x: F.relu(x),
+    "add": lambda x: x + x,
+    "bias": lambda x: x + torch.zeros(8, 1, 1),
+    "number": lambda x: x * 2.0,
+    "cat": lambda x: torch.cat([x, x, x], 1),
+    "cat_rows": lambda x: torch.cat([x, x], -1),
+    "linear": lambda x: F.linear(x.flatten(1), torch.zeros(5, 504)),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.zeros(8)),
+    "layer_norm": lambda x: F.layer_norm(x, (9, 7)),
+}
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("last", [False, True])
+def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
+    x = torch.zeros(IMAGE).contiguous(memory_format=LAST if last else torch.contiguous_format)
+    traced = tracer.trace(Of(lambda m, x: FORMED[name](x)).eval(), (x,), {})
+    assert traced is not None
+    (result,) = (node for node in traced.graph.nodes if node.op == "output")
+    seen, want = result.args[0][0].meta["val"], FORMED[name](x)
+    assert (seen.shape, seen.dtype) == (want.shape, want.dtype)
+    if name == "conv_transpose2d":  # on a CPU in another layout than on a GPU
+        return
+    steps = zip(seen.shape, seen.stride(), want.stride(), strict=True)
+    assert all(ours == theirs for extent, ours, theirs in steps if extent > 1)
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+_ALONE = """
+import sys, torch, cudnngraph as cg
+from cudnngraph.bench import models
+net, shape = {"resnet": (models.ResNet((1, 1), 8, 5), 64), "unet": (models.UNet(8, 3), 32),
+    "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3), 64)}[sys.argv[1]]
+cg.fuse(net.eval(), torch.randn(1, 3, shape, shape), check=False)
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "deeplab"])
+def test_fuse_does_not_import_torchs_compiler(name: str) -> None:
+    """A second of a start."""
+    command = [sys.executable, "-c", _ALONE, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
