@@ -10,6 +10,7 @@ then torch.export is to say what there is to say.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import linecache
 import operator
@@ -37,21 +38,14 @@ _TORCH = str(Path(torch.__file__).parent)
 WHOLE = frozenset(
     {
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *(
-            "batch_norm",
-            "layer_norm",
-            "group_norm",
-            "instance_norm",
-            "rms_norm",
-            "linear",
-            "matmul",
-        ),
+        *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
+        *("linear", "matmul", "flatten", "reshape", "softmax", "log_softmax", "chunk"),
         *("scaled_dot_product_attention", "max_pool1d", "max_pool2d", "max_pool3d"),
         *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-        *("flatten", "reshape", "softmax", "log_softmax", "chunk", "interpolate"),
+        "interpolate",
     }
 )
-_OTHER_NAMES = {"__matmul__": "matmul", "__rmatmul__": ""}
+_OTHER_NAMES = {"__matmul__": "matmul"}
 _NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
 _POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
 #: Those that are written in Python: their arguments may have other places than the op's.
@@ -196,11 +190,8 @@ class Traced:
             return args[0].device
         if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
             raise GivenUp(f"{op} is none of torch's ops")
-        return (
-            self._in_place(op, args, kwargs)
-            if op._schema.is_mutable
-            else self._new(op, args, kwargs)
-        )
+        make = self._in_place if op._schema.is_mutable else self._new
+        return make(op, args, kwargs)
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What Python calls: an op of :data:`WHOLE`, or more calls."""
@@ -570,27 +561,33 @@ def _names(model: nn.Module, form: Any, leaves: Sequence[Any]) -> Iterator[str]:
     return (named.get(place, f"args_{place}") for place in range(len(leaves)))
 
 
-Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
+#: A container of a module, and a copy of it.
+Attributes = list[tuple[Any, Any]]
 
 
 def _attributes(model: nn.Module) -> Attributes:
-    """What the modules hold, to be put back."""
-    held = []
+    """What the modules hold, in lists and dicts too, to be put back."""
+    held: Attributes = []
     for module in model.modules():
-        for names in (module.__dict__, module._parameters, module._buffers, module._modules):
-            held.append((names, dict(names)))
+        own = module.__dict__
+        inner = [each for each in own.values() if type(each) in (list, dict)]
+        held += [(each, copy.copy(each)) for each in (own, *inner)]
     return held
 
 
 def _restored(model: nn.Module, before: Attributes) -> bool:
     """Put back what a run has changed; whether it had."""
-    changed = False
-    for names, values in before:
-        if names.keys() != values.keys() or any(names[k] is not v for k, v in values.items()):
-            names.clear()
-            names.update(values)
-            changed = True
-    return changed
+    changed = [each for each in before if not _same(*each)]
+    for now, then in changed:
+        now.clear()
+        now.update(then) if isinstance(now, dict) else now.extend(then)
+    return bool(changed)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(now[name] is then[name] for name in then)
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
 
 
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]

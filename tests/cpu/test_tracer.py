@@ -140,6 +140,11 @@ def _keeps(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.kept + 1  # type: ignore[no-any-return]
 
 
+def _appends(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.held.append(x * 2)
+    return m.held[-1] + 1  # type: ignore[no-any-return]
+
+
 def _writes_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     y[:, 0].relu_()
@@ -161,6 +166,7 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
     "input": lambda m, x: x.add_(1),
     "state": lambda m, x: x + m.c.add_(1)[:1],
     "keeps": _keeps,
+    "appends": _appends,
     "view": _writes_a_view,
     "seen": _writes_what_is_seen,
     "turns": lambda m, x: (x * 1).transpose_(0, 1),
@@ -173,10 +179,11 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", GIVEN_UP)
 def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -> None:
     model, x = model_of(GIVEN_UP[name]), image(*IMAGE)
+    model.held = []
     before = x.clone(), model.c.clone(), set(vars(model))
     assert tracer.trace(model, (x,), {}) is None
     assert torch.equal(x, before[0]) and torch.equal(model.c, before[1])
-    assert set(vars(model)) == before[2]
+    assert set(vars(model)) == before[2] and model.held == []
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._len_torch_dispatch_stack() == 0
 
