@@ -236,14 +236,16 @@ class Graph:
 
     @cached_property
     def _wide(self) -> frozenset[str]:
-        """What pointwise ops make float32 outputs of 16-bit data of: roundings would show there."""
+        """What pointwise ops and views make float32 outputs of 16-bit data of: roundings would show
+        there."""
         wide = {
             name
             for name in self.spec.outputs
             if self.spec.tensors[name].dtype == torch.float32 and self._data[name] in LOW_PRECISION
         }
         for node in reversed(self.spec.nodes):
-            if OPS[node.op].pointwise and node.results[0] in wide:
+            op = OPS[node.op]
+            if (op.pointwise or op.view) and node.results[0] in wide:
                 wide |= set(node.operands)
         return frozenset(wide)
 

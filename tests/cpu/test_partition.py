@@ -361,6 +361,14 @@ def test_what_reads_float32_data_beside_16_bit_data_hands_on_float32() -> None:
     assert {name: tensor.dtype for name, tensor in Graph(spec).passed.items()} == {"tanh": F16}
 
 
+def test_views_of_a_wide_sum_that_is_an_output_stay_wide() -> None:
+    g = cg.Graph("sum")
+    total = g.reduction(g.input("x", (2, 3, 24, 40), F16, layout="channels_last"), (0, 2))
+    total = g.permute(total, (1, 0))
+    g.output("y", g.reshape(total, (120,)), dtype=torch.float32)
+    assert not Graph(g.spec()).passed
+
+
 def test_what_pointwise_ops_make_a_float32_output_of_crosses_in_float32() -> None:
     g = cg.Graph("g")
     x, z = g.input("x", (2, 8, 6, 6), F16), g.input("z", (2, 8, 6, 6), F16)
