@@ -17,7 +17,7 @@ import operator
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import forms
 from .resample import UPSAMPLE
 
 _aten: Any = torch.ops.aten
@@ -254,7 +255,7 @@ class Traced:
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """What an op makes on the meta device, and the device that it is for."""
         drops = torch.Tag.nondeterministic_seeded in op.tags
-        if drops and _named(op, args, kwargs).get("dropout_p", 1.0):
+        if drops and forms.named(op, args, kwargs).get("dropout_p", 1.0):
             raise GivenUp(f"{op} draws random numbers")
         devices: list[torch.device] = []
 
@@ -271,17 +272,15 @@ class Traced:
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return self._from_numbers(op, args, kwargs)
         args, kwargs = pytree.tree_map(form, (args, kwargs))
-        rule = FORMS.get(op._schema.name)
         with _no_modes():
-            made = None if rule is None else rule(_named(op, args, kwargs))
-            return op(*args, **kwargs) if made is None else made, devices[0]
+            return forms.of(op, *args, **kwargs), devices[0]
 
     def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """Of an op that takes no tensors; it is run."""
         device = kwargs.get("device") or torch.get_default_device()
         with _no_modes():
             made = op(*args, **{**kwargs, "device": torch.device("cpu")})
-            return _another(made), torch.device(device)
+            return forms.another(made), torch.device(device)
 
     def _node(self, op: Any, args: Any, kwargs: Any) -> torch.fx.Node:
         def operand(leaf: Any) -> Any:
@@ -293,171 +292,7 @@ class Traced:
         return node
 
 
-# -- forms of results ------------------------------------------------------------------------------
-# As torch's own meta kernels give them, which for these ops are written in Python, and import its
-# compiler: a second.
-
-
-Form = Callable[[Mapping[str, Any]], torch.Tensor | None]
-
-
-def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of an op by name."""
-    arguments = op._schema.arguments
-    named = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    named.update(zip([each.name for each in arguments], args, strict=False))
-    return {**named, **kwargs}
-
-
-def _like(a: Mapping[str, Any]) -> torch.Tensor:
-    return _another(a["input"])
-
-
-def _another(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
-    """Of one floating dtype, and laid out without gaps as the largest operand."""
-    given = [each for each in a.values() if isinstance(each, torch.Tensor)]
-    x = max(given, key=lambda each: (each.numel(), each.dim()))
-    if not x.is_floating_point() or any(each.dtype != x.dtype for each in given):
-        return None
-    if not all(_spreads(each.shape, x.shape) for each in given):
-        return None
-    whole = [each for each in given if each.shape == x.shape]
-    if any(each.stride() != x.stride() for each in whole):
-        return None
-    dense = x.is_contiguous() or (x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous())
-    return _another(x) if dense else None
-
-
-def _spreads(shape: Sequence[int], over: Sequence[int]) -> bool:
-    """Whether what has ``shape`` is broadcast over all of ``over``."""
-    ends = list(over[len(over) - len(shape) :])
-    return len(shape) <= len(over) and all(n in (1, m) for n, m in zip(shape, ends, strict=True))
-
-
-def _of_cat(a: Mapping[str, Any]) -> torch.Tensor | None:
-    given, dim = list(a["tensors"]), a["dim"]
-    x = given[0]
-    if not -x.dim() <= dim < x.dim() or any(each.dtype != x.dtype for each in given):
-        return None
-    dim %= x.dim()
-    rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in given}
-    if len(rests) > 1:
-        return None
-    total = sum(each.shape[dim] for each in given)
-    made = _image((*x.shape[:dim], total, *x.shape[dim + 1 :]), x)
-    alike = all(_image(each.shape, each).stride() == each.stride() for each in given)
-    lies = {each.is_contiguous() for each in given}
-    return made if alike and len(lies) == 1 else None
-
-
-def _of_upsample(a: Mapping[str, Any]) -> torch.Tensor | None:
-    x, sizes = a.get("self", a.get("input")), a["output_size"]
-    if sizes is None:
-        scales = a.get("scale_factors") or ()
-        sizes = [int(n * scale) for n, scale in zip(x.shape[2:], scales, strict=False)]
-    return _image((*x.shape[:2], *sizes), x) if len(sizes) == x.dim() - 2 else None
-
-
-def _of_conv(rank: int) -> Form:
-    def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
-        x, weight, padding = a["input"], a["weight"], a["padding"]
-        if isinstance(padding, str) or x.dim() != rank + 2 or weight.dim() != rank + 2:
-            return None
-        if x.dtype != weight.dtype or x.shape[1] != weight.shape[1] * a["groups"]:
-            return None
-        given = (a["stride"], padding, a["dilation"])
-        rows = zip(x.shape[2:], weight.shape[2:], *(each * rank for each in given), strict=False)
-        sizes = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows]
-        if any(size < 1 for size in sizes):
-            return None
-        return _image((x.shape[0], weight.shape[0], *sizes), x, weight)
-
-    return rule
-
-
-def _of_conv_transpose(rank: int) -> Form:
-    def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
-        x, weight = a["input"], a["weight"]
-        if x.dim() != rank + 2 or weight.dim() != rank + 2:
-            return None
-        if x.dtype != weight.dtype or x.shape[1] != weight.shape[0]:
-            return None
-        given = (a["stride"], a["padding"], a["dilation"], a["output_padding"])
-        rows = zip(x.shape[2:], weight.shape[2:], *(each * rank for each in given), strict=False)
-        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in rows]
-        if any(size < 1 for size in sizes):
-            return None
-        return _image((x.shape[0], weight.shape[1] * a["groups"], *sizes), x, weight)
-
-    return rule
-
-
-def _of_max(rank: int) -> Form:
-    def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
-        x, kernel = a["self"], list(a["kernel_size"])
-        if x.dim() != rank + 2 or a["ceil_mode"]:
-            return None
-        given = (kernel, a["stride"] or kernel, a["padding"], a["dilation"])
-        rows = zip(x.shape[2:], *(list(each) * rank for each in given), strict=False)
-        sizes = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows]
-        return _image((*x.shape[:2], *sizes), x) if all(size > 0 for size in sizes) else None
-
-    return rule
-
-
-def _of_linear(a: Mapping[str, Any]) -> torch.Tensor | None:
-    x, weight = a["input"], a["weight"]
-    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        return None
-    shape = (*x.shape[:-1], weight.shape[0])
-    return torch.empty(shape, dtype=x.dtype, device="meta") if x.dtype == weight.dtype else None
-
-
-def _of_mean(rank: int) -> Form:
-    def rule(a: Mapping[str, Any]) -> torch.Tensor | None:
-        x, sizes = a["self"], list(a["output_size"])
-        if x.dim() != rank + 2 or len(sizes) != rank or any(size < 1 for size in sizes):
-            return None
-        return _image((*x.shape[:2], *sizes), x)
-
-    return rule
-
-
-def _image(shape: Sequence[int], *like: torch.Tensor) -> torch.Tensor:
-    """An image that lies channels_last where any of ``like`` does."""
-    made = torch.empty(shape, dtype=like[0].dtype, device="meta")
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    if last is None or all(each.is_contiguous() for each in like):
-        return made
-    lies_last = any(each.is_contiguous(memory_format=last) for each in like)
-    return made.contiguous(memory_format=last) if lies_last else made
-
-
-#: By the op's name; None of a rule leaves it to torch.
-FORMS: Mapping[str, Form] = {
-    **{
-        f"aten::{name}": _pointwise
-        for name in (
-            *("relu", "sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu"),
-            *("elu", "hardtanh", "softplus", "add", "sub", "mul", "div"),
-        )
-    },
-    "aten::linear": _of_linear,
-    "aten::batch_norm": _like,
-    "aten::layer_norm": lambda a: torch.empty(
-        a["input"].shape, dtype=a["input"].dtype, device="meta"
-    ),
-    **{f"aten::conv{rank}d": _of_conv(rank) for rank in (1, 2, 3)},
-    **{f"aten::conv_transpose{rank}d": _of_conv_transpose(rank) for rank in (1, 2, 3)},
-    "aten::cat": _of_cat,
-    **dict.fromkeys((f"aten::{name}" for name in UPSAMPLE.values()), _of_upsample),
-    **{f"aten::max_pool{rank}d": _of_max(rank) for rank in (1, 2, 3)},
-    **{f"aten::adaptive_avg_pool{rank}d": _of_mean(rank) for rank in (2, 3)},
-}
+# -- helpers -------------------------------------------------------------------------------------
 
 
 def _no_modes() -> Any:

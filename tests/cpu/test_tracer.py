@@ -250,6 +250,9 @@ FORMED: dict[str, Callable[..., torch.Tensor]] = {
     "linear": lambda x: F.linear(x.flatten(1), torch.zeros(5, 504)),
     "batch_norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.zeros(8)),
     "layer_norm": lambda x: F.layer_norm(x, (9, 7)),
+    "mean": lambda x: x.mean((2, 3), keepdim=True),
+    "mean_dropped": lambda x: x.mean((-1, 2)),
+    "mean_of_rows": lambda x: x.mean(1),
 }
 
 
@@ -273,9 +276,12 @@ def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
 _ALONE = """
 import sys, torch, cudnngraph as cg
 from cudnngraph.bench import models
+from cudnngraph.importer import import_model
 net, shape = {"resnet": (models.ResNet((1, 1), 8, 5), 64), "unet": (models.UNet(8, 3), 32),
     "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3), 64)}[sys.argv[1]]
-cg.fuse(net.eval(), torch.randn(1, 3, shape, shape), check=False)
+x = torch.randn(1, 3, shape, shape)
+cg.fuse(net.eval(), x, check=False)
+import_model(net.half(), (x.half(),), channels_last=True)
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 
