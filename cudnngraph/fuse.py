@@ -74,7 +74,9 @@ class Bound:
         given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
         for place, name in enumerate(imported.inputs):
             if name is not None:
-                self.inputs[place] = given[name] = _empty(tensors[name], device).zero_()
+                given[name] = _empty(tensors[name], device).zero_()
+                count = imported.channels.get(name)
+                self.inputs[place] = given[name] if count is None else given[name][:, :count]
         for name in imported.spec.outputs:
             self.written[name] = given[name] = _empty(tensors[name], device)
         self.tensors = given
@@ -310,6 +312,7 @@ class Fused(nn.Module):
             exported.placeholders,
             name=type(self.model).__name__,
             channels_last=last,
+            pad_channels=device.type == "cuda",
         )
         executable = None
         if imported.spec is not None:

@@ -46,6 +46,8 @@ class Imported:
     the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
     and the place of a tensor that is handed on, or "value" and what the result always is.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
+    ``channels`` has the images that a run wants with more channels than there are, the rest of them
+    zero, and how many there are.
     """
 
     spec: GraphSpec | None
@@ -54,6 +56,7 @@ class Imported:
     results: tuple[str | tuple[str, Any], ...]
     opaque: tuple[Opaque, ...]
     folded: int
+    channels: Mapping[str, int] = field(default_factory=dict)
 
 
 def convert(
@@ -64,14 +67,18 @@ def convert(
     name: str = "model",
     channels_last: bool = False,
     keep_strides: bool = False,
+    pad_channels: bool = False,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
-    ``keep_strides`` gives the outputs the strides that the trace says. Raises
+    ``keep_strides`` gives the outputs the strides that the trace says, ``pad_channels`` images of
+    three channels a fourth where convolutions by constant weights alone read them. Raises
     :class:`CannotImport` with the op and its line where that cannot be.
     """
-    return _Conversion(module, constants, placeholders, name, channels_last, keep_strides).run()
+    return _Conversion(
+        module, constants, placeholders, name, channels_last, keep_strides, pad_channels
+    ).run()
 
 
 def import_model(
@@ -109,6 +116,7 @@ class _Conversion:
     name: str
     channels_last: bool
     keep_strides: bool
+    pad_channels: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: list[Opaque] = field(default_factory=list)
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
@@ -122,6 +130,7 @@ class _Conversion:
         self._kept: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[Any, ...], Value] = {}
         self._by_input: dict[str, int] = {}
+        self._channels: dict[str, int] = {}
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -161,9 +170,41 @@ class _Conversion:
         self._by_input[label] = user[node.name]
         stride: Any = tuple(seen.stride())
         layout = None
+        shape = tuple(seen.shape)
         if self._is_image(seen):
             stride, layout = None, "channels_last"
-        return self.g.input(label, tuple(seen.shape), seen.dtype, stride=stride, layout=layout)
+            if self._wants_padding(node, seen):
+                self._channels[label], shape = shape[1], (shape[0], 4, *shape[2:])
+        return self.g.input(label, shape, seen.dtype, stride=stride, layout=layout)
+
+    def _wants_padding(self, node: torch.fx.Node, seen: torch.Tensor) -> bool:
+        """Whether to give an image of three channels a fourth, all zero: convolutions of 16-bit
+        images take four fifths to two thirds of their time then (an H200: 84 and 62 us for 32
+        images of 224 x 224 and 7 x 7 taps, 13.1 and 8.4 us for one)."""
+        return (
+            self.pad_channels
+            and seen.dim() == 4
+            and seen.shape[1] == 3
+            and seen.dtype in LOW_PRECISION
+            and bool(node.users)
+            and all(self._convolves(user, node) for user in node.users)
+        )
+
+    def _convolves(self, user: torch.fx.Node, image: torch.fx.Node) -> bool:
+        """Whether a node is a convolution of the image by a weight that is constant."""
+        if str(user.target) != "aten.conv2d.default" or user.all_input_nodes.count(image) > 1:
+            return False
+        names = [each.name for each in user.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
+        weight = given["weight"]
+        constant = isinstance(weight, torch.fx.Node) and weight.name in self.constants
+        return given["input"] is image and constant and given.get("groups", 1) == 1
+
+    def padded_weight(self, x: Value, weight: torch.Tensor) -> torch.Tensor:
+        """The weight of a convolution of x, with zeros for channels that x was given."""
+        if x.name not in self._channels:
+            return weight
+        return nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
 
     def _is_image(self, tensor: torch.Tensor) -> bool:
         return self.channels_last and tensor.dim() in (4, 5) and tensor.dtype in FLOATS
@@ -405,6 +446,7 @@ class _Conversion:
             tuple(results),
             tuple(self.opaque),
             len(self.folded),
+            {name: count for name, count in self._channels.items() if name in there},
         )
 
     def _known_shape(self, seen: torch.Tensor) -> None:
@@ -534,7 +576,10 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
         weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
     else:
         norm = None
-    held = c.image_weight(weight) if isinstance(weight, torch.Tensor) else c.value(weight)
+    if isinstance(weight, torch.Tensor):
+        held = c.image_weight(c.padded_weight(x, weight))
+    else:
+        held = c.value(weight)
     y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
     if isinstance(bias, torch.Tensor):
         y = c.biased_value(y, bias)

@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import lanes
+from cudnngraph import exported, lanes
 from cudnngraph.bench import models
-from cudnngraph.importer import import_model
+from cudnngraph.importer import convert, import_model
 from cudnngraph.ir import GraphSpec
 from cudnngraph.layout import Laid
 from cudnngraph.partition import Graph, piece, prepared, regions, work
 from cudnngraph.runtime import canonical, canonical_tensor_names
+from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.select import FREE, heuristic
 from cudnngraph.trial import Chain
+from tests import numerics
 from tests.cpu.test_importer import NETS, Of, image
 from tests.fakes import builder
 
@@ -50,6 +52,47 @@ def test_a_fused_model_gives_the_models_results() -> None:
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
     assert isinstance(fused, nn.Module) and not fused.training
     assert not fused(x).requires_grad
+
+
+def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
+    """A model as it is imported for a GPU, and bound here."""
+    made = exported.export(model, (x,))
+    imported = convert(
+        made.module, made.constants, made.placeholders, channels_last=True, pad_channels=True
+    )
+    assert imported.spec is not None
+    return imported, fusing.Bound(imported, compile_spec(imported.spec, "cpu"), CPU)
+
+
+def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
+    model, x = net().half(), image(2, 3, 32, 32).half()
+    imported, bound = padded(model, x)
+    ((name, count),) = imported.channels.items()
+    assert count == 3 and imported.spec.tensors[name].shape == (2, 4, 32, 32)
+    with torch.no_grad():
+        want = model.double()(x.double())
+    for _ in range(2):
+        (result,) = bound.run([x])
+        numerics.check(result, want, torch.float16, terms=64)
+    assert bound.inputs[0].shape == x.shape
+    assert float(bound.tensors[name][:, 3:].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: F.conv2d(x, m.w[:, :1].expand(6, 1, 3, 3), groups=3),
+        lambda m, x: F.conv2d(x, m.w) + x[:, :1, 1:-1, 1:-1],
+        lambda m, x: F.conv2d(x, m.w * x.sum()),
+        lambda m, x: F.conv2d(x.float(), m.w.float()),
+    ],
+)
+def test_other_images_keep_their_channels(forward: Any) -> None:
+    model = Of(forward, w=image(6, 3, 3, 3).half()).eval()
+    imported, _ = padded(model, image(2, 3, 8, 8).half())
+    assert not imported.channels
+    wide = Of(lambda m, x: F.conv2d(x, m.w), w=image(6, 3, 3, 3)).eval()
+    assert not padded(wide, image(2, 3, 8, 8))[0].channels
 
 
 def test_arguments_and_results_keep_their_structure() -> None:
