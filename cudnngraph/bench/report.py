@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from ..errors import FeatureMissing
@@ -143,12 +145,9 @@ def to_html(report: Report) -> str:
 
     Raises :class:`FeatureMissing` without matplotlib.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise FeatureMissing(
-            "the page has plots, which need matplotlib; pip install 'cudnngraph[plots]'"
-        ) from None
+    _needs_matplotlib("the page")
+    import matplotlib
+
     parts = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8"><title>cudnngraph bench</title>',
@@ -168,6 +167,13 @@ def to_html(report: Report) -> str:
         if any(row.flops for row in report.rows):
             parts += ["<h2>Roofline</h2>", _roofline(report)]
     return "\n".join([*parts, "</html>", ""])
+
+
+def _needs_matplotlib(what: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise FeatureMissing(
+            f"{what} has plots, which need matplotlib; pip install 'cudnngraph[plots]'"
+        )
 
 
 def _html_table(rows: Sequence[Row]) -> str:
@@ -228,7 +234,11 @@ def _roofline(report: Report) -> str:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5))
-    axes = figure.subplots()
+    _draw_roofline(figure.subplots(), report)
+    return _svg(figure)
+
+
+def _draw_roofline(axes: Any, report: Report) -> None:
     shown = [row for row in report.rows if row.flops and row.moved_bytes]
     places = [row.flops / row.moved_bytes for row in shown]
     for suite in dict.fromkeys(row.suite for row in shown):
@@ -252,4 +262,40 @@ def _roofline(report: Report) -> str:
     axes.set_xlabel("operations per byte")
     axes.set_ylabel("TFLOP/s")
     axes.legend(loc="best", fontsize="small")
-    return _svg(figure)
+
+
+def _over_eager(row: Row) -> float | None:
+    """How many times as fast as eager torch, or as the fastest baseline of a row without it."""
+    known = [ratio for other in _others([row]) if (ratio := row.times_faster(other)) is not None]
+    return row.times_faster("eager") or min(known, default=None)
+
+
+def to_picture(report: Report, file: Path) -> None:
+    """The report at a glance, in the format of the file's name (svg, png): each row's ratio to
+    eager torch by suite, their geomean and how many beside the name; and the roofline.
+
+    Raises :class:`FeatureMissing` without matplotlib.
+    """
+    _needs_matplotlib("the picture")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = []
+    for place, suite in enumerate(report.suites):
+        found = [ratio for row in report.of(suite) if (ratio := _over_eager(row))]
+        left.scatter(found, [place] * len(found), alpha=0.6)
+        mean = f"{statistics.geometric_mean(found):.2f}" if found else "-"
+        names.append(f"{suite}: {mean} ({len(found)})")
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    left.axvline(1.0, color="#222", linewidth=1)
+    left.set_xlabel("times as fast as eager torch, or as the fastest baseline where there is none")
+    if any(row.flops for row in report.rows):
+        _draw_roofline(right, report)
+    figure.suptitle(heading(report)[0])
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -7,8 +7,11 @@ call that makes no sense.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +26,7 @@ from cudnngraph.bench.report import (
     summary_lines,
     to_html,
     to_json,
+    to_picture,
 )
 from cudnngraph.bench.suites import SUITES, Options
 from cudnngraph.cli.table import print_table
@@ -71,6 +75,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--json", metavar="FILE", help="write one JSON object; '-' prints it and nothing else"
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with plots (needs matplotlib)")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="write all ratios and the roofline as one picture, svg or png (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no row after so many; a note says how many are left out",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
     if args.html:
         Path(args.html).write_text(to_html(report), encoding="utf-8")
+    if args.picture:
+        to_picture(report, Path(args.picture))
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failed else 0
@@ -111,14 +129,19 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, list[str]]:
     options = Options(device, args.quick, args.tune, tuple(dict.fromkeys(args.modes)))
     suites = [SUITES[name](options) for name in dict.fromkeys(args.suites or SUITES)]
-    tasks = [task for suite in suites for task in suite.tasks if args.only in task.name]
+    by_suite = [[task for task in suite.tasks if args.only in task.name] for suite in suites]
+    tasks = [task for row in itertools.zip_longest(*by_suite) for task in row if task is not None]
     notes = [note for suite in suites for note in suite.notes]
     ceilings = CeilingsOf(device, quick=args.quick)
     rows: list[Row] = []
     failed: list[str] = []
+    start = time.monotonic()
     with progress_bar("measuring", after_s=2.0) as tell:
         for done, task in enumerate(tasks):
             tell(done, len(tasks))
+            if time.monotonic() - start > args.limit:
+                notes.append(f"{len(tasks) - done} rows left out after {args.limit:g} s")
+                break
             try:
                 rows.append(measured(task, device, ceilings, quick=options.small))
             except Exception as error:  # the other rows are worth having

@@ -241,6 +241,17 @@ def test_the_page_draws_a_bar_for_every_ratio_and_a_point_for_every_row() -> Non
     assert "ceiling, float32" in roofline and "operations per byte" in roofline
 
 
+def test_a_picture_of_a_run_that_is_cut_off(tmp_path: Path) -> None:
+    """The first row of all is measured; what comes later than the limit is counted in a note."""
+    file, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    arguments = ["conv", "norm", "--quick", "--limit", "0", "--json", str(file)]
+    assert main(["bench", *arguments, "--picture", str(picture)]) == 0
+    told = json.loads(file.read_text())
+    assert len(told["rows"]) <= 1
+    assert any("rows left out after 0 s" in note for note in told["notes"])
+    assert picture.read_text().startswith("<?xml") and "eager torch" in picture.read_text()
+
+
 def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(cg.FeatureMissing, match=r"pip install 'cudnngraph\[plots\]'"):
