@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+from .forms import of as form_of
 
 #: How many results of an op a graph can use.
 RESULTS = 4
@@ -92,6 +94,12 @@ def run(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
     """The results of a node on its operands; None for what an op leaves undefined."""
     with torch.no_grad():
         return call(overload(attrs["overload"]), attrs, tensors)
+
+
+def forms(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The same on meta tensors."""
+    with torch.no_grad():
+        return call(partial(form_of, overload(attrs["overload"])), attrs, tensors)
 
 
 @lru_cache(maxsize=1024)

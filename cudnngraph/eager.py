@@ -213,7 +213,7 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
     attrs = dict(node.attrs)
     operands = [spec.inputs.index(name) for name in node.operands]
     like, wanted = (_alike(spec, names) for names in (node.operands, spec.outputs))
-    made = aten.run(attrs, like)
+    made = aten.forms(attrs, like)
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
     found = aten.out_variant(attrs["overload"])

@@ -18,13 +18,12 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from . import aten, forms
+from . import aten
 from .errors import Problem
 from .ir import (
     TensorSpec,
@@ -1756,8 +1755,7 @@ def _aten(call: Call) -> list[Result | None] | None:
         for spec in specs
     ]
     try:
-        form = partial(forms.of, aten.overload(call.attrs["overload"]))
-        results = aten.call(form, call.attrs, like)
+        results = aten.forms(call.attrs, like)
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         call.problem(f"{call.attrs['overload']} does not take these operands: {lines[0]}")

@@ -276,12 +276,16 @@ def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
 _ALONE = """
 import sys, torch, cudnngraph as cg
 from cudnngraph.bench import models
+from cudnngraph import eager
 from cudnngraph.importer import import_model
+from cudnngraph.partition import Graph, piece, work
 net, shape = {"resnet": (models.ResNet((1, 1), 8, 5), 64), "unet": (models.UNet(8, 3), 32),
     "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3), 64)}[sys.argv[1]]
 x = torch.randn(1, 3, shape, shape)
 cg.fuse(net.eval(), x, check=False)
-import_model(net.half(), (x.half(),), channels_last=True)
+graph = Graph(import_model(net.half(), (x.half(),), channels_last=True).spec)
+for node in work(graph.spec.nodes):
+    eager.prepare(piece(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 
