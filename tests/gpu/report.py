@@ -11,6 +11,7 @@ exits 1 if a test failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import math
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PROCESSES = "7"
+PROCESSES = "8"
 VERSIONS = """
 import platform, torch
 from cudnngraph.backend import env
@@ -63,7 +64,8 @@ def environment(path: str) -> dict[str, str]:
 def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start pytest for one frontend; its output and its results go to files in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-ra", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-ra", "--durations=25"]
+    command += ["-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist") is not None:  # side by side: it takes a fifth as long
         command += ["-n", PROCESSES, "--dist", "loadgroup"]
     with open(folder / "log.txt", "wb") as log:
@@ -75,6 +77,16 @@ def start(path: str, folder: Path) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def stop(process: subprocess.Popen[bytes], patience_s: float = 15.0) -> None:
+    """Interrupt pytest, which then sums up what it has; kill it and its workers after a while."""
+    os.kill(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def read(path: str, folder: Path) -> Run:
@@ -114,6 +126,7 @@ def read(path: str, folder: Path) -> Run:
         seconds=float(suite.get("time", "0")),
         summary="\n\n".join(
             [
+                *["stopped by its time limit before the end"] * ("KeyboardInterrupt" in log),
                 *(f"sample graphs, how they {name}: {dict(each)}" for name, each in ran.items()),
                 *(text.strip() for _, text in tables),
             ]
@@ -240,8 +253,7 @@ def main() -> int:
             try:
                 process.wait(None if math.isinf(ends) else max(1.0, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                stop(process)
         runs = [read(path, folder) for path, folder, _ in started]
     names = " ".join(f"frontend-{run.frontend}" for run in runs)
     command = f"python tests/gpu/report.py --out docs/results/h200-tests.md {names}"
