@@ -190,30 +190,16 @@ def memory(case: Case, which: str, grad: torch.Tensor) -> tuple[int, int]:
     return held, torch.cuda.max_memory_allocated() - before
 
 
-def measured(case: Case) -> dict[str, object]:
-    """One row."""
+def as_it_is(make: Callable[[], Case]) -> dict[str, object]:
+    """What a step takes by the clock, and in memory, on the default stream."""
+    case = make()
     y = case.forwards["fused"](*case.inputs)
     grad = torch.randn_like(y)
     del y
-    first, *_ = case.forwards
     start = time.perf_counter()
-    ours = case.step("fused", grad)
+    case.step("fused", grad)
     torch.cuda.synchronize()
     search_s = time.perf_counter() - start
-    theirs = case.step(first, grad)
-    differences = [
-        float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-    del ours, theirs
-    launches = [lambda name=name: case.step(name, grad) for name in case.forwards]
-    stream = torch.cuda.current_stream()
-    captured = [timing.Captured([launch], stream) for launch in launches]
-    for name, each in zip(case.forwards, captured, strict=True):
-        assert each.captured, f"{case.name}: {name} cannot be captured"
-    samples, rounds = timing.samplers(captured, ROUNDS)
-    gpu = timing.interleave(samples, rounds=rounds, drop_over=math.inf)
-    del captured
     walls: dict[str, list[float]] = {name: [] for name in case.forwards}
     for name in case.forwards:
         wall_us(case, name, grad)
@@ -223,13 +209,36 @@ def measured(case: Case) -> dict[str, object]:
     memories = {name: memory(case, name, grad) for name in case.forwards}
     return {
         "name": case.name,
-        "gpu_us": dict(zip(case.forwards, gpu, strict=True)),
         "wall_us": {name: statistics.median(each) for name, each in walls.items()},
         "saved_bytes": {name: each[0] for name, each in memories.items()},
         "peak_bytes": {name: each[1] for name, each in memories.items()},
-        "difference": differences,
         "compile_s": search_s,
     }
+
+
+def captured(make: Callable[[], Case]) -> dict[str, object]:
+    """What it takes on the GPU, and how far the results are apart, on a stream of its own: autograd
+    remembers a leaf's stream, and a capture must not touch another."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        case = make()
+        y = case.forwards["fused"](*case.inputs)
+        grad = torch.randn_like(y)
+        del y
+        first, *_ = case.forwards
+        ours, theirs = case.step("fused", grad), case.step(first, grad)
+        differences = [
+            float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        del ours, theirs
+        launches = [lambda name=name: case.step(name, grad) for name in case.forwards]
+        stream = torch.cuda.current_stream()
+        each = [timing.Captured([launch], stream) for launch in launches]
+        for name, one in zip(case.forwards, each, strict=True):
+            assert one.captured, f"{case.name}: {name} cannot be captured"
+        samples, rounds = timing.samplers(each, ROUNDS)
+        gpu = timing.interleave(samples, rounds=rounds, drop_over=math.inf)
+    return {"gpu_us": dict(zip(case.forwards, gpu, strict=True)), "difference": differences}
 
 
 def row_text(row: dict) -> str:
@@ -265,10 +274,10 @@ def page(rows: list[dict], failed: list[str]) -> str:
         "",
         "One step: forward, and the gradients of the input and of all parameters; bf16 data and "
         "weights, channels_last, batch norms in float32. GPU: µs of a CUDA graph of the step, "
-        "median of interleaved replays. Wall: µs a step of a loop without capture, median of "
-        f"{WALL_ROUNDS} interleaved loops of {STEPS}. Saved: MiB that the forward keeps besides "
-        "its result; peak: MiB allocated at most over a step. torch is eager with "
-        '`cudnn.benchmark`; the fused modules run with `Policy(tune="autotune")`.',
+        "median of interleaved replays. Wall: µs a step of a loop without capture on the default "
+        f"stream, median of {WALL_ROUNDS} interleaved loops of {STEPS}. Saved: MiB that "
+        "the forward keeps besides its result; peak: MiB allocated at most over a step. torch is "
+        'eager with `cudnn.benchmark`; the fused modules run with `Policy(tune="autotune")`.',
         "",
         "| case | torch | GPU torch | GPU fused | ratio | wall torch | wall fused | ratio "
         "| saved torch | saved fused | peak torch | peak fused |",
@@ -297,29 +306,30 @@ def main() -> None:
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
-    rows, failed = [], []
+    data = args.json or (args.out.with_suffix(".json") if args.out else None)
+    kept = json.loads(data.read_text()) if data and data.exists() else []
+    rows, failed = {row["name"]: row for row in kept}, []
     for make in CASES:
-        case = make()
-        torch.cuda.synchronize()
-        if args.only not in case.name:
+        if args.only not in make().name:
             continue
-        try:  # autograd remembers a leaf's stream, and a capture must not touch another
-            with torch.cuda.stream(torch.cuda.Stream()):
-                rows.append(measured(case))
-            print(row_text(rows[-1]), flush=True)
+        try:
+            row = as_it_is(make)
+            torch.cuda.empty_cache()
+            row |= captured(make)
+            rows[row["name"]] = row
+            print(row_text(row), flush=True)
         except Exception as error:  # the other rows are worth having
-            failed.append(f"{case.name}: {type(error).__name__}: {error}"[:1500])
+            failed.append(f"{make.__name__}: {type(error).__name__}: {error}"[:1500])
             print(failed[-1], flush=True)
-        del case
         torch.cuda.empty_cache()
-    text = page(rows, failed)
+    text = page(list(rows.values()), failed)
     if args.out:  # what a person wrote under "Notes" stays
         _, mark, notes = (args.out.read_text() if args.out.exists() else "").partition(
             "\n## Notes\n"
         )
         args.out.write_text(text + mark + notes)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    if data:
+        data.write_text(json.dumps(list(rows.values()), indent=1))
 
 
 if __name__ == "__main__":
