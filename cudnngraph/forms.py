@@ -32,18 +32,29 @@ def another(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
-    """Of one floating dtype, and laid out without gaps as the largest operand."""
+    """Of one floating dtype, and laid out as the first operand of the result's shape."""
     given = [each for each in a.values() if isinstance(each, torch.Tensor)]
     x = max(given, key=lambda each: (each.numel(), each.dim()))
     if not x.is_floating_point() or any(each.dtype != x.dtype for each in given):
         return None
     if not all(_spreads(each.shape, x.shape) for each in given):
         return None
-    whole = [each for each in given if each.shape == x.shape]
-    if any(each.stride() != x.stride() for each in whole):
-        return None
-    dense = x.is_contiguous() or (x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous())
-    return another(x) if dense else None
+    for each in given:
+        if each.shape == x.shape:
+            return another(each) if _dense(each) else None
+        if sum(size > 1 for size in each.shape) > 1:  # then it has a say in the layout too
+            return None
+    return None
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """Whether the elements lie side by side, each once, the dims in some order."""
+    reach = 1
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step != reach:
+            return False
+        reach *= size
+    return x.numel() > 0
 
 
 def _spreads(shape: Sequence[int], over: Sequence[int]) -> bool:
@@ -58,14 +69,30 @@ def _of_cat(a: Mapping[str, Any]) -> torch.Tensor | None:
     if not -x.dim() <= dim < x.dim() or any(each.dtype != x.dtype for each in given):
         return None
     dim %= x.dim()
-    rests = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in given}
-    if len(rests) > 1:
+    if len({(*each.shape[:dim], *each.shape[dim + 1 :]) for each in given}) > 1:
         return None
     total = sum(each.shape[dim] for each in given)
-    made = _image((*x.shape[:dim], total, *x.shape[dim + 1 :]), x)
-    alike = all(_image(each.shape, each).stride() == each.stride() for each in given)
-    lies = {each.is_contiguous() for each in given}
-    return made if alike and len(lies) == 1 else None
+    shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
+    if x.dim() not in (4, 5) or all(each.is_contiguous() for each in given):
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+    if any(each.is_contiguous() for each in given):
+        return None
+    lie_last = all(_image(each.shape, each).stride() == each.stride() for each in given)
+    return _image(shape, x) if lie_last else None
+
+
+def _of_embedding(a: Mapping[str, Any]) -> torch.Tensor:
+    weight, indices = a["weight"], a["indices"]
+    return torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device="meta")
+
+
+def _of_attention(a: Mapping[str, Any]) -> torch.Tensor | None:
+    q, k, v = a["query"], a["key"], a["value"]
+    if q.dim() != 4 or q.dtype != k.dtype or k.dtype != v.dtype:
+        return None
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+        return None
+    return torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device="meta")
 
 
 def _of_upsample(a: Mapping[str, Any]) -> torch.Tensor | None:
@@ -172,6 +199,8 @@ FORMS: Mapping[str, Form] = {
     },
     "aten::linear": _of_linear,
     "aten::mean": _of_mean,
+    "aten::embedding": _of_embedding,
+    "aten::scaled_dot_product_attention": _of_attention,
     "aten::batch_norm": _like,
     "aten::layer_norm": lambda a: torch.empty(
         a["input"].shape, dtype=a["input"].dtype, device="meta"

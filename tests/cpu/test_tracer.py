@@ -244,8 +244,17 @@ FORMED: dict[str, Callable[..., torch.Tensor]] = {
     "relu": lambda x: F.relu(x),
     "add": lambda x: x + x,
     "bias": lambda x: x + torch.zeros(8, 1, 1),
+    "bias_first": lambda x: torch.zeros(8, 1, 1) + x,
+    "of_two_layouts": lambda x: x + torch.zeros(2, 9, 7, 8).permute(0, 3, 1, 2),
+    "of_another_layout": lambda x: torch.zeros(2, 9, 7, 8).permute(0, 3, 1, 2) - x,
+    "mask_first": lambda x: torch.zeros(9, 7) * x,
     "number": lambda x: x * 2.0,
     "cat": lambda x: torch.cat([x, x, x], 1),
+    "cat_mixed": lambda x: torch.cat([x, torch.zeros(2, 3, 9, 7)], 1),
+    "cat_expanded": lambda x: torch.cat([x.flatten(2), torch.zeros(1, 1, 63).expand(2, 1, 63)], 1),
+    "cat_turned": lambda x: torch.cat([x.flatten(2).transpose(1, 2)] * 2, 1),
+    "embedding": lambda x: F.embedding(x.argmax(1), torch.zeros(8, 5)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x[..., :5]),
     "cat_rows": lambda x: torch.cat([x, x], -1),
     "linear": lambda x: F.linear(x.flatten(1), torch.zeros(5, 504)),
     "batch_norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.zeros(8)),
@@ -279,18 +288,25 @@ from cudnngraph.bench import models
 from cudnngraph import eager
 from cudnngraph.importer import import_model
 from cudnngraph.partition import Graph, piece, work
-net, shape = {"resnet": (models.ResNet((1, 1), 8, 5), 64), "unet": (models.UNet(8, 3), 32),
-    "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3), 64)}[sys.argv[1]]
-x = torch.randn(1, 3, shape, shape)
+net, x = {
+    "resnet": (models.ResNet((1, 1), 8, 5), torch.randn(1, 3, 64, 64)),
+    "unet": (models.UNet(8, 3), torch.randn(1, 3, 32, 32)),
+    "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3),
+        torch.randn(1, 3, 64, 64)),
+    "gpt": (models.GPT(97, 64, 2, 32), torch.randint(0, 97, (2, 32))),
+    "vit": (models.ViT(32, 8, 64, 2, 10), torch.randn(1, 3, 32, 32)),
+    "convnext": (models.ConvNeXt((16, 32), (1, 1), 10), torch.randn(1, 3, 64, 64)),
+}[sys.argv[1]]
 cg.fuse(net.eval(), x, check=False)
-graph = Graph(import_model(net.half(), (x.half(),), channels_last=True).spec)
+x = x.half() if x.is_floating_point() else x
+graph = Graph(import_model(net.half(), (x,), channels_last=True).spec)
 for node in work(graph.spec.nodes):
     eager.prepare(piece(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("name", ["resnet", "unet", "deeplab"])
+@pytest.mark.parametrize("name", ["resnet", "unet", "deeplab", "gpt", "vit", "convnext"])
 def test_fuse_does_not_import_torchs_compiler(name: str) -> None:
     """A second of a start."""
     command = [sys.executable, "-c", _ALONE, name]
