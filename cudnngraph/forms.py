@@ -22,8 +22,8 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**known, **kwargs}
 
 
-def _like(a: Mapping[str, Any]) -> torch.Tensor:
-    return another(a["input"])
+def _like(a: Mapping[str, Any]) -> torch.Tensor | None:
+    return another(a["input"]) if _dense(a["input"]) else None
 
 
 def another(x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +36,8 @@ def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
     given = [each for each in a.values() if isinstance(each, torch.Tensor)]
     x = max(given, key=lambda each: (each.numel(), each.dim()))
     if not x.is_floating_point() or any(each.dtype != x.dtype for each in given):
+        return None
+    if any(isinstance(each, complex) for each in a.values()):
         return None
     if not all(_spreads(each.shape, x.shape) for each in given):
         return None
@@ -216,6 +218,7 @@ FORMS: Mapping[str, Form] = {
 def of(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What an overload makes of meta tensors."""
     name = op._schema.name
-    rule = _of_upsample if "upsample" in name and "_aa" not in name else FORMS.get(name)
+    upsamples = "upsample" in name and "_aa" not in name and not name.endswith("_backward")
+    rule = _of_upsample if upsamples else FORMS.get(name)
     result = None if rule is None else rule(named(op, args, kwargs))
     return op(*args, **kwargs) if result is None else result

@@ -168,7 +168,10 @@ class _Conversion:
         self._known_shape(seen)
         label = self._free(node.name)
         self._by_input[label] = user[node.name]
-        stride: Any = tuple(seen.stride())
+        repeats = any(
+            step == 0 and n > 1 for n, step in zip(seen.shape, seen.stride(), strict=True)
+        )
+        stride: Any = None if repeats else tuple(seen.stride())
         layout = None
         shape = tuple(seen.shape)
         if self._is_image(seen):
@@ -234,6 +237,10 @@ class _Conversion:
             )
         if target._schema.is_mutable:
             raise self._refused("it writes over its operands")
+        if str(target).startswith("aten.as_strided") and isinstance(args[0], Value):
+            seen = node.args[0].meta["val"]  # type: ignore[union-attr]
+            if args[0].spec is None or args[0].spec.stride != tuple(seen.stride()):
+                raise self._refused("it reads memory as it lies, and here it lies otherwise")
         graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
         if not graph_values and torch.Tag.nondeterministic_seeded not in target.tags:
             with torch.no_grad():

@@ -16,8 +16,9 @@ import linecache
 import operator
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -46,12 +47,24 @@ WHOLE = frozenset(
         "interpolate",
     }
 )
+_OF_MEMORY = frozenset({"data_ptr", "storage", "_typed_storage", "untyped_storage"})
+#: Ops whose result may be a view or a copy, as the strides are: what writes over it is given up.
+_MAY_COPY = frozenset(
+    f"aten::{name}" for name in ("reshape", "flatten", "clone", "_to_copy", "_unsafe_view")
+)
 _OTHER_NAMES = {"__matmul__": "matmul"}
 _NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
 _POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
 #: Those that are written in Python: their arguments may have other places than the op's.
 _BY_NAME: frozenset[Any] = (
     _NORMS | _POOLS | {F.rms_norm, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
+)
+
+
+#: What an argument may be made of.
+_LEAVES = (
+    *(torch.Tensor, type(None), bool, int, float, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
 
@@ -69,7 +82,9 @@ class Shape(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, device: torch.device) -> Shape:
+    def __new__(
+        cls, meta: torch.Tensor, device: torch.device, real: torch.Tensor | None = None
+    ) -> Shape:
         made: Shape = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -77,8 +92,11 @@ class Shape(torch.Tensor):
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
             device=device,
+            requires_grad=real is not None and real.requires_grad,
         )
         made.meta = meta
+        if isinstance(real, nn.Parameter):
+            made._is_param = True
         return made
 
     @classmethod
@@ -103,6 +121,7 @@ class Traced:
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._views: Counter[int] = Counter()  # how many of them see one memory
+        self._failed = False
         self._run(model, args, dict(kwargs))
 
     # -- the run -----------------------------------------------------------------------------------
@@ -113,6 +132,8 @@ class Traced:
             for name, tensor in tensors(remove_duplicate=False):
                 state[name] = self._held(name, tensor)
         leaves, form = pytree.tree_flatten((tuple(args), kwargs))
+        if any(not isinstance(leaf, _LEAVES) for leaf in leaves):
+            raise GivenUp("an argument is an object of another kind")
         names = _names(model, form, leaves)
         leaves = [
             self._given(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
@@ -125,8 +146,8 @@ class Traced:
                 result = torch.func.functional_call(model, state, shaped_args, shaped_kwargs)
         finally:
             changed = _restored(model, before)
-        if changed:
-            raise GivenUp("it changes its attributes")
+        if changed or self._failed:
+            raise GivenUp("it changes its attributes, or catches what an op has raised")
         made, self.out_spec = pytree.tree_flatten(result)
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
@@ -140,7 +161,7 @@ class Traced:
         form: Any = (tensor.shape, tensor.stride())
         with _no_modes():
             meta = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
-            made = Shape(meta, tensor.device)
+            made = Shape(meta, tensor.device, tensor)
         self._alive += [tensor, made]
         self._shapes[id(tensor)] = made
         return made
@@ -151,6 +172,8 @@ class Traced:
         if found is None:
             found = self._shape(tensor)
             self._real[id(found)] = (name, tensor)
+        elif id(found) not in self._real:
+            raise GivenUp("an argument is held by the model too")
         return found
 
     def _given(self, tensor: torch.Tensor, name: str) -> Shape:
@@ -185,6 +208,15 @@ class Traced:
 
     # -- ops ---------------------------------------------------------------------------------------
 
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Remember what is raised, though the model may catch it and go another way."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
     def dispatched(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What torch dispatches."""
         if op is torch.ops.prim.device.default:
@@ -197,15 +229,21 @@ class Traced:
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What Python calls: an op of :data:`WHOLE`, or more calls."""
         name = getattr(function, "__name__", "")
+        if name in _OF_MEMORY:
+            raise GivenUp(f"it asks for {name}")
         name = _OTHER_NAMES.get(name, name)
         if name not in WHOLE:
             return function(*args, **kwargs)
+        if torch.is_grad_enabled() or _casts():
+            raise GivenUp(f"{name} under autocast, or to be differentiated")
         try:
             if function is F.interpolate:
                 return self._new(*_interpolation(*args, **kwargs))
             packet = getattr(_aten, name)
             placed, named = _canonical(packet, function, args, kwargs)
             which = torch._C._jit_resolve_packet(f"aten::{name}", *placed, **named)
+            if getattr(packet, which or "default")._schema.is_mutable:
+                raise TypeError
         except (KeyError, TypeError, RuntimeError):  # arguments that only Python takes
             return function(*args, **kwargs)
         made = self._new(getattr(packet, which or "default"), placed, named)
@@ -213,6 +251,13 @@ class Traced:
 
     def _new(self, op: Any, args: Any, kwargs: Any) -> Any:
         """The results of an op that makes tensors."""
+        if op._schema.name in ("aten::batch_norm", "aten::instance_norm"):
+            given = forms.named(op, args, kwargs)
+            if (
+                given.get("training", given.get("use_input_stats"))
+                and given["running_mean"] is not None
+            ):
+                raise GivenUp(f"{op} changes its statistics")
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
@@ -244,6 +289,9 @@ class Traced:
         before = self._nodes.get(id(target))
         if before is None or before.op == "placeholder" or self._views[_memory(target)] != 1:
             raise GivenUp(f"{op} writes over what is seen elsewhere")
+        maker: Any = before.target
+        if getattr(getattr(maker, "_schema", None), "name", "") in _MAY_COPY:
+            raise GivenUp(f"{op} writes over what may be a view")
         made, _ = self._computed(pure, args, kwargs)
         if (made.shape, made.dtype) != (target.shape, target.dtype):
             raise GivenUp(f"{op} converts")
@@ -293,6 +341,10 @@ class Traced:
 
 
 # -- helpers -------------------------------------------------------------------------------------
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _no_modes() -> Any:
@@ -401,13 +453,28 @@ Attributes = list[tuple[Any, Any]]
 
 
 def _attributes(model: nn.Module) -> Attributes:
-    """What the modules hold, in lists and dicts too, to be put back."""
+    """What the modules hold, in containers and in objects of their own too, to be put back."""
     held: Attributes = []
-    for module in model.modules():
-        own = module.__dict__
-        inner = [each for each in own.values() if type(each) in (list, dict)]
-        held += [(each, copy.copy(each)) for each in (own, *inner)]
+    seen: set[int] = set()
+    todo: list[Any] = [vars(module) for module in model.modules()]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        held.append((each, copy.copy(each)))
+        for inner in each.values() if isinstance(each, dict) else each:
+            if isinstance(inner, (list, dict, deque)):
+                todo.append(inner)
+            elif _is_plain(inner):
+                todo.append(vars(inner))
     return held
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object with attributes: no part of torch, no function, no class."""
+    kinds = (nn.Module, torch.Tensor, type, list, dict, deque)
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, kinds)
 
 
 def _restored(model: nn.Module, before: Attributes) -> bool:
@@ -435,7 +502,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run.dispatched(func, args, kwargs or {})
+        with self._run.noticing():
+            return self._run.dispatched(func, args, kwargs or {})
 
 
 class _Called(TorchFunctionMode):
@@ -444,7 +512,8 @@ class _Called(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run.called(func, args, kwargs or {})
+        with self._run.noticing():
+            return self._run.called(func, args, kwargs or {})
 
 
 class _NoCompiler:
@@ -471,7 +540,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
     yet, and stands aside where it is.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if _casts():
         return None
     if _COMPILER not in sys.modules:
         guard: Any = _NoCompiler()

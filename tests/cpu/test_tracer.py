@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +147,29 @@ def _appends(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.held[-1] + 1  # type: ignore[no-any-return]
 
 
+def _casts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.linear(x, m.w)
+
+
+def _forces(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.linear(x, m.w).pow(2).sum() + x.pow(3).sum(), x)[0]
+
+
+def _nests(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.ordered.setdefault("in", {})["y"] = x * 2
+    return x + 1
+
+
+def _catches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * x.sum().item()
+    except Exception:
+        return x
+
+
 def _writes_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     y[:, 0].relu_()
@@ -167,6 +192,15 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
     "state": lambda m, x: x + m.c.add_(1)[:1],
     "keeps": _keeps,
     "appends": _appends,
+    "catches": _catches,
+    "casts": _casts,
+    "forces": _forces,
+    "nests": _nests,
+    "statistics": lambda m, x: F.batch_norm(x, m.c, m.c, training=True),
+    "address": lambda m, x: x + x.data_ptr() % 2,
+    "maybe_a_view": lambda m, x: (y := x * 2, y.flatten(1).add_(1))[0],
+    "ordered": lambda m, x: m.ordered.setdefault("y", x * 2) + 1,
+    "object": lambda m, x: m.object.__dict__.setdefault("y", x * 2) + 1,
     "view": _writes_a_view,
     "seen": _writes_what_is_seen,
     "turns": lambda m, x: (x * 1).transpose_(0, 1),
@@ -179,11 +213,12 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", GIVEN_UP)
 def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -> None:
     model, x = model_of(GIVEN_UP[name]), image(*IMAGE)
-    model.held = []
+    model.held, model.ordered, model.object = [], OrderedDict(), SimpleNamespace()
     before = x.clone(), model.c.clone(), set(vars(model))
     assert tracer.trace(model, (x,), {}) is None
     assert torch.equal(x, before[0]) and torch.equal(model.c, before[1])
     assert set(vars(model)) == before[2] and model.held == []
+    assert not model.ordered and not vars(model.object)
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._len_torch_dispatch_stack() == 0
 
@@ -220,6 +255,42 @@ def test_what_is_told_in_other_words_is_as_right(function: Callable[..., Any]) -
     model, x = model_of(function), image(*IMAGE)
     assert tracer.trace(model, (x,), {}) is not None
     torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_flags_are_those_of_the_real_tensors() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if m.w.requires_grad else 3) * (5 if isinstance(m.w, nn.Parameter) else 7)
+
+    model, x = Of(forward).eval(), image(2, 3)
+    model.w = nn.Parameter(image(3))
+    assert tracer.trace(model, (x,), {}) is not None
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_an_argument_that_the_model_holds_and_objects_are_given_up() -> None:
+    held = image(2, 4)
+    assert tracer.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
+    box = SimpleNamespace(x=held)
+    assert tracer.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
+
+
+def test_a_product_into_a_tensor_of_the_model() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        z = x.new_zeros(4, 4)
+        torch.matmul(x, x, out=z)
+        return z
+
+    model, x = Of(forward).eval(), image(4, 4)
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_an_expanded_input_and_memory_as_it_lies() -> None:
+    x = image(1, 8, 9, 7).expand(2, 8, 9, 7)
+    model = model_of(lambda m, x: F.conv2d(x, m.k, groups=2))
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x), rtol=1e-4, atol=1e-4)
+    strided = model_of(lambda m, x: F.conv2d(x, m.k, groups=2).as_strided((4,), (1,)))
+    with pytest.raises(cg.CannotImport, match="it reads memory as it lies"):
+        cg.fuse(strided, image(*IMAGE), channels_last=True)
 
 
 def test_views_that_are_written_are_right_by_export() -> None:
