@@ -66,6 +66,7 @@ def by_torch(
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     signature = program.graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    changed += getattr(signature, "parameters_to_mutate", {}).values()
     if changed:
         what = ", ".join(f"'{each}'" for each in changed)
         raise CannotImport(

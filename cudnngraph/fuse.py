@@ -278,7 +278,10 @@ class Fused(nn.Module):
 
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        parts: list[Hashable] = [str(spec)]
+        casts = (
+            torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)
+        )
+        parts: list[Hashable] = [str(spec), *casts]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 dtype = leaf.dtype if self._dtype is None or not _floats(leaf) else self._dtype

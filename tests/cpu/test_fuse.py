@@ -113,6 +113,14 @@ def test_arguments_and_results_keep_their_structure() -> None:
     assert len(fused) == 2, "a number is part of the form"
 
 
+def test_autocast_is_part_of_the_form() -> None:
+    model, x = Of(lambda m, x: F.linear(x, m.w), w=image(4, 4)).eval(), image(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fused = cg.fuse(model, x, check=False)
+        assert fused(x).dtype == torch.bfloat16
+    assert fused(x).dtype == torch.float32 and len(fused) == 2
+
+
 def test_each_form_is_compiled_once_and_the_oldest_goes() -> None:
     model = net()
     fused = cg.fuse(model, image(2, 3, 32, 32), max_shapes=2, check=False)

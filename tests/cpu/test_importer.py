@@ -458,6 +458,12 @@ def test_state_that_changes_is_refused() -> None:
     assert "changes 'state' in place" in text and "call model.eval()" in text
 
 
+def test_a_parameter_that_changes_is_refused() -> None:
+    model = nn.Embedding(5, 4, max_norm=0.5).eval()
+    with pytest.raises(CannotImport, match=r"changes 'weight' in place"):
+        import_model(model, (torch.tensor([1, 2]),))
+
+
 def test_an_input_that_is_written_is_refused() -> None:
     assert "changes 'args_0' in place" in refusal(lambda m, x: x.add_(1), image(3))
 
