@@ -148,6 +148,9 @@ class Traced:
             changed = _restored(model, before)
         if changed or self._failed:
             raise GivenUp("it changes its attributes, or catches what an op has raised")
+        now, now_form = pytree.tree_flatten((shaped_args, shaped_kwargs))
+        if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
+            raise GivenUp("it changes its arguments")
         made, self.out_spec = pytree.tree_flatten(result)
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)

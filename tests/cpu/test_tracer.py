@@ -270,6 +270,8 @@ def test_flags_are_those_of_the_real_tensors() -> None:
 def test_an_argument_that_the_model_holds_and_objects_are_given_up() -> None:
     held = image(2, 4)
     assert tracer.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
+    writes = Of(lambda m, d: d.setdefault("y", d["x"] * 2)).eval()
+    assert tracer.trace(writes, ({"x": held},), {}) is None
     box = SimpleNamespace(x=held)
     assert tracer.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
 
