@@ -279,7 +279,9 @@ class Fused(nn.Module):
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         casts = (
-            torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
         )
         parts: list[Hashable] = [str(spec), *casts]
         for leaf in leaves:
