@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from .. import timing
+from ..runtime import CapturedCall
 
 Call = Callable[[], object]
 Clock = str
@@ -27,19 +28,17 @@ IN_FLIGHT = 50  # calls of the host's clock in a row, so few that no queue of la
 
 
 def captured(call: Call) -> Call:
-    """A call whose launches are captured in a CUDA graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = call()
+    """A call whose launches are captured in a CUDA graph; it returns what the graph writes."""
+    kept: list[object] = []
 
-    def replay(kept: object = kept) -> object:
-        graph.replay()
-        return kept
+    def run() -> None:
+        kept[:] = [call()]
+
+    recorded = CapturedCall(run, torch.device("cuda", torch.cuda.current_device()))
+
+    def replay() -> object:
+        recorded()
+        return kept[0]
 
     return replay
 
