@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .ir import is_dense
+
 Form = Callable[[Mapping[str, Any]], torch.Tensor | None]
 
 
@@ -23,7 +25,7 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _like(a: Mapping[str, Any]) -> torch.Tensor | None:
-    return another(a["input"]) if _dense(a["input"]) else None
+    return another(a["input"]) if is_dense(a["input"].shape, a["input"].stride()) else None
 
 
 def another(x: torch.Tensor) -> torch.Tensor:
@@ -43,20 +45,10 @@ def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
         return None
     for each in given:
         if each.shape == x.shape:
-            return another(each) if _dense(each) else None
+            return another(each) if is_dense(each.shape, each.stride()) else None
         if sum(size > 1 for size in each.shape) > 1:  # then it has a say in the layout too
             return None
     return None
-
-
-def _dense(x: torch.Tensor) -> bool:
-    """Whether the elements lie side by side, each once, the dims in some order."""
-    reach = 1
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and step != reach:
-            return False
-        reach *= size
-    return x.numel() > 0
 
 
 def _spreads(shape: Sequence[int], over: Sequence[int]) -> bool:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import aten
+from . import aten, forms
 from .errors import CannotImport, GraphError
 from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
-from .ir import GraphSpec, channels_last_strides, is_contiguous
+from .ir import GraphSpec, channels_last_strides, is_contiguous, overlaps_itself
 from .ops import FLOATS
 from .partition import LOW_PRECISION
 
@@ -168,12 +168,8 @@ class _Conversion:
         self._known_shape(seen)
         label = self._free(node.name)
         self._by_input[label] = user[node.name]
-        repeats = any(
-            step == 0 and n > 1 for n, step in zip(seen.shape, seen.stride(), strict=True)
-        )
-        stride: Any = None if repeats else tuple(seen.stride())
-        layout = None
-        shape = tuple(seen.shape)
+        shape, layout = tuple(seen.shape), None
+        stride: Any = None if overlaps_itself(shape, seen.stride()) else tuple(seen.stride())
         if self._is_image(seen):
             stride, layout = None, "channels_last"
             if self._wants_padding(node, seen):
@@ -197,11 +193,10 @@ class _Conversion:
         """Whether a node is a convolution of the image by a weight that is constant."""
         if str(user.target) != "aten.conv2d.default" or user.all_input_nodes.count(image) > 1:
             return False
-        names = [each.name for each in user.target._schema.arguments]  # type: ignore[union-attr]
-        given = {**dict(zip(names, user.args, strict=False)), **user.kwargs}
+        given = forms.named(user.target, user.args, user.kwargs)
         weight = given["weight"]
         constant = isinstance(weight, torch.fx.Node) and weight.name in self.constants
-        return given["input"] is image and constant and given.get("groups", 1) == 1
+        return given["input"] is image and constant and given["groups"] == 1
 
     def padded_weight(self, x: Value, weight: torch.Tensor) -> torch.Tensor:
         """The weight of a convolution of x, with zeros for channels that x was given."""
@@ -268,14 +263,7 @@ class _Conversion:
     ) -> Any | None:
         """What a rule makes of an op; None where it does not apply, or made something else."""
         mark = self.g.mark()
-        names = [each.name for each in target._schema.arguments]
-        given = {
-            each.name: each.default_value
-            for each in target._schema.arguments
-            if each.has_default_value()
-        }
-        given.update(zip(names, args, strict=False))
-        given.update(kwargs)
+        given = forms.named(target, args, kwargs)
         try:
             made = rule(self, given)
         except (_Skip, GraphError):
@@ -397,15 +385,8 @@ class _Conversion:
             each is not self.node and each not in self.env for each in user.all_input_nodes
         ):
             return None
-        names = [each.name for each in target._schema.arguments]
         rest = self._filled((None, *user.args[1:]))
-        given = {
-            each.name: each.default_value
-            for each in target._schema.arguments
-            if each.has_default_value()
-        }
-        given.update(zip(names, rest, strict=False))
-        given.update(self._filled(dict(user.kwargs)))
+        given = forms.named(target, rest, self._filled(dict(user.kwargs)))
         norm = _norm_of(str(target).rpartition(".")[0], given)
         return None if norm is None else (user, norm)
 

@@ -355,9 +355,8 @@ def _no_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    shown = tensor.meta if isinstance(tensor, Shape) else tensor
-    return int(shown.untyped_storage()._cdata)
+def _memory(tensor: Shape) -> int:
+    return int(tensor.meta.untyped_storage()._cdata)
 
 
 def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("errors", "forms", "timing", "memory", "progress", "ranks", "resample"),
-    ("aten", "ir", "settings", "policy", "tracer"),
+    ("errors", "timing", "memory", "progress", "ranks", "resample"),
+    ("ir", "settings", "policy"),
+    ("forms",),
+    ("aten", "tracer"),
     ("ops", "key", "exported"),
     ("validate", "reference", "partition"),
     ("graph", "backend", "eager", "dropped"),
