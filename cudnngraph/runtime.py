@@ -7,6 +7,7 @@ replays its choices for every further thread that runs it.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter, OrderedDict, namedtuple
@@ -1059,13 +1060,20 @@ class CapturedCall:
         graph, stream = torch.cuda.CUDAGraph(), make()
         _forget_workspaces()
         _recording.held = self._held
+        collects = gc.isenabled()
+        gc.disable()  # a CUDA graph that is garbage would take this one with it
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._call()
         finally:
             _recording.held = None
             _forget_workspaces()
+            if collects:
+                gc.enable()
         self.graph = graph
+
+    def __del__(self) -> None:
+        env.let_go(self.graph)
 
     def __call__(self) -> None:
         if self.graph is not None:

@@ -42,6 +42,7 @@ __all__ = [
     "has_wheels",
     "how_to_get_cudnn",
     "how_to_get_frontend",
+    "let_go",
     "loaded_libraries",
     "raw_stream",
 ]
@@ -307,6 +308,22 @@ def _create_handle(device_index: int) -> Any:
             f"cuDNN gives no handle for cuda:{device_index} ({error}); "
             "run `cudnngraph doctor` for what is missing"
         ) from error
+
+
+_kept: list[Any] = []
+
+
+def let_go(*things: Any) -> None:
+    """Let go of plans or CUDA graphs, after the capture where this thread's stream is in one.
+
+    Destroying one of them makes CUDA refuse the whole capture, and Python may collect what is
+    garbage at any time. What had to be kept goes with the next thing that is let go of.
+    """
+    made: Any = torch.cuda.is_initialized
+    if made() and torch.cuda.is_current_stream_capturing():
+        _kept.extend(things)
+    else:
+        _kept.clear()
 
 
 def _forget_handles() -> None:

@@ -36,6 +36,7 @@ from ..ir import (
 from ..ops import FP8, OPS, QUANTIZED
 from ..partition import ALIKE, token_widths
 from ..validate import check_node
+from . import env
 
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
@@ -96,6 +97,9 @@ class Lowered:
     graph: Any
     uids: tuple[int, ...]
     extras: tuple[Extra, ...]
+
+    def __del__(self) -> None:
+        env.let_go(self.graph)
 
 
 class _Refused(Exception):

@@ -80,6 +80,7 @@ class Plan:
         uids: Sequence[int],
         extras: Sequence[Extra],
     ) -> None:
+        self._graph = graph
         self.choice = choice
         self.device_index = device_index
         self.workspace_bytes = int(
@@ -87,7 +88,6 @@ class Plan:
             if index is None
             else graph.get_workspace_size_plan_at_index(index)
         )
-        self._graph = graph
         self._index = index
         self._extras = tuple(extras)
         self._uids = (*uids, *(extra.uid for extra in extras))
@@ -109,6 +109,9 @@ class Plan:
             for extra in extras
         )
         self.native = _native_call(graph, index, self._uids)
+
+    def __del__(self) -> None:
+        env.let_go(self._graph)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """An array of pointers: inputs, outputs, then what the plan adds to them."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import resample, runtime
+from cudnngraph.backend import env
 from cudnngraph.runtime import WORKSPACE
 from tests import numerics
 from tests.copies import check_slices
@@ -186,6 +187,27 @@ def test_a_capture_within_a_capture_is_refused() -> None:
         with pytest.raises(cg.CaptureError, match=r"in it; call what bind\(\) gives"):
             exe.capture(**given, y=out)
         torch.zeros(1, device="cuda")
+
+
+def test_what_is_let_go_of_during_a_capture_does_not_spoil_it() -> None:
+    """Python collects garbage when it likes; CUDA destroys no plan and no graph in a capture."""
+    exe, given = conv_graph().compile("cuda"), inputs()
+    out = exe(**given)
+    captured = exe.capture(**given, y=out)
+    cg.cache_clear()
+    gc.collect()  # what earlier tests left
+    x = torch.ones(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        del exe, captured
+        gc.collect()
+    assert len(env._kept) >= 2
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [3.0, 3.0, 3.0]
+    env.let_go()
+    assert env._kept == []
 
 
 def _product(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:
