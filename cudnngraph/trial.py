@@ -2,15 +2,16 @@
 
 A check runs a plan once between guard bytes. It fails when the result is off, when an element was
 not written, or when the plan wrote where it has no business: around its outputs and its workspace,
-in the gaps of a strided output, or over its inputs.
+in the gaps of a strided output, or over its inputs, or did part of its work on another stream.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +38,7 @@ FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at
 STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
+_LAG_CYCLES = 1_000_000  # about 0.5 ms, in which a plan is issued
 _POSITIVE = {"batch_norm", "div", "log", "pow", "reciprocal", "rsqrt", "sqrt"}
 _LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -232,6 +234,20 @@ def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) ->
     return out
 
 
+@contextmanager
+def _behind(device: torch.device) -> Iterator[None]:
+    """On a stream that lags behind every other: what a plan does elsewhere comes too early (engine
+    0 of cuDNN 9.19 does, in the gradient of an instance norm)."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    cuda: Any = torch.cuda
+    with torch.cuda.stream(cuda.Stream(device)):
+        cuda._sleep(_LAG_CYCLES)
+        yield
+
+
 class _Guarded:
     """Memory with guard bytes on both sides."""
 
@@ -239,6 +255,10 @@ class _Guarded:
         total = 2 * GUARD_BYTES + -(-size_bytes // 256) * 256
         self.block = torch.full((total,), _GUARD, dtype=torch.uint8, device=device)
         self.inner = self.block[GUARD_BYTES : GUARD_BYTES + size_bytes]
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave nothing in the memory that a plan is to write."""
         self.inner.fill_(_UNWRITTEN)
 
     def view(self, spec: TensorSpec) -> torch.Tensor:
@@ -325,9 +345,12 @@ class Trial:
         before = [tensor.clone() for tensor in self._inputs]
         places = [tensor.data_ptr() for tensor in self._inputs]
         pointers = plan.pointers([*places, *(each.inner.data_ptr() for each in outputs)])
-        handle = env.handle_on_current_stream(self._device.index)
         try:
-            plan.execute(pointers, scratch.inner.data_ptr(), handle)
+            with _behind(self._device):
+                for each in (*outputs, scratch):
+                    each.clear()
+                handle = env.handle_on_current_stream(self._device.index)
+                plan.execute(pointers, scratch.inner.data_ptr(), handle)
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             return f"does not run: {first_line(str(error))}"

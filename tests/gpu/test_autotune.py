@@ -18,8 +18,10 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import runtime, settings
-from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals
+from cudnngraph.backend import env
+from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
 from cudnngraph.ir import GraphSpec
+from cudnngraph.trial import Trial
 from plans_cache.record import PlanRecord, from_json
 from tests import numerics
 from tests.gpu.test_plans import tensors
@@ -354,6 +356,27 @@ def test_where_every_plan_does_wrong_none_is_taken(
     assert said and not any(decision.accepted for decision in said)
     kept = [c.reason for step in record(folder).steps for c in step.candidates]
     assert sorted(r for r in kept if r.startswith(reason)) == sorted(d.reason for d in said)
+
+
+class Elsewhere:
+    """A plan that runs on the default stream."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.workspace_bytes, self.pointers, self._plan = plan.workspace_bytes, plan.pointers, plan
+
+    def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
+        mine = env.raw_stream(0)
+        env.frontend().set_stream(handle=handle, stream=0)
+        self._plan.execute(pointers, workspace, handle)
+        env.frontend().set_stream(handle=handle, stream=mine)
+
+
+def test_a_plan_that_leaves_its_stream_is_wrong() -> None:
+    spec, policy = conv_bias_relu().spec(), cg.Policy()
+    plan, _ = build_first(spec, policy, 0)
+    trial = Trial(spec, policy, torch.device("cuda", 0))
+    assert trial.why_wrong(plan) is None
+    assert str(trial.why_wrong(Elsewhere(plan))).startswith("wrong: 'y' is off by ")
 
 
 class Idle:
