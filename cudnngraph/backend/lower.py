@@ -49,7 +49,7 @@ _MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_
 # Anchors that cuDNN takes in two spatial dims at least.
 _SPREAD = (
     *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
-    *("instance_norm", "instance_norm_backward"),
+    "instance_norm",
 )
 
 
@@ -1241,24 +1241,16 @@ def _norm_backward(method: str) -> Rule:
             for word, port in (("mean", "mean"), ("inv_variance", "inv_std"))
             if port in given
         }
-        if method == "instancenorm_backward":
-            _check_image_layout(ctx, node, *node.inputs[:2], node.outputs[0])
-        weight = given["weight"]
         with_bias = node.outputs[2] is not None
         if method == "rmsnorm_backward":
             options["has_dbias"] = with_bias
         dx, dweight, dbias = getattr(ctx.graph, method)(
             grad=given["dy"],
             input=given["x"],
-            scale=_ones(ctx, node) if weight is None else weight,
+            scale=given["weight"],
             name=node.name,
             **options,
         )
-        if weight is None:
-            vector = _vector(ctx.spec.tensors[str(node.inputs[1])])
-            for unused in (dweight, dbias):
-                ctx.discard(unused, vector)
-            return dx, None, None
         if dbias is not None and not with_bias:
             ctx.discard(dbias, ctx.spec.tensors[str(node.inputs[2])])
         return dx, dweight, dbias if with_bias else None
@@ -1370,6 +1362,12 @@ def _torchs_own(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.attr('overload')} is torch's own op, no part of a plan: a torch step")
 
 
+def _not_as_a_plan(ctx: Context | None, node: Node) -> Any:
+    """cuDNN 9.19 on an H200: engine 0 adds up the gradients of weight and bias by a kernel on the
+    default stream, whatever the handle's; engine 2 takes three times as long as torch."""
+    raise _Refused(f"{node.op}: cuDNN leaves the stream of the call, or is slower; a torch step")
+
+
 def _no_resample(ctx: Context | None, node: Node) -> Any:
     """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
     raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
@@ -1383,6 +1381,7 @@ def _no_softmax(ctx: Context | None, node: Node) -> Any:
 _REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     _torch_only,
     _torchs_own,
+    _not_as_a_plan,
     _no_resample,
     _no_softmax,
 )
@@ -1407,7 +1406,7 @@ RULES: Mapping[str, Rule] = {
     "batch_norm_train": _batch_norm_train,
     "batch_norm_backward": _batch_norm_backward,
     "instance_norm": _norm("instancenorm"),
-    "instance_norm_backward": _norm_backward("instancenorm_backward"),
+    "instance_norm_backward": _not_as_a_plan,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,
@@ -1480,7 +1479,6 @@ _CHANNEL_PORTS = {
     "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
     "batch_norm_backward": ("weight", "mean", "inv_std"),
     "instance_norm": ("weight", "bias"),
-    "instance_norm_backward": ("weight",),
 }
 _SCALED = ("dequantize", "quantize")
 _ATTENTION = ("sdpa", "sdpa_backward")
@@ -1692,7 +1690,7 @@ def _result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
         shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
     if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
-    vectors = ("batch_norm_train", "batch_norm_backward", "instance_norm_backward")
+    vectors = ("batch_norm_train", "batch_norm_backward")
     if node.op in vectors and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)
         shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]

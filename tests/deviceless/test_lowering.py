@@ -248,9 +248,13 @@ TORCH = (
         "an instance norm takes images of one layout, without gaps",
         lambda spec: any(
             not is_dense(spec.tensors[name].shape, spec.tensors[name].stride)
-            for node in _nodes(spec, "instance_norm", "instance_norm_backward")
+            for node in _nodes(spec, "instance_norm")
             for name in node.operands[:2]
         ),
+    ),
+    Known(
+        "cuDNN leaves the call's stream in an instance norm's gradient",
+        lambda spec: bool(_nodes(spec, "instance_norm_backward")),
     ),
     Known("norms take rows that lie one behind the other", _norm(_rows_apart)),
     Known(
@@ -512,9 +516,7 @@ CUT = (
     ),
     Known(
         "the gradients of norms fuse with nothing",
-        lambda spec: bool(
-            _nodes(spec, "layer_norm_backward", "rms_norm_backward", "instance_norm_backward")
-        ),
+        lambda spec: bool(_nodes(spec, "layer_norm_backward", "rms_norm_backward")),
     ),
     Known(
         "a relu's backward shares a plan with a batch norm's in 16 bits alone",
