@@ -15,6 +15,7 @@ APART = ("test_samples", "test_gradients")  # whose tests need nothing of each o
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): tests that run in one process")
+    config.addinivalue_line("markers", "alone: compares times, so it needs the GPU for itself")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cudnngraph.bench.suites import SUITES
 from cudnngraph.cli import main
 
@@ -22,6 +24,7 @@ def test_the_quick_run_measures_every_suite(tmp_path: Path) -> None:
     assert page.read_text().count("<svg") > 5
 
 
+@pytest.mark.alone
 def test_a_convolution_is_below_the_ceilings_of_the_same_run(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     case = "conv 32 512 7 512 3 1 1 float16 bias relu"
