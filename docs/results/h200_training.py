@@ -177,17 +177,32 @@ def wall_us(case: Case, which: str, grad: torch.Tensor) -> float:
     return (time.perf_counter() - start) / STEPS * 1e6
 
 
+def walls(case: Case, grad: torch.Tensor) -> dict[str, float]:
+    """Microseconds a step of each contender, called in turn."""
+    for name in case.forwards:
+        wall_us(case, name, grad)
+    samples: dict[str, list[float]] = {name: [] for name in case.forwards}
+    for _ in range(WALL_ROUNDS):
+        for name in case.forwards:
+            samples[name].append(wall_us(case, name, grad))
+    return {name: statistics.median(each) for name, each in samples.items()}
+
+
 def memory(case: Case, which: str, grad: torch.Tensor) -> tuple[int, int]:
     """Bytes that the forward keeps for the backward besides its result, and the step's peak."""
+
+    def requested(when: str) -> int:
+        return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
+
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested("current")
     y = case.forwards[which](*case.inputs)
-    held = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    held = requested("current") - before - y.numel() * y.element_size()
     del y
     torch.cuda.reset_peak_memory_stats()
     case.step(which, grad)
     torch.cuda.synchronize()
-    return held, torch.cuda.max_memory_allocated() - before
+    return held, requested("peak") - before
 
 
 def as_it_is(make: Callable[[], Case]) -> dict[str, object]:
@@ -200,16 +215,14 @@ def as_it_is(make: Callable[[], Case]) -> dict[str, object]:
     case.step("fused", grad)
     torch.cuda.synchronize()
     search_s = time.perf_counter() - start
-    walls: dict[str, list[float]] = {name: [] for name in case.forwards}
-    for name in case.forwards:
-        wall_us(case, name, grad)
-    for _ in range(WALL_ROUNDS):
-        for name in case.forwards:
-            walls[name].append(wall_us(case, name, grad))
+    wall = walls(case, grad)
+    with torch.autograd.set_multithreading_enabled(False):
+        in_thread = walls(case, grad)
     memories = {name: memory(case, name, grad) for name in case.forwards}
     return {
         "name": case.name,
-        "wall_us": {name: statistics.median(each) for name, each in walls.items()},
+        "wall_us": wall,
+        "wall_in_thread_us": in_thread,
         "saved_bytes": {name: each[0] for name, each in memories.items()},
         "peak_bytes": {name: each[1] for name, each in memories.items()},
         "compile_s": search_s,
@@ -243,20 +256,27 @@ def captured(make: Callable[[], Case]) -> dict[str, object]:
 
 def row_text(row: dict) -> str:
     """The lines of a row: one for each of torch's contenders."""
-    mib = 2**20
-    lines = []
-    fused = {key: row[key]["fused"] for key in ("gpu_us", "wall_us", "saved_bytes", "peak_bytes")}
-    for name in row["gpu_us"]:
-        if name == "fused":
-            continue
-        lines.append(
-            f"| {row['name']} | {name} | {row['gpu_us'][name]:.1f} | {fused['gpu_us']:.1f} "
-            f"| {fused['gpu_us'] / row['gpu_us'][name]:.2f} | {row['wall_us'][name]:.0f} "
-            f"| {fused['wall_us']:.0f} | {fused['wall_us'] / row['wall_us'][name]:.2f} "
-            f"| {row['saved_bytes'][name] / mib:.1f} | {fused['saved_bytes'] / mib:.1f} "
-            f"| {row['peak_bytes'][name] / mib:.1f} | {fused['peak_bytes'] / mib:.1f} |"
-        )
-    return "\n".join(lines)
+
+    def times(key: str, name: str, digits: int) -> str:
+        if key not in row:  # of an older run
+            return "| - | - | - "
+        theirs, ours = row[key][name], row[key]["fused"]
+        return f"| {theirs:.{digits}f} | {ours:.{digits}f} | {ours / theirs:.2f} "
+
+    def mib(key: str, name: str) -> str:
+        return f"| {row[key][name] / 2**20:.1f} | {row[key]['fused'] / 2**20:.1f} "
+
+    return "\n".join(
+        f"| {row['name']} | {name} "
+        + times("gpu_us", name, 1)
+        + times("wall_us", name, 0)
+        + times("wall_in_thread_us", name, 0)
+        + mib("saved_bytes", name)
+        + mib("peak_bytes", name)
+        + "|"
+        for name in row["gpu_us"]
+        if name != "fused"
+    )
 
 
 def page(rows: list[dict], failed: list[str]) -> str:
@@ -275,13 +295,16 @@ def page(rows: list[dict], failed: list[str]) -> str:
         "One step: forward, and the gradients of the input and of all parameters; bf16 data and "
         "weights, channels_last, batch norms in float32. GPU: µs of a CUDA graph of the step, "
         "median of interleaved replays. Wall: µs a step of a loop without capture on the default "
-        f"stream, median of {WALL_ROUNDS} interleaved loops of {STEPS}. Saved: MiB that "
+        f"stream, median of {WALL_ROUNDS} interleaved loops of {STEPS}; in thread: the same under "
+        "`torch.autograd.set_multithreading_enabled(False)`, where autograd wakes no thread of its "
+        "own. Saved: MiB that "
         "the forward keeps besides its result; peak: MiB allocated at most over a step. torch is "
         'eager with `cudnn.benchmark`; the fused modules run with `Policy(tune="autotune")`.',
         "",
         "| case | torch | GPU torch | GPU fused | ratio | wall torch | wall fused | ratio "
+        "| in thread torch | in thread fused | ratio "
         "| saved torch | saved fused | peak torch | peak fused |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *map(row_text, rows),
         "",
     ]
