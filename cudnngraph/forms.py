@@ -24,6 +24,16 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**known, **kwargs}
 
 
+def draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op draws random numbers, given these arguments: attention and recurrent layers do
+    so for dropout alone, and the latter in training alone."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = named(op, args, kwargs)
+    chances = (given[name] for name in ("dropout_p", "dropout", "train") if name in given)
+    return all(chances)
+
+
 def _like(a: Mapping[str, Any]) -> torch.Tensor | None:
     return another(a["input"]) if is_dense(a["input"].shape, a["input"].stride()) else None
 

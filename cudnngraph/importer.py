@@ -237,7 +237,8 @@ class _Conversion:
             if args[0].spec is None or args[0].spec.stride != tuple(seen.stride()):
                 raise self._refused("it reads memory as it lies, and here it lies otherwise")
         graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
-        if not graph_values and torch.Tag.nondeterministic_seeded not in target.tags:
+        draws = forms.draws(target, args, kwargs)
+        if not graph_values and not draws:
             with torch.no_grad():
                 return target(*args, **kwargs)
         for seen in _leaves(node.meta.get("val")):
@@ -250,7 +251,7 @@ class _Conversion:
             made = self._by_rule(rule, node, target, args, kwargs)
             if made is not None:
                 return made
-        if torch.Tag.nondeterministic_seeded in target.tags:
+        if draws:
             raise self._refused("it draws random numbers (call model.eval()?)")
         return self.left_to_torch(str(target), args, kwargs, node)
 
@@ -334,6 +335,8 @@ class _Conversion:
 
     def constant(self, tensor: torch.Tensor, label: str = "constant") -> Value:
         """The graph's input for a tensor that is always the same."""
+        if tensor.layout != torch.strided:
+            raise self._refused("it reads a sparse tensor")
         place = (
             tensor.data_ptr() if tensor.numel() else id(tensor),
             tuple(tensor.shape),

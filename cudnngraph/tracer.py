@@ -305,8 +305,7 @@ class Traced:
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """What an op makes on the meta device, and the device that it is for."""
-        drops = torch.Tag.nondeterministic_seeded in op.tags
-        if drops and forms.named(op, args, kwargs).get("dropout_p", 1.0):
+        if forms.draws(op, args, kwargs):
             raise GivenUp(f"{op} draws random numbers")
         devices: list[torch.device] = []
 
@@ -548,7 +547,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
         guard: Any = _NoCompiler()
         sys.meta_path.insert(0, guard)
         try:
-            return Traced(model, args, kwargs)
+            traced = Traced(model, args, kwargs)
+            if not guard.asked:  # else the model may have caught that there is none
+                return traced
         except Exception:
             if not guard.asked:
                 return None

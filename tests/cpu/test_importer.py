@@ -410,6 +410,27 @@ def test_whole_numbers_are_torchs_own() -> None:
     assert ops(imported.spec) == ["aten", "aten"]
 
 
+@pytest.mark.parametrize(
+    ("model", "op"),
+    [
+        (nn.LSTM(8, 16, 2, batch_first=True, dropout=0.5), "aten.lstm.input"),
+        (nn.GRU(8, 16, bidirectional=True), "aten.gru.input"),
+        (nn.RNN(8, 16), "aten.rnn_tanh.input"),
+    ],
+    ids=["lstm", "gru", "rnn"],
+)
+def test_recurrent_layers_are_torchs_own_and_draw_nothing(model: nn.Module, op: str) -> None:
+    imported = check(Of(lambda m, x: m.layer(x)[0].relu(), layer=model).eval(), image(5, 2, 8))
+    assert [each.overload for each in imported.opaque] == [op]
+    assert ops(imported.spec) == ["aten", "relu"]
+
+
+def test_a_recurrent_layer_that_drops_is_refused() -> None:
+    layer = nn.LSTM(8, 16, 2, dropout=0.5)
+    with pytest.raises(CannotImport, match=r"aten.lstm.input .*: it draws random numbers"):
+        import_model(layer.train(), (image(5, 2, 8),))
+
+
 def test_casts_keep_their_dtype() -> None:
     imported = check(Of(lambda m, x: x.double().relu()), image(3, 4))
     assert ops(imported.spec) == ["aten", "relu"]
@@ -447,6 +468,14 @@ def test_random_numbers_are_refused() -> None:
     text = refusal(lambda m, x: x + torch.rand_like(x), image(4))
     assert "aten.rand_like.default (test_importer.py:" in text
     assert "it draws random numbers (call model.eval()?)" in text
+
+
+def test_a_sparse_tensor_is_refused() -> None:
+    model = Of(lambda m, x: torch.sparse.mm(m.sparse, x), sparse=torch.eye(3).to_sparse())
+    with pytest.raises(CannotImport) as caught:
+        import_model(model.eval(), (image(3, 4),))
+    text = str(caught.value)
+    assert text.endswith(": it reads a sparse tensor")
 
 
 def test_state_that_changes_is_refused() -> None:

@@ -386,3 +386,26 @@ def test_fuse_does_not_import_torchs_compiler(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+_CATCHES = """
+import torch
+import cudnngraph as cg
+class Net(torch.nn.Module):
+    def forward(self, x):
+        try:
+            import torch._dynamo
+        except Exception:
+            return x + 1
+        return x + 2
+x = torch.zeros(3)
+print(cg.fuse(Net().eval(), x)(x).tolist())
+"""
+
+
+def test_a_model_that_does_without_the_compiler_is_noted_with_it() -> None:
+    """As it runs, not as it runs where the import fails."""
+    command = [sys.executable, "-c", _CATCHES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[2.0, 2.0, 2.0]"
