@@ -1,11 +1,15 @@
 """Whole models in plain torch, to be fused, measured and shown; their weights are random.
 
 ``resnet50`` and ``deeplab_resnet50`` have the layers of torchvision's models of those names.
+``WHOLE`` lists what is measured, ``TORCHVISION`` what is where torchvision can be imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -281,18 +285,91 @@ class ConvNeXt(nn.Module):
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model, for inference, with statistics in its batch norms as a trained one has some."""
+    """The model, for inference, with numbers as a trained one has some in its batch norms, and in
+    weights that begin as zeros."""
     generator = torch.Generator().manual_seed(seed)
+
+    def fill(tensor: torch.Tensor | None, low: float, high: float) -> None:
+        assert tensor is not None
+        with torch.no_grad():
+            tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
+
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            for tensor, low, high in (
-                (module.running_mean, -0.2, 0.2),
-                (module.running_var, 0.7, 1.3),
-                (module.weight, 0.7, 1.3),
-                (module.bias, -0.2, 0.2),
-            ):
-                assert tensor is not None
-                shape = tensor.shape
-                with torch.no_grad():
-                    tensor.copy_(low + (high - low) * torch.rand(shape, generator=generator))
+            fill(module.running_mean, -0.2, 0.2)
+            fill(module.running_var, 0.7, 1.3)
+            fill(module.weight, 0.7, 1.3)
+            fill(module.bias, -0.2, 0.2)
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            fill(parameter, -0.05, 0.05)
     return model.eval()
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model to measure: how it is made, and the shape of its input, which is images, or whole
+    numbers below ``tokens``."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    tokens: int = 0
+
+    def example(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """An input."""
+        if self.tokens:
+            return torch.randint(self.tokens, self.shape, device=device)
+        x = torch.randn(self.shape, device=device).to(dtype)
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def of_torchvision(name: str) -> nn.Module:
+    """torchvision's model of that name, with random weights; of segmentation the main result."""
+    vision: Any = importlib.import_module("torchvision.models")
+    if hasattr(vision.segmentation, name):
+        made = getattr(vision.segmentation, name)(weights=None, weights_backbone=None)
+        return _Main(made)
+    return cast(nn.Module, getattr(vision, name)(weights=None))
+
+
+class _Main(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images (N, 3, H, W) → scores (N, classes, H, W)."""
+        return cast(torch.Tensor, self.model(x)["out"])
+
+
+def has_torchvision() -> bool:
+    """Whether torchvision can be imported, with its models."""
+    try:
+        importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+WHOLE = (
+    Whole("ResNet-50 batch 32, 224", resnet50, (32, 3, 224, 224)),
+    Whole("ResNet-50 batch 1, 224", resnet50, (1, 3, 224, 224)),
+    Whole("DeepLabV3-ResNet-50 batch 4, 512", deeplab_resnet50, (4, 3, 512, 512)),
+    Whole("U-Net batch 8, 256", UNet, (8, 3, 256, 256)),
+    Whole("GPT 12 x 768 batch 8, 512", GPT, (8, 512), tokens=50304),
+)
+TORCHVISION = tuple(
+    Whole(f"torchvision {name} batch {shape[0]}, {shape[2]}", partial(of_torchvision, name), shape)
+    for name, shape in (
+        ("resnet18", (32, 3, 224, 224)),
+        ("resnet50", (32, 3, 224, 224)),
+        ("deeplabv3_resnet50", (4, 3, 512, 512)),
+        ("fcn_resnet50", (4, 3, 512, 512)),
+        ("convnext_tiny", (32, 3, 224, 224)),
+        ("vit_b_16", (32, 3, 224, 224)),
+    )
+)

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..fuse import fuse
 from ..policy import Policy, Tune
@@ -236,21 +235,16 @@ def _startup(options: Options) -> Suite:
 def _models(options: Options) -> Suite:
     gpu = options.device.type == "cuda"
     kind = torch.float16 if gpu else torch.float32
-    listed: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
-        ("ResNet-50 batch 32", models.resnet50, (32, 3, 224, 224)),
-        ("ResNet-50 batch 1", models.resnet50, (1, 3, 224, 224)),
-        ("DeepLabV3-ResNet-50 batch 4", models.deeplab_resnet50, (4, 3, 512, 512)),
-        ("U-Net batch 8", models.UNet, (8, 3, 256, 256)),
-    ]
+    listed = [*models.WHOLE, *(models.TORCHVISION if models.has_torchvision() else ())]
     if options.small:
         small = partial(models.ResNet, (1, 1), width=8, classes=10)
-        listed = [("a small ResNet batch 2", small, (2, 3, 32, 32))]
+        listed = [models.Whole("a small ResNet batch 2", small, (2, 3, 32, 32))]
 
-    def contest(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Contest:
+    def contest(whole: models.Whole) -> Contest:
         torch.manual_seed(0)
-        model: Any = models.randomized(make()).eval()
+        model: Any = models.randomized(whole.make())
         model = model.to(options.device, kind).to(memory_format=host.LAST)
-        x = torch.randn(shape, device=options.device, dtype=kind).to(memory_format=host.LAST)
+        x = whole.example(options.device, kind)
         policy = Policy(tune=options.tune if gpu else None)
         fused = fuse(model, x, policy=policy, capture=gpu, reuse_results=True, check=False)
         calls: dict[str, Call] = {"fused": partial(_inferred, fused, x)}
@@ -261,7 +255,7 @@ def _models(options: Options) -> Suite:
             calls[f"torch.compile {mode}"] = partial(_inferred, _compiled(model, mode), x)
         return Contest(calls, "fused", clock="wall", dtype=kind)
 
-    return Suite([Task("models", name, partial(contest, make, x)) for name, make, x in listed])
+    return Suite([Task("models", whole.name, partial(contest, whole)) for whole in listed])
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "h200_models.py"
 
@@ -31,16 +33,26 @@ def test_a_quick_run_writes_rows_and_keeps_notes_and_other_rows(
     page = tmp_path / "page.md"
     page.write_text("old\n## Notes\nkept by hand\n")
     assert script.main(["--quick", "--only", "U-Net", "--out", str(page)]) == 0
-    assert script.main(["--quick", "--only", "small ResNet", "--out", str(page)]) == 0
+    assert script.main(["--quick", "--only", "small GPT", "--out", str(page)]) == 0
     data = json.loads(page.with_suffix(".json").read_text())
-    assert [row["name"] for row in data["rows"]] == ["small U-Net", "small ResNet"]
+    assert [row["name"] for row in data["rows"]] == ["small U-Net", "small GPT"]
     text = page.read_text()
     assert text.endswith("\n## Notes\nkept by hand\n")
     for row in data["rows"]:
         assert row["times_us"]["fused"] > 0 and row["times_us"]["eager"] > 0
         assert all(error < 1e-5 for error, _ in row["errors"])
-        (line,) = (line for line in text.splitlines() if line.startswith(f"| {row['name']} |"))
+        line, parity = (each for each in text.splitlines() if each.startswith(f"| {row['name']} |"))
         assert f"| {row['times_us']['fused'] / 1e3:.3f} |" in line
+        assert parity.endswith(" | 100.000% | 100.000% |")
+
+
+def test_the_share_of_equal_classes_is_counted(script: ModuleType) -> None:
+    net = nn.Identity()
+    x = torch.tensor([[[1.0, 5.0], [2.0, 3.0]]])  # (1, 2 classes, 2 pixels)
+    ours = x.clone()
+    assert script.agreement(net, x, ours) == {"fused": 1.0, "torch": 1.0}
+    ours[0, :, 1] = torch.tensor([0.0, 1.0])
+    assert script.agreement(net, x, ours) == {"fused": 0.5, "torch": 1.0}
 
 
 def test_the_table_of_steps_puts_equal_ones_together(script: ModuleType) -> None:
