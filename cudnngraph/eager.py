@@ -252,9 +252,9 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
 def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
     """By torch's batch norm of several GPUs, for which each image's channels are channels of one.
 
-    On float32: of 16-bit images its sums are off by 3e-4 (fp16) or 4e-3 (bf16) on an H200, as are
-    those of ``native_batch_norm_backward``. None on a CPU, which has no such kernels, and for empty
-    images.
+    On float32: of 16-bit images torch's kernels round products and partial sums to 16 bits (its
+    ``Float2`` in Normalization.cuh), which puts the sums off by 3e-4 (fp16) and 4e-3 (bf16) on an
+    H200. None on a CPU, which has no such kernels, and for empty images.
     """
     n, c, *pixels = spec.tensors[node.operands[0]].shape
     if device.type != "cuda" or n * c * math.prod(pixels) == 0:
