@@ -102,6 +102,8 @@ class Plan:
             for extra in extras
             if isinstance(extra, Constant)
         }
+        if any(constant.is_cuda for constant in self._constants.values()):
+            torch.cuda.current_stream(device).synchronize()  # any stream may read them from now on
         self.added = tuple(
             (extra.position, extra.offset_bytes)
             if isinstance(extra, Alias)
