@@ -562,8 +562,9 @@ def regions(graph: Graph) -> tuple[Group, ...]:
 
 def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
-    and the strides and the offsets of packed sequences."""
-    made = slices(views(wide_sums(numeric_masks(spec))))
+    views behind what a product's plan may do, and the strides and the offsets of packed sequences.
+    """
+    made = slices(views_behind(views(wide_sums(numeric_masks(spec)))))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 
@@ -623,6 +624,140 @@ def views(spec: GraphSpec) -> GraphSpec:
         if place is not None and name not in spec.outputs:
             tensors[name] = replace(tensors[name], stride=place[0])
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
+
+
+_MOVED = frozenset(("add", "sub", "mul", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"))
+
+
+def views_behind(spec: GraphSpec) -> GraphSpec:
+    """The graph in which what is shown of a product is shown behind the pointwise ops that read it.
+
+    So they are part of the product's plan: the bias of a projection that torch adds behind a
+    reshape, a residual behind a transposition.
+    """
+    if not any(node.op == "matmul" for node in spec.nodes):
+        return spec
+    graph = Graph(spec)
+    for node in spec.nodes:
+        if node.op in _MOVED:
+            graph = _with_views_behind(graph, node)
+    return graph.spec
+
+
+def _with_views_behind(graph: Graph, node: Node) -> Graph:
+    """The graph with the views in front of one pointwise op behind it, where that is possible."""
+    spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
+    for shown in node.operands:
+        chain, name = _views_of(graph, shown)
+        whole = all(tensors[each].numel == result.numel for each in (name, shown))
+        if not chain or not whole or not _of_product(graph, name):
+            continue
+        found = _shown_back(node, shown, chain, tensors)
+        if found is None:
+            continue
+        inputs, back = found
+        product = tensors[name]
+        early = TensorSpec(f"{result.name}_early", product.shape, product.stride, result.dtype)
+        made, shows = {early.name: early}, list[Node]()
+        for view in reversed(chain):
+            place = view_place(view, early)
+            if place is None:
+                break
+            to = result.name if view is chain[0] else view.results[0]
+            shows.append(replace(view, inputs=(early.name,), outputs=(to,)))
+            early = TensorSpec(to, tensors[view.results[0]].shape, place[0], result.dtype)
+            made[to] = early
+        if early.name != result.name or not same_layout(result.shape, early.stride, result.stride):
+            continue
+        moved = replace(
+            node,
+            inputs=tuple(name if each == shown else each for each in inputs),
+            outputs=(f"{result.name}_early",),
+        )
+        made |= {**{each.results[0]: form for each, form in back}, result.name: result}
+        gone = {view.name for view in chain}
+        nodes: list[Node] = []
+        for each in spec.nodes:
+            if each.name == node.name:
+                nodes += [*(inverse for inverse, _ in back), moved, *shows]
+            elif each.name not in gone:
+                nodes.append(each)
+        kept = {each: form for each, form in tensors.items() if each != shown}
+        return Graph(replace(spec, tensors={**kept, **made}, nodes=tuple(nodes)))
+    return graph
+
+
+def _views_of(graph: Graph, name: str) -> tuple[list[Node], str]:
+    """The views that end in a tensor, the last of them first, and what they are of; as far as each
+    is read once."""
+    chain: list[Node] = []
+    while len(graph.readers[name]) == 1 and name not in graph.spec.outputs:
+        view = graph.producer.get(name)
+        if view is None or not is_view(graph.spec.tensors, view):
+            return chain, name
+        chain.append(view)
+        name = view.operands[0]
+    return [], name
+
+
+def _of_product(graph: Graph, name: str) -> bool:
+    """Whether a tensor is a product, or made of one by ops that may be part of its plan."""
+    node, tensors = graph.producer.get(name), graph.spec.tensors
+    if node is None or node.op not in _MOVED:
+        return node is not None and node.op == "matmul"
+    same = (each for each in node.operands if tensors[each].shape == tensors[name].shape)
+    return any(_of_product(graph, each) for each in same)
+
+
+def _shown_back(
+    node: Node, shown: str, chain: Sequence[Node], tensors: Mapping[str, TensorSpec]
+) -> tuple[list[str | None], list[tuple[Node, TensorSpec]]] | None:
+    """The operands of a pointwise op as they are before the views of ``chain``, and the views that
+    show them so; None where one would have to be copied."""
+    result = tensors[node.results[0]]
+    back: list[tuple[Node, TensorSpec]] = []
+    inputs: list[str | None] = []
+    first = tensors[chain[-1].operands[0]]
+    keep_last = all(_keeps_last(each, tensors) for each in chain)
+    for number, name in enumerate(node.inputs):
+        if name is None or name == shown:
+            inputs.append(name)
+            continue
+        other = tensors[name]
+        small = other.numel == 1 and len(other.shape) <= len(first.shape)
+        if small or (other.shape == result.shape[-1:] and keep_last):
+            inputs.append(name)
+            continue
+        if other.shape != result.shape:
+            return None
+        for step, view in enumerate(chain):
+            to = tensors[view.operands[0]].shape
+            attrs = dict(view.attrs)
+            if view.op == "permute":
+                dims = attrs["dims"]
+                attrs = {"dims": tuple(dims.index(dim) for dim in range(len(dims)))}
+            elif view.op == "reshape":
+                attrs = {"shape": to}
+            label = f"{result.name}_back{number}_{step}"
+            inverse = Node(view.op, label, (other.name,), (label,), tuple(attrs.items()))
+            place = view_place(inverse, other)
+            if place is None:
+                return None
+            other = TensorSpec(label, to, place[0], other.dtype)
+            back.append((inverse, other))
+        inputs.append(other.name)
+    return inputs, back
+
+
+def _keeps_last(view: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a view leaves the last dim where it is."""
+    source, result = tensors[view.operands[0]], tensors[view.results[0]]
+    rank = len(source.shape)
+    if view.op == "transpose":
+        return rank - 1 not in (view.attr("dim0") % rank, view.attr("dim1") % rank)
+    if view.op == "permute":
+        return bool(view.attr("dims")[-1] % rank == rank - 1)
+    return source.shape[-1:] == result.shape[-1:]
 
 
 def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
