@@ -9,8 +9,8 @@ refuses, or measures.
 Rewrites come before any cut (:func:`prepared`): a boolean mask of attention becomes an additive
 one, since cuDNN has no other; a 16-bit sum becomes a float32 one that is rounded; a reshape,
 transpose or slice of what lies in memory becomes a view, another way to address it that costs
-nothing. A graph of convolutions may besides be run channels
-last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
+nothing, and stands behind what a product's plan can do besides. A graph of convolutions may be run
+channels last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
 
 What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
 torch's own ops do it. It halves the traffic, and cuDNN has more engines for it. Inside a step
@@ -728,25 +728,45 @@ def _shown_back(
         if small or (other.shape == result.shape[-1:] and keep_last):
             inputs.append(name)
             continue
-        if other.shape != result.shape:
-            return None
-        for step, view in enumerate(chain):
-            to = tensors[view.operands[0]].shape
+        wanted: list[tuple[str, dict[str, Any]]] = []  # views of it, one after the other
+        if other.shape != result.shape:  # broadcast: its dims may change places, and no more
+            if any(view.op == "reshape" for view in chain):
+                return None
+            padding = len(result.shape) - len(other.shape)
+            wanted += [("reshape", {"shape": (*(1,) * padding, *other.shape)})] * (padding > 0)
+        for view in chain:
             attrs = dict(view.attrs)
             if view.op == "permute":
                 dims = attrs["dims"]
                 attrs = {"dims": tuple(dims.index(dim) for dim in range(len(dims)))}
             elif view.op == "reshape":
-                attrs = {"shape": to}
+                attrs = {"shape": tensors[view.operands[0]].shape}
+            wanted.append((view.op, attrs))
+        for step, (op, attrs) in enumerate(wanted):
             label = f"{result.name}_back{number}_{step}"
-            inverse = Node(view.op, label, (other.name,), (label,), tuple(attrs.items()))
+            inverse = Node(op, label, (other.name,), (label,), tuple(attrs.items()))
             place = view_place(inverse, other)
             if place is None:
                 return None
-            other = TensorSpec(label, to, place[0], other.dtype)
+            other = TensorSpec(label, _shape_of(inverse, other.shape), place[0], other.dtype)
             back.append((inverse, other))
+        if tensors[name].shape != result.shape and other.numel != other.shape[-1]:
+            return None  # no vector along the rows of the product
         inputs.append(other.name)
     return inputs, back
+
+
+def _shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what a view that keeps every element shows of a tensor of ``shape``."""
+    if view.op == "reshape":
+        return tuple(view.attr("shape"))
+    dims = list(range(len(shape)))
+    if view.op == "permute":
+        dims = list(view.attr("dims"))
+    else:
+        a, b = view.attr("dim0"), view.attr("dim1")
+        dims[a], dims[b] = dims[b], dims[a]
+    return tuple(shape[dim] for dim in dims)
 
 
 def _keeps_last(view: Node, tensors: Mapping[str, TensorSpec]) -> bool:

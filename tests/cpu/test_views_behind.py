@@ -81,9 +81,20 @@ def permuted(g: cg.Graph, y: cg.Value) -> cg.Value:
     return g.mul(r, g.permute(g.reshape(y, (S, B, E)), (2, 0, 1)))
 
 
+def scaled_by_channel(g: cg.Graph, y: cg.Value) -> cg.Value:
+    return g.mul(g.transpose(y, 0, 1), g.input("c", (E, 1), F16))
+
+
+def scaled_images(g: cg.Graph, y: cg.Value) -> cg.Value:
+    image = g.permute(g.reshape(y, (S, 2, 2, E)), (0, 3, 1, 2))
+    r = g.input("r", (S, E, 2, 2), F16, layout="channels_last")
+    return g.add(r, g.mul(g.input("c", (E, 1, 1), F16), image))
+
+
 @pytest.mark.parametrize(
     ("build", "wanted"),
     [
+        (scaled_by_channel, ["matmul", "transpose", "mul", "mul", "transpose"]),
         (bias, ["matmul", "add", "mul", "reshape"]),
         (bias_and_activation, ["matmul", "add", "gelu_tanh", "mul", "reshape", "transpose"]),
         (residual, ["matmul", "add", "transpose", "reshape", "add", "mul", "reshape", "transpose"]),
@@ -134,7 +145,7 @@ def broadcast(g: cg.Graph, y: cg.Value) -> cg.Value:
     "build",
     [
         *(vector_along_a_moved_dim, residual_to_be_copied, read_twice, a_part, with_itself),
-        *(of_an_input, broadcast),
+        *(of_an_input, broadcast, scaled_images),
     ],
 )
 def test_what_would_be_copied_or_is_read_elsewhere_stays(build: Build) -> None:
@@ -202,7 +213,7 @@ class Attends(nn.Module):
         """(B, S, E) → (B, S, E)."""
         for _ in range(2):
             y = self.norm(x)
-            x = x + self.attention(y, y, y, need_weights=False)[0]
+            x = self.attention(y, y, y, need_weights=False)[0] + x
         return x
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
+from tests.cpu.test_views_behind import Attends
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -34,6 +35,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
         lambda: models.ViT(64, 8, 128, 2, 10),
         lambda: torch.randn(3, 3, 64, 64, device="cuda", dtype=F16),
     ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(128, 2, 256, activation="gelu", batch_first=True),
+            2,
+            enable_nested_tensor=False,
+        ),
+        lambda: torch.randn(3, 64, 128, device="cuda", dtype=F16),
+    ),
+    "attention": (Attends, lambda: torch.randn(4, 32, 16, device="cuda", dtype=F16)),
     "convnext": (
         lambda: models.ConvNeXt((32, 64), (1, 2), 10),
         lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
