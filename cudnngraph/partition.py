@@ -575,11 +575,9 @@ def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | 
     do not take (they read 16 bytes at once).
     """
     stride, offset = list(source.stride), 0
-    if node.op == "transpose":
-        a, b = node.attr("dim0"), node.attr("dim1")
-        stride[a], stride[b] = stride[b], stride[a]
-    elif node.op == "permute":
-        stride = [stride[dim] for dim in node.attr("dims")]
+    order = _order(node, len(stride))
+    if order is not None:
+        stride = [stride[dim] for dim in order]
     elif node.op == "slice":
         dim = node.attr("dim")
         offset = node.attr("start") * stride[dim]
@@ -592,6 +590,19 @@ def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | 
     else:
         return None
     return None if offset * source.dtype.itemsize % 16 else (tuple(stride), offset)
+
+
+def _order(node: Node, rank: int) -> list[int] | None:
+    """Which dim of its operand each dim of a view is; None for what does not change their places
+    alone."""
+    if node.op == "permute":
+        return list(node.attr("dims"))
+    if node.op != "transpose":
+        return None
+    dims = list(range(rank))
+    a, b = node.attr("dim0"), node.attr("dim1")
+    dims[a], dims[b] = b, a
+    return dims
 
 
 def is_view(tensors: Mapping[str, TensorSpec], node: Node) -> bool:
@@ -658,30 +669,26 @@ def _with_views_behind(graph: Graph, node: Node) -> Graph:
         inputs, back = found
         product = tensors[name]
         early = TensorSpec(f"{result.name}_early", product.shape, product.stride, result.dtype)
-        made, shows = {early.name: early}, list[Node]()
+        made, shows, last = {early.name: early}, list[Node](), early
         for view in reversed(chain):
-            place = view_place(view, early)
+            place = view_place(view, last)
             if place is None:
                 break
             to = result.name if view is chain[0] else view.results[0]
-            shows.append(replace(view, inputs=(early.name,), outputs=(to,)))
-            early = TensorSpec(to, tensors[view.results[0]].shape, place[0], result.dtype)
-            made[to] = early
-        if early.name != result.name or not same_layout(result.shape, early.stride, result.stride):
+            shows.append(replace(view, inputs=(last.name,), outputs=(to,)))
+            last = TensorSpec(to, tensors[view.results[0]].shape, place[0], result.dtype)
+            made[to] = last
+        if last.name != result.name or not same_layout(result.shape, last.stride, result.stride):
             continue
         moved = replace(
             node,
             inputs=tuple(name if each == shown else each for each in inputs),
-            outputs=(f"{result.name}_early",),
+            outputs=(early.name,),
         )
         made |= {**{each.results[0]: form for each, form in back}, result.name: result}
-        gone = {view.name for view in chain}
-        nodes: list[Node] = []
-        for each in spec.nodes:
-            if each.name == node.name:
-                nodes += [*(inverse for inverse, _ in back), moved, *shows]
-            elif each.name not in gone:
-                nodes.append(each)
+        changed = {node.name, *(view.name for view in chain)}
+        nodes = [each for each in spec.nodes if each.name not in changed]
+        nodes += [*(inverse for inverse, _ in back), moved, *shows]
         kept = {each: form for each, form in tensors.items() if each != shown}
         return Graph(replace(spec, tensors={**kept, **made}, nodes=tuple(nodes)))
     return graph
@@ -758,26 +765,15 @@ def _shown_back(
 
 def _shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of what a view that keeps every element shows of a tensor of ``shape``."""
-    if view.op == "reshape":
-        return tuple(view.attr("shape"))
-    dims = list(range(len(shape)))
-    if view.op == "permute":
-        dims = list(view.attr("dims"))
-    else:
-        a, b = view.attr("dim0"), view.attr("dim1")
-        dims[a], dims[b] = dims[b], dims[a]
-    return tuple(shape[dim] for dim in dims)
+    order = _order(view, len(shape))
+    return tuple(view.attr("shape") if order is None else (shape[dim] for dim in order))
 
 
 def _keeps_last(view: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether a view leaves the last dim where it is."""
-    source, result = tensors[view.operands[0]], tensors[view.results[0]]
-    rank = len(source.shape)
-    if view.op == "transpose":
-        return rank - 1 not in (view.attr("dim0") % rank, view.attr("dim1") % rank)
-    if view.op == "permute":
-        return bool(view.attr("dims")[-1] % rank == rank - 1)
-    return source.shape[-1:] == result.shape[-1:]
+    shape, shown = (tensors[name].shape for name in (view.operands[0], view.results[0]))
+    order = _order(view, len(shape))
+    return shape[-1:] == shown[-1:] if order is None else order[-1] == len(order) - 1
 
 
 def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
