@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import cudnngraph as cg
 from cudnngraph import reference
@@ -17,6 +16,7 @@ from cudnngraph.importer import import_model
 from cudnngraph.ir import GraphSpec, is_contiguous
 from cudnngraph.partition import Graph, is_view, piece, prepared, regions, views_behind, work
 from cudnngraph.runtime import canonical
+from tests.models import Attends
 
 F16 = torch.float16
 S, B, E = 6, 4, 16
@@ -201,25 +201,9 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], strange: bool) -> No
     same_numbers(spec, prepared(spec))
 
 
-class Attends(nn.Module):
-    """torch's attention, whose projections add their bias behind a reshape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
-        self.norm = nn.LayerNorm(E)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, S, E) → (B, S, E)."""
-        for _ in range(2):
-            y = self.norm(x)
-            x = self.attention(y, y, y, need_weights=False)[0] + x
-        return x
-
-
 def test_torchs_attention_adds_its_biases_in_the_plans_of_its_products() -> None:
     torch.manual_seed(0)
-    model: Any = Attends().eval()
+    model: Any = Attends(E).eval()
     spec = import_model(model, (torch.randn(B, S, E),)).spec
     assert spec is not None
     spec = canonical(spec)

@@ -9,7 +9,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.importer import import_model
-from tests.cpu.test_views_behind import Attends
+from tests.models import Attends
 
 
 def products(model: nn.Module, x: torch.Tensor) -> list[str]:

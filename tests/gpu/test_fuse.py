@@ -11,7 +11,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
-from tests.cpu.test_views_behind import Attends
+from tests.models import Attends
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
