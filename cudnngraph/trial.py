@@ -1,8 +1,9 @@
 """Plans on trial: a step on random data, timed, and checked against the reference executor.
 
-A check runs a plan once between guard bytes. It fails when the result is off, when an element was
-not written, or when the plan wrote where it has no business: around its outputs and its workspace,
-in the gaps of a strided output, or over its inputs, or did part of its work on another stream.
+A check runs a plan once between guard bytes, on a stream that lags. It fails when the result is off
+(also because some of the work was done on another stream), when an element was not written, or when
+the plan wrote where it has no business: around its outputs and its workspace, in the gaps of a
+strided output, or over its inputs.
 """
 
 from __future__ import annotations

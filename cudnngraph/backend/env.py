@@ -319,8 +319,8 @@ def let_go(*things: Any) -> None:
     Destroying one of them makes CUDA refuse the whole capture, and Python may collect what is
     garbage at any time. What had to be kept goes with the next thing that is let go of.
     """
-    made: Any = torch.cuda.is_initialized
-    if made() and torch.cuda.is_current_stream_capturing():
+    initialized: Any = torch.cuda.is_initialized
+    if initialized() and torch.cuda.is_current_stream_capturing():
         _kept.extend(things)
     else:
         _kept.clear()

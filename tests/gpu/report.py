@@ -265,8 +265,9 @@ def main() -> int:
         runs = []
         for number, path in enumerate(args.frontends):
             parts = []
-            for folder in (logs / str(number), logs / str(number) / "alone"):
-                process = start(path, folder, alone=folder.name == "alone")
+            for alone in (False, True):
+                folder = logs / str(number) / ("alone" if alone else "")
+                process = start(path, folder, alone=alone)
                 left = max(1.0, ends - time.monotonic())
                 try:
                     process.wait(None if math.isinf(left) else left)
