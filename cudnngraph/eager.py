@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from . import aten, reference, resample
+from .backend import pooling
 from .ir import GraphSpec, Node, view_strides
 from .ops import ATTENTION, OPS
 from .partition import view_place
@@ -391,7 +392,19 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
 
 
 def _rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
-    """How torch runs one op into a tensor."""
+    """How torch, or a call of cuDNN's that is in no graph, runs one op into a tensor."""
+    by_torch = _torch_rule(node, spec, device)
+    if device.type != "cuda" or node.op != "max_pool" or by_torch is None:
+        return by_torch
+    attrs = dict(node.attrs)
+    forms = (spec.tensors[node.operands[0]], spec.tensors[node.results[0]])
+    if not pooling.takes(node.op, attrs, *forms):
+        return by_torch
+    pool = pooling.pooling(attrs, *forms)
+    return lambda inputs, attrs, out: pool(inputs[0], out) or by_torch(inputs, attrs, out)
+
+
+def _torch_rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
     if node.op in OUT and _runs_in_own_dtype(node, spec):
         if node.op == "interpolate":
             x, out = _alike(spec, (*node.operands, *node.results))

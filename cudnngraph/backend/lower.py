@@ -1370,7 +1370,8 @@ def _not_as_a_plan(ctx: Context | None, node: Node) -> Any:
 
 def _no_resample(ctx: Context | None, node: Node) -> Any:
     """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
-    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; a torch step")
+    by = "cuDNN's older call, or torch's" if node.op == "max_pool" else "a torch step"
+    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; {by}")
 
 
 def _no_softmax(ctx: Context | None, node: Node) -> Any:

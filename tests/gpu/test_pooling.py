@@ -1,0 +1,97 @@
+"""Max pooling by cuDNN's own call has torch's bits, where they lie and on whatever stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from cudnngraph.backend import pooling
+
+LAST = torch.channels_last
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether cuDNN's call did it, for every one."""
+    made, found = pooling.pooling, list[bool]()
+
+    def watched(*given: Any) -> pooling.Pooling:
+        pool = made(*given)
+
+        def run(image: torch.Tensor, out: torch.Tensor) -> bool:
+            found.append(pool(image, out))
+            return found[-1]
+
+        return run
+
+    monkeypatch.setattr(pooling, "pooling", watched)
+    return found
+
+
+@pytest.mark.parametrize("channels", [24, 3])
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"),
+    [((56, 56), 3, 2, 1), ((31, 47), 2, 2, 0), ((20, 12), 5, 3, 2), ((9, 9), 3, 1, 1)],
+)
+def test_it_has_torchs_bits(
+    used: list[bool],
+    channels: int,
+    layout: torch.memory_format,
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    kernel: int,
+    stride: int,
+    padding: int,
+) -> None:
+    x = torch.randn(3, channels, *size, device="cuda").to(dtype).to(memory_format=layout)
+    x[0, 2, 4, 5], x[1, 2, 0, 0] = float("nan"), -float("inf")
+    g = cg.Graph("pool")
+    g.output("y", g.max_pool(g.input("x", like=x), kernel, stride=stride, padding=padding))
+    made = g.compile("cuda")(x=x)
+    assert used and all(used)
+    want = F.max_pool2d(x, kernel, stride, padding)
+    assert made.stride() == want.stride()
+    assert torch.equal(made.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_volumes_have_torchs_bits(used: list[bool]) -> None:
+    x = torch.randn(2, 16, 9, 12, 10, device="cuda").half()
+    x = x.to(memory_format=torch.channels_last_3d)
+    g = cg.Graph("pool")
+    g.output("y", g.max_pool(g.input("x", like=x), (1, 3, 2), stride=(1, 2, 2), padding=(0, 1, 0)))
+    made = g.compile("cuda")(x=x)
+    assert used and all(used)
+    assert torch.equal(made, F.max_pool3d(x, (1, 3, 2), (1, 2, 2), (0, 1, 0)))
+
+
+@pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
+def test_it_reads_and_writes_slices(used: list[bool], layout: torch.memory_format) -> None:
+    wide = torch.randn(2, 48, 30, 30, device="cuda").half().to(memory_format=layout)
+    held = torch.full((2, 40, 15, 15), 5.0, device="cuda").half().to(memory_format=layout)
+    x, y = wide[:, 16:32], held[:, 8:24]
+    g = cg.Graph("pool")
+    g.output("y", g.max_pool(g.input("x", like=x), 3, stride=2, padding=1), stride=y.stride())
+    g.compile("cuda").bind(x=x, y=y)()
+    assert used and all(used)
+    assert torch.equal(y, F.max_pool2d(x, 3, 2, 1))
+    assert bool((held[:, :8] == 5).all()) and bool((held[:, 24:] == 5).all())
+
+
+def test_it_is_captured_on_another_stream(used: list[bool]) -> None:
+    x = torch.randn(2, 16, 32, 32, device="cuda").half().to(memory_format=LAST)
+    g = cg.Graph("pool")
+    g.output("y", g.max_pool(g.input("x", like=x), 3, stride=2, padding=1))
+    exe = g.compile("cuda")
+    out = exe(x=x)
+    call = exe.capture(x=x, y=out)
+    assert used and all(used)
+    x.copy_(torch.randn_like(x))
+    call()
+    torch.cuda.synchronize()
+    assert torch.equal(out, F.max_pool2d(x, 3, 2, 1))
