@@ -75,8 +75,8 @@ class Bound:
         for place, name in enumerate(imported.inputs):
             if name is not None:
                 given[name] = _empty(tensors[name], device).zero_()
-                count = imported.channels.get(name)
-                self.inputs[place] = given[name] if count is None else given[name][:, :count]
+                packed = imported.packed.get(name)
+                self.inputs[place] = packed.image(given[name]) if packed else given[name]
         for name in imported.spec.outputs:
             self.written[name] = given[name] = _empty(tensors[name], device)
         self.tensors = given

@@ -38,6 +38,29 @@ class Opaque:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """An image of few ``channels`` in a tensor of more, the rest zero, where ``columns`` of it that
+    stand side by side are channels too: (N, 4 columns, H, W / columns), channels fastest."""
+
+    channels: int
+    columns: int = 1
+
+    def image(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The image (N, channels, H, W) as it lies in the tensor."""
+        rows = tensor.permute(0, 2, 3, 1)
+        images, height, width, channels = rows.shape
+        rows = rows.view(images, height, width * self.columns, channels // self.columns)
+        return rows.permute(0, 3, 1, 2)[:, : self.channels]
+
+    def weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a convolution's weight (K, channels, R, S) is for the tensor."""
+        wide = nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
+        if self.columns == 1:
+            return wide
+        return wide.permute(0, 3, 1, 2).flatten(1, 2).unsqueeze(3)
+
+
+@dataclass(frozen=True)
 class Imported:
     """A model as a graph.
 
@@ -46,8 +69,7 @@ class Imported:
     the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
     and the place of a tensor that is handed on, or "value" and what the result always is.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
-    ``channels`` has the images that a run wants with more channels than there are, the rest of them
-    zero, and how many there are.
+    ``packed`` says how an image lies in an input that is no such image.
     """
 
     spec: GraphSpec | None
@@ -56,7 +78,7 @@ class Imported:
     results: tuple[str | tuple[str, Any], ...]
     opaque: tuple[Opaque, ...]
     folded: int
-    channels: Mapping[str, int] = field(default_factory=dict)
+    packed: Mapping[str, Packed] = field(default_factory=dict)
 
 
 def convert(
@@ -130,7 +152,7 @@ class _Conversion:
         self._kept: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[Any, ...], Value] = {}
         self._by_input: dict[str, int] = {}
-        self._channels: dict[str, int] = {}
+        self._packed: dict[str, Packed] = {}
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -173,7 +195,9 @@ class _Conversion:
         if self._is_image(seen):
             stride, layout = None, "channels_last"
             if self._wants_padding(node, seen):
-                self._channels[label], shape = shape[1], (shape[0], 4, *shape[2:])
+                images, channels, rows, columns = shape
+                packed = self._packed[label] = Packed(channels, self._side_by_side(node, columns))
+                shape = (images, 4 * packed.columns, rows, columns // packed.columns)
         return self.g.input(label, shape, seen.dtype, stride=stride, layout=layout)
 
     def _wants_padding(self, node: torch.fx.Node, seen: torch.Tensor) -> bool:
@@ -198,11 +222,22 @@ class _Conversion:
         constant = isinstance(weight, torch.fx.Node) and weight.name in self.constants
         return given["input"] is image and constant and given["groups"] == 1
 
-    def padded_weight(self, x: Value, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a convolution of x, with zeros for channels that x was given."""
-        if x.name not in self._channels:
-            return weight
-        return nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
+    def _side_by_side(self, node: torch.fx.Node, columns: int) -> int:
+        """How many columns of an image of three channels to read as channels: all of a window's,
+        where windows stand side by side. A transformer's patches of 16 x 16 take less than half
+        then (an H200: 39.5 and 16.1 us for 8 images of 224 x 224, 26.4 and 7.0 us for one)."""
+        widths = set[int]()
+        for user in node.users:
+            given = forms.named(user.target, user.args, user.kwargs)
+            width = self.constants[given["weight"].name].shape[3]
+            window = tuple(_spread(given[key], 2)[1] for key in ("stride", "padding", "dilation"))
+            widths.add(width if window == (width, 0, 1) else 1)
+        width = widths.pop()
+        return 1 if widths or columns % width else width
+
+    def packed(self, x: Value) -> Packed | None:
+        """How an image lies in x, where x is no such image."""
+        return self._packed.get(x.name)
 
     def _is_image(self, tensor: torch.Tensor) -> bool:
         return self.channels_last and tensor.dim() in (4, 5) and tensor.dtype in FLOATS
@@ -437,7 +472,7 @@ class _Conversion:
             tuple(results),
             tuple(self.opaque),
             len(self.folded),
-            {name: count for name, count in self._channels.items() if name in there},
+            {name: each for name, each in self._packed.items() if name in there},
         )
 
     def _known_shape(self, seen: torch.Tensor) -> None:
@@ -568,7 +603,11 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
     else:
         norm = None
     if isinstance(weight, torch.Tensor):
-        held = c.image_weight(c.padded_weight(x, weight))
+        if packed := c.packed(x):
+            weight = packed.weight(weight)
+            if packed.columns > 1:  # one of its windows is one of x
+                options |= {"stride": (options["stride"][0], 1)}
+        held = c.image_weight(weight)
     else:
         held = c.value(weight)
     y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)

@@ -16,7 +16,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph import exported, lanes
 from cudnngraph.bench import models
-from cudnngraph.importer import convert, import_model
+from cudnngraph.importer import Packed, convert, import_model
 from cudnngraph.ir import GraphSpec
 from cudnngraph.layout import Laid
 from cudnngraph.partition import Graph, piece, prepared, regions, work
@@ -67,8 +67,8 @@ def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
 def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
     model, x = net().half(), image(2, 3, 32, 32).half()
     imported, bound = padded(model, x)
-    ((name, count),) = imported.channels.items()
-    assert count == 3 and imported.spec.tensors[name].shape == (2, 4, 32, 32)
+    ((name, packed),) = imported.packed.items()
+    assert packed == Packed(3) and imported.spec.tensors[name].shape == (2, 4, 32, 32)
     with torch.no_grad():
         want = model.double()(x.double())
     for _ in range(2):
@@ -76,6 +76,46 @@ def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
         numerics.check(result, want, torch.float16, terms=64)
     assert bound.inputs[0].shape == x.shape
     assert float(bound.tensors[name][:, 3:].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "columns"),
+    [
+        ((4, 4), {"stride": 4}, 4),
+        ((4, 3), {"stride": (2, 3), "padding": (1, 0)}, 3),  # rows overlap and have padding
+        ((3, 2), {"stride": 2, "dilation": (2, 1)}, 2),
+        ((4, 4), {"stride": (4, 2)}, 1),  # windows overlap
+        ((2, 2), {"stride": (2, 4)}, 1),  # there are columns between them
+        ((2, 2), {"stride": 2, "padding": 1}, 1),
+        ((2, 2), {"stride": 2, "dilation": 2}, 1),
+        ((5, 5), {"stride": 5}, 1),  # 24 columns are no whole windows
+    ],
+)
+def test_columns_of_windows_that_stand_side_by_side_are_read_as_channels(
+    kernel: tuple[int, int], options: dict[str, Any], columns: int
+) -> None:
+    w, b = image(8, 3, *kernel).half(), image(8).half()
+    model, x = Of(lambda m, x: F.conv2d(x, m.w, m.b, **options).relu(), w=w, b=b).eval(), None
+    x = image(2, 3, 20, 24).half()
+    imported, bound = padded(model, x)
+    ((name, packed),) = imported.packed.items()
+    assert packed == Packed(3, columns)
+    assert imported.spec.tensors[name].shape == (2, 4 * columns, 20, 24 // columns)
+    want = F.conv2d(x.double(), w.double(), b.double(), **options).relu()
+    for _ in range(2):
+        (result,) = bound.run([x])
+        numerics.check(result, want, torch.float16, terms=3 * kernel[0] * kernel[1])
+    assert bound.inputs[0].shape == x.shape
+    assert torch.equal(bound.inputs[0], x)
+
+
+def test_two_convolutions_with_other_windows_keep_columns_apart() -> None:
+    def forward(m: Any, x: Any) -> Any:
+        return F.conv2d(x, m.w, stride=4), F.conv2d(x, m.v, stride=2)
+
+    model = Of(forward, w=image(8, 3, 4, 4).half(), v=image(8, 3, 2, 2).half()).eval()
+    imported, _ = padded(model, image(2, 3, 8, 8).half())
+    assert set(imported.packed.values()) == {Packed(3)}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +130,9 @@ def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
 def test_other_images_keep_their_channels(forward: Any) -> None:
     model = Of(forward, w=image(6, 3, 3, 3).half()).eval()
     imported, _ = padded(model, image(2, 3, 8, 8).half())
-    assert not imported.channels
+    assert not imported.packed
     wide = Of(lambda m, x: F.conv2d(x, m.w), w=image(6, 3, 3, 3)).eval()
-    assert not padded(wide, image(2, 3, 8, 8))[0].channels
+    assert not padded(wide, image(2, 3, 8, 8))[0].packed
 
 
 def test_arguments_and_results_keep_their_structure() -> None:
