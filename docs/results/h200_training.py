@@ -258,8 +258,6 @@ def row_text(row: dict) -> str:
     """The lines of a row: one for each of torch's contenders."""
 
     def times(key: str, name: str, digits: int) -> str:
-        if key not in row:  # of an older run
-            return "| - | - | - "
         theirs, ours = row[key][name], row[key]["fused"]
         return f"| {theirs:.{digits}f} | {ours:.{digits}f} | {ours / theirs:.2f} "
 
