@@ -20,7 +20,7 @@ from . import aten, reference, resample
 from .backend import pooling
 from .ir import GraphSpec, Node, view_strides
 from .ops import ATTENTION, OPS
-from .partition import view_place
+from .partition import BOUNDED, view_place
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors, Tensors], object]
@@ -394,13 +394,15 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
 def _rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
     """How torch, or a call of cuDNN's that is in no graph, runs one op into a tensor."""
     by_torch = _torch_rule(node, spec, device)
-    if device.type != "cuda" or node.op != "max_pool" or by_torch is None:
+    if device.type != "cuda" or by_torch is None or not dict(node.attrs).get(BOUNDED):
         return by_torch
     attrs = dict(node.attrs)
     forms = (spec.tensors[node.operands[0]], spec.tensors[node.results[0]])
     if not pooling.takes(node.op, attrs, *forms):
         return by_torch
     pool = pooling.pooling(attrs, *forms)
+    if pool is None:
+        return by_torch
     return lambda inputs, attrs, out: pool(inputs[0], out) or by_torch(inputs, attrs, out)
 
 

@@ -563,7 +563,7 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
     views behind what a product's plan may do, and the strides and the offsets of packed sequences.
     """
-    made = slices(views_behind(views(wide_sums(numeric_masks(spec)))))
+    made = slices(views_behind(views(bounded_pools(wide_sums(numeric_masks(spec))))))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 
@@ -708,11 +708,18 @@ def _views_of(graph: Graph, name: str) -> tuple[list[Node], str]:
 
 def _of_product(graph: Graph, name: str) -> bool:
     """Whether a tensor is a product, or made of one by ops that may be part of its plan."""
-    node, tensors = graph.producer.get(name), graph.spec.tensors
-    if node is None or node.op not in _MOVED:
-        return node is not None and node.op == "matmul"
-    same = (each for each in node.operands if tensors[each].shape == tensors[name].shape)
-    return any(_of_product(graph, each) for each in same)
+    tensors = graph.spec.tensors
+    shape, seen, left = tensors[name].shape, set[str](), [name]
+    while left:
+        node = graph.producer.get(left.pop())
+        if node is None or node.name in seen:
+            continue
+        if node.op == "matmul":
+            return True
+        seen.add(node.name)
+        if node.op in _MOVED:
+            left += [each for each in node.operands if tensors[each].shape == shape]
+    return False
 
 
 def _shown_back(
@@ -820,7 +827,7 @@ def slices(spec: GraphSpec) -> GraphSpec:
             if (
                 graph.may_join(name)
                 and len(graph.readers[name]) == len(others) + 1
-                and all(_reads_any_strides(each, name) for each in others)
+                and all(_reads_any_strides(graph, each, name) for each in others)
                 and graph.crossing(name).dtype == graph.crossing(result.name).dtype
                 and offset * size % 16 == 0
             ):
@@ -828,11 +835,41 @@ def slices(spec: GraphSpec) -> GraphSpec:
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
-def _reads_any_strides(node: Node, name: str) -> bool:
+def _reads_any_strides(graph: Graph, node: Node, name: str) -> bool:
     """Whether an op is no slower on a slice of a larger tensor."""
-    if node.op == "max_pool":
-        return not node.attr("ceil_mode") and all(step == 1 for step in node.attr("dilation"))
+    if node.op == "max_pool":  # by cuDNN
+        tensors = graph.spec.tensors
+        x, y = tensors[name], tensors[node.results[0]]
+        images = (is_channels_last(each.shape, each.stride) for each in (x, y))
+        dense = not node.attr("ceil_mode") and all(step == 1 for step in node.attr("dilation"))
+        return dense and dict(node.attrs).get(BOUNDED, False) and len(x.shape) > 3 and all(images)
     return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
+
+
+#: An attribute of max pools: that they read no -inf.
+BOUNDED = "bounded"
+_NO_LOWER_THAN_MINUS_ONE = frozenset({"relu", "relu6", "sigmoid", "tanh", "exp", "abs", "softmax"})
+
+
+def bounded_pools(spec: GraphSpec) -> GraphSpec:
+    """The graph with those max pools marked that read no -inf, being behind a ReLU, say."""
+    if all(node.op != "max_pool" for node in spec.nodes):
+        return spec
+    graph = Graph(spec)
+
+    def bounded(node: Node) -> bool:
+        made: Node | None = node
+        while made is not None and (made.op in ("max_pool", "identity") or OPS[made.op].view):
+            made = graph.producer.get(made.operands[0])
+        return made is not None and made.op in _NO_LOWER_THAN_MINUS_ONE
+
+    nodes = tuple(
+        replace(node, attrs=((BOUNDED, True), *node.attrs))
+        if node.op == "max_pool" and bounded(node)
+        else node
+        for node in spec.nodes
+    )
+    return replace(spec, nodes=nodes)
 
 
 def numeric_masks(spec: GraphSpec) -> GraphSpec:

@@ -310,20 +310,27 @@ def _create_handle(device_index: int) -> Any:
         ) from error
 
 
-_kept: list[Any] = []
+class _Kept(threading.local):
+    """What one thread has to keep until its capture ends."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+
+
+_kept = _Kept()
 
 
 def let_go(*things: Any) -> None:
     """Let go of plans or CUDA graphs, after the capture where this thread's stream is in one.
 
     Destroying one of them makes CUDA refuse the whole capture, and Python may collect what is
-    garbage at any time. What had to be kept goes with the next thing that is let go of.
+    garbage at any time. What had to be kept goes with the next thing that this thread lets go of.
     """
     initialized: Any = torch.cuda.is_initialized
     if initialized() and torch.cuda.is_current_stream_capturing():
-        _kept.extend(things)
+        _kept.things.extend(things)
     else:
-        _kept.clear()
+        _kept.things.clear()
 
 
 def _forget_handles() -> None:

@@ -1,7 +1,8 @@
 """Max pooling by cuDNN's own call, which its Python frontend does not have.
 
 torch's kernel writes 8 bytes of indices beside each element of the result; cuDNN's writes the
-result alone. The call is of cuDNN's older interface, the same in all of 9.
+result alone. The call is of cuDNN's older interface, the same in all of 9. Of a window of -inf
+alone it makes the lowest finite number, so it is for images that hold no -inf.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 
 from ..ir import TensorSpec
-from . import env
-from .libraries import CUDNN
+from . import env, libraries
 
 _DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 9}  # cudnnDataType_t
 _MAX = 0  # cudnnPoolingMode_t
 _KEEP_NAN = 1  # cudnnNanPropagation_t
-_NOT_SUPPORTED = range(3000, 4000)  # cudnnStatus_t
+_REFUSALS = range(2000, 4000)  # cudnnStatus_t: of parameters, and of what is not supported
 _MOST = 2**31 - 1  # elements that strides reach
+_ALIGNED = 16  # bytes
 
 #: Pools an image into another tensor, on the current stream; False where cuDNN does not do it.
 Pooling = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -41,17 +42,25 @@ class _Descriptor:
             self._destroy(self.pointer)
 
 
+class _Error(Exception):
+    """What cuDNN says of a call."""
+
+
 @cache
 def _library() -> Any:
+    """The cuDNN whose handles the frontend makes; None where it is not clear which one that is."""
     env.frontend()  # has it loaded
-    library = ctypes.CDLL(CUDNN)
+    copies = libraries.loaded_copies().get(libraries.CUDNN, ())
+    if len(copies) != 1:
+        return None
+    library = ctypes.CDLL(copies[0])
     library.cudnnGetErrorString.restype = ctypes.c_char_p
     return library
 
 
 def _check(library: Any, status: int) -> None:
     if status:
-        raise RuntimeError(f"cuDNN's pooling: {library.cudnnGetErrorString(status).decode()}")
+        raise _Error(f"cuDNN's pooling: {library.cudnnGetErrorString(status).decode()}")
 
 
 def _numbers(values: Sequence[int]) -> Any:
@@ -95,16 +104,53 @@ def _in_order(tensor: TensorSpec, order: Sequence[int]) -> list[int] | None:
         extent, step = tensor.shape[dim], strides[dim]
         if extent == 1:
             strides[dim] = reach
-        elif step < reach or (reach == 1 and step != 1):
+        elif (
+            step < reach
+            or (reach == 1 and step != 1)
+            or (step != reach and step * tensor.dtype.itemsize % _ALIGNED)
+        ):
             return None
         else:
             reach = extent * step
     return strides if reach <= _MOST else None
 
 
-def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling:
-    """What pools tensors like ``x`` into such as ``y``, the largest of each window."""
+def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling | None:
+    """What pools tensors like ``x`` into such as ``y``, the largest of each window; None where
+    cuDNN's library cannot be had, or refuses."""
     library = _library()
+    if library is None:
+        return None
+    try:
+        window, given, made = _descriptors(library, attrs, x, y)
+    except _Error:
+        return None
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    factor, nothing = ctypes.byref(one), ctypes.byref(zero)
+    place = ctypes.c_void_p
+
+    def run(image: torch.Tensor, out: torch.Tensor) -> bool:
+        source, target = image.data_ptr(), out.data_ptr()
+        if (source | target) % _ALIGNED:
+            return False
+        with torch.cuda.device(image.device):
+            handle = place(env.handle_on_current_stream(image.device.index).backend_handle)
+            status = library.cudnnPoolingForward(
+                *(handle, window.pointer, factor, given.pointer, place(source)),
+                *(nothing, made.pointer, place(target)),
+            )
+        if status in _REFUSALS:
+            return False
+        _check(library, status)
+        return True
+
+    return run
+
+
+def _descriptors(
+    library: Any, attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec
+) -> tuple[_Descriptor, _Descriptor, _Descriptor]:
+    """Of the windows, of x and of y."""
     window = _Descriptor(library, "Pooling")
     sizes = [_numbers(attrs[name]) for name in ("kernel_size", "padding", "stride")]
     rank = len(x.shape) - 2
@@ -113,21 +159,4 @@ def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling:
     strides = _strides(x, y)
     assert strides is not None
     given, made = (_tensor(library, *each) for each in zip((x, y), strides, strict=True))
-    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-    factor, nothing = ctypes.byref(one), ctypes.byref(zero)
-    place = ctypes.c_void_p
-
-    def run(image: torch.Tensor, out: torch.Tensor) -> bool:
-        with torch.cuda.device(image.device):
-            handle = place(env.handle_on_current_stream(image.device.index).backend_handle)
-            source, target = place(image.data_ptr()), place(out.data_ptr())
-            status = library.cudnnPoolingForward(
-                *(handle, window.pointer, factor, given.pointer, source),
-                *(nothing, made.pointer, target),
-            )
-        if status in _NOT_SUPPORTED:
-            return False
-        _check(library, status)
-        return True
-
-    return run
+    return window, given, made

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import eager
-from cudnngraph.backend import pooling
-from cudnngraph.ir import TensorSpec, channels_last_strides, contiguous_strides
+from cudnngraph.backend import libraries, pooling
+from cudnngraph.ir import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
+from cudnngraph.partition import BOUNDED, prepared
 
 F16 = torch.float16
 WINDOW: dict[str, Any] = {
@@ -66,6 +67,8 @@ def test_strides_of_extents_of_one_are_those_of_the_layout() -> None:
         ({}, TensorSpec("x", (2, 8, 16, 16), (2048, 256, 1, 16), F16), image(2, 8, 8, 8)),
         ({}, TensorSpec("x", (2, 8, 16, 16), (4096, 2, 256, 16), F16), image(2, 8, 8, 8)),
         ({}, image(2**14, 8, 128, 128), image(2**14, 8, 64, 64)),  # strides are 32 bits wide
+        # Pixels 54 bytes apart, of which 16 are read.
+        ({}, TensorSpec("x", (2, 8, 16, 16), (6912, 1, 432, 27), F16), image(2, 8, 8, 8)),
     ],
 )
 def test_what_it_is_not_for_stays_torchs(
@@ -79,23 +82,88 @@ def test_other_ops_are_not_taken() -> None:
     assert not pooling.takes("avg_pool", {**WINDOW, "count_include_pad": True}, x, y)
 
 
-@pytest.mark.parametrize("does", [True, False])
-def test_what_cudnn_refuses_is_torchs_again(monkeypatch: pytest.MonkeyPatch, does: bool) -> None:
-    def stands_in(attrs: Any, x: TensorSpec, y: TensorSpec) -> pooling.Pooling:
+def pool_of(build: Any) -> GraphSpec:
+    """The graph that is cut of a max pooling of what ``build`` makes of an image."""
+    g = cg.Graph("pool")
+    x = build(g, g.input("x", (2, 8, 16, 16), torch.float32))
+    g.output("y", g.max_pool(x, 3, stride=2, padding=1))
+    return prepared(g.spec())
+
+
+@pytest.mark.parametrize(
+    ("build", "bounded"),
+    [
+        (lambda g, x: x, False),
+        (lambda g, x: g.relu(x), True),
+        (lambda g, x: g.max_pool(g.relu(x), 3, 1, 1), True),
+        (lambda g, x: g.slice(g.sigmoid(x), 1, 0, 4), True),
+        (lambda g, x: g.max_pool(x, 3, 1, 1), False),
+        (lambda g, x: g.leaky_relu(x, 0.1), False),
+        (lambda g, x: g.relu(x) - x, False),
+    ],
+)
+def test_only_images_without_minus_infinity_are_for_cudnn(build: Any, bounded: bool) -> None:
+    (*_, node) = pool_of(build).nodes
+    assert node.op == "max_pool" and dict(node.attrs).get(BOUNDED, False) is bounded
+
+
+@pytest.mark.parametrize("does", [True, False, None])
+def test_what_cudnn_refuses_is_torchs_again(
+    monkeypatch: pytest.MonkeyPatch, does: bool | None
+) -> None:
+    def stands_in(attrs: Any, x: TensorSpec, y: TensorSpec) -> pooling.Pooling | None:
         def pool(image: torch.Tensor, out: torch.Tensor) -> bool:
             if does:
                 out.fill_(7.0)
-            return does
+            return bool(does)
 
-        return pool
+        return None if does is None else pool
 
     monkeypatch.setattr(pooling, "pooling", stands_in)
-    x = torch.randn(2, 8, 16, 16)
-    g = cg.Graph("pool")
-    g.output("y", g.max_pool(g.input("x", like=x), 3, stride=2, padding=1))
-    out = torch.empty(2, 8, 8, 8)
-    rule = eager._rule(g.spec().nodes[0], g.spec(), torch.device("cuda", 0))
+    x, out = torch.randn(2, 8, 16, 16), torch.empty(2, 8, 8, 8)
+    spec = pool_of(lambda g, x: g.relu(x))
+    node = spec.nodes[-1]
+    rule = eager._rule(node, spec, torch.device("cuda", 0))
     assert rule is not None
-    rule([x], dict(g.spec().nodes[0].attrs), out)
+    rule([x], dict(node.attrs), out)
     want = torch.full_like(out, 7.0) if does else F.max_pool2d(x, 3, 2, 1)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("copies", [(), ("/a/libcudnn.so.9", "/b/libcudnn.so.9")])
+def test_where_it_is_not_clear_which_cudnn_made_the_handle_torch_pools(
+    monkeypatch: pytest.MonkeyPatch, copies: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(pooling.env, "frontend", lambda: None)
+    monkeypatch.setattr(libraries, "loaded_copies", lambda: {libraries.CUDNN: copies})
+    pooling._library.cache_clear()
+    try:
+        assert pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
+    finally:
+        pooling._library.cache_clear()
+
+
+class Library:
+    """Stands in for cuDNN's: every call gives ``status``."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+    def cudnnGetErrorString(self, status: int) -> bytes:
+        return b"what cuDNN says"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.status
+
+
+def test_windows_that_cudnn_refuses_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "_library", lambda: Library(2000))
+    assert pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
+
+
+def test_what_does_not_begin_at_16_bytes_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "_library", lambda: Library(0))
+    pool = pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8))
+    assert pool is not None
+    given, out = torch.empty(2 * 8 * 256 + 1, dtype=F16), torch.empty(2, 8, 8, 8, dtype=F16)
+    assert not pool(given[1:], out) and not pool(given, out.flatten()[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.backend import pooling
+from cudnngraph.ir import TensorSpec
 
 LAST = torch.channels_last
 
@@ -21,6 +23,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def watched(*given: Any) -> pooling.Pooling:
         pool = made(*given)
+        assert pool is not None
 
         def run(image: torch.Tensor, out: torch.Tensor) -> bool:
             found.append(pool(image, out))
@@ -32,6 +35,10 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+def spec(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec("x", tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 @pytest.mark.parametrize("channels", [24, 3])
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -40,7 +47,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     [((56, 56), 3, 2, 1), ((31, 47), 2, 2, 0), ((20, 12), 5, 3, 2), ((9, 9), 3, 1, 1)],
 )
 def test_it_has_torchs_bits(
-    used: list[bool],
     channels: int,
     layout: torch.memory_format,
     dtype: torch.dtype,
@@ -50,35 +56,53 @@ def test_it_has_torchs_bits(
     padding: int,
 ) -> None:
     x = torch.randn(3, channels, *size, device="cuda").to(dtype).to(memory_format=layout)
-    x[0, 2, 4, 5], x[1, 2, 0, 0] = float("nan"), -float("inf")
-    g = cg.Graph("pool")
-    g.output("y", g.max_pool(g.input("x", like=x), kernel, stride=stride, padding=padding))
-    made = g.compile("cuda")(x=x)
-    assert used and all(used)
+    x[0, 2, 4, 5], x[1, 2, 0, 0], x[2, 1, 3, 3] = math.nan, -math.inf, math.inf
     want = F.max_pool2d(x, kernel, stride, padding)
-    assert made.stride() == want.stride()
-    assert torch.equal(made.nan_to_num(7.0), want.nan_to_num(7.0))
+    made = torch.empty_like(want)
+    numbers = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": 1}
+    attrs = {name: (value, value) for name, value in numbers.items()}
+    assert pooling.takes("max_pool", attrs, spec(x), spec(made))
+    pool = pooling.pooling(attrs, spec(x), spec(made))
+    assert pool is not None and pool(x, made)
+    assert torch.equal(made.isnan(), want.isnan())
+    assert torch.equal(made[~made.isnan()], want[~want.isnan()])
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_windows_of_minus_infinity_alone_are_never_its(used: list[bool], bounded: bool) -> None:
+    x = torch.randn(2, 16, 32, 32, device="cuda").half().to(memory_format=LAST)
+    x[1, 3] = -math.inf
+    g = cg.Graph("pool")
+    given = g.input("x", like=x)
+    given = g.relu(given) if bounded else given
+    g.output("y", g.max_pool(given, 3, stride=2, padding=1))
+    made = g.compile("cuda")(x=x)
+    assert bool(used) is bounded and all(used)
+    assert torch.equal(made, F.max_pool2d(x.relu() if bounded else x, 3, 2, 1))
 
 
 def test_volumes_have_torchs_bits(used: list[bool]) -> None:
-    x = torch.randn(2, 16, 9, 12, 10, device="cuda").half()
+    x = torch.randn(2, 16, 9, 12, 10, device="cuda").half().relu()
     x = x.to(memory_format=torch.channels_last_3d)
     g = cg.Graph("pool")
-    g.output("y", g.max_pool(g.input("x", like=x), (1, 3, 2), stride=(1, 2, 2), padding=(0, 1, 0)))
+    g.output(
+        "y",
+        g.max_pool(g.relu(g.input("x", like=x)), (1, 3, 2), stride=(1, 2, 2), padding=(0, 1, 0)),
+    )
     made = g.compile("cuda")(x=x)
     assert used and all(used)
     assert torch.equal(made, F.max_pool3d(x, (1, 3, 2), (1, 2, 2), (0, 1, 0)))
 
 
 @pytest.mark.parametrize("layout", [LAST, torch.contiguous_format])
-def test_it_reads_and_writes_slices(used: list[bool], layout: torch.memory_format) -> None:
-    wide = torch.randn(2, 48, 30, 30, device="cuda").half().to(memory_format=layout)
-    held = torch.full((2, 40, 15, 15), 5.0, device="cuda").half().to(memory_format=layout)
+def test_it_reads_and_writes_slices(layout: torch.memory_format) -> None:
+    wide = torch.randn(2, 48, 32, 32, device="cuda").half().to(memory_format=layout)
+    held = torch.full((2, 40, 16, 16), 5.0, device="cuda").half().to(memory_format=layout)
     x, y = wide[:, 16:32], held[:, 8:24]
-    g = cg.Graph("pool")
-    g.output("y", g.max_pool(g.input("x", like=x), 3, stride=2, padding=1), stride=y.stride())
-    g.compile("cuda").bind(x=x, y=y)()
-    assert used and all(used)
+    attrs = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
+    assert pooling.takes("max_pool", attrs, spec(x), spec(y))
+    pool = pooling.pooling(attrs, spec(x), spec(y))
+    assert pool is not None and pool(x, y)
     assert torch.equal(y, F.max_pool2d(x, 3, 2, 1))
     assert bool((held[:, :8] == 5).all()) and bool((held[:, 24:] == 5).all())
 
@@ -86,7 +110,7 @@ def test_it_reads_and_writes_slices(used: list[bool], layout: torch.memory_forma
 def test_it_is_captured_on_another_stream(used: list[bool]) -> None:
     x = torch.randn(2, 16, 32, 32, device="cuda").half().to(memory_format=LAST)
     g = cg.Graph("pool")
-    g.output("y", g.max_pool(g.input("x", like=x), 3, stride=2, padding=1))
+    g.output("y", g.max_pool(g.relu(g.input("x", like=x)), 3, stride=2, padding=1))
     exe = g.compile("cuda")
     out = exe(x=x)
     call = exe.capture(x=x, y=out)
@@ -94,4 +118,4 @@ def test_it_is_captured_on_another_stream(used: list[bool]) -> None:
     x.copy_(torch.randn_like(x))
     call()
     torch.cuda.synchronize()
-    assert torch.equal(out, F.max_pool2d(x, 3, 2, 1))
+    assert torch.equal(out, F.max_pool2d(x.relu(), 3, 2, 1))
