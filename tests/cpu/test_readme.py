@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -74,6 +75,49 @@ def test_the_readme_has_the_table_of_environment_variables() -> None:
 def test_generated_tables_are_up_to_date(path: str, generate: ModuleType) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     assert text == generate.with_tables(path), "run: python docs/generate.py"
+
+
+def test_a_model_without_every_measurement_has_a_row(tmp_path: Path, generate: ModuleType) -> None:
+    times = {"eager": 9e3, "eager, CUDA graph": 3e3, "torch.compile": 2500.0, "fused": 2e3}
+    alone = {"fused": 1e3}
+    run = {
+        "rows": [
+            {"name": "all", "times_us": times, "errors": [[1e-4, 3e-4], [2e-4, 1e-4]]},
+            {"name": "no float64", "times_us": alone, "errors": [[1e-3, None]], "steps": []},
+            {"name": "unchecked", "times_us": alone, "errors": []},
+            {"name": "nothing"},
+        ],
+        "device": "GPU",
+        "torch": "2.11.0",
+    }
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps(run))
+    assert rows(generate.whole_models(path)) == [
+        ["all", "3.000", "2.500", "2.000", "1.25", "1.50", "2.0e-04", "1.0e-04"],
+        ["no float64", "-", "-", "1.000", "-", "-", "1.0e-03 to torch", "-"],
+        ["unchecked", "-", "-", "1.000", "-", "-", "-", "-"],
+        ["nothing", *"-------"],
+    ]
+
+
+def test_what_is_said_of_training_steps_is_measured() -> None:
+    said = re.findall(r"([\d.]+) times torch's for a block\b.*?([\d.]+) without", README, re.DOTALL)
+    text = (ROOT / "docs" / "results" / "h200-host.md").read_text(encoding="utf-8")
+    table = rows(text.split("\n## Training, forward and backward\n")[1])
+    measured = {call: ratio.rstrip(" |") for call, _, ratio in table}
+    assert said == [(measured["Conv-BN-ReLU"], measured["Conv-ReLU"])]
+
+
+def test_every_extra_is_in_the_table_of_dependencies() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = text.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    named = re.findall(r"extra `(\w+)`", "\n".join(row[1] for row in rows(section("Installing"))))
+    assert {*named, "dev"} == set(re.findall(r"^(\w+) = ", extras, flags=re.MULTILINE))
+
+
+def test_the_functions_that_write_to_a_tensor_are_named() -> None:
+    named = set(re.findall(r"`(\w+_into)`", section("Modules")))
+    assert named == {name for name in cg.functional.__all__ if name.endswith("_into")}
 
 
 def test_the_table_of_policy_fields_is_the_policys() -> None:
