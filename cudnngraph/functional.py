@@ -348,7 +348,10 @@ def _into(
             "out", "is given where a tensor requires grad", "torch.no_grad(), or no out"
         )
         raise BindError(build.__name__, [problem])
-    _compiled(build, policy).find(tensors, static).run(*given, out)
+    if torch.compiler.is_compiling():
+        out.copy_(run_graph(build, policy, tensors, static))
+    else:
+        _compiled(build, policy).find(tensors, static).run(*given, out)
     return out
 
 
@@ -433,7 +436,7 @@ def product_options(activation: str | None, attrs: tuple[tuple[str, Any], ...]) 
 
 
 def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(attrs.items())) if attrs else ()
+    return tuple([(name, attrs[name]) for name in sorted(attrs)])
 
 
 def _ranked(name: str, x: Tensor, rank: int) -> None:
@@ -1191,7 +1194,7 @@ def scaled_dot_product_attention(
     """
     query, key, value, attn_mask = cast(query, key, value, attn_mask)
     if dropout_p and dropout_seed is None and dropout_offset is None:
-        drawn = torch.empty(4, dtype=torch.int64, device=query.device).random_()
+        drawn = torch.randint(2**63 - 1, (4,), device=query.device)
         dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
     static = static_of(
         attention_options,

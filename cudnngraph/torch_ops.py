@@ -2,8 +2,10 @@
 
 ``cudnngraph::forward`` runs a function of :mod:`~cudnngraph.functional` by its name and returns the
 results and behind them what its gradient needs; ``cudnngraph::backward`` runs the gradient graph.
-Which graph that is stands in a text: the function, its options, and shape, stride and dtype of
-each tensor. So both ops have no state, and the kernels for fake tensors give the real strides.
+Which graph that is stands in a text (the function, its options, the tensors' dtypes), in sizes
+(their shapes and strides) and in numbers. So both ops have no state, and the kernels for fake
+tensors give the real strides. Sizes that a compiler leaves open stay open where that can be: a
+graph is then made for those that it has met, and it is asked which of its results have which.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any
 
 import torch
 
+from . import reference
 from .errors import FeatureMissing
 from .grad import Gradient, differentiate
-from .ir import DTYPE_NAMES, GraphSpec
+from .ir import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from .policy import Policy
 from .runtime import Executable
 from .runtime import compile as compile_spec
@@ -59,23 +62,40 @@ def call(
     enabled = torch.is_grad_enabled()
     wrt = [enabled and tensor.requires_grad for tensor in given]
     there = [tensor is not None for tensor in tensors]
-    options = _text(tuple(static.items()))
+    numbers: list[float] = []
+    options = _text(tuple(static.items()), numbers)
+    fields = _policy_text(policy, numbers)
     made: list[Tensor] = torch.ops.cudnngraph.forward(
-        given, name, there, options, _policy_text(policy), wrt
+        given, name, there, options, fields, numbers, wrt
     )
     return made[:results]
 
 
-def _text(value: Any) -> str:
-    """A Python literal; written out because a compiler traces it."""
+def _text(value: Any, numbers: list[float]) -> str:
+    """A Python literal; written out because a compiler traces it. A float, which the compiler may
+    leave open, goes to ``numbers``; its place there stands in braces."""
     if isinstance(value, tuple):
-        return "(" + "".join([_text(item) + "," for item in value]) + ")"
+        return "(" + "".join([_text(item, numbers) + "," for item in value]) + ")"
     if isinstance(value, str):
         return "'" + value + "'"
+    if isinstance(value, float):
+        numbers.append(value)
+        return "{" + str(len(numbers) - 1) + "}"
     return str(value)
 
 
-def _policy_text(policy: Policy | None) -> str:
+def _value(text: str, numbers: Sequence[float]) -> Any:
+    """The value that :func:`_text` wrote out."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(filled(item) for item in value)
+        return numbers[value.pop()] if isinstance(value, set) else value
+
+    return filled(ast.literal_eval(text))
+
+
+def _policy_text(policy: Policy | None, numbers: list[float]) -> str:
     if policy is None:
         return "None"
     return _text(
@@ -88,16 +108,12 @@ def _policy_text(policy: Policy | None) -> str:
             policy.exclude_engines,
             policy.max_candidates,
             policy.budget_s,
-        )
+        ),
+        numbers,
     )
 
 
 # -- which graph -----------------------------------------------------------------------------------
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    shape, stride = (tuple(int(n) for n in many) for many in (tensor.shape, tensor.stride()))
-    return shape, stride, DTYPE_NAMES[tensor.dtype]
 
 
 def _described(
@@ -106,27 +122,40 @@ def _described(
     there: Sequence[bool],
     static: str,
     policy: str,
+    numbers: Sequence[float],
     wrt: Sequence[bool],
-) -> str:
-    forms = iter(tensors)
-    places = [_form(next(forms)) if here else None for here in there]
-    return repr((build, places, static, policy, [bool(flag) for flag in wrt]))
+) -> tuple[str, list[int], list[float]]:
+    """The text, sizes and numbers of a call of the op. Sizes may be open, numbers are not."""
+    forms = iter([(tensor.dim(), DTYPE_NAMES[tensor.dtype]) for tensor in tensors])
+    places = [next(forms) if here else None for here in there]
+    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
+    text = repr((build, places, static, policy, [bool(flag) for flag in wrt]))
+    return text, sizes, [float(number) for number in numbers]
+
+
+def _hint(size: Any) -> int:
+    """A size, or the one that a compiler has met where it leaves it open."""
+    hint = size if type(size) is int else getattr(size.node, "hint", None)
+    return int(size if hint is None else hint)
 
 
 class _Made:
     """What a text describes: the graph and its gradient, and executables by device."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, sizes: Sequence[int], numbers: Sequence[float]) -> None:
         build, places, static, policy, wrt = ast.literal_eval(text)
-        fields = ast.literal_eval(policy)
+        fields = _value(policy, numbers)
         self.policy = None if fields is None else Policy(*fields)
-        like = [
-            None
-            if form is None
-            else torch.empty_strided(form[0], form[1], dtype=_DTYPES[form[2]], device="meta")
-            for form in places
-        ]
-        options = dict(ast.literal_eval(static))
+        like: list[Tensor | None] = []
+        for form in places:
+            if form is None:
+                like.append(None)
+                continue
+            rank, dtype = form
+            shape, stride, sizes = sizes[:rank], sizes[rank : 2 * rank], sizes[2 * rank :]
+            options = {"dtype": _DTYPES[dtype], "device": "meta"}
+            like.append(torch.empty_strided(shape, stride, **options))
+        options = dict(_value(static, numbers))
         graph = specialized(_BUILDS[build], self.policy).graph(*like, **options)
         self.spec: GraphSpec = graph.spec()
         self.gradient: Gradient | None = None
@@ -157,14 +186,51 @@ class _Made:
 
 
 @lru_cache(maxsize=1024)
-def _made(text: str) -> _Made:
-    return _Made(text)
+def _kept(text: str, sizes: tuple[int, ...], numbers: tuple[float, ...]) -> _Made:
+    return _Made(text, sizes, numbers)
+
+
+def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Made:
+    """What is described; of sizes that are left open, for those that were met."""
+    return _kept(text, tuple(map(_hint, sizes)), tuple(numbers))
 
 
 def _empty(spec: GraphSpec, device: torch.device) -> list[Tensor]:
     """What a run of ``spec`` returns, of no content."""
     outputs = (spec.tensors[name] for name in spec.outputs)
     return [torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device) for t in outputs]
+
+
+# Ops whose attributes hold sizes that torch does not compare with those of the operand.
+_HOLDS_SIZES = frozenset({"slice", "aten", "ragged_offsets"})
+
+
+def _shapes(spec: GraphSpec, tensors: Sequence[Tensor]) -> list[Any] | None:
+    """The shapes of the outputs for tensors of open sizes; None where they cannot be left open."""
+    if any(node.op in _HOLDS_SIZES for node in spec.nodes):
+        return None
+    try:
+        results = reference.run(spec, tensors)
+    except Exception:  # a rule that wants to know the sizes, or the numbers
+        return None
+    shapes = [result.shape for result in results]
+    met = [tuple(map(_hint, shape)) for shape in shapes]
+    return shapes if met == [spec.tensors[name].shape for name in spec.outputs] else None
+
+
+def _like(tensor: TensorSpec, shape: Sequence[Any], device: torch.device) -> Tensor:
+    """Of no content, laid out as a dense tensor is, in an open shape."""
+    stride = dense_strides(shape, memory_order(tensor.shape, tensor.stride))
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+
+
+def _is_dense(spec: GraphSpec) -> bool:
+    outputs = (spec.tensors[name] for name in spec.outputs)
+    return all(is_dense(tensor.shape, tensor.stride) for tensor in outputs)
+
+
+def _open(sizes: Sequence[Any]) -> bool:
+    return any(type(size) is not int for size in sizes)
 
 
 def _run(exe: Executable, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -182,10 +248,11 @@ def forward(
     there: list[bool],
     static: str,
     policy: str,
+    numbers: list[float],
     wrt: list[bool],
 ) -> list[Tensor]:
     """Results, then what the gradient of the inputs marked in ``wrt`` needs."""
-    made = _made(_described(tensors, build, there, static, policy, wrt))
+    made = _made(*_described(tensors, build, there, static, policy, numbers, wrt))
     return _run(made.executable("forward", tensors[0].device), tensors)
 
 
@@ -196,16 +263,27 @@ def _(
     there: list[bool],
     static: str,
     policy: str,
+    numbers: list[float],
     wrt: list[bool],
 ) -> list[Tensor]:
-    made = _made(_described(tensors, build, there, static, policy, wrt))
-    return _empty(made.forward, tensors[0].device)
+    text, sizes, fixed = _described(tensors, build, there, static, policy, numbers, wrt)
+    device = tensors[0].device
+    if _open(sizes):
+        spec = _made(text, sizes, fixed).forward
+        shapes = _shapes(spec, tensors) if _is_dense(spec) else None
+        if shapes is not None:
+            outputs = [spec.tensors[name] for name in spec.outputs]
+            return [_like(*each, device) for each in zip(outputs, shapes, strict=True)]
+        sizes = [int(size) for size in sizes]
+    return _empty(_made(text, sizes, fixed).forward, device)
 
 
 @torch.library.custom_op("cudnngraph::backward", mutates_args=())
-def backward(tensors: list[Tensor], text: str) -> list[Tensor]:
-    """Gradients, from those of the results and what was saved; ``text`` says of which graph."""
-    made = _made(text)
+def backward(
+    tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]
+) -> list[Tensor]:
+    """Gradients, from those of the results and what was saved; the rest says of which graph."""
+    made = _made(text, sizes, numbers)
     spec, device = made.backward.backward, tensors[0].device
     given = [
         laid_out(spec.tensors[name], tensor, device)
@@ -215,17 +293,30 @@ def backward(tensors: list[Tensor], text: str) -> list[Tensor]:
 
 
 @backward.register_fake
-def _(tensors: list[Tensor], text: str) -> list[Tensor]:
-    return _empty(_made(text).backward.backward, tensors[0].device)
+def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) -> list[Tensor]:
+    device = tensors[0].device
+    fixed = [float(number) for number in numbers]
+    made = _made(text, sizes, fixed)
+    gradient = made.backward
+    if _open(sizes) and _is_dense(gradient.backward):
+        rest, shapes = list(sizes), {}
+        for name in made.spec.inputs:
+            rank = len(made.spec.tensors[name].shape)
+            shapes[name], rest = rest[:rank], rest[2 * rank :]
+        of = {grad: shapes[name] for name, grad in gradient.outgoing.items()}
+        spec = gradient.backward
+        return [_like(spec.tensors[name], of[name], device) for name in spec.outputs]
+    return _empty(_made(text, [int(size) for size in sizes], fixed).backward.backward, device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, *described = inputs
-    ctx.text = _described(tensors, *described)
-    made = _made(ctx.text)
+    ctx.described = _described(tensors, *described)
+    made = _made(*ctx.described)
     ctx.set_materialize_grads(False)
     if made.gradient is None:
         return
+    ctx.shapes = [result.shape for result in output]
     known = dict(zip(made.forward.inputs, tensors, strict=True))
     known |= dict(zip(made.forward.outputs, output, strict=True))
     ctx.save_for_backward(*(known[name] for name in made.gradient.saved))
@@ -235,31 +326,34 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiated(ctx: Any, grads: list[Tensor | None]) -> Any:
-    made = _made(ctx.text)
+    text, sizes, numbers = ctx.described
+    made = _made(text, sizes, numbers)
     gradient, saved = made.backward, ctx.saved_tensors
     given = dict(zip(gradient.saved, saved, strict=True))
-    for output, grad in zip(made.forward.outputs, grads, strict=True):
+    for output, shape, grad in zip(made.forward.outputs, ctx.shapes, grads, strict=True):
         name = gradient.incoming.get(output)
         if name is not None:
-            spec = gradient.backward.tensors[name]
-            given[name] = saved[0].new_zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
+            dtype = gradient.backward.tensors[name].dtype
+            given[name] = saved[0].new_zeros(shape, dtype=dtype) if grad is None else grad
     ordered = [given[name] for name in gradient.backward.inputs]
-    results = torch.ops.cudnngraph.backward(ordered, ctx.text)
+    results = torch.ops.cudnngraph.backward(ordered, text, sizes, numbers)
     made_grads = dict(zip(gradient.backward.outputs, results, strict=True))
     by_input = {name: made_grads[grad] for name, grad in gradient.outgoing.items()}
-    return [by_input.get(name) for name in made.spec.inputs], None, None, None, None, None
+    first = [by_input.get(name) for name in made.spec.inputs]
+    no_numbers: Any = None if numbers else []  # torch takes an empty list for one of tensors
+    return first, None, None, None, None, no_numbers, None
 
 
 def _no_second(ctx: Any, grads: Any) -> Any:
+    name = _made(*ctx.described).spec.name
     raise FeatureMissing(
-        f"graph '{_made(ctx.text).spec.name}': its gradient has no gradient of its own (double "
-        "backward)"
+        f"graph '{name}': its gradient has no gradient of its own (double backward)"
     )
 
 
-def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.text = inputs[1]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, *ctx.described = inputs
 
 
 forward.register_autograd(_differentiated, setup_context=_save)
-backward.register_autograd(_no_second, setup_context=_keep_text)
+backward.register_autograd(_no_second, setup_context=_keep)

@@ -216,7 +216,7 @@ class _Block(nn.Module):
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """An activation's name in a graph and its attributes, sorted."""
     kind, attrs = ACTIVATION_OF[type(act)](act)
-    return kind, tuple(sorted(attrs.items())) if attrs else ()
+    return kind, tuple([(name, attrs[name]) for name in sorted(attrs)])
 
 
 def _held(module: nn.Module, name: str) -> Any:

@@ -27,7 +27,7 @@ def conv_call(channels_last: bool = False, wrt: tuple[bool, ...] = (True, True))
         x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
     x.requires_grad_(wrt[0])
     w.requires_grad_(wrt[1])
-    return [x, w], "conv_act", [True, True, False, False], CONV, "None", list(wrt)
+    return [x, w], "conv_act", [True, True, False, False], CONV, "None", [], list(wrt)
 
 
 def compiled(function: Any) -> Any:
@@ -53,14 +53,14 @@ def test_a_name_stands_for_one_function() -> None:
 def test_opcheck_of_the_backward() -> None:
     given = conv_call()
     tensors = [t.detach() for t in given[0]]
-    text = torch_ops._described(tensors, *given[1:])
-    made = torch_ops._made(text)
+    described = torch_ops._described(tensors, *given[1:])
+    made = torch_ops._made(*described)
     results = torch_ops.forward(tensors, *given[1:])
     known = dict(zip(made.forward.inputs, tensors, strict=True))
     known |= dict(zip(made.forward.outputs, results, strict=True))
     known |= {name: torch.ones_like(results[0]) for name in made.backward.incoming.values()}
     ordered = [known[name] for name in made.backward.backward.inputs]
-    torch.library.opcheck(torch_ops.backward, (ordered, text))
+    torch.library.opcheck(torch_ops.backward, (ordered, *described))
 
 
 def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
@@ -70,7 +70,7 @@ def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
     keep = torch.ones(3, 3, dtype=torch.bool)
     there = [True, True, True, True, False, False]
     wrt = [True, True, True, False]
-    given = ([q, k, v, keep], "attention", there, options, "None", wrt)
+    given = ([q, k, v, keep], "attention", there, options, "None", [], wrt)
     torch.library.opcheck(torch_ops.forward, given)
 
 
@@ -115,6 +115,97 @@ def test_attention_compiles_without_a_break() -> None:
         assert float((a - b).detach().abs().max()) < EXACT
 
 
+MODELS: dict[str, tuple[Any, Any]] = {
+    "block": (lambda: cg.FusedConvBlock(3, 4, 3), lambda n: (n, 3, 6, 6)),
+    "block of images of any size": (lambda: cg.FusedConvBlock(3, 4, 3), lambda n: (2, 3, n, 2 * n)),
+    "transposed": (
+        lambda: cg.FusedConvTransposeBlock(3, 4, 2, stride=2),
+        lambda n: (n, 3, 4, n),
+    ),
+    "depthwise-separable": (lambda: cg.FusedDepthwiseSeparable(3, 4), lambda n: (n, 3, 6, 6)),
+    "attention": (
+        lambda: cg.FusedMultiheadAttention(16, 4, 2, causal=True),
+        lambda n: (2, n, 16),
+    ),
+    "norm": (lambda: cg.FusedLayerNorm(16), lambda n: (n, 3, 16)),
+    "mlp": (lambda: cg.FusedMLP(16, 32), lambda n: (n, 3, 16)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_that_change_are_left_open(name: str, training: bool) -> None:
+    """More of them than torch compiles again for: it would give up, the whole being traced."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    plain = build().double().train(training)
+    other = copy.deepcopy(plain)
+    fast = compiled(other)
+    for n in range(3, 15):
+        a = torch.randn(shape(n), dtype=F64, requires_grad=True)
+        b = a.detach().clone().requires_grad_()
+        y, expected = fast(a), plain(b)
+        assert y.stride() == expected.stride()
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert float((y - expected).detach().abs().max()) < EXACT
+        assert float((a.grad - b.grad).abs().max()) < EXACT  # type: ignore[operator]
+    for p, q in zip(other.parameters(), plain.parameters(), strict=True):
+        assert float((p.grad - q.grad).abs().max()) < EXACT  # type: ignore[operator]
+
+
+def test_images_of_open_sizes_keep_their_layout() -> None:
+    block = cg.FusedConvBlock(3, 4, 3, norm=None)
+    fast = compiled(block)
+    for n in range(3, 15):
+        x = torch.randn(n, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        y, expected = fast(x), block(x)
+        assert torch.equal(y, expected) and y.stride() == expected.stride()
+        assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_numbers_that_change_are_no_reason_to_give_up() -> None:
+    """torch leaves a module's number open once it has met two of them."""
+    x = torch.randn(2, 3, 6, 6)
+    fast = torch.compile(lambda m, x: m(x), fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for number in (1e-3, 2e-3, 3e-3, 0.5):
+        block = cg.FusedConvBlock(
+            3, 4, 3, eps=number, activation="leaky_relu", negative_slope=number
+        ).eval()
+        assert torch.equal(fast(block, x), block(x))
+    q = torch.randn(2, 3, 8, 8)
+    for number in (0.25, 0.5, 0.75):
+        attention = cg.FusedSDPA(scale=number, causal=True)
+        made = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+        assert torch.equal(made(q, q, q), attention(q, q, q))
+
+
+def test_dropout_draws_anew_in_a_compiled_model() -> None:
+    torch.manual_seed(0)
+    attention = cg.FusedSDPA(dropout=0.4)
+    fast = compiled(attention)
+    q, k = torch.randn(1, 1, 64, 8), torch.randn(1, 1, 64, 8)
+    v = torch.eye(64)[None, None]  # the result is the weights
+    first, second = fast(q, k, v), fast(q, k, v)
+    for weights in (first, second):
+        assert 0.3 < float((weights == 0).double().mean()) < 0.5
+    assert not torch.equal(first == 0, second == 0)
+    q = q.requires_grad_()
+    fast(q, k, v).sum().backward()
+    assert q.grad is not None and bool(q.grad.isfinite().all())
+
+
+def test_a_compiled_function_writes_to_a_given_tensor() -> None:
+    w, out = torch.randn(4, 3, 3, 3), torch.empty(2, 4, 4, 4)
+    x = torch.randn(2, 3, 6, 6)
+    fast = compiled(lambda x, out: CF.conv2d(x, w, activation="relu", out=out))
+    with torch.no_grad():
+        made = fast(x, out)
+        assert made.data_ptr() == out.data_ptr()
+        assert torch.equal(out, CF.conv2d(x, w, activation="relu"))
+
+
 def test_a_compiled_function_takes_sizes_that_change() -> None:
     w = torch.randn(4, 3, 3, 3, dtype=F64)
     fast = compiled(lambda x: CF.conv2d(x, w, activation="silu", padding=[1, 1]))
@@ -135,7 +226,7 @@ def test_autocast_and_channels_last_hold_under_compile() -> None:
 
 def test_only_the_needed_gradients_are_part_of_a_compiled_graph() -> None:
     tensors, *rest = conv_call(wrt=(False, True))
-    made = torch_ops._made(torch_ops._described(tensors, *rest))
+    made = torch_ops._made(*torch_ops._described(tensors, *rest))
     assert made.backward.backward.outputs == ("grad_weight",)
     results = torch_ops.forward(tensors, *rest)
     (grad,) = torch.autograd.grad(results[0].sum(), tensors[1])
@@ -155,11 +246,10 @@ def test_double_backward_of_the_op_says_what_is_missing() -> None:
 
 def test_a_policy_reaches_the_executables_of_the_op() -> None:
     policy = cg.Policy(deterministic=True, workspace_limit=1 << 20, exclude_engines=("eng8",))
-    made = torch_ops._made(
-        torch_ops._described(
-            conv_call()[0], *conv_call()[1:4], torch_ops._policy_text(policy), [True, False]
-        )
-    )
+    numbers: list[float] = []
+    fields = torch_ops._policy_text(policy, numbers)
+    given = (*conv_call()[:4], fields, numbers, [True, False])
+    made = torch_ops._made(*torch_ops._described(*given))
     assert made.policy == policy
     assert made.executable("backward", torch.device("cpu")).policy.deterministic
 
@@ -172,3 +262,14 @@ def test_an_exported_model_has_the_op_and_computes_the_same() -> None:
     assert torch.ops.cudnngraph.forward.default in targets
     assert torch.equal(program.module()(x), block(x))
     assert program.module()(x).dtype == F32
+
+
+@pytest.mark.parametrize("name", ["block", "attention"])
+def test_a_model_is_exported_with_a_size_left_open(name: str) -> None:
+    build, shape = MODELS[name]
+    model = build().eval()
+    dims = {shape(5).index(5): torch.export.Dim("n", min=2, max=64)}
+    program = torch.export.export(model, (torch.randn(shape(5)),), dynamic_shapes=(dims,))
+    for n in (2, 7, 33):
+        x = torch.randn(shape(n))
+        assert torch.equal(program.module()(x), model(x))
