@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,10 +47,29 @@ def export(
     Raises :class:`CannotImport` for a model that changes its buffers or its inputs, and for one
     whose ops depend on the numbers in its tensors.
     """
-    traced = tracer.trace(model, args, kwargs or {})
-    if traced is not None:
-        return Exported(traced, traced.constants, tuple(traced.placeholders), traced.out_spec)
-    return by_torch(model, args, kwargs)
+    with _exporting():
+        traced = tracer.trace(model, args, kwargs or {})
+        if traced is not None:
+            return Exported(traced, traced.constants, tuple(traced.placeholders), traced.out_spec)
+        return by_torch(model, args, kwargs)
+
+
+_exporters: list[int] = []
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    _exporters.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _exporters.remove(threading.get_ident())
+
+
+def is_exporting() -> bool:
+    """Whether this thread is in :func:`export`: what is made of torch's modules calls those then,
+    for a graph of their ops can do more than a call of ours in it."""
+    return bool(_exporters) and threading.get_ident() in _exporters
 
 
 def by_torch(

@@ -440,10 +440,10 @@ def _sorted(attrs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _ranked(name: str, x: Tensor, rank: int) -> None:
-    if x.dim() != rank + 2:
+    if x.dim() not in (rank + 1, rank + 2):
         dims = ", ".join(("D", "H", "W")[3 - rank :])
-        shape = tuple(x.shape)
-        problem = Problem(name, f"x has {x.dim()} dims {shape}", f"{rank + 2}: (N, C, {dims})")
+        wanted = f"{rank + 2}: (N, C, {dims}), or {rank + 1}: (C, {dims})"
+        problem = Problem(name, f"x has {x.dim()} dims {tuple(x.shape)}", wanted)
         raise GraphError(name, [problem])
 
 
@@ -506,6 +506,10 @@ def run_conv_act(
 ) -> Tensor:
     """:func:`conv_act` on tensors; its options come of :func:`act_options`. ``recent`` is the
     caller's, to find again what served it."""
+    if x.dim() == weight.dim() - 1:  # one image
+        added, into = (each if each is None else each.unsqueeze(0) for each in (residual, out))
+        made = run_conv_act(static, x.unsqueeze(0), weight, bias, added, policy, into)
+        return made.squeeze(0) if out is None else out
     tensors = (x, weight, bias, residual)
     if recent is not None:
         found: Tensor | None = recent.serve(static, policy, tensors)

@@ -251,6 +251,14 @@ class Fused(nn.Module):
         self._lock = threading.Lock()
         self.report: Report | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the model and the options; it compiles on its first call, from the cache."""
+        return {**self.__dict__, "_forms": OrderedDict(), "_lock": None, "report": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
     # -- calls -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

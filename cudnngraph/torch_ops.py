@@ -153,8 +153,8 @@ class _Made:
                 continue
             rank, dtype = form
             shape, stride, sizes = sizes[:rank], sizes[rank : 2 * rank], sizes[2 * rank :]
-            options = {"dtype": _DTYPES[dtype], "device": "meta"}
-            like.append(torch.empty_strided(shape, stride, **options))
+            made = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
+            like.append(made)
         options = dict(_value(static, numbers))
         graph = specialized(_BUILDS[build], self.policy).graph(*like, **options)
         self.spec: GraphSpec = graph.spec()

@@ -1,19 +1,21 @@
 """Convolution, batch norm, residual and activation as one module.
 
 A block holds the very modules of torch that it stands for, as its children "0", "1" and "2": they
-keep the parameters, the running statistics and the names in the state dict, and are never called.
+keep the parameters, the running statistics and the names in the state dict. They are called where
+a hook on one of them waits for that, and where the model is exported for ``fuse``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .. import functional
 from ..errors import GraphError, Problem
+from ..exported import is_exporting
 from ..graph import ACTIVATIONS
 from ..policy import Policy
 from ..specialize import Recent
@@ -171,6 +173,29 @@ class _Block(nn.Module):
         """torch's activation, or None."""
         return self._modules.get("2" if self._with_norm else "1")
 
+    def _calls_children(self) -> bool:
+        """Whether to run torch's modules; see above."""
+        for child in self._modules.values():
+            hooked: Any = child
+            if (
+                hooked._forward_hooks
+                or hooked._forward_pre_hooks
+                or hooked._backward_hooks
+                or hooked._backward_pre_hooks
+            ):
+                return True
+        return is_exporting()
+
+    def _by_children(
+        self, x: torch.Tensor, residual: torch.Tensor | None, *sizes: Any
+    ) -> torch.Tensor:
+        """By torch's modules."""
+        y: torch.Tensor = self.conv(x, *sizes)
+        y = y if self.norm is None else self.norm(y)
+        y = y if residual is None else y + residual
+        act: Any = self.activation
+        return y if act is None else cast(torch.Tensor, act(y))
+
     def _run(
         self, geometry: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
@@ -321,7 +346,10 @@ class FusedConvBlock(_Block):
         self._hold(*modules, policy)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x (N, C, spatial...); ``residual`` has the result's shape."""
+        """x (N, C, spatial...), without a norm also (C, spatial...); ``residual`` has the result's
+        shape."""
+        if self._calls_children():
+            return self._by_children(x, residual)
         conv: Any = self._modules["0"]
         return self._run((conv.stride, conv.padding, conv.dilation, conv.groups), x, residual)
 
@@ -392,7 +420,10 @@ class FusedConvTransposeBlock(_Block):
         residual: torch.Tensor | None = None,
         output_size: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """x (N, C, spatial...); ``output_size`` stands for an output_padding, as in torch."""
+        """x (N, C, spatial...), without a norm also (C, spatial...); ``output_size`` stands for an
+        output_padding, as in torch."""
+        if self._calls_children():
+            return self._by_children(x, residual, output_size)
         conv = self.conv
         extra = conv.output_padding
         if output_size is not None:

@@ -116,13 +116,13 @@ class FusedDepthwiseSeparable(nn.Module):
         """x (N, C, spatial...) → (N, K, out...); ``residual`` is added before the last activation.
 
         By the batch's statistics or the running ones, as torch's batch norm decides. With
-        ``norm="sync"`` and several ranks the two blocks run one behind the other.
+        ``norm="sync"`` and several ranks, or hooks, the two blocks run one behind the other.
         """
-        norms = [block.norm for block in (self.depthwise, self.pointwise)]
+        blocks = (self.depthwise, self.pointwise)
         if any(
             type(bn) is nn.SyncBatchNorm and bn.training and sync.several_ranks(bn.process_group)
-            for bn in norms
-        ):
+            for bn in [block.norm for block in blocks]
+        ) or any(block._calls_children() for block in blocks):
             y: torch.Tensor = self.pointwise(self.depthwise(x), residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]

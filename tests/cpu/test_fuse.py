@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,33 @@ def test_a_fused_model_gives_the_models_results() -> None:
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
     assert isinstance(fused, nn.Module) and not fused.training
     assert not fused(x).requires_grad
+
+
+def test_our_own_blocks_are_imported_as_torchs_modules() -> None:
+    """So that their norms are folded, and they share a graph with what stands around them."""
+    torch.manual_seed(0)
+    made = nn.Sequential(
+        cg.FusedConvBlock(3, 8, 3, padding=1),
+        cg.FusedDepthwiseSeparable(8, 8),
+        cg.FusedConvTransposeBlock(8, 4, 2, stride=2),
+    )
+    model, x = models.randomized(made), image(2, 3, 8, 8)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert fused.report is not None and fused.report.folded == 4 and not fused.report.opaque
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_fused_model_can_be_copied(way: Any) -> None:
+    model, x = net(), image(2, 3, 32, 32)
+    fused = cg.fuse(model, x)
+    other = way(fused)
+    assert other.report is None and len(other) == 0
+    assert torch.equal(other(x), fused(x)) and other.report is not None
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    other.refresh()
+    assert torch.equal(other(x), fused(x)), "a copy has weights of its own"
 
 
 def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import cudnngraph as cg
@@ -298,6 +299,74 @@ def test_copies_compute_the_same(how: str) -> None:
     x = torch.randn(3, 4, 7, 7, dtype=F64)
     assert torch.equal(other(x), block(x))
     assert other.conv.weight is not block.conv.weight
+
+
+HOOKED: dict[str, Any] = {
+    "weight norm": lambda block: nn.utils.weight_norm(block.conv),
+    "pruned": lambda block: prune.l1_unstructured(block.conv, "weight", amount=0.5),
+    "forward": lambda block: block.norm.register_forward_hook(lambda m, given, y: 2 * y),
+    "before": lambda block: block.activation.register_forward_pre_hook(lambda m, given: -given[0]),
+    "parametrized": lambda block: nn.utils.parametrizations.weight_norm(block.conv),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_hooks_on_the_modules_of_a_block_are_called(name: str) -> None:
+    """Those of the children, put there once the block was made."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).double()
+    block = cg.FusedConvBlock.from_torch(*copy.deepcopy(plain))
+    x, residual = torch.randn(2, 4, 7, 7, dtype=F64), torch.randn(2, 6, 5, 5, dtype=F64)
+    before = block(x)
+    HOOKED[name](block)
+    if hasattr(block.conv, "weight_g"):
+        with torch.no_grad():
+            block.conv.weight_g.mul_(-3)
+    y = block(x, residual)
+    other = copy.deepcopy(plain)
+    other_block = cg.FusedConvBlock.from_torch(*other)
+    HOOKED[name](other_block)
+    if hasattr(other[0], "weight_g"):
+        with torch.no_grad():
+            other[0].weight_g.mul_(-3)
+    right = other[2](other[1](other[0](x)) + residual)
+    assert distance(y, right) < EXACT
+    assert name == "parametrized" or distance(block(x), before) > 0.1
+    grads = torch.autograd.grad(y.sum(), [p for p in block.parameters() if p.requires_grad])
+    rights = torch.autograd.grad(right.sum(), [p for p in other.parameters() if p.requires_grad])
+    for a, b in zip(grads, rights, strict=True):
+        assert distance(a, b) < EXACT
+
+
+def test_hooks_on_the_modules_of_a_separable_convolution_are_called() -> None:
+    module = cg.FusedDepthwiseSeparable(4, 6).double()
+    x = torch.randn(2, 4, 7, 7, dtype=F64)
+    module.depthwise.norm.register_forward_hook(lambda m, given, y: y + 1)
+    plain = module.to_torch()
+    assert distance(module(x), plain(x)) < EXACT
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_one_image_without_a_batch_is_taken_as_by_torch(dims: int) -> None:
+    torch.manual_seed(0)
+    block = cg.FusedConvBlock(3, 4, 3, norm=None, dims=dims, dtype=F64)
+    back = cg.FusedConvTransposeBlock(4, 2, 2, stride=2, norm=None, dims=dims, dtype=F64)
+    x = torch.randn(3, *(5,) * dims, dtype=F64, requires_grad=True)
+    residual = torch.randn(4, *(3,) * dims, dtype=F64)
+    y, right = block(x, residual), (block.conv(x) + residual).relu()
+    assert distance(y, right) < EXACT
+    assert distance(back(y), back.conv(right).relu()) < EXACT
+    (grad,), (want,) = (torch.autograd.grad(each.sum(), x) for each in (y, right))
+    assert distance(grad, want) < EXACT
+    if dims == 2:
+        out = torch.empty(4, 3, 3, dtype=F64)
+        with torch.no_grad():
+            made = cg.functional.conv2d(x, block.conv.weight, block.conv.bias, out=out)
+        assert made is out and distance(out, block.conv(x)) < EXACT
+        normed = cg.FusedConvBlock(3, 4, 3)
+        with pytest.raises(cg.GraphError, match="x"):
+            normed(torch.randn(3, 5, 5))
 
 
 def test_a_block_can_be_checkpointed_and_hooked() -> None:
