@@ -29,7 +29,17 @@ from .eager import runs_whole
 from .errors import NotSupported
 from .ir import GraphSpec
 from .key import step_digest
-from .partition import Graph, Group, channels_last, cuts, piece, prepared, regions, work
+from .partition import (
+    Graph,
+    Group,
+    channels_last,
+    cuts,
+    marked,
+    piece,
+    prepared,
+    regions,
+    work,
+)
 from .policy import Policy
 from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import HEAVY_US, measure
@@ -536,6 +546,7 @@ def autotune(
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
     assert torch_only(spec) is None, "there is nothing to measure"
+    spec = marked(spec, policy.deterministic)
     search = _Search(policy, bench)
     if policy.fallback == "error":
         roots = [_whole(search, spec)]

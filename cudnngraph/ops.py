@@ -191,7 +191,8 @@ def _padding(
         call.problem(f"padding={value!r} has {len(listed)} entries", f"1 or {rank}")
         return None
     if any(item < 0 for pair in listed for item in pair):
-        call.problem(f"padding={value!r} is negative", "every padding >= 0", "slice x instead")
+        mend = "slice x instead" if call.op == "conv" else "pad the result instead"
+        call.problem(f"padding={value!r} is negative", "every padding >= 0", mend)
         return None
     pairs = tuple((int(before), int(after)) for before, after in listed)
     call.attrs["padding"] = pairs

@@ -563,7 +563,7 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
     views behind what a product's plan may do, and the strides and the offsets of packed sequences.
     """
-    made = slices(views_behind(views(bounded_pools(wide_sums(numeric_masks(spec))))))
+    made = slices(views_behind(views(wide_sums(numeric_masks(spec)))))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 
@@ -846,15 +846,16 @@ def _reads_any_strides(graph: Graph, node: Node, name: str) -> bool:
     return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
 
 
-#: An attribute of max pools: that they read no -inf.
-BOUNDED = "bounded"
+#: Attributes that only the steps' own graphs have. Of max pools: that they read no -inf. Of
+#: gradients of attention: to be the same bits in every run.
+BOUNDED, REPEATABLE = "bounded", "repeatable"
 _NO_LOWER_THAN_MINUS_ONE = frozenset({"relu", "relu6", "sigmoid", "tanh", "exp", "abs", "softmax"})
 
 
-def bounded_pools(spec: GraphSpec) -> GraphSpec:
-    """The graph with those max pools marked that read no -inf, being behind a ReLU, say."""
-    if all(node.op != "max_pool" for node in spec.nodes):
-        return spec
+def marked(spec: GraphSpec, deterministic: bool) -> GraphSpec:
+    """The graph, before it is cut, with marks for those who run its steps: on max pools that read
+    no -inf, being behind a ReLU, say; where it has to be ``deterministic`` on gradients of
+    attention, for which cuDNN has another way, and no note of its plans tells them apart."""
     graph = Graph(spec)
 
     def bounded(node: Node) -> bool:
@@ -863,13 +864,15 @@ def bounded_pools(spec: GraphSpec) -> GraphSpec:
             made = graph.producer.get(made.operands[0])
         return made is not None and made.op in _NO_LOWER_THAN_MINUS_ONE
 
-    nodes = tuple(
-        replace(node, attrs=((BOUNDED, True), *node.attrs))
-        if node.op == "max_pool" and bounded(node)
-        else node
-        for node in spec.nodes
-    )
-    return replace(spec, nodes=nodes)
+    def mark(node: Node) -> Node:
+        if node.op == "max_pool" and bounded(node):
+            return replace(node, attrs=((BOUNDED, True), *node.attrs))
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward") and deterministic:
+            return replace(node, attrs=((REPEATABLE, True), *node.attrs))
+        return node
+
+    nodes = tuple(map(mark, spec.nodes))
+    return spec if nodes == spec.nodes else replace(spec, nodes=nodes)
 
 
 def numeric_masks(spec: GraphSpec) -> GraphSpec:

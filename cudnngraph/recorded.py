@@ -21,7 +21,7 @@ from .backend.plan import Choice, Plan
 from .ir import GraphSpec, print_spec
 from .key import Key, encode
 from .ops import is_default
-from .partition import Graph, channels_last, piece, prepared, work
+from .partition import Graph, channels_last, marked, piece, prepared, work
 from .policy import Policy
 from .select import Decision, Selection, StepPlan
 
@@ -105,6 +105,7 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
 
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
+    spec = marked(spec, bool(record.policy.get("deterministic")))
     ready = prepared(spec)
     stale: StaleRecord | None = None
     for variant in (ready, spec, channels_last(ready)):

@@ -23,6 +23,7 @@ from .partition import (
     Group,
     cuts,
     is_anchor,
+    marked,
     on_numbers,
     piece,
     prepared,
@@ -156,6 +157,7 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
     if reason is not None:
         step = StepPlan(spec, None, 0, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
         return Selection((step,), (None,))
+    spec = marked(spec, policy.deterministic)
     if policy.fallback == "error":
         plan, outcomes = build(spec)
         return Selection((_planned(spec, plan, outcomes, ()),), (plan,))

@@ -756,7 +756,8 @@ class Attention:
     ``mask`` is "bool", "data" or "fp32" with ``mask_shape``; ``dead_rows`` first rows of it attend
     to nothing. ``memory`` is "bhsd", "bshd", "packed" or "expanded" (k and v stored for one head).
     ``dropped`` says what tells which weights ``dropout`` drops: a "mask", or a "seed", of which the
-    reference alone has this generator.
+    reference alone has this generator. With ``low`` every score is about -120: exp(-lse) is more
+    than float32 holds.
     """
 
     b: int = 2
@@ -787,6 +788,7 @@ class Attention:
     alibi: str | None = None  # "standard" slopes, or "given" ones
     sink: bool = False
     finite: bool = False
+    low: bool = False
 
     @property
     def keys(self) -> int:
@@ -983,9 +985,13 @@ class Attention:
             values[..., : self.dead_rows, :] = 0.0 if self.mask == "bool" else -math.inf
         return values
 
-    def _data(self, lengths: tuple[int, ...] | None) -> Fill:
+    def _data(self, lengths: tuple[int, ...] | None, first: float = 0.0) -> Fill:
+        """Standard normal; where scores are low, the first of a row's numbers is ``first``."""
+
         def fill(gen: torch.Generator, shape: Shape) -> torch.Tensor:
             values = torch.randn(shape, generator=gen, dtype=F64)
+            if self.low and first:
+                values[..., 0] = first
             if self.dirty and lengths is not None:
                 for batch, length in enumerate(lengths):
                     values[batch, :, length:] = math.nan
@@ -995,9 +1001,10 @@ class Attention:
 
     @property
     def fills(self) -> dict[str, Fill]:
+        scale = self.d**-0.5 if self.scale is None else self.scale
         fills: dict[str, Fill] = {
-            "q": self._data(self.len_q),
-            "k": self._data(self.len_kv),
+            "q": self._data(self.len_q, -15.0 / scale),
+            "k": self._data(self.len_kv, 8.0),
             "v": self._data(self.len_kv),
             "mask": self._masked,
         }
@@ -1060,6 +1067,8 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
     short, long = replace(a, s_q=32, s_kv=64), replace(a, s_q=64, s_kv=32)
     full = (2, 4, 64, 64)
     right = {"causal": True, "alignment": "bottom_right"}
+    low = replace(a, b=1, h=2, low=True)
+    tail = "pytorch#196678: half of the last 128 keys, and a low lse"
     return [
         ("plain", a, ""),
         ("scale", replace(a, scale=0.3), "flashinfer#4014: the scale is part of the key"),
@@ -1111,6 +1120,15 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
             "pytorch#103963: fully masked rows give zeros and -inf",
         ),
         ("mask_bool_causal", replace(a, mask="bool", mask_shape=(2, 1, 64, 64), causal=True), ""),
+        *(
+            (
+                f"mask_{'add' if kind == 'data' else kind}_s_{s}",
+                replace(low, s_q=64, s_kv=s, mask=kind, mask_shape=(1, 1, 64, s)),
+                tail,
+            )
+            for s in (320, 704)
+            for kind in ("data", "bool")
+        ),
         ("lengths", replace(a, len_q=(64, 40), len_kv=(50, 64)), ""),
         ("lengths_zero", replace(a, len_q=(64, 0), len_kv=(0, 30)), "cudnn-frontend#943"),
         ("length_q_only", replace(a, len_q=(33, 64)), "one of the two lengths"),
@@ -1157,6 +1175,7 @@ def _attention_cases() -> list[tuple[str, Attention, str]]:
         ("s_197", replace(a, s_q=197, h=2), "a length that is no multiple of anything"),
         ("decode", replace(a, s_q=1, s_kv=128), "S_q = 1"),
         ("decode_gqa", replace(a, s_q=1, s_kv=128, h=8, h_kv=2), "cudnn-frontend#1083"),
+        ("decode_low", replace(low, s_q=1, s_kv=128), "cudnn-frontend#1072: a low lse"),
         (
             "decode_lengths",
             replace(a, s_q=1, s_kv=128, len_kv=(100, 7)),
@@ -3376,9 +3395,9 @@ def _attention_gradients() -> Iterator[Case]:
         "d_128",
         "d_20",
         "s_192_mask",
+        *(f"mask_{kind}_s_{s}" for s in (320, 704) for kind in ("add", "bool")),
         "s_197",
-        "decode",
-        "decode_gqa",
+        *("decode", "decode_gqa", "decode_low"),
         "bshd",
         "packed",
         "expanded_kv",

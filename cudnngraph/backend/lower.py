@@ -34,7 +34,7 @@ from ..ir import (
     same_layout,
 )
 from ..ops import FP8, OPS, QUANTIZED
-from ..partition import ALIKE, token_widths
+from ..partition import ALIKE, REPEATABLE, token_widths
 from ..validate import check_node
 from . import env
 
@@ -695,6 +695,8 @@ def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
+    if dict(node.attrs).get(REPEATABLE):
+        options["use_deterministic_algorithm"] = True
     if given["attn_mask"] is not None:
         mask_spec = ctx.spec.tensors[str(_port(node, "attn_mask"))]
         if mask_spec.dtype == torch.bool:
@@ -862,6 +864,8 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
             f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
         )
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
+    if dict(node.attrs).get(REPEATABLE):
+        options["use_deterministic_algorithm"] = True
     seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
     if seq_q is not None or seq_kv is not None:
         ones = [q.shape[0], 1, 1, 1]
@@ -1003,6 +1007,7 @@ def _sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
         max_total_seq_len_q=q.shape[0],
         max_total_seq_len_kv=ctx.spec.tensors[str(_port(node, "k"))].shape[0],
         name=node.name,
+        use_deterministic_algorithm=bool(dict(node.attrs).get(REPEATABLE)),
         **options,
         **_band_options(ctx, node),
     )
@@ -1370,8 +1375,8 @@ def _not_as_a_plan(ctx: Context | None, node: Node) -> Any:
 
 def _no_resample(ctx: Context | None, node: Node) -> Any:
     """Pooling and interpolation, which cuDNN has and its Python frontend has not."""
-    by = "cuDNN's older call, or torch's" if node.op == "max_pool" else "a torch step"
-    raise _Refused(f"{node.op}: cuDNN's Python frontend has no resampling; {by}")
+    why = f"{node.op}: cuDNN's Python frontend has no resampling; a torch step"
+    raise _Refused(why + ", or behind a ReLU cuDNN's older call" * (node.op == "max_pool"))
 
 
 def _no_softmax(ctx: Context | None, node: Node) -> Any:

@@ -1045,3 +1045,28 @@ def test_a_residual_is_found_by_the_same_engines_on_either_side(first: bool, dri
     g.output("y", g.relu(g.bias(y, g.input("b", (64,), torch.float16))))
     (step,) = cg.explain(g).steps
     assert sum(not plan.runtime_compiled for plan in step.plans) > 20
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "mask", "packed"])
+def test_a_deterministic_gradient_of_attention_has_plans_of_its_own(kind: str) -> None:
+    """cuDNN adds up dq in no fixed order unless it is told not to, and no note says so."""
+    shape = (2, 4, 512, 64)
+    g = cg.Graph("attention")
+    if kind == "packed":
+        q, k, v = (g.input(name, (1024, 4, 64), torch.float16) for name in "qkv")
+        ends = g.input("ends", (3,), torch.int32)
+        g.output("o", g.sdpa_varlen(q, k, v, ends, ends, 512, 512, is_causal=True))
+    else:
+        q = g.input("q", shape, torch.float16)
+        heads = 2 if kind == "grouped" else 4
+        k, v = (g.input(name, (2, heads, 512, 64), torch.float16) for name in "kv")
+        mask = g.input("mask", (2, 4, 512, 512), torch.float16) if kind == "mask" else None
+        g.output("o", g.sdpa(q, k, v, mask, is_causal=mask is None))
+    graph = cg.differentiate(g, wrt=("q", "k", "v")).backward
+    needs = []
+    for deterministic in (False, True):
+        steps = cg.explain(graph, deterministic=deterministic).steps
+        (step,) = (step for step in steps if step.ops[-1].startswith("sdpa"))
+        assert step.runs_on == "cuDNN", step.refusals
+        needs.append({plan.workspace_bytes for plan in step.plans})
+    assert needs[0].isdisjoint(needs[1])

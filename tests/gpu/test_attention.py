@@ -286,3 +286,97 @@ def test_rotary_positions_run_as_one_pointwise_plan(interleaved: bool) -> None:
     exe = g.compile("cuda")
     plans = [[n.op for n in s.spec.nodes] for s in exe.steps if s.choice is not None]
     assert ["mul", "mul", "add"] in plans, exe.explain()
+
+
+# -- gradients that others got wrong ---------------------------------------------------------------
+
+
+def normal(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=gen).to(CUDA, BF16) for shape in shapes]
+
+
+def gradients_within(
+    leaves: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    grad: torch.Tensor,
+    made: Sequence[torch.Tensor],
+    causal: bool = False,
+) -> None:
+    """``made``: o and the gradients of ``leaves``, which are q, k and v, and may be a mask."""
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    bias = wide[3] if len(wide) > 3 else mask
+    bias = bias.double() if bias is not None and bias.dtype == BF16 else bias
+    o = F.scaled_dot_product_attention(*wide[:3], bias, is_causal=causal, enable_gqa=True)
+    exact = [o, *torch.autograd.grad(o, wide, grad.double())]
+    bound = 4 * numerics.bound(BF16, terms=leaves[1].shape[2])
+    for name, ours, want in zip(("o", "dq", "dk", "dv", "dmask"), made, exact, strict=False):
+        error = numerics.relative_error(ours, want)
+        assert error <= bound, f"{name}: {error:.3g}, allowed {bound:.3g}"
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "grouped", "mask"])
+def test_a_deterministic_backward_gives_the_same_bits_again(name: str) -> None:
+    """pytorch#146734: plans that add the parts of dq up as they come give others each time."""
+    shared = 2 if name == "grouped" else 8
+    *data, grad, mask = normal(
+        (2, 8, 2048, 64), *((2, shared, 2048, 64),) * 2, (2, 8, 2048, 64), (1, 1, 2048, 2048)
+    )
+    causal = name in ("causal", "grouped")
+    attend = cg.FusedSDPA(causal=causal, policy=cg.Policy(deterministic=True))
+    leaves = [x.requires_grad_() for x in (*data, *([mask] if name == "mask" else []))]
+
+    def step() -> list[torch.Tensor]:
+        o = attend(*leaves)
+        return [o.detach(), *torch.autograd.grad(o, leaves, grad)]
+
+    first = step()
+    for _ in range(5):
+        for label, a, b in zip(("o", "dq", "dk", "dv", "dmask"), first, step(), strict=False):
+            differ = int((a != b).sum())
+            assert torch.equal(a, b), f"{label}: {differ} of {a.numel()} elements differ"
+    gradients_within(leaves, None, grad, first, causal)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["", "low lse"])
+@pytest.mark.parametrize("keys", [128, 65536])
+def test_one_row_has_the_gradient_of_few_and_of_many_keys(keys: int, low: bool) -> None:
+    """cudnn-frontend#1072, pytorch#138529: dk and dv of S_q = 1 were NaN where lse is low, and
+    65536 keys an error. The gradient is that of a sum, of stride 0."""
+    data = normal((1, 2, 1, 64), (1, 2, keys, 64), (1, 2, keys, 64))
+    if low:  # every score is about -120
+        data[0][..., 0], data[1][..., 0] = -120.0, 8.0
+    leaves = [x.requires_grad_() for x in data]
+    o = cg.FusedSDPA()(*leaves)
+    found = torch.autograd.grad(o.sum(), leaves)
+    gradients_within(leaves, None, torch.ones_like(o), [o, *found])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("length", [64, 192, 320, 704])
+def test_a_low_lse_under_a_mask_gives_finite_gradients(length: int, kind: str) -> None:
+    """pytorch#196678: dq was NaN where half of the last 128 keys are there and lse < -88.7, so that
+    exp(-lse) is more than float32 holds."""
+    *data, grad = normal(*((1, 2, length, 64),) * 4)
+    data[0][..., 0], data[1][..., 0] = -120.0, 8.0
+    mask = torch.ones(length, length, dtype=torch.bool, device=CUDA).tril()
+    if kind == "float":
+        mask = torch.zeros(length, length, dtype=BF16, device=CUDA).masked_fill(~mask, -torch.inf)
+    leaves = [x.requires_grad_() for x in data]
+    o = cg.FusedSDPA()(*leaves, mask)
+    gradients_within(leaves, mask, grad, [o, *torch.autograd.grad(o, leaves, grad)])
+
+
+def test_attention_into_an_unaligned_output_is_refused_by_name() -> None:
+    """pytorch#195650: plans write 16 bytes at a time. A gradient at such an address is copied."""
+    q, k, v, grad = normal(*((2, 4, 128, 64),) * 4)
+    attend = cg.functional.scaled_dot_product_attention
+    memory = torch.zeros(q.numel() + 1, device=CUDA, dtype=BF16)
+    apart = memory[1:].view(q.shape)
+    with pytest.raises(cg.BindError, match=r"starts 2 bytes past a multiple of 16.*clone"):
+        attend(q, k, v, out=apart)
+    assert not memory.any()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = attend(*leaves)
+    apart.copy_(grad)
+    gradients_within(leaves, None, grad, [o, *torch.autograd.grad(o, leaves, apart)])
