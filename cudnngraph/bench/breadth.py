@@ -1,4 +1,4 @@
-"""The cases of norms, feed-forward layers, separable convolutions, pixels, AdamW, softmax, pools.
+"""The cases of norms, feed-forward layers, separable convolutions, pixels, AdamW and softmax.
 
 ``quick`` shapes are tiny, for a run on a CPU.
 """
@@ -249,15 +249,6 @@ def softmax(rows: int, columns: int) -> Case:
     return Case(name, "others", g, lambda t: F.softmax(t["x"], -1), {"device copy": _copy})
 
 
-def max_pool(n: int, c: int, size: int, kernel: int, stride: int, padding: int) -> Case:
-    """The largest of each window of float16 images."""
-    g = Graph("max_pool")
-    x = g.input("x", (n, c, size, size), F16, layout="channels_last")
-    g.output("y", g.max_pool(x, kernel, stride, padding), layout="channels_last")
-    name = f"max_pool {n} {c} {size} {size} kernel {kernel} stride {stride}"
-    return Case(name, "others", g, lambda t: F.max_pool2d(t["x"], kernel, stride, padding))
-
-
 def breadth_suite(quick: bool = False) -> list[Case]:
     """What the families beside convolution and attention are measured on."""
     if quick:
@@ -274,7 +265,6 @@ def breadth_suite(quick: bool = False) -> list[Case]:
             pixels(2, 8, 16),
             adamw(4096),
             softmax(16, 64),
-            max_pool(2, 8, 16, 3, 2, 1),
         ]
     return [
         norm("rms_norm", 16384, 4096),
@@ -297,8 +287,4 @@ def breadth_suite(quick: bool = False) -> list[Case]:
         pixels(64, 224, 224),
         adamw(1 << 26),
         softmax(16384, 4096),
-        *(max_pool(n, 64, 112, 3, 2, 1) for n in (1, 32)),
-        max_pool(4, 64, 256, 3, 2, 1),
-        max_pool(8, 64, 256, 2, 2, 0),
-        max_pool(8, 512, 32, 2, 2, 0),
     ]
