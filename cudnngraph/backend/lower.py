@@ -879,6 +879,26 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
     return list(results)
 
 
+_TILE = 128  # rows and keys that a kernel for the gradient takes at once
+
+
+def _ends_of_sequences(ctx: Context, node: Node) -> dict[str, Any]:
+    """Lengths for the gradient of attention that has none, where a tile reaches past the end.
+
+    cuDNN has 0 for a score there, and exp(0 - lse) is more than float32 holds where all scores of
+    a row are below -88: gradients are NaN (pytorch#196678, keys; cudnn-frontend#1072, rows; both
+    seen on an H200 with cuDNN 9.19). Lengths say where the end is.
+    """
+    shapes = (ctx.spec.tensors[str(_port(node, port))].shape for port in ("q", "k"))
+    (batch, _, rows, _), (_, _, keys, _) = shapes
+    changed = node.attr("softcap") is not None or _port(node, "alibi_slopes") is not None
+    if _has_lengths(node) or changed or (rows % _TILE == 0 and keys % _TILE == 0):
+        return {}
+    lengths = {"seq_len_q": rows, "seq_len_kv": keys}
+    made = {name: ctx.constant([batch, 1, 1, 1], n, torch.int32) for name, n in lengths.items()}
+    return {"use_padding_mask": True, **made}
+
+
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
     if _has_lengths(node) and not node.attr("finite_padding"):
         raise _Refused("cuDNN lets NaN out of the padding into gradients, also of empty sequences")
@@ -888,7 +908,7 @@ def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
         if rows == 1 < ctx.spec.tensors[str(node.inputs[0])].shape[2]:
             raise _Refused("cuDNN gets the gradient wrong under a mask that is broadcast over rows")
     do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
-    options = _attention_options(ctx, node)
+    options = _attention_options(ctx, node) | _ends_of_sequences(ctx, node)
     dmask = None
     if node.outputs[3] is not None:
         if node.attr("softcap") is not None:

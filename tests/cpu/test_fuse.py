@@ -21,7 +21,7 @@ from cudnngraph.bench import models
 from cudnngraph.importer import Packed, convert, import_model
 from cudnngraph.ir import GraphSpec
 from cudnngraph.layout import Laid
-from cudnngraph.partition import Graph, piece, prepared, regions, work
+from cudnngraph.partition import Graph, marked, piece, prepared, regions, work
 from cudnngraph.runtime import canonical, canonical_tensor_names
 from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.select import FREE, heuristic
@@ -383,7 +383,7 @@ def test_a_whole_model_in_torch_steps_computes_what_it_should(name: str) -> None
 @pytest.mark.parametrize("name", NETS)
 def test_regions_hold_every_op_once_in_an_order_that_can_be_run(name: str) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(spec))
+    graph = Graph(prepared(marked(spec, deterministic=False)))
     groups = regions(graph)
     assert len(groups) > 6
     assert Counter(n.name for group in groups for n in group) == Counter(
@@ -399,7 +399,10 @@ def test_regions_hold_every_op_once_in_an_order_that_can_be_run(name: str) -> No
 
 def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> None:
     spec, _, _ = imported("resnet")
-    groups = [" ".join(n.op for n in group) for group in regions(Graph(prepared(spec)))]
+    groups = [
+        " ".join(n.op for n in group)
+        for group in regions(Graph(prepared(marked(spec, deterministic=False))))
+    ]
     assert Counter(groups) == {
         "conv bias relu": 7,
         "conv add bias relu": 3,
@@ -413,7 +416,7 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
 
 def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_there() -> None:
     spec, _, _ = imported("resnet")
-    graph = Graph(prepared(spec))
+    graph = Graph(prepared(marked(spec, deterministic=False)))
     groups = regions(graph)
     steps = [Laid(piece(graph, group), True, 0) for group in groups]
     branches = [place for place, group in enumerate(groups) if [n.op for n in group] == ["conv"]]
@@ -428,7 +431,7 @@ def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_t
 @pytest.mark.parametrize(("name", "joined"), [("deeplab", 5), ("unet", 6)])
 def test_what_a_model_concatenates_is_written_in_its_place(name: str, joined: int) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(spec))
+    graph = Graph(prepared(marked(spec, deterministic=False)))
     assert len(graph.joined) == joined
     joins = [node for node in graph.spec.nodes if node.op == "concat"]
     assert joins and all(map(graph.is_free, joins))
