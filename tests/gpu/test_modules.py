@@ -163,7 +163,7 @@ def test_a_synchronised_block_and_its_gradients_are_within_the_policy(
     within(ours, exact, theirs, dtype, names, 8 * 28 * 28, exact_of_theirs)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize(
     ("options", "shared", "length"),
     [({}, 8, 128), ({"causal": True}, 8, 192), ({"causal": True}, 2, 256), ({}, 1, 64)],
@@ -357,6 +357,32 @@ def test_torch_compile_runs_the_block_as_one_op() -> None:
         assert a.stride() == b.stride()
         if name != "0.bias":
             assert numerics.relative_error(a, b.double()) <= 2 * numerics.bound(F16), name
+
+
+@pytest.mark.parametrize("kind", ["block", "attention"])
+def test_torch_compile_leaves_sizes_open(kind: str) -> None:
+    """More sizes than it compiles again for, and the strides that it was told."""
+    torch._dynamo.reset()
+    if kind == "block":
+        model: Any = make("block").to("cuda", F16)
+    else:
+        model = cg.FusedMultiheadAttention(64, 4, 2, causal=True, device="cuda", dtype=F16)
+    other = copy.deepcopy(model)
+    fast = torch.compile(other, fullgraph=True)
+    for n in range(4, 15):
+        if kind == "block":
+            x = torch.randn(n, 32, 14, 14, device="cuda", dtype=F16).to(memory_format=LAST)
+        else:
+            x = torch.randn(2, 8 * n, 64, device="cuda", dtype=F16)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ours, right = fast(a), model(b)
+        grad = torch.randn_like(right)
+        (da,), (db,) = (torch.autograd.grad(*each, grad) for each in ((ours, a), (right, b)))
+        assert ours.stride() == right.stride()
+        for made, want in ((ours, right), (da, db)):
+            assert numerics.relative_error(made.detach(), want.detach().double()) <= 2 * (
+                numerics.bound(F16)
+            ), n
 
 
 def test_out_is_written_in_place_and_allocates_nothing() -> None:
