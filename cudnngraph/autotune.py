@@ -29,18 +29,9 @@ from .eager import runs_whole
 from .errors import NotSupported
 from .ir import GraphSpec
 from .key import step_digest
-from .partition import (
-    Graph,
-    Group,
-    channels_last,
-    cuts,
-    marked,
-    piece,
-    prepared,
-    regions,
-    work,
-)
+from .partition import Graph, Group, cuts, piece, regions, work
 from .policy import Policy
+from .rewrites import channels_last, marked, prepared
 from .select import FREE, Decision, Selection, StepPlan, torch_only, why_apart
 from .timing import HEAVY_US, measure
 from .trial import Chain, Trial

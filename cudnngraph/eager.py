@@ -20,7 +20,8 @@ from . import aten, reference, resample
 from .backend import pooling
 from .ir import GraphSpec, Node, view_strides
 from .ops import ATTENTION, OPS
-from .partition import BOUNDED, view_place
+from .rewrites import BOUNDED
+from .views import view_place
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors, Tensors], object]

@@ -16,7 +16,7 @@ import torch
 from . import eager
 from .ir import GraphSpec, Node, TensorSpec
 from .memory import Need, place
-from .partition import is_view, shows_all, slots
+from .views import is_view, shows_all, slots
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from .backend.plan import Choice, Plan
 from .ir import GraphSpec, print_spec
 from .key import Key, encode
 from .ops import is_default
-from .partition import Graph, channels_last, marked, piece, prepared, work
+from .partition import Graph, piece, work
 from .policy import Policy
+from .rewrites import channels_last, marked, prepared
 from .select import Decision, Selection, StepPlan
 
 

@@ -18,19 +18,9 @@ from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
 from .ops import ATTENTION, QUANTIZED
-from .partition import (
-    Graph,
-    Group,
-    cuts,
-    is_anchor,
-    marked,
-    on_numbers,
-    piece,
-    prepared,
-    regions,
-    work,
-)
+from .partition import Graph, Group, cuts, is_anchor, on_numbers, piece, regions, work
 from .policy import Policy
+from .rewrites import marked, prepared
 
 INT32_MAX = 2**31 - 1
 

@@ -23,8 +23,8 @@ from .dropped import attention, draws, explicit, recovered
 from .ir import GraphSpec, Node, TensorSpec
 from .layout import Laid, Layout
 from .ops import ATTENTION, FP8, FP8_SCALES, OPS
-from .partition import PACKING, token_widths
 from .policy import Policy
+from .rewrites import PACKING, token_widths
 
 # Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
 TOLERANCE: Mapping[torch.dtype, float] = {

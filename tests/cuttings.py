@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from itertools import chain, product
 
 from cudnngraph.ir import GraphSpec
-from cudnngraph.partition import (
-    Graph,
-    Group,
-    channels_last,
-    cuts,
-    numeric_masks,
-    piece,
-    slices,
-    views,
-    work,
-)
+from cudnngraph.partition import Graph, Group, cuts, piece, work
+from cudnngraph.rewrites import channels_last, numeric_masks, slices, views
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:

@@ -34,7 +34,7 @@ from ..ir import (
     same_layout,
 )
 from ..ops import FP8, OPS, QUANTIZED
-from ..partition import ALIKE, REPEATABLE, token_widths
+from ..rewrites import ALIKE, REPEATABLE, token_widths
 from ..validate import check_node
 from . import env
 

@@ -21,7 +21,8 @@ from cudnngraph.bench import models
 from cudnngraph.importer import Packed, convert, import_model
 from cudnngraph.ir import GraphSpec
 from cudnngraph.layout import Laid
-from cudnngraph.partition import Graph, marked, piece, prepared, regions, work
+from cudnngraph.partition import Graph, piece, regions, work
+from cudnngraph.rewrites import marked, prepared
 from cudnngraph.runtime import canonical, canonical_tensor_names
 from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.select import FREE, heuristic

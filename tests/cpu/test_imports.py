@@ -21,7 +21,9 @@ LAYERS = (
     ("forms",),
     ("aten", "tracer"),
     ("ops", "key", "exported"),
+    ("views",),
     ("validate", "reference", "partition"),
+    ("rewrites",),
     ("graph", "backend", "dropped"),
     ("eager",),
     ("layout",),
@@ -46,18 +48,24 @@ SELECTION = {
     "timing": set(),
     "memory": set(),
     "progress": set(),
-    "partition": {"ir", "ops"},
-    "eager": {"aten", "backend", "ir", "ops", "partition", "reference", "resample"},
-    "dropped": {"ir", "ops", "reference"},
-    "layout": {"eager", "ir", "memory", "partition"},
-    "trial": {
-        *("backend", "dropped", "eager", "ir", "layout", "ops", "partition", "policy"),
-        "reference",
+    "views": {"ir", "ops"},
+    "partition": {"ir", "ops", "views"},
+    "rewrites": {"ir", "ops", "partition", "views"},
+    "eager": {
+        *("aten", "backend", "ir", "ops", "reference", "resample", "rewrites", "views"),
     },
-    "select": {"backend", "dropped", "errors", "ir", "ops", "partition", "policy"},
+    "dropped": {"ir", "ops", "reference"},
+    "layout": {"eager", "ir", "memory", "views"},
+    "trial": {
+        *("backend", "dropped", "eager", "ir", "layout", "ops", "policy", "reference"),
+        "rewrites",
+    },
+    "select": {
+        *("backend", "dropped", "errors", "ir", "ops", "partition", "policy", "rewrites"),
+    },
     "autotune": {
         *("backend", "dropped", "eager", "errors", "ir", "key", "partition", "policy"),
-        *("select", "timing", "trial"),
+        *("rewrites", "select", "timing", "trial"),
     },
 }
 # Which modules of plans_cache a part may import; a part that is not here may import none.

@@ -14,7 +14,8 @@ from cudnngraph import lanes
 from cudnngraph.backend import env
 from cudnngraph.ir import GraphSpec
 from cudnngraph.layout import Laid, Layout
-from cudnngraph.partition import Graph, piece, prepared, work
+from cudnngraph.partition import Graph, piece, work
+from cudnngraph.rewrites import prepared
 from cudnngraph.runtime import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases

@@ -16,7 +16,7 @@ from cudnngraph.backend import lower
 from cudnngraph.graph import ACTIVATIONS, METHODS
 from cudnngraph.ir import GraphSpec, Node
 from cudnngraph.ops import OPS
-from cudnngraph.partition import PACKING
+from cudnngraph.rewrites import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)

@@ -14,17 +14,8 @@ import cudnngraph as cg
 from cudnngraph import partition, reference
 from cudnngraph.ir import GraphSpec, Node, is_channels_last, same_layout
 from cudnngraph.ops import OPS
-from cudnngraph.partition import (
-    LOW_PRECISION,
-    Graph,
-    channels_last,
-    cuts,
-    numeric_masks,
-    piece,
-    prepared,
-    regions,
-    work,
-)
+from cudnngraph.partition import LOW_PRECISION, Graph, cuts, piece, regions, work
+from cudnngraph.rewrites import channels_last, numeric_masks, prepared
 from tests import numerics
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream

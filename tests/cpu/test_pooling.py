@@ -12,7 +12,7 @@ import cudnngraph as cg
 from cudnngraph import eager
 from cudnngraph.backend import libraries, pooling
 from cudnngraph.ir import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
-from cudnngraph.partition import BOUNDED, marked
+from cudnngraph.rewrites import BOUNDED, marked
 
 F16 = torch.float16
 WINDOW: dict[str, Any] = {

@@ -18,7 +18,6 @@ from cudnngraph import select
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.ir import GraphSpec
 from cudnngraph.key import graph_key
-from cudnngraph.partition import channels_last, marked
 from cudnngraph.recorded import (
     StaleRecord,
     env_components,
@@ -28,6 +27,7 @@ from cudnngraph.recorded import (
     to_record,
     unpack,
 )
+from cudnngraph.rewrites import channels_last, marked
 from cudnngraph.runtime import canonical
 from cudnngraph.select import Selection, StepPlan
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json

@@ -14,8 +14,10 @@ import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.importer import import_model
 from cudnngraph.ir import GraphSpec, is_contiguous
-from cudnngraph.partition import Graph, is_view, piece, prepared, regions, views_behind, work
+from cudnngraph.partition import Graph, piece, regions, work
+from cudnngraph.rewrites import prepared, views_behind
 from cudnngraph.runtime import canonical
+from cudnngraph.views import is_view
 from tests.models import Attends
 
 F16 = torch.float16

@@ -34,7 +34,8 @@ from cudnngraph.ir import (
 )
 from cudnngraph.layout import Laid, Layout
 from cudnngraph.ops import ATTENTION, OPS
-from cudnngraph.partition import Graph, offsets_of_sequences, piece
+from cudnngraph.partition import Graph, piece
+from cudnngraph.rewrites import offsets_of_sequences
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
