@@ -182,6 +182,11 @@ def _of_mean(a: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
+def default_eps(dtype: torch.dtype) -> float:
+    """What torch's RMS norm adds where it is given no eps: of the dtype that it computes in."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
 def _image(shape: Sequence[int], *like: torch.Tensor) -> torch.Tensor:
     """An image that lies channels_last where any of ``like`` does."""
     made = torch.empty(shape, dtype=like[0].dtype, device="meta")

@@ -21,6 +21,7 @@ import torch
 
 from . import torch_ops
 from .errors import BindError, GraphError, Problem
+from .forms import default_eps
 from .graph import Graph, Ints, Padding, Value
 from .policy import Policy
 from .runtime import Over
@@ -1024,11 +1025,11 @@ def rms_norm(
 ) -> Any:
     """act(F.rms_norm(input + residual)) over the last dims; with a residual the pair (y, sum).
 
-    ``eps`` defaults to the smallest step at 1 in the input's dtype, as torch's. Parameters have the
-    dtype of the input or are float32; y has the input's.
+    ``eps`` defaults to the smallest step at 1 in the dtype that torch's computes in, which is
+    float32 for 16 bits. Parameters have the input's dtype or are float32; y has the input's.
     """
     weight = _trailing("rms_norm", input, normalized_shape, weight)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    eps = default_eps(input.dtype) if eps is None else eps
     return _norm(
         "rms_norm", input, residual, weight, bias, eps, activation, activation_attrs, policy
     )

@@ -860,10 +860,11 @@ def _layer_norm(c: _Conversion, a: Arguments) -> Any:
 
 
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:
-    if a["weight"] is None or a["eps"] is None:
+    if a["weight"] is None:
         raise _Skip
-    y = c.g.rms_norm(c.value(a["input"]), c.value(a["weight"]), eps=float(a["eps"]))
-    return y  # type: ignore[no-any-return]
+    x = c.value(a["input"])
+    eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
+    return c.g.rms_norm(x, c.value(a["weight"]), eps=eps)  # type: ignore[no-any-return]
 
 
 def _sdpa(c: _Conversion, a: Arguments) -> Value:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import FeatureMissing, GraphError, Problem
+from ..exported import is_exporting
 from ..functional import scaled_dot_product_attention
 from ..policy import Policy
 
@@ -70,6 +71,17 @@ class FusedSDPA(nn.Module):
         float32; ``finite_padding`` promises what :meth:`cudnngraph.Graph.sdpa` says. With
         ``return_lse=True`` the pair (o, lse).
         """
+        more = (seq_len_q, seq_len_kv, alibi_slopes, sink, self.window, self.softcap)
+        if is_exporting() and not (
+            any(each is not None for each in more)
+            or (self.causal and (attn_mask is not None or self.diagonal_alignment != "top_left"))
+            or (self.dropout and self.training)
+            or self.alibi
+            or return_lse
+        ):
+            options: Any = {"is_causal": self.causal, "scale": self.scale}
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, **options)
         return scaled_dot_product_attention(
             q,
             k,

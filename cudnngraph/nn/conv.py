@@ -1,8 +1,8 @@
 """Convolution, batch norm, residual and activation as one module.
 
 A block holds the very modules of torch that it stands for, as its children "0", "1" and "2": they
-keep the parameters, the running statistics and the names in the state dict. They are called where
-a hook on one of them waits for that, and where the model is exported for ``fuse``.
+keep the parameters, the running statistics and the names in the state dict, and are called where
+:func:`~cudnngraph.nn.children.wants_calls` says so alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from .. import functional
 from ..errors import GraphError, Problem
-from ..exported import is_exporting
 from ..graph import ACTIVATIONS
 from ..policy import Policy
 from ..specialize import Recent
 from . import sync
+from .children import wants_calls
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (
@@ -63,6 +63,8 @@ _MODULES: Mapping[str, Callable[..., nn.Module]] = {
     "hardswish": nn.Hardswish,
     "identity": nn.Identity,
 }
+
+_KINDS = frozenset({*CONVS, *TRANSPOSED, *NORMS, nn.SyncBatchNorm, *ACTIVATION_OF})
 
 
 def activation_module(kind: str | nn.Module | None, attrs: Attrs) -> nn.Module | None:
@@ -174,17 +176,8 @@ class _Block(nn.Module):
         return self._modules.get("2" if self._with_norm else "1")
 
     def _calls_children(self) -> bool:
-        """Whether to run torch's modules; see above."""
-        for child in self._modules.values():
-            hooked: Any = child
-            if (
-                hooked._forward_hooks
-                or hooked._forward_pre_hooks
-                or hooked._backward_hooks
-                or hooked._backward_pre_hooks
-            ):
-                return True
-        return is_exporting()
+        """Whether to run torch's modules."""
+        return wants_calls(self._modules.values(), _KINDS)
 
     def _by_children(
         self, x: torch.Tensor, residual: torch.Tensor | None, *sizes: Any

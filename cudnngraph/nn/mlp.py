@@ -10,6 +10,7 @@ from torch import nn
 from .. import functional
 from ..errors import GraphError, Problem
 from ..policy import Policy
+from .children import wants_calls
 from .conv import ACTIVATION_OF, activation_module
 
 
@@ -17,9 +18,9 @@ class FusedMLP(nn.Module):
     """down_proj(act(up_proj(x))), or gated: down_proj(act(gate_proj(x)) * up_proj(x)).
 
     The children ``up_proj``, ``down_proj`` and, where ``gated``, ``gate_proj`` are ``nn.Linear``
-    and are never called: they hold the parameters, so the keys of the state dict are
-    ``up_proj.weight``, ``up_proj.bias`` and so on. ``activation`` is a name of
-    :data:`~cudnngraph.graph.ACTIVATIONS` or None, its attributes go as further keywords:
+    and hold the parameters, so the keys of the state dict are ``up_proj.weight``, ``up_proj.bias``
+    and so on; they are called where one of them has hooks, or was replaced. ``activation`` is a
+    name of :data:`~cudnngraph.graph.ACTIVATIONS` or None, its attributes go as further keywords:
     ``activation="silu", gated=True`` is SwiGLU, ``"gelu"`` GeGLU.
     """
 
@@ -51,6 +52,10 @@ class FusedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) → (..., out_features)."""
         up, down, gate = self.up_proj, self.down_proj, self.gate_proj
+        if wants_calls((up, down, gate), (nn.Linear,)):
+            act: Any = activation_module(self.activation, self.activation_attrs) or nn.Identity()
+            made: torch.Tensor = down(act(up(x)) if gate is None else act(gate(x)) * up(x))
+            return made
         return functional.mlp(
             x,
             up.weight,

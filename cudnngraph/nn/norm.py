@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import functional
+from ..exported import is_exporting
 from ..policy import Policy
 
 
@@ -20,6 +21,10 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = layer_norm(x), or with a residual the pair (layer_norm(x + residual), the sum)."""
+        if is_exporting():
+            total = x if residual is None else x + residual
+            y = super().forward(total)
+            return y if residual is None else (y, total)
         return functional.layer_norm(
             x,
             self.normalized_shape,
@@ -49,6 +54,10 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = rms_norm(x), or with a residual the pair (rms_norm(x + residual), the sum)."""
+        if is_exporting():
+            total = x if residual is None else x + residual
+            y = super().forward(total)
+            return y if residual is None else (y, total)
         return functional.rms_norm(
             x,
             self.normalized_shape,

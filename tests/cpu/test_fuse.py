@@ -8,7 +8,7 @@ import logging
 import pickle
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,6 +69,40 @@ def test_our_own_blocks_are_imported_as_torchs_modules() -> None:
     fused = cg.fuse(model, x)
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
     assert fused.report is not None and fused.report.folded == 4 and not fused.report.opaque
+
+
+class Layers(nn.Module):
+    """A layer of a transformer of our own modules."""
+
+    def __init__(self, window: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.attend = cg.FusedMultiheadAttention(16, 4, 2, causal=True, window=window)
+        self.norms = nn.ModuleList([cg.FusedLayerNorm(16), cg.FusedRMSNorm(16)])
+        self.mlp = cg.FusedMLP(16, 32, activation="silu", gated=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, x = self.norms[0](self.attend(x), x)
+        return cast(torch.Tensor, self.mlp(y) + self.norms[1](x))
+
+
+def test_our_other_modules_are_imported_as_torchs_functions() -> None:
+    torch.manual_seed(0)
+    model, x = Layers().eval(), image(2, 6, 16)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert fused.report is not None and not fused.report.opaque
+    spec = fused.bound(x).imported.spec
+    assert spec is not None
+    assert {"sdpa", "layer_norm", "rms_norm", "silu"} <= {node.op for node in spec.nodes}
+
+
+def test_what_torch_has_no_function_for_is_a_step_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(window=(2, 0)).eval(), image(2, 6, 16)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
+    assert fused.report is not None
+    assert [name for name, _ in fused.report.opaque] == ["cudnngraph.forward.default"]
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

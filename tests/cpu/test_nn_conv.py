@@ -339,6 +339,19 @@ def test_hooks_on_the_modules_of_a_block_are_called(name: str) -> None:
         assert distance(a, b) < EXACT
 
 
+def test_a_module_in_place_of_another_is_called() -> None:
+    """An adapter, say: its weight alone is not what it computes."""
+
+    class Adapted(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    block = cg.FusedConvBlock(4, 6, 3).double().eval()
+    block.add_module("0", Adapted(4, 6, 3).double())
+    x = torch.randn(2, 4, 7, 7, dtype=F64)
+    assert distance(block(x), by_torch(block, x, None)) < EXACT
+
+
 def test_hooks_on_the_modules_of_a_separable_convolution_are_called() -> None:
     module = cg.FusedDepthwiseSeparable(4, 6).double()
     x = torch.randn(2, 4, 7, 7, dtype=F64)

@@ -138,6 +138,31 @@ def test_autocast_runs_the_products_in_its_dtype() -> None:
     assert float((y - want).detach().float().norm() / want.detach().float().norm()) < 2e-2
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("way", ["hook", "replaced"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_layers_with_hooks_or_in_place_of_others_are_called(gated: bool, way: str) -> None:
+    """Their weights alone are not what they compute."""
+    module = cg.FusedMLP(8, 12, activation="silu", gated=gated, dtype=F64)
+    x = torch.randn(3, 8, dtype=F64)
+    before = module(x)
+    if way == "hook":
+        torch.nn.utils.weight_norm(module.up_proj)
+        with torch.no_grad():
+            module.up_proj.weight_g.mul_(-2)
+    else:
+
+        class Adapted(torch.nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + x.sum(-1, keepdim=True)
+
+        module.down_proj = Adapted(12, 8, dtype=F64)
+    up = module.up_proj(x)
+    inner = F.silu(up) if module.gate_proj is None else F.silu(module.gate_proj(x)) * up
+    same([module(x)], [module.down_proj(inner)])
+    assert float((module(x) - before).abs().max()) > 1e-2
+
+
 def test_the_module_compiles_without_a_break() -> None:
     module = cg.FusedMLP(8, 12, activation="silu", gated=True, dtype=F64)
     x = torch.randn(2, 3, 8, dtype=F64, requires_grad=True)
