@@ -21,7 +21,7 @@ from .errors import UnkeyableError
 from .ir import GraphSpec, TensorSpec
 from .policy import SEARCH_FIELDS, Policy
 
-SCHEMA_VERSION = 3  # changes too where plans of the same graph compute something else
+SCHEMA_VERSION = 4  # changes too where plans of the same graph compute something else
 
 
 def encode(value: Any) -> Any:

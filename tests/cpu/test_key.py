@@ -235,7 +235,7 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
     g.output("y", g.input("x", (2, 3), F32).leaky_relu(0.25))
     key = key_of(g)
     assert dict(key.components) == {
-        "schema": "3",
+        "schema": "4",
         "ops": '[["leaky_relu", ["%0"], ["%1"], {"negative_slope": "0x1.0000000000000p-2"}]]',
         "inputs": '{"%0": [[2, 3], [3, 1], "torch.float32"]}',
         "outputs": '[["%1", [2, 3], [3, 1], "torch.float32"]]',
