@@ -101,7 +101,8 @@ class Bound:
                 results.append(made if reuse else made.clone())
             else:
                 kind, value = result
-                results.append(tensors[value] if kind == "input" else value)
+                value = tensors[value] if kind == "input" else value
+                results.append(value.clone() if kind == "copy" else value)
         return results
 
 

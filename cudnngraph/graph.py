@@ -108,6 +108,9 @@ class Value:
     def __pow__(self, other: Operand) -> Value:
         return self.graph.pow(self, other)
 
+    def __rpow__(self, other: Scalar) -> Value:
+        return self.graph.pow(other, self)
+
     def __matmul__(self, other: Value) -> Value:
         return self.graph.matmul(self, other)
 

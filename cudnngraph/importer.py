@@ -67,7 +67,8 @@ class Imported:
     ``inputs`` gives, for each tensor that the model takes, the name of the graph's input, None
     where nothing depends on it. ``constants`` are the tensors of the other inputs. ``results`` are
     the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
-    and the place of a tensor that is handed on, or "value" and what the result always is.
+    and the place of a tensor that is handed on, "value" and what the result always is, or "copy"
+    and a tensor whose numbers it always has.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
     ``packed`` says how an image lies in an input that is no such image.
     """
@@ -419,6 +420,10 @@ class _Conversion:
             return None
         (user,) = users
         target: Any = user.target
+        reads: list[torch.fx.Node] = []
+        torch.fx.map_arg((user.args, user.kwargs), reads.append)
+        if reads.count(self.node) != 1:
+            return None
         if not isinstance(target, torch._ops.OpOverload) or any(
             each is not self.node and each not in self.env for each in user.all_input_nodes
         ):
@@ -436,18 +441,23 @@ class _Conversion:
         flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         for each in flat:
             value = self.env[each] if isinstance(each, torch.fx.Node) else each
+            own = isinstance(each, torch.fx.Node) and not _hands_on(each)
+            if isinstance(value, Value) and value.name in self._kept:
+                value = self._kept[value.name]
             if not isinstance(value, Value):
-                results.append(("value", value))
-            elif value.name in self._by_input:
+                kind = "copy" if own and isinstance(value, torch.Tensor) else "value"
+                results.append((kind, value))
+            elif value.name in self._by_input and not own:
                 results.append(("input", self._by_input[value.name]))
-            elif value.name in self._kept:
-                results.append(("value", self._kept[value.name]))
             elif value.name in named:
                 results.append(named[value.name])
             else:
                 name = self._free(f"out{len(named)}")
                 seen = each.meta.get("val") if isinstance(each, torch.fx.Node) else None
-                stride = tuple(seen.stride()) if self.keep_strides and seen is not None else None
+                copied = value.name in self._by_input
+                kept = self.keep_strides or copied or _is_laid_out(each)
+                stride = tuple(seen.stride()) if kept and seen is not None else None
+                value = self.g.identity(value) if copied else value
                 mark = self.g.mark()
                 self.g.output(name, value, stride=stride)
                 if len(self.g.problems) > mark[1]:
@@ -703,9 +713,15 @@ def _add(c: _Conversion, a: Arguments) -> Value:
     return c.biased_value(made, total)
 
 
+_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
 def _two(method: str) -> Rule:
     def rule(c: _Conversion, a: Arguments) -> Value:
-        x, y = c.operand(_first(a)), c.operand(a["exponent"] if "exponent" in a else a["other"])
+        x, other = c.operand(_first(a)), a["exponent"] if "exponent" in a else a["other"]
+        if method in _COMPARES and isinstance(other, float) and x.dtype in LOW_PRECISION:
+            other = torch.tensor(other, dtype=x.dtype).item()  # as torch compares
+        y = c.operand(other)
         alpha = a.get("alpha", 1)
         if a.get("rounding_mode") is not None:
             raise _Skip
@@ -721,7 +737,7 @@ def _rsub(c: _Conversion, a: Arguments) -> Value:
 
 
 def _pow(c: _Conversion, a: Arguments) -> Value:
-    if a["exponent"] == 2:
+    if isinstance(a["exponent"], (int, float)) and a["exponent"] == 2:
         x = c.value(a["self"])
         return c.g.mul(x, x)
     return _two("pow")(c, a)  # type: ignore[no-any-return]
@@ -742,6 +758,8 @@ def _elu(c: _Conversion, a: Arguments) -> Value:
 
 
 def _softplus(c: _Conversion, a: Arguments) -> Value:
+    if a["threshold"] != 20:
+        raise _Skip
     return c.g.softplus(c.value(a["self"]), float(a["beta"]))
 
 
@@ -754,6 +772,29 @@ def _clamp(c: _Conversion, a: Arguments) -> Value:
         None if low is None else float(low),
         None if high is None else float(high),
     )
+
+
+def _is_laid_out(node: Any) -> bool:
+    """Whether a result's strides are asked for, by ``contiguous`` or a copy of that form."""
+    if not isinstance(node, torch.fx.Node):
+        return False
+    form = node.kwargs.get("memory_format")
+    asked = form is not None and form != torch.preserve_format
+    return str(node.target).startswith("aten.contiguous") or asked
+
+
+def _hands_on(node: torch.fx.Node) -> bool:
+    """Whether torch gives the very tensor that a placeholder stands for, or its memory."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._schema.name.partition("::")[2]
+        source = node.args[0] if node.args else None
+        if name not in _SAME or name in _COPIES or not isinstance(source, torch.fx.Node):
+            return False
+        made, of = (each.meta.get("val") for each in (node, source))
+        if made is None or of is None or made.stride() != of.stride():
+            return False
+        node = source
+    return node.op in ("placeholder", "get_attr")
 
 
 def _same(c: _Conversion, a: Arguments) -> Value:
@@ -1052,6 +1093,7 @@ _SAME = (
     *("alias", "clone", "contiguous", "detach", "detach_", "dropout", "feature_dropout"),
     *("alpha_dropout", "lift_fresh_copy", "lift_fresh", "_to_copy"),
 )
+_COPIES = ("clone", "lift_fresh_copy", "_to_copy")
 _RESHAPES = (
     *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("_reshape_alias", "view_as", "reshape_as"),
@@ -1094,7 +1136,7 @@ RULES: Mapping[str, Rule] = {
         **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
         "add": _add,
         **{name: _two(name) for name in ("sub", "mul", "div", "minimum", "maximum")},
-        **{name: _two(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        **{name: _two(name) for name in _COMPARES},
         **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),
         **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _two("logical_or")),
         "bitwise_not": _one(lambda g, x: g.logical_not(x)),

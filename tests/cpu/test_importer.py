@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.errors import CannotImport
 from cudnngraph.importer import Imported, import_model
@@ -509,3 +510,38 @@ def test_means_of_16_bit_images_are_one_kernel_of_torchs() -> None:
     assert [each.overload for each in imported.opaque] == ["aten.mean.dim"] * 2
     (ours,) = run(imported, (x,))
     numerics.check(ours, 2 * x.double().mean((2, 3)), torch.float16)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: (y := F.conv2d(x, m.w)) * y,
+        lambda m, x: (y := F.conv2d(x, m.w)) + y,
+        lambda m, x: torch.cat([y := F.conv2d(x, m.w), y], 1),
+        lambda m, x: torch.addcmul(y := F.conv2d(x, m.w), y, y),
+        lambda m, x: F.batch_norm(y := F.conv2d(x, m.w), z := y.mean((0, 2, 3)), z.abs() + 1),
+    ],
+)
+def test_what_reads_a_convolution_twice_is_no_norm_of_it(forward: Any) -> None:
+    check(Of(forward, w=image(4, 6, 3, 3)), image(2, 6, 9, 8), terms=54)
+
+
+def test_softplus_with_another_threshold_is_torchs() -> None:
+    imported = check(nn.Softplus(1, 2.0), torch.linspace(-4, 4, 9))
+    assert [each.overload for each in imported.opaque] == ["aten.softplus.default"]
+    assert not check(nn.Softplus(2), torch.linspace(-4, 4, 9)).opaque
+
+
+def test_an_exponent_may_be_a_tensor() -> None:
+    check(Of(lambda m, x: x.abs().pow(m.p), p=image(6, 1, 1).abs() + 1), image(2, 6, 4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_compared_with_the_number_as_16_bits_have_it(dtype: torch.dtype) -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return x == 0.1, x != 0.1, x > 0.1, x < 0.3, x <= 0.3, x >= 0.7
+
+    x = torch.tensor([0.1, 0.3, 0.7], dtype=dtype)
+    fused = cg.fuse(Of(forward).eval(), x, check=False)
+    for made, want in zip(fused(x), forward(None, x), strict=True):
+        assert torch.equal(made, want)
