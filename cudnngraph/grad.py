@@ -993,6 +993,7 @@ def _reduction(ctx: Context) -> Gradients:
         share = ctx.build.wide(dy / g.reduction(ones, dims, "sum", keepdim=True))
         if mode == "amax":
             share = g.where(g.lt(data, 0.0), -share, share)
+            share = g.where(g.eq(data, 0.0), 0.0, share)
         return g.where(best, share, 0.0)
 
     return {"x": total if mode in ("sum", "mean") else extreme}
@@ -1010,10 +1011,12 @@ def _pow(ctx: Context) -> Gradients:
     g, number = ctx.g, ctx.constant("y")
 
     def base() -> Value:
+        if number == 0:
+            return ctx.dy * 0.0
         if number is not None:
             less = number - 1.0
             slope = ctx["x"] if less == 1.0 else g.pow(ctx["x"], less)
-            return ctx.dy * (slope * number) if number else ctx.dy * 0.0
+            return ctx.dy * (slope * number)
         x, y = ctx["x"], ctx["y"]
         return g.where(g.eq(y, 0.0), 0.0, ctx.dy * (y * g.pow(x, y - 1.0)))
 

@@ -337,6 +337,15 @@ class _Conversion:
             raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
         self.opaque.append(Opaque(name, self._line(node)))
         results = made if isinstance(made, tuple) else (made,)
+        seen = node.meta.get("val")
+        several = seen if isinstance(seen, (tuple, list)) else (seen,)
+        for number, (result, right) in enumerate(zip(results, several, strict=False)):
+            if not isinstance(right, torch.Tensor) or not isinstance(result, Value):
+                continue
+            spec = result.spec
+            same = spec is None or spec.shape == tuple(right.shape)
+            if not same and (not _many(node) or _reads(node, number)):
+                raise self._refused("its results have other shapes on this device")
         self._settle(results[0])
         return results if _many(node) else results[0]
 
@@ -444,6 +453,8 @@ class _Conversion:
             own = isinstance(each, torch.fx.Node) and not _hands_on(each)
             if isinstance(value, Value) and value.name in self._kept:
                 value = self._kept[value.name]
+            if value is None and isinstance(each, torch.fx.Node) and _is_tensor(each):
+                raise CannotImport(f"{self.name}: a result is wanted that the graph does not have")
             if not isinstance(value, Value):
                 kind = "copy" if own and isinstance(value, torch.Tensor) else "value"
                 results.append((kind, value))
@@ -774,6 +785,15 @@ def _clamp(c: _Conversion, a: Arguments) -> Value:
     )
 
 
+def _reads(node: torch.fx.Node, place: int) -> bool:
+    """Whether something reads this one of a node's results."""
+    return any(user.args[1] == place and bool(user.users) for user in node.users)
+
+
+def _is_tensor(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _is_laid_out(node: Any) -> bool:
     """Whether a result's strides are asked for, by ``contiguous`` or a copy of that form."""
     if not isinstance(node, torch.fx.Node):
@@ -890,6 +910,8 @@ def _matmul(c: _Conversion, a: Arguments) -> Value:
 
 
 def _layer_norm(c: _Conversion, a: Arguments) -> Any:
+    if _many(c.node) and (_reads(c.node, 1) or _reads(c.node, 2)):
+        raise _Skip  # its statistics are wanted too
     x, weight = c.value(a["input"]), a["weight"]
     if weight is None:
         like = next(iter(c._kept.values()), None)

@@ -583,3 +583,34 @@ def test_the_backend_is_an_entry_point_of_the_package() -> None:
     module, _, function = target.strip('"').partition(":")
     assert name == "cudnngraph"
     assert getattr(importlib.import_module(module), function) is fusing.backend
+
+
+TRAINED: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "layer norm": (lambda: nn.LayerNorm(8), (2, 8)),
+    "layer norm without parameters": (lambda: nn.LayerNorm(8, elementwise_affine=False), (2, 8)),
+    "linear, layer norm": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), (2, 8)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        (2, 5, 16),
+    ),
+    "frozen batch norm": (lambda: nn.BatchNorm1d(4).eval(), (2, 4, 3)),
+    "conv, frozen batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(),
+        (2, 3, 6, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_model_that_torch_compile_trains_by_this_backend_has_torchs_gradients(name: str) -> None:
+    make, shape = TRAINED[name]
+    torch.manual_seed(0)
+    plain = make().double()
+    other = copy.deepcopy(plain)
+    found = []
+    for model in (torch.compile(other, backend="cudnngraph"), plain):
+        x = image(*shape).double().requires_grad_()
+        y = model(x)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+    for made, want in zip(*found, strict=True):
+        torch.testing.assert_close(made, want, rtol=1e-10, atol=1e-12)

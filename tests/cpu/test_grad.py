@@ -762,3 +762,20 @@ def test_names_of_the_graph_are_not_taken_twice() -> None:
     assert gradient.incoming == {"y": "grad_y_"}
     assert gradient.outgoing == {"grad_y": "grad_grad_y", "w": "grad_w"}
     assert extra(gradient, spec) == ("saved_hidden",)
+
+
+def test_the_largest_size_of_zeros_has_no_gradient() -> None:
+    x = torch.tensor([[0.0, 0.0, 0.0], [1.0, -3.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("y", g.reduction(g.input("x", (2, 3), torch.float64), (1,), "amax"))
+    (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x).sum(), x)
+    (want,) = torch.autograd.grad(x.abs().amax(1).sum(), x)
+    assert torch.equal(found, want)
+
+
+def test_a_power_of_zero_has_no_gradient() -> None:
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("y", g.pow(g.input("x", (3,), torch.float64), 0.0))
+    (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x).sum(), x)
+    assert torch.equal(found, torch.zeros(3, dtype=torch.float64))
