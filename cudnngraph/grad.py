@@ -1054,14 +1054,15 @@ def _div(ctx: Context) -> Gradients:
 
 
 def _clamp(ctx: Context) -> Gradients:
-    """Where x is within the bounds, both included."""
+    """Where x is within the bounds, themselves included unless they are strict."""
 
     def dx() -> Value:
         g, low, high = ctx.g, ctx.node.attr("min"), ctx.node.attr("max")
         x = ctx["x"]
-        inside = g.ge(x, low) if low is not None else g.le(x, high)
+        over, under = (g.gt, g.lt) if ctx.node.attr("strict") else (g.ge, g.le)
+        inside = over(x, low) if low is not None else under(x, high)
         if low is not None and high is not None:
-            inside = g.logical_and(inside, g.le(x, high))
+            inside = g.logical_and(inside, under(x, high))
         return g.where(inside, ctx.dy, 0.0)
 
     return {"x": dx}

@@ -913,10 +913,15 @@ class Graph:
         min: float | None = None,
         max: float | None = None,
         *,
+        strict: bool = False,
         name: str | None = None,
     ) -> Value:
-        """x held within [min, max]; either bound may be None."""
-        return self._one("clamp", x, min=min, max=max, name=name)
+        """x held within [min, max]; either bound may be None.
+
+        The gradient at a bound is dy, as of torch.clamp; where ``strict`` 0, as of torch's
+        hardtanh.
+        """
+        return self._one("clamp", x, min=min, max=max, strict=strict, name=name)
 
     def relu_backward(
         self, dy: Value, y: Value, negative_slope: float = 0.0, *, name: str | None = None
@@ -938,11 +943,12 @@ class Graph:
 
     def relu6(self, x: Value) -> Value:
         """x held within [0, 6]."""
-        return self.clamp(x, 0.0, 6.0)
+        return self.clamp(x, 0.0, 6.0, strict=True)
 
     def hardswish(self, x: Value) -> Value:
         """x * relu6(x + 3) / 6, as a composition."""
-        return self.mul(x, self.mul(self.clamp(self.add(x, 3.0), 0.0, 6.0), 1.0 / 6.0))
+        held = self.clamp(self.add(x, 3.0), 0.0, 6.0, strict=True)
+        return self.mul(x, self.mul(held, 1.0 / 6.0))
 
     # -- arithmetic ----------------------------------------------------------------------------
 
@@ -1794,6 +1800,8 @@ class Graph:
                 )
             )
             return self._unknown(x)
+        if kind == "clamp":  # torch's module is Hardtanh
+            attrs = {"strict": True, **attrs}
         if kind in OPS:
             return self._one(kind, x, **attrs)
         if attrs:

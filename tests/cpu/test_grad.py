@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -779,3 +781,27 @@ def test_a_power_of_zero_has_no_gradient() -> None:
     g.output("y", g.pow(g.input("x", (3,), torch.float64), 0.0))
     (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x).sum(), x)
     assert torch.equal(found, torch.zeros(3, dtype=torch.float64))
+
+
+KINKS: dict[str, tuple[Any, Any]] = {
+    "relu6": (lambda g, x: g.relu6(x), F.relu6),
+    "hardswish": (lambda g, x: g.hardswish(x), F.hardswish),
+    "clamp": (lambda g, x: g.clamp(x, -1.0, 2.0), lambda x: x.clamp(-1.0, 2.0)),
+    "hardtanh": (
+        lambda g, x: g.activation(x, "clamp", min=-1.0, max=2.0),
+        lambda x: F.hardtanh(x, -1.0, 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_gradients_at_kinks_are_torchs(name: str) -> None:
+    """Zeros are common: of padding, of channels that are dead."""
+    declare, run = KINKS[name]
+    x = torch.tensor([-3.0, -1, 0, 1, 2, 3, 6, 7], dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("y", declare(g, g.input("x", (8,), torch.float64)))
+    dy = torch.arange(1.0, 9.0, dtype=torch.float64)
+    (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x), x, dy)
+    (want,) = torch.autograd.grad(run(x), x, dy)
+    torch.testing.assert_close(found, want)
