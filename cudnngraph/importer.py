@@ -787,7 +787,7 @@ def _clamp(c: _Conversion, a: Arguments) -> Value:
 
 def _reads(node: torch.fx.Node, place: int) -> bool:
     """Whether something reads this one of a node's results."""
-    return any(user.args[1] == place and bool(user.users) for user in node.users)
+    return any(user.args[1] == place for user in node.users)
 
 
 def _is_tensor(node: torch.fx.Node) -> bool:
@@ -1046,7 +1046,7 @@ def _max_pool(rank: int) -> Rule:
         given = [list(a[name]) for name in ("kernel_size", "stride", "padding", "dilation")]
         if len(x.shape) != rank + 2:
             raise _Skip
-        if _many(c.node) and any(user.args[1] != 0 for user in c.node.users):
+        if _many(c.node) and _reads(c.node, 1):
             raise _Skip  # the indices are wanted too
         kernel, stride, padding, dilation = (
             _spread(each, rank) if each else None for each in given

@@ -139,6 +139,11 @@ def _hint(size: Any) -> int:
     return int(size if hint is None else hint)
 
 
+def _taken(sizes: Sequence[int], rank: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Shape and stride of the next tensor, and the sizes of the others."""
+    return sizes[:rank], sizes[rank : 2 * rank], sizes[2 * rank :]
+
+
 class _Made:
     """What a text describes: the graph and its gradient, and executables by device."""
 
@@ -152,7 +157,7 @@ class _Made:
                 like.append(None)
                 continue
             rank, dtype = form
-            shape, stride, sizes = sizes[:rank], sizes[rank : 2 * rank], sizes[2 * rank :]
+            shape, stride, sizes = _taken(sizes, rank)
             made = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
             like.append(made)
         options = dict(_value(static, numbers))
@@ -299,10 +304,10 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
     made = _made(text, sizes, fixed)
     gradient = made.backward
     if _open(sizes) and _is_dense(gradient.backward):
-        rest, shapes = list(sizes), {}
+        rest: Sequence[int] = sizes
+        shapes = {}
         for name in made.spec.inputs:
-            rank = len(made.spec.tensors[name].shape)
-            shapes[name], rest = rest[:rank], rest[2 * rank :]
+            shapes[name], _, rest = _taken(rest, len(made.spec.tensors[name].shape))
         of = {grad: shapes[name] for name, grad in gradient.outgoing.items()}
         spec = gradient.backward
         return [_like(spec.tensors[name], of[name], device) for name in spec.outputs]

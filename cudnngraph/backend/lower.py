@@ -695,8 +695,6 @@ def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     if q_spec.dtype not in LOW_PRECISION:
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
-    if dict(node.attrs).get(REPEATABLE):
-        options["use_deterministic_algorithm"] = True
     if given["attn_mask"] is not None:
         mask_spec = ctx.spec.tensors[str(_port(node, "attn_mask"))]
         if mask_spec.dtype == torch.bool:
@@ -707,17 +705,24 @@ def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
         return options | _score_callbacks(ctx, node)
     seq_q, seq_kv = given["seq_len_q"], given["seq_len_kv"]
     if seq_q is not None or seq_kv is not None:
-        batch, _, rows, _ = q_spec.shape
-        keys = ctx.spec.tensors[str(_port(node, "k"))].shape[2]
-        options["use_padding_mask"] = True
-        options["seq_len_q"] = seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32)
-        options["seq_len_kv"] = seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32)
+        options |= _lengths(ctx, node, seq_q, seq_kv)
     if node.attr("alibi"):
         right = (node.attr("window") or (None, None))[1]
         if right != 0 or node.attr("diagonal_alignment") != "top_left":
             raise _Refused("cuDNN's own ALiBi slopes are for the causal band from the top left")
         options["use_alibi_mask"] = True
     return options | _band_options(ctx, node)
+
+
+def _lengths(ctx: Context, node: Node, seq_q: Any = None, seq_kv: Any = None) -> dict[str, Any]:
+    """The frontend's keywords for lengths of the sequences; all of a tensor where none is given."""
+    shapes = (ctx.spec.tensors[str(_port(node, port))].shape for port in ("q", "k"))
+    (batch, _, rows, _), (_, _, keys, _) = shapes
+    return {
+        "use_padding_mask": True,
+        "seq_len_q": seq_q or ctx.constant([batch, 1, 1, 1], rows, torch.int32),
+        "seq_len_kv": seq_kv or ctx.constant([batch, 1, 1, 1], keys, torch.int32),
+    }
 
 
 def _band_options(ctx: Context, node: Node) -> dict[str, Any]:
@@ -864,8 +869,6 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
             f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
         )
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
-    if dict(node.attrs).get(REPEATABLE):
-        options["use_deterministic_algorithm"] = True
     seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
     if seq_q is not None or seq_kv is not None:
         ones = [q.shape[0], 1, 1, 1]
@@ -879,6 +882,11 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
     return list(results)
 
 
+def _order_of_sums(node: Node) -> dict[str, Any]:
+    """The frontend's keyword for the gradient of attention: whether dq is added up in order."""
+    return {"use_deterministic_algorithm": bool(dict(node.attrs).get(REPEATABLE))}
+
+
 _TILE = 128  # rows and keys that a kernel for the gradient takes at once
 
 
@@ -889,14 +897,11 @@ def _ends_of_sequences(ctx: Context, node: Node) -> dict[str, Any]:
     a row are below -88: gradients are NaN (pytorch#196678, keys; cudnn-frontend#1072, rows; both
     seen on an H200 with cuDNN 9.19). Lengths say where the end is.
     """
-    shapes = (ctx.spec.tensors[str(_port(node, port))].shape for port in ("q", "k"))
-    (batch, _, rows, _), (_, _, keys, _) = shapes
+    rows, keys = (ctx.spec.tensors[str(_port(node, port))].shape[2] for port in ("q", "k"))
     changed = node.attr("softcap") is not None or _port(node, "alibi_slopes") is not None
     if _has_lengths(node) or changed or (rows % _TILE == 0 and keys % _TILE == 0):
         return {}
-    lengths = {"seq_len_q": rows, "seq_len_kv": keys}
-    made = {name: ctx.constant([batch, 1, 1, 1], n, torch.int32) for name, n in lengths.items()}
-    return {"use_padding_mask": True, **made}
+    return _lengths(ctx, node)
 
 
 def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
@@ -908,7 +913,7 @@ def _sdpa_backward(ctx: Context, node: Node) -> Sequence[Any]:
         if rows == 1 < ctx.spec.tensors[str(node.inputs[0])].shape[2]:
             raise _Refused("cuDNN gets the gradient wrong under a mask that is broadcast over rows")
     do, q, k, v, o, lse = _distinct(ctx, node, ("do", "q", "k", "v", "o", "lse"))
-    options = _attention_options(ctx, node) | _ends_of_sequences(ctx, node)
+    options = _attention_options(ctx, node) | _ends_of_sequences(ctx, node) | _order_of_sums(node)
     dmask = None
     if node.outputs[3] is not None:
         if node.attr("softcap") is not None:
@@ -1027,8 +1032,8 @@ def _sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
         max_total_seq_len_q=q.shape[0],
         max_total_seq_len_kv=ctx.spec.tensors[str(_port(node, "k"))].shape[0],
         name=node.name,
-        use_deterministic_algorithm=bool(dict(node.attrs).get(REPEATABLE)),
         **options,
+        **_order_of_sums(node),
         **_band_options(ctx, node),
     )
     for tensor, result, keys in zip(grads, node.outputs, (False, True, True), strict=True):

@@ -42,7 +42,7 @@ class _Descriptor:
             self._destroy(self.pointer)
 
 
-class _Error(Exception):
+class _Error(RuntimeError):
     """What cuDNN says of a call."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ from torch import nn
 from .. import functional
 from ..exported import is_exporting
 from ..policy import Policy
+
+
+def _by_torch(
+    norm: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, residual: torch.Tensor | None
+) -> Any:
+    """What the modules give, by torch's norm."""
+    if residual is None:
+        return norm(x)
+    total = x + residual
+    return norm(total), total
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -22,9 +33,7 @@ class FusedLayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = layer_norm(x), or with a residual the pair (layer_norm(x + residual), the sum)."""
         if is_exporting():
-            total = x if residual is None else x + residual
-            y = super().forward(total)
-            return y if residual is None else (y, total)
+            return _by_torch(super().forward, x, residual)
         return functional.layer_norm(
             x,
             self.normalized_shape,
@@ -55,9 +64,7 @@ class FusedRMSNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = rms_norm(x), or with a residual the pair (rms_norm(x + residual), the sum)."""
         if is_exporting():
-            total = x if residual is None else x + residual
-            y = super().forward(total)
-            return y if residual is None else (y, total)
+            return _by_torch(super().forward, x, residual)
         return functional.rms_norm(
             x,
             self.normalized_shape,
