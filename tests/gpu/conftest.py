@@ -10,18 +10,11 @@ import torch
 HERE = Path(__file__).parent
 
 
-APART = ("test_samples", "test_gradients")  # whose tests need nothing of each other
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that run in one process")
     config.addinivalue_line("markers", "alone: compares times, so it needs the GPU for itself")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # for --dist loadgroup
-        if HERE in item.path.parents and item.path.stem not in APART:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

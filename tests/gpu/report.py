@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-PROCESSES = "14"
+PROCESSES = max(1, min(24, (os.cpu_count() or 1) - 2))
+LONGEST_TEST_S = 150  # after which the log has what every thread is at
 VERSIONS = """
 import platform, torch
 from cudnngraph.backend import env
@@ -68,10 +69,10 @@ def start(path: str, folder: Path, *, alone: bool = False) -> subprocess.Popen[b
     """
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-ra", "--durations=25"]
-    command += ["-p", "no:cacheprovider"]
+    command += ["-p", "no:cacheprovider", "-o", f"faulthandler_timeout={LONGEST_TEST_S}"]
     command += ["-m", "alone" if alone else "not alone"]
     if not alone and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", PROCESSES, "--dist", "loadgroup"]
+        command += ["-n", str(PROCESSES)]
     with open(folder / "log.txt", "wb") as log:
         return subprocess.Popen(
             [*command, f"--junitxml={folder / 'junit.xml'}"],

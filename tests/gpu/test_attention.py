@@ -367,6 +367,21 @@ def test_a_low_lse_under_a_mask_gives_finite_gradients(length: int, kind: str) -
     gradients_within(leaves, mask, grad, [o, *torch.autograd.grad(o, leaves, grad)])
 
 
+@pytest.mark.parametrize("length", [64, 100, 192, 197, 320, 1000])
+@pytest.mark.parametrize("kind", ["causal", "window", "grouped"])
+def test_a_low_lse_along_the_diagonal_gives_finite_gradients(length: int, kind: str) -> None:
+    """What lies behind the last key or row is hidden by causality: no lengths need to be told."""
+    shared = 1 if kind == "grouped" else 2
+    *data, grad = normal((1, 2, length, 64), *((1, shared, length, 64),) * 2, (1, 2, length, 64))
+    data[0][..., 0], data[1][..., 0] = -120.0, 8.0
+    leaves = [x.requires_grad_() for x in data]
+    window = (64, 0) if kind == "window" else None
+    o = cg.FusedSDPA(causal=True, window=window)(*leaves)
+    found = [o, *torch.autograd.grad(o, leaves, grad)]
+    mask = torch.ones(length, length, dtype=torch.bool, device=CUDA).tril().triu(-64)
+    gradients_within(leaves, mask if window else None, grad, found, window is None)
+
+
 def test_attention_into_an_unaligned_output_is_refused_by_name() -> None:
     """pytorch#195650: plans write 16 bytes at a time. A gradient at such an address is copied."""
     q, k, v, grad = normal(*((2, 4, 128, 64),) * 4)

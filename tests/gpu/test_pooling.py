@@ -18,7 +18,8 @@ LAST = torch.channels_last
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether cuDNN's call did it, for every one."""
+    """Whether cuDNN's call did it, for every one; what other tests compiled is compiled anew."""
+    cg.cache_clear()
     made, found = pooling.pooling, list[bool]()
 
     def watched(*given: Any) -> pooling.Pooling:
