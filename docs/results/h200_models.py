@@ -6,6 +6,7 @@ Each model runs in float16, channels_last, by torch eager, by eager in a CUDA gr
 ``torch.compile(mode="reduce-overhead")`` with freezing, and fused: autotuned, and by heuristics.
 All are called in turn in one process. ``--only TEXT`` takes the models whose name has the text, so
 that a run fits a few minutes; rows of other models that the JSON beside the page holds are kept.
+``--tune`` searches plans and measures nothing, so that a later run finds them in the cache.
 ``--quick`` runs small models of the same kinds, also on a CPU, without torch.compile.
 """
 
@@ -133,13 +134,25 @@ def agreement(net: nn.Module, x: torch.Tensor, ours: torch.Tensor) -> dict[str, 
     }
 
 
-def measured(model: Whole, device: torch.device, *, compiled: bool, heuristic: bool) -> dict:
-    """One row."""
+def example(model: Whole, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """The model, and what it is called with."""
     torch.manual_seed(0)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     net = models.randomized(model.make()).to(device, dtype)
-    net = net.to(memory_format=torch.channels_last)
-    x = model.example(device, dtype)
+    return net.to(memory_format=torch.channels_last), model.example(device, dtype)
+
+
+def tuned(model: Whole, device: torch.device) -> str:
+    """Search the plans of a model; how long that took."""
+    net, x = example(model, device)
+    start = time.perf_counter()
+    cg.fuse(net, x, policy=cg.Policy(tune="autotune"), check=False)
+    return f"{model.name}: tuned in {time.perf_counter() - start:.0f} s"
+
+
+def measured(model: Whole, device: torch.device, *, compiled: bool, heuristic: bool) -> dict:
+    """One row."""
+    net, x = example(model, device)
     row: dict = {"name": model.name, "asked": ASKED.get(model.name)}
     contenders: dict[str, Callable[[], object]] = {"eager": lambda: net(x)}
     if device.type == "cuda":
@@ -218,9 +231,10 @@ def glue_of(row: dict) -> str:
     rest = sum(step["us"] for step in by_torch if not set(step["ops"].split()) & PRODUCTS)
     products = sum(step["us"] for step in row["steps"]) - rest
     counts = ", ".join(f"{count} {kind}" for kind, count in row["counts"].items())
+    search = f"{row['fuse_s']:.0f}" if row["tier"] == "built" else "-"
     return (
         f"| {row['name']} | {counts} | {products / 1e3:.3f} | {rest / 1e3:.3f} "
-        f"| {gaps / 1e3:.3f} | {(rest + gaps) / total:.1%} | {row['fuse_s']:.0f} "
+        f"| {gaps / 1e3:.3f} | {(rest + gaps) / total:.1%} | {search} "
         f"| {row['again_s']:.1f} |"
     )
 
@@ -296,7 +310,8 @@ def page(result: dict, command: str) -> str:
             "that torch's own call runs faster; the other torch steps; gaps are what the whole "
             "takes beyond their sum (colder caches, launches; below zero where steps run side by "
             f"side). Glue is other steps and gaps; asked: at most {GLUE_ASKED:.0%}. The last "
-            "columns are seconds that `fuse` took, tuning, and in the same process again.",
+            "columns are seconds that `fuse` took, tuning (- where `--tune` had done it before), and "
+            "in the same process again.",
             "",
             "| model | steps | products | other steps | gaps | glue | tuned in | again |",
             "|---|---|---|---|---|---|---|---|",
@@ -318,6 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--heuristic", action="store_true")
@@ -336,6 +352,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             compiled = not (args.no_compile or args.quick)
             with torch.no_grad():
+                if args.tune:
+                    print(tuned(model, device), flush=True)
+                    continue
                 rows[model.name] = measured(
                     model, device, compiled=compiled, heuristic=args.heuristic
                 )
