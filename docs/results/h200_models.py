@@ -310,8 +310,8 @@ def page(result: dict, command: str) -> str:
             "that torch's own call runs faster; the other torch steps; gaps are what the whole "
             "takes beyond their sum (colder caches, launches; below zero where steps run side by "
             f"side). Glue is other steps and gaps; asked: at most {GLUE_ASKED:.0%}. The last "
-            "columns are seconds that `fuse` took, tuning (- where `--tune` had done it before), and "
-            "in the same process again.",
+            "columns are seconds that `fuse` took, tuning (- where `--tune` had done that before), "
+            "and in the same process again.",
             "",
             "| model | steps | products | other steps | gaps | glue | tuned in | again |",
             "|---|---|---|---|---|---|---|---|",

@@ -66,9 +66,13 @@ def test_the_table_of_steps_puts_equal_ones_together(script: ModuleType) -> None
         "torch_us": 5.0,
         "gaps_us": 75.0,
         "counts": {"cuDNN": 2, "torch": 1},
-        "fuse_s": 1.0,
+        "fuse_s": 7.0,
         "again_s": 0.1,
+        "tier": "built",
     }
     assert script.text_of(row) == "| net | 0.300 | - | 0.120 | - | 0.100 | 1.20 | 1.10 |"
-    assert "| 80.0% |" in script.glue_of(row)
+    assert script.glue_of(row).endswith("| 80.0% | 7 | 0.1 |")
+    assert script.glue_of({**row, "tier": "disk"}).endswith("| 80.0% | - | 0.1 |"), (
+        "found, not tuned"
+    )
     assert "| conv bias | a | b | cuDNN | 2 | 10.0 | 20.0% |" in script.steps_of(row)
