@@ -842,13 +842,13 @@ _vectors: dict[Hashable, tuple[Tensor, Tensor]] = {}
 def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Ones and zeros (K,) for a norm without weight or bias, in float32 or float64."""
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if not _is_plain(like):
+        return like.new_ones(channels, dtype=wide), like.new_zeros(channels, dtype=wide)
     key = (channels, wide, like.device)
     found = _vectors.get(key)
     if found is None:
         options: Any = {"dtype": wide, "device": like.device}
-        if torch.compiler.is_compiling() or (
-            like.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):  # the memory would be that graph's
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph's memory
             return torch.ones(channels, **options), torch.zeros(channels, **options)
         with torch.inference_mode(False):
             found = torch.ones(channels, **options), torch.zeros(channels, **options)
@@ -856,6 +856,17 @@ def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
             _vectors.clear()
         _vectors[key] = found
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether what is made beside a tensor outlasts the call: nothing traces or transforms it,
+    no mode is on, and it is of no subclass, such as a fake tensor."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+    )
 
 
 def conv_bn_act(

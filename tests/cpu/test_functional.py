@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
@@ -168,6 +169,27 @@ def test_a_momentum_that_changes_compiles_no_graph_for_each(
             assert float((a - c).abs().max()) < EXACT
     assert len(calls) == before + CF.MOMENTA_KEPT + 1
     assert mean._version >= 9, "autograd knows that they were written to"
+
+
+def test_vectors_of_a_norm_without_parameters_are_kept_of_real_tensors_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return CF.conv_bn_act(x, w, None, None, training=True)
+
+    monkeypatch.setattr(CF, "_vectors", {})
+    x, w = (t.detach() for t in made((3, 5, 6, 6), (4, 5, 3, 3)))
+    for _ in range(2):  # before a real call and behind it
+        kept = dict(CF._vectors)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) for t in (x, w)]
+            assert normed(*fake).shape == (3, 4, 4, 4)
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(lambda x: normed(x, w).sum())(x)
+        assert CF._vectors == kept
+        theirs = torch.relu(F.batch_norm(F.conv2d(x, w), None, None, training=True))
+        assert float((normed(x, w) - theirs).abs().max()) < EXACT
+    assert len(CF._vectors) == 1
 
 
 # -- layouts and dtypes ----------------------------------------------------------------------------
