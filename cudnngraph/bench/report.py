@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import statistics
@@ -19,6 +18,7 @@ JSON_SCHEMA = 1
 """Of the object that ``--json`` writes; raised when a field goes or changes its meaning."""
 
 COLUMNS = ("case", "µs", "TFLOP/s", "GB/s", "% of ceiling", "times as fast as", "notes")
+PICTURES = (".svg", ".png")
 CLOCKS = {
     "gpu": "time on the GPU, launches replayed in CUDA graphs",
     "wall": "time until the work is finished, as a caller waits",
@@ -145,7 +145,7 @@ def to_html(report: Report) -> str:
 
     Raises :class:`FeatureMissing` without matplotlib.
     """
-    _needs_matplotlib("the page")
+    check_matplotlib("the page")
     import matplotlib
 
     parts = [
@@ -169,11 +169,16 @@ def to_html(report: Report) -> str:
     return "\n".join([*parts, "</html>", ""])
 
 
-def _needs_matplotlib(what: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise FeatureMissing(
-            f"{what} has plots, which need matplotlib; pip install 'cudnngraph[plots]'"
-        )
+def check_matplotlib(what: str) -> None:
+    """Raise :class:`FeatureMissing` where ``what`` cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and "matplotlib" in str(error):
+            mend = "; pip install matplotlib"
+        else:
+            mend = f", and it does not load ({error}); pip install --force-reinstall matplotlib"
+        raise FeatureMissing(f"{what} has plots, which need matplotlib{mend}") from None
 
 
 def _html_table(rows: Sequence[Row]) -> str:
@@ -276,7 +281,7 @@ def to_picture(report: Report, file: Path) -> None:
 
     Raises :class:`FeatureMissing` without matplotlib.
     """
-    _needs_matplotlib("the picture")
+    check_matplotlib("the picture")
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -298,4 +303,4 @@ def to_picture(report: Report, file: Path) -> None:
         _draw_roofline(right, report)
     figure.suptitle(heading(report)[0])
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+        figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)

@@ -10,8 +10,10 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,8 +22,10 @@ from cudnngraph.backend.env import distribution_version
 from cudnngraph.bench.measure import CeilingsOf, Row, measured
 from cudnngraph.bench.report import (
     COLUMNS,
+    PICTURES,
     Report,
     cells,
+    check_matplotlib,
     heading,
     summary_lines,
     to_html,
@@ -29,6 +33,7 @@ from cudnngraph.bench.report import (
     to_picture,
 )
 from cudnngraph.bench.suites import SUITES, Options
+from cudnngraph.cli.entries import UsageError
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import BackendUnavailable
 from cudnngraph.progress import progress_bar
@@ -91,11 +96,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and show; see the module's description for the exit code."""
+    try:
+        return _run(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.suites if name not in SUITES]
     if unknown:
-        known = ", ".join(SUITES)
-        print(f"error: no suite {', '.join(unknown)}; there are {known}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    _check_files(args)
     there = torch.cuda.is_available()
     device = torch.device(args.device or ("cuda" if there else "cpu"))
     if device.type == "cuda" and not there:
@@ -111,19 +123,77 @@ def run(args: argparse.Namespace) -> int:
     finally:
         torch.backends.cudnn.benchmark = before
         torch.set_num_threads(threads)
+    failed += _write(args, report)  # before the table: who reads that may stop
     if args.json == "-":
         print(json.dumps(to_json(report), indent=1))
     else:
         _print(report)
-    if args.json and args.json != "-":
-        Path(args.json).write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
-    if args.html:
-        Path(args.html).write_text(to_html(report), encoding="utf-8")
-    if args.picture:
-        to_picture(report, Path(args.picture))
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _files(args: argparse.Namespace) -> dict[str, Path]:
+    """The files to write by their options."""
+    given = {"--json": args.json, "--html": args.html, "--picture": args.picture}
+    if given["--json"] == "-":
+        del given["--json"]
+    return {option: Path(text) for option, text in given.items() if text is not None}
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise now for what cannot be written when all is measured."""
+    files = _files(args)
+    for option, file in files.items():
+        problem = _why_not(file)
+        if problem:
+            raise UsageError(f"{option} {file}: {problem}")
+    picture = files.get("--picture")
+    if picture is not None and picture.suffix.lower() not in PICTURES:
+        raise UsageError(f"--picture {picture}: expected a name that ends in {', '.join(PICTURES)}")
+    if len({os.path.realpath(file) for file in files.values()}) < len(files):
+        raise UsageError(f"{' and '.join(files)} need a file each")
+    if "--html" in files:
+        check_matplotlib("the page")
+    if picture is not None:
+        check_matplotlib("the picture")
+
+
+def _why_not(file: Path) -> str:
+    """Why nothing can be written to ``file``; empty where it can."""
+    if str(file) == "-":
+        return "only --json can be printed; give the name of a file"
+    if os.path.isdir(file):
+        return "is a folder; give the name of a file"
+    if not os.path.isdir(file.parent):
+        return f"there is no folder {file.parent}"
+    if not os.access(file if os.path.lexists(file) else file.parent, os.W_OK):
+        return "cannot be written: permission denied"
+    return ""
+
+
+def _write(args: argparse.Namespace, report: Report) -> list[str]:
+    """Write every file; a line for each that could not be."""
+    makers: dict[str, Callable[[Path], object]] = {
+        "--json": lambda file: file.write_text(
+            json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8"
+        ),
+        "--html": lambda file: file.write_text(to_html(report), encoding="utf-8"),
+        "--picture": lambda file: to_picture(report, file),
+    }
+    failed = []
+    for option, file in _files(args).items():
+        try:
+            makers[option](file)
+        except OSError as error:
+            failed.append(f"{option} {file} cannot be written: {error.strerror or error}")
+    return failed
+
+
+# -- measuring and printing ------------------------------------------------------------------------
 
 
 def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, list[str]]:

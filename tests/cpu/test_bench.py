@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from cudnngraph.bench.report import Report
 from cudnngraph.bench.suites import SUITES, Options
 from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.cli import bench as command
-from cudnngraph.cli import main
+from cudnngraph.cli import build_parser, main
 
 CPU = torch.device("cpu")
 F16, F32 = torch.float16, torch.float32
@@ -225,6 +226,97 @@ def test_a_wrong_call_is_told(
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test where a call gets as far as measuring."""
+
+    def measure_nothing(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(command, "_measure", measure_nothing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json", "no/x.json"], "--json no/x.json: there is no folder no"),
+        (["--html", "no/x.html"], "--html no/x.html: there is no folder no"),
+        (["--json", "."], "--json .: is a folder; give the name of a file"),
+        (["--json", ""], "--json .: is a folder; give the name of a file"),
+        (["--picture", "x.bmp"], "--picture x.bmp: expected a name that ends in .svg, .png"),
+        (["--json", "x", "--html", "./x"], "--json and --html need a file each"),
+        (["--html", "-"], "--html -: only --json can be printed; give the name of a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    arguments: list[str],
+    said: str,
+    unmeasured: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "norm", "--quick", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"error: {said}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_plots_a_page_is_refused_before_anything_is_measured(
+    unmeasured: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('a broken one')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["bench", "norm", "--quick", "--html", str(tmp_path / "x.html")]) == 1
+    assert capsys.readouterr().err == (
+        "error: the page has plots, which need matplotlib, and it does not load (a broken one); "
+        "pip install --force-reinstall matplotlib\n"
+    )
+
+
+def quick_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite of one row that takes no time."""
+    x = torch.ones(4)
+    tasks = [Task("norm", "good", lambda: Contest({"ours": x.neg, "eager": x.abs}, "ours"))]
+    monkeypatch.setattr(command, "SUITES", {"norm": lambda options: suites.Suite(tasks)})
+
+
+def test_files_are_written_before_the_table_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(report: Report) -> None:
+        raise KeyboardInterrupt
+
+    quick_norm(monkeypatch)
+    monkeypatch.setattr(command, "_print", stop)
+    arguments = command_arguments("norm", "--quick", "--json", str(tmp_path / "x.json"))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(arguments)
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["name"] == "good"
+
+
+def command_arguments(*argv: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", *argv])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_costs_one_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick_norm(monkeypatch)
+    html = tmp_path / "x.html"
+    assert main(["bench", "norm", "--quick", "--json", "/dev/full", "--html", str(html)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "error: --json /dev/full cannot be written: No space left on device\n"
+    assert "good: ours" in out and "<svg" in html.read_text()
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 
@@ -254,7 +346,7 @@ def test_a_picture_of_a_run_that_is_cut_off(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(cg.FeatureMissing, match=r"pip install 'cudnngraph\[plots\]'"):
+    with pytest.raises(cg.FeatureMissing, match=r"need matplotlib; pip install matplotlib$"):
         report.to_html(made(row("a", 10.0, eager=20.0)))
 
 
