@@ -374,7 +374,7 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
     if rule is None:
         return None
     constants = {
-        each.results[0]: torch.tensor(each.attr("value"), dtype=torch.float64)
+        each.results[0]: torch.tensor(each.attr("value"), dtype=torch.float64, device="cpu")
         for each in spec.nodes
         if each.op == "constant"
     }

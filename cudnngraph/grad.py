@@ -552,7 +552,7 @@ class Context:
     def per_channel(self, value: Value, port: str) -> Value:
         """``value`` summed to the shape of a per-channel operand."""
         shape = self.spec(port).shape
-        of_images = len(shape) > 1 and shape[0] > 1
+        of_images = len(shape) > 1 and shape[0] != 1
         dims = [dim for dim in range(len(value.shape)) if dim > 1 or (dim == 0 and not of_images)]
         return self.g.reduction(value, dims, "sum", keepdim=len(shape) > 1) if dims else value
 

@@ -130,6 +130,11 @@ class Value:
         return self.graph.ge(self, other)
 
 
+def _of_one_dtype(*values: Value | None) -> bool:
+    """Whether those that are given, and known, are."""
+    return len({value.spec.dtype for value in values if value is not None and value.spec}) < 2
+
+
 class Graph:
     """A graph under construction.
 
@@ -1823,13 +1828,14 @@ class Graph:
         """act(alpha1 * y + alpha2 * residual + bias).
 
         The residual comes before the bias: cuDNN has precompiled engines for that order. With both
-        factors the bias comes first, since the engines for that pattern crash (see known_bad.py).
+        factors the bias comes first, since the engines for that pattern crash (see known_bad.py);
+        so it does where the residual is of a dtype of its own, which would become the sum's.
         """
         if alpha1 != 1:
             y = self.mul(y, alpha1)
         scaled = residual if residual is None or alpha2 == 1 else self.mul(residual, alpha2)
         terms = [(self.add, scaled), (self.bias, bias)]
-        if alpha1 != 1 and alpha2 != 1:
+        if (alpha1 != 1 and alpha2 != 1) or not _of_one_dtype(bias, residual):
             terms.reverse()
         for add, term in terms:
             y = y if term is None else add(y, term)

@@ -805,7 +805,9 @@ RULES: Mapping[str, Rule] = {
     "nll_loss_backward": _nll_loss_backward,
     "aten": lambda inputs, attrs: aten.run(attrs, inputs),
     **resample.RULES,
-    "constant": lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64),
+    "constant": lambda inputs, attrs: torch.tensor(
+        attrs["value"], dtype=torch.float64, device="cpu"
+    ),
 }
 
 

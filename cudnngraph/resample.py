@@ -197,14 +197,15 @@ LEAST = 1 << 20  #: elements of a result, below which two products take longer t
 def weights(size: int, wanted: int, corners: bool, scale: float | None) -> torch.Tensor:
     """What linear interpolation of ``size`` elements to ``wanted`` multiplies them by: (wanted,
     size) in float32, two numbers a row, as torch's kernels compute them, in float32."""
-    at = torch.arange(wanted, dtype=torch.float32)
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    at = torch.arange(wanted, **options)
     if corners:
         source = at * ((size - 1) / max(wanted - 1, 1))
     else:
         source = ((at + 0.5) * (1.0 / scale if scale else size / wanted) - 0.5).clamp_min(0)
     low = source.long().clamp_max(size - 1)
     part, high = source - low, (low + 1).clamp_max(size - 1)
-    made, rows = torch.zeros(wanted, size), torch.arange(wanted)
+    made, rows = torch.zeros(wanted, size, **options), torch.arange(wanted, device="cpu")
     made.index_put_((rows, low), 1 - part, accumulate=True)
     made.index_put_((rows, high), part, accumulate=True)
     return made

@@ -180,7 +180,7 @@ class FusedMultiheadAttention(nn.Module):
         split = packed.view(batch, length, heads + 2 * shared, dim).transpose(1, 2)
         q, k, v = torch.split(split, [heads, shared, shared], dim=1)
         o = self.attend(q, k, v, attn_mask, seq_len_q=seq_len, seq_len_kv=seq_len)
-        out: torch.Tensor = self.out_proj(o.transpose(1, 2).reshape(batch, length, -1))
+        out: torch.Tensor = self.out_proj(o.transpose(1, 2).reshape(batch, length, self.embed_dim))
         return out
 
     @classmethod

@@ -10,14 +10,16 @@ from torch import nn
 from ..exported import is_exporting
 
 
-def wants_calls(children: Iterable[nn.Module | None], kinds: Container[type]) -> bool:
+def wants_calls(
+    children: Iterable[nn.Module | None], kinds: Iterable[Container[type[nn.Module]]]
+) -> bool:
     """Whether the children have to be called, for whose parameters a graph stands in.
 
     So it is where a hook on one of them waits for that (weight norm, pruning), where one has been
-    replaced by a module that is none of ``kinds`` (an adapter), and where the model is exported for
-    ``fuse``, which does more with their ops than with a call of ours.
+    replaced by a module that is not of the ``kinds`` for its place (an adapter), and where the
+    model is exported for ``fuse``, which does more with their ops than with a call of ours.
     """
-    for child in children:
+    for child, known in zip(children, kinds, strict=False):
         if child is None:
             continue
         held: Any = child
@@ -28,6 +30,9 @@ def wants_calls(children: Iterable[nn.Module | None], kinds: Container[type]) ->
             or held._backward_pre_hooks
         ):
             return True
-        if type(held) not in kinds and not nn.utils.parametrize.is_parametrized(held):
+        kind = type(held)
+        if nn.utils.parametrize.is_parametrized(held):
+            kind = kind.__bases__[0]  # of which torch has derived one for this module
+        if kind not in known:
             return True
     return is_exporting()

@@ -7,6 +7,7 @@ keep the parameters, the running statistics and the names in the state dict, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -31,6 +32,17 @@ NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNo
 
 Attrs = dict[str, Any]
 
+
+def _clamp(min: float = -math.inf, max: float = math.inf) -> nn.Module:
+    return nn.Hardtanh(min, max)
+
+
+def _bounds(module: nn.Hardtanh) -> Attrs:
+    """The bounds that are any."""
+    bounds = {"min": module.min_val, "max": module.max_val}
+    return {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
+
+
 # torch's module → the activation's name in a graph and its attributes.
 ACTIVATION_OF: Mapping[type[nn.Module], Callable[[Any], tuple[str, Attrs]]] = {
     nn.ReLU: lambda m: ("relu", {}),
@@ -41,7 +53,7 @@ ACTIVATION_OF: Mapping[type[nn.Module], Callable[[Any], tuple[str, Attrs]]] = {
     nn.Sigmoid: lambda m: ("sigmoid", {}),
     nn.Tanh: lambda m: ("tanh", {}),
     nn.Softplus: lambda m: ("softplus", {"beta": m.beta}),
-    nn.Hardtanh: lambda m: ("clamp", {"min": m.min_val, "max": m.max_val}),
+    nn.Hardtanh: lambda m: ("clamp", _bounds(m)),
     nn.ReLU6: lambda m: ("relu6", {}),
     nn.Hardswish: lambda m: ("hardswish", {}),
     nn.Identity: lambda m: ("identity", {}),
@@ -58,13 +70,14 @@ _MODULES: Mapping[str, Callable[..., nn.Module]] = {
     "sigmoid": nn.Sigmoid,
     "tanh": nn.Tanh,
     "softplus": nn.Softplus,
-    "clamp": lambda min, max: nn.Hardtanh(min, max),
+    "clamp": _clamp,
     "relu6": nn.ReLU6,
     "hardswish": nn.Hardswish,
     "identity": nn.Identity,
 }
 
-_KINDS = frozenset({*CONVS, *TRANSPOSED, *NORMS, nn.SyncBatchNorm, *ACTIVATION_OF})
+_NORMS = frozenset({*NORMS, nn.SyncBatchNorm})
+SOFTPLUS_THRESHOLD = 20  # from which on softplus is the identity, as torch has it by default
 
 
 def activation_module(kind: str | nn.Module | None, attrs: Attrs) -> nn.Module | None:
@@ -75,7 +88,13 @@ def activation_module(kind: str | nn.Module | None, attrs: Attrs) -> nn.Module |
         known = ", ".join(ACTIVATIONS)
         problem = Problem("activation", f"{kind!r} is unknown", f"one of {known}, None")
         raise GraphError("block", [problem])
-    return _MODULES[kind](**attrs)
+    try:
+        return _MODULES[kind](**attrs)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in attrs.items())
+        expected = "what torch's module of it takes"
+        problem = Problem("activation", f"{kind} with {given}: {error}", expected)
+        raise GraphError("block", [problem]) from None
 
 
 def why_not(conv: nn.Module, bn: nn.Module | None, act: nn.Module | None) -> str:
@@ -86,26 +105,30 @@ def why_not(conv: nn.Module, bn: nn.Module | None, act: nn.Module | None) -> str
     dims = (CONVS if type(conv) in CONVS else TRANSPOSED).index(type(conv)) + 1
     if conv.padding_mode != "zeros":
         return f"padding_mode='{conv.padding_mode}' is not 'zeros'"
-    for module in (conv, bn, act):
-        if module is not None and any(
-            getattr(module, name, None)
-            for name in (
-                "_forward_hooks",
-                "_forward_pre_hooks",
-                "_backward_hooks",
-                "_backward_pre_hooks",
-            )
-        ):
-            return f"{type(module).__name__} has hooks, which a block would not call"
+    for module in (conv, bn):
+        if module is not None and (hooked := _why_hooked(module)):
+            return hooked
     if bn is not None:
         if type(bn) not in (NORMS[dims - 1], nn.SyncBatchNorm):
             return f"{type(bn).__name__} is not {NORMS[dims - 1].__name__}"
         if bn.num_features != conv.out_channels:
             return f"{type(bn).__name__} has {bn.num_features} features, not {conv.out_channels}"
-    if act is not None and type(act) not in ACTIVATION_OF:
+    return "" if act is None else why_no_activation(act)
+
+
+def why_no_activation(act: nn.Module) -> str:
+    """Why a module is no activation of a graph, "" where it is one."""
+    if type(act) not in ACTIVATION_OF:
         return f"{type(act).__name__} is no activation of a graph"
-    if isinstance(act, nn.Softplus) and act.threshold != 20:
-        return f"Softplus has threshold={act.threshold}, not 20"
+    if isinstance(act, nn.Softplus) and act.threshold != SOFTPLUS_THRESHOLD:
+        return f"Softplus has threshold={act.threshold}, not {SOFTPLUS_THRESHOLD}"
+    return _why_hooked(act)
+
+
+def _why_hooked(module: nn.Module) -> str:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in names):
+        return f"{type(module).__name__} has hooks, which a block would not call"
     return ""
 
 
@@ -176,8 +199,18 @@ class _Block(nn.Module):
         return self._modules.get("2" if self._with_norm else "1")
 
     def _calls_children(self) -> bool:
-        """Whether to run torch's modules."""
-        return wants_calls(self._modules.values(), _KINDS)
+        """Whether to run torch's modules: where one was replaced by, or changed to, what a graph
+        has not, too."""
+        modules: Any = self._modules
+        places = (
+            (self._kinds, _NORMS, ACTIVATION_OF)
+            if self._with_norm
+            else (self._kinds, ACTIVATION_OF)
+        )
+        if wants_calls(modules.values(), places) or modules["0"].padding_mode != "zeros":
+            return True
+        act = modules.get("2" if self._with_norm else "1")
+        return type(act) is nn.Softplus and act.threshold != SOFTPLUS_THRESHOLD
 
     def _by_children(
         self, x: torch.Tensor, residual: torch.Tensor | None, *sizes: Any

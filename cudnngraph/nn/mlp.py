@@ -11,7 +11,9 @@ from .. import functional
 from ..errors import GraphError, Problem
 from ..policy import Policy
 from .children import wants_calls
-from .conv import ACTIVATION_OF, activation_module
+from .conv import ACTIVATION_OF, activation_module, why_no_activation
+
+_KINDS = ((nn.Linear,),) * 3
 
 
 class FusedMLP(nn.Module):
@@ -52,7 +54,7 @@ class FusedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) → (..., out_features)."""
         up, down, gate = self.up_proj, self.down_proj, self.gate_proj
-        if wants_calls((up, down, gate), (nn.Linear,)):
+        if wants_calls((up, down, gate), _KINDS):
             act: Any = activation_module(self.activation, self.activation_attrs) or nn.Identity()
             made: torch.Tensor = down(act(up(x)) if gate is None else act(gate(x)) * up(x))
             return made
@@ -120,6 +122,8 @@ class FusedMLP(nn.Module):
             expected = "Linear, an activation of a graph, Linear"
             raise GraphError(cls.__name__, [Problem("module", f"holds {listed}", expected)])
         up, act, down = layers
+        if why := why_no_activation(act):
+            raise GraphError(cls.__name__, [Problem("module", why)])
         kind, attrs = ACTIVATION_OF[type(act)](act)
         return cls.from_linears(up, down, None, kind, policy=policy, **attrs)
 

@@ -12,17 +12,21 @@ from ..errors import GraphError, Problem
 from ..policy import Policy
 from ..specialize import static_of
 from . import sync
+from .children import wants_calls
 from .conv import FusedConvBlock, _held, _named
+
+_KINDS = ((FusedConvBlock,),) * 2
 
 
 class FusedDepthwiseSeparable(nn.Module):
     """A convolution of each channel, norm, activation, then the same with one of 1 x 1: one graph.
 
     The children ``depthwise`` and ``pointwise`` are :class:`FusedConvBlock`; they hold the
-    parameters and the running statistics, and are not called. The keys of the state dict are
-    ``depthwise.0.weight``, ``depthwise.1.weight`` (of the norm) and so on. ``multiplier`` is how
-    many channels the depthwise convolution makes of each. ``norm``, ``activation`` and what follows
-    are those of a block, for both parts; ``pointwise_activation`` may be another, or None.
+    parameters and the running statistics, and are called where one has hooks or was replaced. The
+    keys of the state dict are ``depthwise.0.weight``, ``depthwise.1.weight`` (of the norm) and so
+    on. ``multiplier`` is how many channels the depthwise convolution makes of each. ``norm``,
+    ``activation`` and what follows are those of a block, for both parts; ``pointwise_activation``
+    may be another, or None.
     """
 
     def __init__(
@@ -112,18 +116,22 @@ class FusedDepthwiseSeparable(nn.Module):
         made.training = self.training
         return made
 
+    def _calls_blocks(self) -> bool:
+        """Whether the two run one behind the other."""
+        blocks: Any = (self.depthwise, self.pointwise)
+        if wants_calls(blocks, _KINDS):
+            return True
+        return any(block._calls_children() or _is_synchronised(block.norm) for block in blocks)
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...) → (N, K, out...); ``residual`` is added before the last activation.
 
         By the batch's statistics or the running ones, as torch's batch norm decides. With
         ``norm="sync"`` and several ranks, or hooks, the two blocks run one behind the other.
         """
-        blocks = (self.depthwise, self.pointwise)
-        if any(
-            type(bn) is nn.SyncBatchNorm and bn.training and sync.several_ranks(bn.process_group)
-            for bn in [block.norm for block in blocks]
-        ) or any(block._calls_children() for block in blocks):
-            y: torch.Tensor = self.pointwise(self.depthwise(x), residual)
+        if self._calls_blocks():
+            y: torch.Tensor = self.depthwise(x)
+            y = self.pointwise(y) if residual is None else self.pointwise(y, residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
         return functional.run_separable(
@@ -134,6 +142,13 @@ class FusedDepthwiseSeparable(nn.Module):
             [update for _, _, update in stages if update is not None],
             self.policy,
         )
+
+
+def _is_synchronised(bn: Any) -> bool:
+    """Whether the ranks of a group share a norm's statistics."""
+    if type(bn) is not nn.SyncBatchNorm or not bn.training:
+        return False
+    return sync.several_ranks(bn.process_group)
 
 
 def _stage(

@@ -132,6 +132,7 @@ def _pairs(parent: Any, prefix: str) -> list[tuple[str, str]]:
     return [
         (f"{prefix}{old}.", f"{prefix}{first}.{place}.")
         for first, run in parent._fused_runs.items()
+        if isinstance(parent._modules.get(first), (FusedConvBlock, FusedConvTransposeBlock))
         for place, old in enumerate(run)
     ]
 

@@ -805,3 +805,20 @@ def test_gradients_at_kinks_are_torchs(name: str) -> None:
     (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x), x, dy)
     (want,) = torch.autograd.grad(run(x), x, dy)
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("op", ["bias", "scale"])
+def test_no_images_have_gradients_of_no_elements(op: str) -> None:
+    x = torch.randn(0, 3, 2, dtype=torch.float64)
+    for shape in ((0, 3, 1), (3,)):
+        other = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        g = cg.Graph("empty")
+        g.output("y", getattr(g, op)(g.input("x", like=x), g.input("other", like=other)))
+        g.compile("cpu", training=True)(x, other).sum().backward()
+        assert other.grad is not None and other.grad.shape == shape and not other.grad.any()
+
+
+def test_the_gradient_of_a_group_norm_of_no_images_is_zero() -> None:
+    weight = torch.randn(6, requires_grad=True)
+    cg.functional.group_norm(torch.randn(0, 6, 4), 3, weight).sum().backward()
+    assert weight.grad is not None and weight.grad.shape == (6,) and not weight.grad.any()

@@ -318,3 +318,13 @@ def test_copies_and_repr() -> None:
         assert torch.equal(other(*leaves), module(*leaves))
     assert repr(module) == "FusedSDPA(causal=True, window=(3, None))"
     assert repr(cg.FusedSDPA(dropout=0.1, alibi=True)) == "FusedSDPA(dropout=0.1, alibi=True)"
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)], ids=str)
+def test_a_batch_or_a_sequence_may_be_empty(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    module = cg.FusedMultiheadAttention(8, 2)
+    y = module(x)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None
+    assert module.in_proj_weight.grad is not None and not module.in_proj_weight.grad.any()

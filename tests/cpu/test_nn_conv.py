@@ -352,6 +352,84 @@ def test_a_module_in_place_of_another_is_called() -> None:
     assert distance(block(x), by_torch(block, x, None)) < EXACT
 
 
+class Tripled(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+CHANGED: dict[str, Any] = {
+    "padding mode": lambda b: b.add_module("0", nn.Conv2d(4, 6, 3, padding_mode="reflect")),
+    "threshold": lambda b: b.add_module("2", nn.Softplus(threshold=1)),
+    "threshold later": lambda b: [
+        b.add_module("2", nn.Softplus()),
+        setattr(b.activation, "threshold", 1),
+    ],
+    "no norm any more": lambda b: b.add_module("1", nn.Identity()),
+    "no convolution any more": lambda b: b.add_module("0", nn.Identity()),
+    "a norm last": lambda b: b.add_module("2", nn.BatchNorm2d(6)),
+    "another forward": lambda b: b.add_module("0", weight_normed(Tripled(4, 6, 3))),
+}
+
+
+def weight_normed(module: nn.Module) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(module)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_block_cannot_express_is_left_to_torch(name: str) -> None:
+    """Put in the place of a part, or changed in it, once the block was made."""
+    torch.manual_seed(0)
+    channels = 6 if name == "no convolution any more" else 4
+    block = cg.FusedConvBlock(channels, 6, 3)
+    CHANGED[name](block)
+    block.double()
+    x = torch.randn(2, channels, 7, 7, dtype=F64)
+    ours, theirs = (copy.deepcopy(each) for each in (block, block.to_torch()))
+    assert distance(ours(x), theirs(x)) < EXACT
+    assert distance(ours.eval()(x), theirs.eval()(x)) < EXACT
+
+
+def test_a_block_with_a_normed_weight_is_fused_still() -> None:
+    block = cg.FusedConvBlock(4, 6, 3)
+    weight_normed(block.conv)
+    assert not block._calls_children()
+
+
+def test_a_residual_of_a_wider_dtype_makes_the_sum_of_it() -> None:
+    """Under autocast the convolution and its bias are in 16 bits, and what is added need not be."""
+    torch.manual_seed(0)
+    block = cg.FusedConvBlock(4, 4, 3, padding=1, norm=None)
+    x = torch.randn(2, 4, 6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, want = block(x, x), (block.conv(x) + x).relu()
+    assert y.dtype == want.dtype == F32
+    assert numerics.relative_error(y, want) < numerics.bound(torch.bfloat16, terms=36)
+    y.sum().backward()
+    assert block.conv.bias is not None and block.conv.bias.grad is not None
+
+
+def test_a_clamp_may_have_one_bound() -> None:
+    x = torch.randn(2, 4, 7, 7)
+    for bounds in ({"min": 0.25}, {"max": 0.25}):
+        block = cg.FusedConvBlock(4, 6, 3, activation="clamp", **bounds)  # type: ignore[arg-type]
+        assert distance(block(x), copy.deepcopy(block.to_torch())(x)) < 1e-5
+
+
+def test_attributes_that_an_activation_has_not_are_named() -> None:
+    with pytest.raises(cg.GraphError, match="clamp with strict=False: .*unexpected keyword"):
+        cg.FusedConvBlock(4, 6, 3, activation="clamp", strict=False)
+    with pytest.raises(cg.GraphError, match="relu with slope=1: .*unexpected keyword"):
+        cg.FusedConvBlock(4, 6, 3, activation="relu", slope=1)
+
+
+def test_a_block_is_made_whatever_the_default_device_is() -> None:
+    block = cg.FusedConvBlock(4, 6, 3, activation="hardswish")
+    x = torch.randn(2, 4, 7, 7)
+    with torch.device("meta"):
+        y = block(x)
+    assert distance(y, block.to_torch()(x)) < 1e-5
+
+
 def test_hooks_on_the_modules_of_a_separable_convolution_are_called() -> None:
     module = cg.FusedDepthwiseSeparable(4, 6).double()
     x = torch.randn(2, 4, 7, 7, dtype=F64)
@@ -534,3 +612,14 @@ def test_synchronised_norms_come_from_torch_and_go_back() -> None:
     assert type(turned[0].norm) is nn.SyncBatchNorm
     x = torch.randn(2, 4, 5, 5)
     assert torch.allclose(turned[0](x), turned[0].to_torch()(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequence_that_is_changed_after_a_swap_loads_what_it_saves() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    cg.nn.replace(model)
+    model.insert(0, nn.Identity())
+    wanted = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(wanted)
+    found = model.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())

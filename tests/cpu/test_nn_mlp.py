@@ -190,3 +190,13 @@ def test_compositions_of_a_graph_are_the_same_sums() -> None:
             F.gelu(open_, approximate="tanh") * (x @ up),
         ],
     )
+
+
+def test_an_activation_that_a_graph_has_not_is_refused() -> None:
+    act = nn.Softplus(threshold=1)
+    with pytest.raises(cg.GraphError, match="Softplus has threshold=1, not 20"):
+        cg.FusedMLP.from_torch(nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4)))
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda module, given, y: 2 * y)
+    with pytest.raises(cg.GraphError, match="ReLU has hooks"):
+        cg.FusedMLP.from_torch(nn.Sequential(nn.Linear(4, 4), hooked, nn.Linear(4, 4)))

@@ -185,3 +185,14 @@ def test_the_composition_of_a_graph_is_two_convolutions() -> None:
     )
     want = torch.relu(torch.nn.functional.conv2d(inner, given["p"], given["b"]))
     same([g.compile("cpu")(**given)], [want])
+
+
+def test_blocks_that_have_hooks_or_were_replaced_are_called() -> None:
+    module = cg.FusedDepthwiseSeparable(4, 6).double()
+    x = torch.randn(2, 4, 7, 7, dtype=F64)
+    module.depthwise.register_forward_hook(lambda m, given, y: y + 1)
+    want = module.pointwise(module.depthwise(x))
+    same([module(x)], [want])
+    for name in ("pointwise", "depthwise"):
+        setattr(module, name, torch.nn.Identity())
+    same([module(x)], [x])
