@@ -87,11 +87,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--limit",
-        type=float,
+        type=_seconds,
         default=math.inf,
         metavar="SECONDS",
         help="start no row after so many; a note says how many are left out",
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected seconds, 0 or more, got '{text}'")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,12 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
     _check_files(args)
-    there = torch.cuda.is_available()
-    device = torch.device(args.device or ("cuda" if there else "cpu"))
-    if device.type == "cuda" and not there:
-        raise BackendUnavailable("--device cuda and torch sees no CUDA device; leave it out")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device(args.device)
     before, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     torch.backends.cudnn.benchmark = True
     try:
@@ -131,6 +136,25 @@ def _run(args: argparse.Namespace) -> int:
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of that name, by default a GPU where there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(("cuda" if count else "cpu") if name is None else name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise UsageError(f"--device {name}: expected cuda, cuda:1 … or cpu")
+    if device.type == "cpu":
+        return device
+    if not count:
+        raise BackendUnavailable("--device cuda and torch sees no CUDA device; leave it out")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise BackendUnavailable(f"--device {name}: torch sees {count} CUDA devices, from cuda:0")
+    return torch.device("cuda", index)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -201,6 +225,10 @@ def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, li
     suites = [SUITES[name](options) for name in dict.fromkeys(args.suites or SUITES)]
     by_suite = [[task for task in suite.tasks if args.only in task.name] for suite in suites]
     tasks = [task for row in itertools.zip_longest(*by_suite) for task in row if task is not None]
+    if not tasks:
+        named = f" with '{args.only}' in its name" if args.only else ""
+        where = ", ".join(dict.fromkeys(args.suites or SUITES))
+        raise UsageError(f"there is no row{named} on {device.type} in {where}")
     notes = [note for suite in suites for note in suite.notes]
     ceilings = CeilingsOf(device, quick=args.quick)
     rows: list[Row] = []

@@ -213,9 +213,20 @@ def test_a_failing_row_is_told_and_the_others_are_measured(
     [
         (["convs"], 2, "error: no suite convs; there are conv, transpose, sdpa, norm"),
         (["--compile", "fast"], 2, "argument --compile: invalid choice: 'fast'"),
+        (["--limit", "-1"], 2, "argument --limit: expected seconds, 0 or more, got '-1'"),
+        (["--limit", "nan"], 2, "argument --limit: expected seconds, 0 or more, got 'nan'"),
+        (["--limit", "x"], 2, "argument --limit: expected seconds, 0 or more, got 'x'"),
+        (["--device", "foo"], 2, "error: --device foo: expected cuda, cuda:1 … or cpu\n"),
+        (["--device", ""], 2, "error: --device : expected cuda, cuda:1 … or cpu\n"),
+        (["--device", "meta"], 2, "error: --device meta: expected cuda, cuda:1 … or cpu\n"),
+        (
+            ["norm", "--only", "zz", "--device", "cpu"],
+            2,
+            "error: there is no row with 'zz' in its name on cpu in norm\n",
+        ),
+        (["lowprecision", "--device", "cpu"], 2, "error: there is no row on cpu in lowprecision\n"),
         (["--device", "cuda"], 1, "--device cuda and torch sees no CUDA device; leave it out"),
     ],
-    ids=["suite", "mode", "device"],
 )
 def test_a_wrong_call_is_told(
     arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
