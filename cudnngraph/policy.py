@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,8 @@ from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
 Fallback = Literal["partition", "error"]
+
+_ENGINE = re.compile(r"(^|_)eng\d+(_|$)")  # in what cuDNN calls its plans
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class Policy:
                 f"fallback={self.fallback!r} is unknown; expected 'partition' or 'error'"
             )
         names = self.exclude_engines
-        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        if isinstance(names, str) or not all(
+            isinstance(name, str) and _ENGINE.search(name) for name in names
+        ):
             raise PolicyError(f"exclude_engines={names!r}; expected names like ('eng8',)")
         object.__setattr__(self, "exclude_engines", tuple(sorted(set(names))))
         most = self.max_candidates

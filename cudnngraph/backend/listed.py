@@ -19,7 +19,7 @@ from ..policy import Policy
 from . import env
 from .known_bad import why_bad
 from .lower import Lowered, first_line
-from .plan import Candidate, restrict
+from .plan import Candidate, restrict, why_excluded
 
 _REQUIRES = re.compile(r"Requires (\d+)")
 _DESELECTED = "Deselecting execution plan"
@@ -81,7 +81,7 @@ def examine(
         bad = why_bad(
             spec, candidate.choice.engine, env.cudnn_version(), allow_tf32=bool(policy.allow_tf32)
         )
-        reason = bad or _why_not(message, need, policy)
+        reason = why_excluded(candidate, policy) or bad or _why_not(message, need, policy)
         listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
     return tuple(listed)
 

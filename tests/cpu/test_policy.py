@@ -83,6 +83,9 @@ def test_another_tune_is_refused(tune: object) -> None:
         ("exclude_engines", "eng8", "exclude_engines='eng8'; expected names like ('eng8',)"),
         ("exclude_engines", (8,), "exclude_engines=(8,); expected names like ('eng8',)"),
         ("exclude_engines", ("",), "exclude_engines=('',); expected names like ('eng8',)"),
+        ("exclude_engines", ("44",), "exclude_engines=('44',); expected names like ('eng8',)"),
+        ("exclude_engines", ("Eng8",), "exclude_engines=('Eng8',); expected names like ('eng8',)"),
+        ("exclude_engines", ("eng",), "exclude_engines=('eng',); expected names like ('eng8',)"),
     ],
 )
 def test_a_search_without_sense_is_refused(field: str, value: object, said: str) -> None:

@@ -124,6 +124,17 @@ def test_a_workspace_limit_bars_plans_by_what_they_need() -> None:
     )
 
 
+def test_engines_that_the_policy_excludes_are_barred() -> None:
+    first = cg.explain(conv(F32)).steps[0].first
+    assert first is not None
+    name = f"eng{first.choice.engine}"
+    step = cg.explain(conv(F32), exclude_engines=(name,)).steps[0]
+    barred = [plan for plan in step.plans if plan.choice.engine == first.choice.engine]
+    assert barred and not any(plan.allowed for plan in barred)
+    assert {p.reason for p in barred} == {f"barred by the policy: exclude_engines has '{name}'"}
+    assert step.first is not None and step.first.choice.engine != first.choice.engine
+
+
 @pytest.mark.usefixtures("driver")
 def test_the_cuts_are_those_of_select(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
