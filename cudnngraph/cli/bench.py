@@ -38,6 +38,8 @@ from cudnngraph.cli.table import print_table
 from cudnngraph.errors import BackendUnavailable
 from cudnngraph.progress import progress_bar
 
+# What a terminal that is too narrow does without, first come first gone.
+_EXPENDABLE = ("GB/s", "notes", "% of ceiling", "TFLOP/s")
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 
@@ -267,6 +269,6 @@ def _print(report: Report) -> None:
     for suite in report.suites:
         rows = report.of(suite)
         print()
-        print_table(COLUMNS, [cells(row) for row in rows], suite)
+        print_table(COLUMNS, [cells(row) for row in rows], suite, expendable=_EXPENDABLE)
         for line in summary_lines(rows):
             print(line)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,28 +133,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_table(shown: Sequence[Stored]) -> None:
-    columns = list(COLUMNS)
-    rows = [[FIELDS[name].text(entry) for name in columns] for entry in shown]
-    left_out = []
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        for name in _EXPENDABLE:
-            if _drawn_width(columns, rows) <= width:
-                break
-            index = columns.index(name)
-            left_out.append(columns.pop(index))
-            for row in rows:
-                del row[index]
-    print_table(columns, rows, styles=_STYLES)
-    if left_out:
-        print(f"too narrow for {', '.join(left_out)}: pipe it, or --json")
-
-
-def _drawn_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters that the table takes when it is drawn; the last column may be folded to 24."""
-    lines = [columns, *rows]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    return sum(widths[:-1]) + min(widths[-1], 24) + 3 * len(columns) + 1
+    rows = [[FIELDS[name].text(entry) for name in COLUMNS] for entry in shown]
+    print_table(COLUMNS, rows, styles=_STYLES, expendable=_EXPENDABLE)
 
 
 def _count(shown: Sequence[Stored], total: int, place: Path) -> str:

@@ -5,46 +5,78 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+FOLDED = 24  # characters to which a cell may be folded on a terminal
+
 
 def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     title: str = "",
     styles: Mapping[str, str] | None = None,
+    expendable: Sequence[str] = (),
 ) -> None:
     """Print ``rows`` under ``columns`` on standard output.
 
     ``styles`` gives rich's style ("bold red") to cells by their text; plain text has none. Plain
-    columns are separated by two spaces, and the last one is not padded; a terminal folds it.
+    columns are separated by two spaces, and the last one is not padded. A terminal folds the last
+    column; one that is too narrow goes without those that are ``expendable``, first come first
+    gone, which a line says, and then folds every wide column.
     """
     if sys.stdout.isatty():
-        _print_rich(columns, rows, title, styles or {})
+        _print_rich(columns, rows, title, styles or {}, expendable)
     else:
         print(plain_table(columns, rows, title), end="")
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
     """The table as aligned text, one line for each row, to be read by people and by ``grep``."""
-    lines = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    widths = _widths(columns, rows)
     text = [title] if title else []
-    for line in lines:
+    for line in (columns, *rows):
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         text.append("  ".join(cells).rstrip())
     return "\n".join(text) + "\n"
 
 
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Characters of the widest cell of each column."""
+    return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+
+
+def _drawn_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Characters that the table takes when it is drawn, the last column folded."""
+    *others, last = _widths(columns, rows)
+    return sum(others) + min(last, FOLDED) + 3 * len(columns) + 1
+
+
 def _print_rich(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], title: str, styles: Mapping[str, str]
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    styles: Mapping[str, str],
+    expendable: Sequence[str],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    left_out = []
+    for name in expendable:
+        if _drawn_width(columns, rows) <= console.width:
+            break
+        at = list(columns).index(name)
+        left_out.append(name)
+        columns = [*columns[:at], *columns[at + 1 :]]
+        rows = [[*row[:at], *row[at + 1 :]] for row in rows]
+    tight = _drawn_width(columns, rows) > console.width
+    widths = _widths(columns, rows)
     table = Table(title=title or None, title_justify="left")
-    for column in columns[:-1]:
-        table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1], overflow="fold")
+    for column, width in zip(columns[:-1], widths, strict=False):
+        table.add_column(column, no_wrap=not (tight and width > FOLDED), overflow="fold")
+    table.add_column(columns[-1], no_wrap=tight and widths[-1] <= FOLDED, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
-    Console().print(table)
+    console.print(table)
+    if left_out:
+        print(f"too narrow for {', '.join(left_out)}: pipe it, or --json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -235,6 +236,22 @@ def test_a_wrong_call_is_told(
         pytest.skip("there is one")
     assert main(["bench", *arguments]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_a_narrow_terminal_shows_every_time_and_ratio(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "conv 64 128 56 128 3 1 1 float16 bias residual relu"
+    one = row(name, 12345.6, eager=24691.2, compiled=37036.8)
+    command._print(made(dataclasses.replace(one, notes=("what else is to be said of it",))))
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table, below = out.split("└")
+    assert max(map(len, table.splitlines()[-4:])) <= width
+    assert "12345.6" in table and "eager 2.00" in table and "3.00" in table
+    assert "too narrow for GB/s, notes" in below
 
 
 @pytest.fixture
