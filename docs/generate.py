@@ -43,6 +43,7 @@ def _row(op: Op) -> str:
 
 SELECTION = ROOT / "docs" / "results" / "h200-selection.json"
 MODELS = ROOT / "docs" / "results" / "h200-models.json"
+STARTUP = ROOT / "docs" / "results" / "h200-startup.json"
 _KINDS = {
     "conv": "convolutions",
     "transpose": "transposed convolutions",
@@ -114,6 +115,30 @@ def whole_models(path: Path = MODELS) -> str:
     return "\n".join(lines) + "\n"
 
 
+_FIRST = ("ResNet-50 batch 32", "ResNet-50 batch 1,", "DeepLabV3", "U-Net", "GPT")
+
+
+def headline(path: Path = MODELS, startup: Path = STARTUP) -> str:
+    """The whole models that the README begins with, in a few lines."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    ratios = []
+    for start in _FIRST:
+        (row,) = (row for row in run["rows"] if row["name"].startswith(start))
+        compiled, fused = (row["times_us"][way] for way in ("torch.compile", "fused"))
+        ratios.append(f"{start.removesuffix(',')} {compiled / fused:.2f}")
+    first = json.loads(startup.read_text(encoding="utf-8"))
+    ours, theirs = (first[way]["first_s"] for way in ("fused", "torch.compile"))
+    return (
+        f"On one {run['device']}, in float16, times as fast as `torch.compile` with "
+        "`reduce-overhead` and freezing:\n"
+        f"**{', '.join(ratios)}**.\n"
+        f"From a warm cache the first result of a ResNet-50 takes {ours:.1f} s, torch.compile's "
+        f"{theirs:.1f} s. See\n[all of it](#whole-models), "
+        "[single convolutions, products and attention](#plan-selection), and\n"
+        "[the start](docs/results/h200-startup.md).\n"
+    )
+
+
 def _model(row: Mapping[str, Any]) -> str:
     """A model's row; "-" stands for what was not measured, and of several errors the largest."""
     graphed, compiled, fused = (row.get("times_us", {}).get(way) for way in _WAYS)
@@ -137,6 +162,7 @@ def coverage() -> str:
 
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "environment variables"): settings.markdown_table,
+    ("README.md", "headline"): headline,
     ("README.md", "performance"): performance,
     ("README.md", "whole models"): whole_models,
     ("README.md", "coverage"): coverage,
