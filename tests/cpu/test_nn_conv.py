@@ -416,9 +416,9 @@ def test_a_clamp_may_have_one_bound() -> None:
 
 
 def test_attributes_that_an_activation_has_not_are_named() -> None:
-    with pytest.raises(cg.GraphError, match="clamp with strict=False: .*unexpected keyword"):
+    with pytest.raises(cg.GraphError, match=r"clamp with strict=False: .*unexpected keyword"):
         cg.FusedConvBlock(4, 6, 3, activation="clamp", strict=False)
-    with pytest.raises(cg.GraphError, match="relu with slope=1: .*unexpected keyword"):
+    with pytest.raises(cg.GraphError, match=r"relu with slope=1: .*unexpected keyword"):
         cg.FusedConvBlock(4, 6, 3, activation="relu", slope=1)
 
 
