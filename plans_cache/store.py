@@ -370,11 +370,12 @@ class PlanStore:
     def scan(self) -> Iterator[Entry]:
         """Every entry of every tier, the one that :meth:`get` would serve where several have it.
 
-        What is damaged goes into quarantine and comes as an entry with a ``problem``. Blobs are not
-        read.
+        What is damaged goes into quarantine and comes as an entry with a ``problem``; a folder of
+        entries that cannot be used stays, and comes so by its name. Blobs are not read.
         """
         seen = set()
-        for path in self._files(".json"):
+        unusable: list[tuple[Path, OSError]] = []
+        for path in self._files(".json", unusable=unusable):
             found = self._from_disk(path.stem, blob=False)
             if isinstance(found, Miss):
                 if found.reason != "absent":  # removed while this was going on
@@ -389,6 +390,8 @@ class PlanStore:
                 blob_bytes = 0 if blob is None else os.lstat(blob).st_size
             sizes = len(text), blob_bytes
             yield Entry(path.stem, "disk", str(path), hit.record, *sizes, age_s, unused_s=unused_s)
+        for folder, error in unusable:
+            yield Entry(folder.name, "disk", str(folder), None, 0, 0, 0.0, str(error))
         with self._mutex:
             in_memory = [item for item in self._memory.entries.items() if item[0] not in seen]
         for id, kept in in_memory:
@@ -442,6 +445,17 @@ class PlanStore:
         if kept is None:
             return Check(None, None, None, f"no entry {id}")
         return Check("memory", from_json(kept.text), kept.blob)
+
+    def check_directory(self) -> None:
+        """Raise OSError where the directory is there and cannot be used, in a strict store or not.
+
+        A folder of entries in it is not looked at; :meth:`scan` tells of one that cannot be used.
+        """
+        if self.directory is None:
+            return
+        with suppress(FileNotFoundError):
+            files.check_private(self.directory)
+            files.check_folder(self._root)
 
     def prune(
         self,
@@ -703,25 +717,41 @@ class PlanStore:
                 files.check_folder(part)
         return folder / f"{id}.json"
 
-    def _files(self, *suffixes: str) -> Iterator[Path]:
-        """The files of entries, in order of their ids."""
+    def _files(
+        self, *suffixes: str, unusable: list[tuple[Path, OSError]] | None = None
+    ) -> Iterator[Path]:
+        """The files of entries, in order of their ids; folders that cannot be used are left out.
+
+        They are put into ``unusable`` where that is given.
+        """
         if self.directory is None:
             return
         try:
             files.check_private(self.directory)
-            for folder in sorted(self._root.iterdir()):
-                if not re.fullmatch("[0-9a-f]{2}", folder.name):
-                    continue
-                files.check_folder(folder)
-                for path in sorted(folder.iterdir()):
-                    id = path.name.lstrip(".").split(".")[0]
-                    ours = path.suffix in (files.TEMPORARY, ".blob") or path.stem == id
-                    if path.suffix in suffixes and ours and _is_id(id) and id[:2] == folder.name:
-                        yield path
+            folders = sorted(self._root.iterdir())
         except FileNotFoundError:
             return
         except OSError as error:
             self._fault(error, "entries are left out")
+            return
+        for folder in folders:
+            if not re.fullmatch("[0-9a-f]{2}", folder.name):
+                continue
+            try:
+                files.check_folder(folder)
+                paths = sorted(folder.iterdir())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._fault(error, "entries are left out")
+                if unusable is not None:
+                    unusable.append((folder, error))
+                continue
+            for path in paths:
+                id = path.name.lstrip(".").split(".")[0]
+                ours = path.suffix in (files.TEMPORARY, ".blob") or path.stem == id
+                if path.suffix in suffixes and ours and _is_id(id) and id[:2] == folder.name:
+                    yield path
 
     def _schema_folders(self) -> list[tuple[int, Path]]:
         """Version and path of each folder of another schema, in order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ def directory(args: argparse.Namespace) -> Path:
 
 def open_store(place: Path, *, seeds: bool = False) -> PlanStore:
     """The store at ``place``. :class:`CacheError` where that is there and cannot be used."""
+    store = PlanStore(place, seeds=PACKAGED_SEEDS if seeds else None)
     try:
-        PlanStore(place, seeds=None, strict=True).get("0" * 64)  # whatever: it looks at the folders
+        store.check_directory()
     except OSError as error:
         raise CacheError(f"the cache directory cannot be used: {error}") from None
-    return PlanStore(place, seeds=PACKAGED_SEEDS if seeds else None)
+    return store
 
 
 def scan(store: PlanStore) -> tuple[list[Stored], list[Entry]]:
@@ -65,6 +67,12 @@ def scan(store: PlanStore) -> tuple[list[Stored], list[Entry]]:
     entries = list(store.scan())
     whole = [Stored(entry, entry.record) for entry in entries if entry.record is not None]
     return whole, [entry for entry in entries if entry.record is None]
+
+
+def print_damaged(damaged: Iterable[Entry]) -> None:
+    """A line on standard error for each entry that is damaged."""
+    for entry in damaged:
+        print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
 
 
 def is_prefix(text: str) -> bool:

@@ -98,8 +98,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("--full takes the ID itself, and no other")
     place = entries.directory(args)
     found, damaged = entries.scan(entries.open_store(place, seeds=args.seeds))
-    for entry in damaged:
-        print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
+    entries.print_damaged(damaged)
     code = 1 if damaged else 0
     if args.full is not None:
         _print_full(entries.find(found, args.full.lower()), args.json)

@@ -199,8 +199,7 @@ def _size(text: str) -> int:
 def _load(args: argparse.Namespace) -> list[Stored]:
     """The entries of the directory and the seeds; those that are damaged are named."""
     found, damaged = entries.scan(entries.open_store(entries.directory(args), seeds=True))
-    for entry in damaged:
-        print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
+    entries.print_damaged(damaged)
     return found
 
 
@@ -388,7 +387,8 @@ def _prune(args: argparse.Namespace) -> int:
         )
     dead = _dead(given) if args.dead_environments else None
     store = entries.open_store(entries.directory(args))
-    found, _ = entries.scan(store)
+    found, damaged = entries.scan(store)
+    entries.print_damaged(damaged)
     going = to_prune(found, dead, *limits)
     folders = store.other_schemas() if args.other_schemas else []
     for entry, why in going:
@@ -486,8 +486,7 @@ def _export(args: argparse.Namespace) -> int:
         raise UsageError("seeds have no serialized plans: --with-blobs needs a FILE")
     store = entries.open_store(entries.directory(args))
     found, damaged = entries.scan(store)
-    for entry in damaged:
-        print(f"damaged: {clean(entry.id)}: {clean(entry.problem)}", file=sys.stderr)
+    entries.print_damaged(damaged)
     if not found:
         raise CacheError(f"no plan is in {entries.directory(args)}")
     if args.seeds is not None:

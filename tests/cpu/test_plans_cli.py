@@ -873,6 +873,31 @@ def test_files_that_cannot_be_read_or_written_are_one_line(
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("01", "link"), ("3a", "file"), ("00", "file"), ("00", "link")]
+)
+def test_a_stray_thing_among_the_folders_hides_no_entry(
+    name: str, kind: str, run: Cli, folder: Path, ids: dict[str, str], tmp_path: Path
+) -> None:
+    stray = folder / "v1" / name
+    if kind == "link":
+        stray.symlink_to(tmp_path)
+    else:
+        stray.touch()
+    said = f"damaged: {name}: {stray} is not a directory"
+    code, out, _ = run("verify")
+    assert code == 1
+    assert f"failed {name}: record: {stray} is not a directory\n" in out
+    assert f"{len(ids) + 1} entries checked, 0 replayed, 1 problem\n" in out
+    code, out, err = run("export", tmp_path / "file")
+    assert (code, err.splitlines()[-1]) == (1, said)
+    assert out.startswith(f"{len(ids)} records and 0 blobs written")
+    assert run("diff", ids["tuned"], ids["old"])[0] == 0
+    code, out, err = run("prune", "--max-size", "1")
+    assert code == 0 and out.splitlines()[-1].startswith(f"removed {len(ids)} of {len(ids)} plans")
+    assert err.splitlines()[-1] == said
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 

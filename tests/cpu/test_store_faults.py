@@ -693,6 +693,35 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, level: str)
 
 
 @posix
+def test_a_folder_that_cannot_be_used_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PlanStore(tmp_path, seeds=None)
+    assert all(store.put(record(number)) for number in range(4))
+    stray = tmp_path / "v1" / "00"
+    assert not stray.exists()
+    stray.symlink_to(tmp_path)
+    fresh = PlanStore(tmp_path, seeds=None)
+    fresh.check_directory()
+    found = {entry.id: entry.problem for entry in fresh.scan()}
+    problem = f"{stray} is not a directory"
+    assert found == {**{record(number).id: "" for number in range(4)}, "00": problem}
+    assert [line.getMessage() for line in caplog.records if line.levelname == "WARNING"] == [
+        f"entries are left out: {problem}"
+    ]
+    assert len(fresh.prune(lambda entry: True)) == 4
+    with pytest.raises(OSError, match="is not a directory"):
+        list(PlanStore(tmp_path, seeds=None, strict=True).scan())
+
+
+def test_a_directory_is_checked_down_to_the_folder_of_the_schema(tmp_path: Path) -> None:
+    PlanStore(None).check_directory()
+    PlanStore(tmp_path / "none").check_directory()
+    (tmp_path / "v1").touch()
+    with pytest.raises(OSError, match="v1 is not a directory"):
+        PlanStore(tmp_path).check_directory()
+
+
 def test_what_is_no_file_in_place_of_an_entry_is_a_miss(tmp_path: Path) -> None:
     """A FIFO would hold a reader for good; a directory cannot be read."""
     store = open_store(tmp_path, strict=False, max_entries=0)
