@@ -6,9 +6,10 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from cudnngraph.cli.entries import Stored, clean, tensor
+from cudnngraph.cli.entries import Stored, clean, json_text, tensor
 from cudnngraph.key import Difference, Key, diff
 from plans_cache import PlanRecord
 
@@ -79,9 +80,10 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         text = value.removeprefix("torch.")
         if re.fullmatch(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}", value):
-            text = repr(float.fromhex(value))
+            with suppress(OverflowError):
+                text = repr(float.fromhex(value))
     else:
-        text = json.dumps(value)
+        text = json_text(value)
     text = clean(text)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 

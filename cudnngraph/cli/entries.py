@@ -157,7 +157,7 @@ def tensor(name: str, described: Any) -> TensorSpec | None:
         shape, stride, dtype = described
         sizes, steps = tuple(map(int, shape)), tuple(map(int, stride))
         return TensorSpec(name, sizes, steps, DTYPES[dtype]) if len(sizes) == len(steps) else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -170,6 +170,14 @@ def parsed(components: Iterable[tuple[str, str]]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             found[name] = text
     return found
+
+
+def json_text(value: Any) -> str:
+    """``value`` in JSON; "…" for what is nested too deep to be written, though it could be read."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "…"
 
 
 # -- entries ---------------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ class Stored:
         """The environment's components as text."""
         found = parsed(self.record.env)
         return {
-            name: clean(value if isinstance(value, str) else json.dumps(value))
+            name: clean(value if isinstance(value, str) else json_text(value))
             for name, value in found.items()
         }
 
@@ -297,8 +305,14 @@ class Stored:
 
 
 def _place(item: tuple[str, Any]) -> tuple[int, str]:
+    """What sorts tensors by their numbers; a number may be too long for ``int``."""
     number = item[0].removeprefix("%")
-    return (int(number) if number.isdecimal() else 0, item[0])
+    return _number_order(number) if number.isdecimal() else (0, item[0])
+
+
+def _number_order(digits: str) -> tuple[int, str]:
+    significant = digits.lstrip("0")
+    return len(significant), significant
 
 
 @dataclass(frozen=True)
@@ -325,7 +339,7 @@ FIELDS: Mapping[str, Field] = {
     "layout": Field(lambda e: e.layout, lambda e: e.layout),
     "gpu": Field(lambda e: e.gpu, lambda e: e.gpu),
     "cudnn": Field(
-        lambda e: e.cudnn, lambda e: [int(part) for part in re.findall("[0-9]+", e.cudnn)]
+        lambda e: e.cudnn, lambda e: [_number_order(n) for n in re.findall("[0-9]+", e.cudnn)]
     ),
     "workspace": Field(
         lambda e: bytes_text(e.record.workspace_bytes), lambda e: e.record.workspace_bytes

@@ -20,6 +20,7 @@ from cudnngraph import cli
 from cudnngraph.cli import draw, entries
 from cudnngraph.cli.plan_dump import bar
 from plans_cache import PlanRecord, PlanStore, StepRecord
+from plans_cache.store import Entry
 from tests.cpu import cache_example
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -358,6 +359,49 @@ def test_texts_of_a_record_cannot_steer_the_terminal(dump: Dump, tmp_path: Path)
         assert not set("\x1b\x07\u202e") & set(out + err)
     _, out, _ = dump("--full", hostile.id, folder=tmp_path / "plans")
     assert r"\x1b[2J\x07\x202e<b" in out
+
+
+_TENSOR = '[[1, 2], [2, 1], "torch.float16"]'
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("key", "inputs", '{"%0": [[Infinity, 2], [2, 1], "torch.float16"]}'),
+        ("key", "inputs", f'{{"%{"9" * 5000}": {_TENSOR}, "%1": {_TENSOR}}}'),
+        ("key", "compute_dtype", '"0x1.0p+9999"'),
+        ("env", "cudnn_version", f'"{"9" * 5000}"'),
+        ("env", "cudnn_version", "[" * 970 + "]" * 970),
+    ],
+    ids=["infinite", "long name", "float", "long version", "deep"],
+)
+def test_a_foreign_record_is_one_line_among_the_others(
+    part: str, name: str, value: str, dump: Dump, tmp_path: Path
+) -> None:
+    folder = tmp_path / "plans"
+    ids = cache_example.make(folder)
+    record = cache_example.records(time.time())["tuned"]
+    components = {**dict(getattr(record, part)), name: value}
+    foreign = dataclasses.replace(record, **{part: tuple(components.items())})
+    assert PlanStore(folder, seeds=None).put(foreign)
+    for argv in ([], ["--sort", "cudnn"], ["--sort", "shapes"], ["--filter", "conv"], ["--json"]):
+        code, out, err = dump(*argv, folder=folder)
+        assert (code, err) == (0, "")
+        assert foreign.id[:12] in out and ids["tuned"][:12] in out
+    assert dump("--full", foreign.id, folder=folder)[0] == 0
+    assert cli.main(["plans", "diff", foreign.id, ids["tuned"], "--dir", str(folder)]) == 0
+    assert cli.main(["plans", "explain-miss", foreign.id, "--dir", str(folder)]) == 0
+
+
+def test_versions_and_tensors_are_sorted_by_their_numbers() -> None:
+    records = cache_example.records(time.time())
+    pairs = {f"%{n}": [[n + 1], [1], "torch.float16"] for n in (10, 9, 0, 2)}
+    key = {**dict(records["tuned"].key), "inputs": json.dumps(pairs)}
+    one = entries.Stored(
+        Entry("0" * 64, "disk", None, None, 0, 0, 0.0),
+        dataclasses.replace(records["tuned"], key=tuple(key.items())),
+    )
+    assert [each.shape for each in one.tensors[0]] == [(1,), (3,), (10,), (11,)]
 
 
 # -- pictures --------------------------------------------------------------------------------------
