@@ -3,9 +3,10 @@
 ``cudnngraph::forward`` runs a function of :mod:`~cudnngraph.functional` by its name and returns the
 results and behind them what its gradient needs; ``cudnngraph::backward`` runs the gradient graph.
 Which graph that is stands in a text (the function, its options, the tensors' dtypes), in sizes
-(their shapes and strides) and in numbers. So both ops have no state, and the kernels for fake
-tensors give the real strides. Sizes that a compiler leaves open stay open where that can be: a
-graph is then made for those that it has met, and it is asked which of its results have which.
+(their shapes and strides, and whole numbers among the options) and in numbers. So both ops have no
+state, and the kernels for fake tensors give the real strides. Sizes that a compiler leaves open
+stay open where that can be: a graph is then made for those that it has met, and it is asked which
+of its results have which.
 """
 
 from __future__ import annotations
@@ -63,39 +64,46 @@ def call(
     wrt = [enabled and tensor.requires_grad for tensor in given]
     there = [tensor is not None for tensor in tensors]
     numbers: list[float] = []
-    options = _text(tuple(static.items()), numbers)
-    fields = _policy_text(policy, numbers)
+    counts: list[int] = []
+    options = _text(tuple(static.items()), numbers, counts)
+    fields = _policy_text(policy, numbers, counts)
     made: list[Tensor] = torch.ops.cudnngraph.forward(
-        given, name, there, options, fields, numbers, wrt
+        given, name, there, options, fields, numbers, counts, wrt
     )
     return made[:results]
 
 
-def _text(value: Any, numbers: list[float]) -> str:
-    """A Python literal; written out because a compiler traces it. A float, which the compiler may
-    leave open, goes to ``numbers``; its place there stands in braces."""
+def _text(value: Any, numbers: list[float], counts: list[int]) -> str:
+    """A Python literal; written out because a compiler traces it. What the compiler may leave open
+    is kept apart: of a float the place in ``numbers`` stands in braces, of an int that in
+    ``counts`` in brackets."""
     if isinstance(value, tuple):
-        return "(" + "".join([_text(item, numbers) + "," for item in value]) + ")"
+        return "(" + "".join([_text(item, numbers, counts) + "," for item in value]) + ")"
     if isinstance(value, str):
         return "'" + value + "'"
-    if isinstance(value, float):
-        numbers.append(value)
+    if isinstance(value, (float, torch.SymFloat)):
+        numbers.append(value)  # type: ignore[arg-type]
         return "{" + str(len(numbers) - 1) + "}"
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        counts.append(value)  # type: ignore[arg-type]
+        return "[" + str(len(counts) - 1) + "]"
     return str(value)
 
 
-def _value(text: str, numbers: Sequence[float]) -> Any:
+def _value(text: str, numbers: Sequence[float], counts: Sequence[int]) -> Any:
     """The value that :func:`_text` wrote out."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(filled(item) for item in value)
-        return numbers[value.pop()] if isinstance(value, set) else value
+        if isinstance(value, set):
+            return numbers[value.pop()]
+        return counts[value.pop()] if isinstance(value, list) else value
 
     return filled(ast.literal_eval(text))
 
 
-def _policy_text(policy: Policy | None, numbers: list[float]) -> str:
+def _policy_text(policy: Policy | None, numbers: list[float], counts: list[int]) -> str:
     if policy is None:
         return "None"
     return _text(
@@ -110,10 +118,15 @@ def _policy_text(policy: Policy | None, numbers: list[float]) -> str:
             policy.budget_s,
         ),
         numbers,
+        counts,
     )
 
 
 # -- which graph -----------------------------------------------------------------------------------
+
+
+# Functions that make no tensor larger for a whole number among their options, such as a window.
+_OPEN_COUNTS = frozenset({"attention", "attention_varlen", "attention_paged"})
 
 
 def _described(
@@ -123,12 +136,14 @@ def _described(
     static: str,
     policy: str,
     numbers: Sequence[float],
+    counts: Sequence[int],
     wrt: Sequence[bool],
 ) -> tuple[str, list[int], list[float]]:
     """The text, sizes and numbers of a call of the op. Sizes may be open, numbers are not."""
     forms = iter([(tensor.dim(), DTYPE_NAMES[tensor.dtype]) for tensor in tensors])
     places = [next(forms) if here else None for here in there]
     sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
+    sizes += counts if build in _OPEN_COUNTS else map(int, counts)
     text = repr((build, places, static, policy, [bool(flag) for flag in wrt]))
     return text, sizes, [float(number) for number in numbers]
 
@@ -149,8 +164,6 @@ class _Made:
 
     def __init__(self, text: str, sizes: Sequence[int], numbers: Sequence[float]) -> None:
         build, places, static, policy, wrt = ast.literal_eval(text)
-        fields = _value(policy, numbers)
-        self.policy = None if fields is None else Policy(*fields)
         like: list[Tensor | None] = []
         for form in places:
             if form is None:
@@ -160,7 +173,10 @@ class _Made:
             shape, stride, sizes = _taken(sizes, rank)
             made = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
             like.append(made)
-        options = dict(_value(static, numbers))
+        counts = sizes  # what is left of them
+        fields = _value(policy, numbers, counts)
+        self.policy = None if fields is None else Policy(*fields)
+        options = dict(_value(static, numbers, counts))
         graph = specialized(_BUILDS[build], self.policy).graph(*like, **options)
         self.spec: GraphSpec = graph.spec()
         self.gradient: Gradient | None = None
@@ -254,10 +270,11 @@ def forward(
     static: str,
     policy: str,
     numbers: list[float],
+    counts: list[int],
     wrt: list[bool],
 ) -> list[Tensor]:
     """Results, then what the gradient of the inputs marked in ``wrt`` needs."""
-    made = _made(*_described(tensors, build, there, static, policy, numbers, wrt))
+    made = _made(*_described(tensors, build, there, static, policy, numbers, counts, wrt))
     return _run(made.executable("forward", tensors[0].device), tensors)
 
 
@@ -269,11 +286,12 @@ def _(
     static: str,
     policy: str,
     numbers: list[float],
+    counts: list[int],
     wrt: list[bool],
 ) -> list[Tensor]:
-    text, sizes, fixed = _described(tensors, build, there, static, policy, numbers, wrt)
+    text, sizes, fixed = _described(tensors, build, there, static, policy, numbers, counts, wrt)
     device = tensors[0].device
-    if _open(sizes):
+    if _open([size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]):
         spec = _made(text, sizes, fixed).forward
         shapes = _shapes(spec, tensors) if _is_dense(spec) else None
         if shapes is not None:
@@ -317,6 +335,8 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, *described = inputs
     ctx.described = _described(tensors, *described)
+    # Of the arguments behind the tensors: torch takes an empty list for one of tensors.
+    ctx.no_grads = [[] if given == [] else None for given in described]
     made = _made(*ctx.described)
     ctx.set_materialize_grads(False)
     if made.gradient is None:
@@ -345,8 +365,7 @@ def _differentiated(ctx: Any, grads: list[Tensor | None]) -> Any:
     made_grads = dict(zip(gradient.backward.outputs, results, strict=True))
     by_input = {name: made_grads[grad] for name, grad in gradient.outgoing.items()}
     first = [by_input.get(name) for name in made.spec.inputs]
-    no_numbers: Any = None if numbers else []  # torch takes an empty list for one of tensors
-    return first, None, None, None, None, no_numbers, None
+    return first, *ctx.no_grads
 
 
 def _no_second(ctx: Any, grads: Any) -> Any:

@@ -27,13 +27,13 @@ def conv_call(channels_last: bool = False, wrt: tuple[bool, ...] = (True, True))
         x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
     x.requires_grad_(wrt[0])
     w.requires_grad_(wrt[1])
-    return [x, w], "conv_act", [True, True, False, False], CONV, "None", [], list(wrt)
+    return [x, w], "conv_act", [True, True, False, False], CONV, "None", [], [], list(wrt)
 
 
-def compiled(function: Any) -> Any:
+def compiled(function: Any, dynamic: bool | None = None) -> Any:
     """Traced as a whole, differentiated ahead of time, run as it is: needs no C compiler."""
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -70,7 +70,7 @@ def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
     keep = torch.ones(3, 3, dtype=torch.bool)
     there = [True, True, True, True, False, False]
     wrt = [True, True, True, False]
-    given = ([q, k, v, keep], "attention", there, options, "None", [], wrt)
+    given = ([q, k, v, keep], "attention", there, options, "None", [], [], wrt)
     torch.library.opcheck(torch_ops.forward, given)
 
 
@@ -179,6 +179,69 @@ def test_numbers_that_change_are_no_reason_to_give_up() -> None:
         assert torch.equal(made(q, q, q), attention(q, q, q))
 
 
+WEIGHT = torch.randn(4, 4, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
+# A function of a tensor and an int, the tensor's shape, and values of the int.
+COUNTS: dict[str, tuple[Any, tuple[int, ...], range]] = {
+    "padding": (lambda x, n: CF.conv2d(x, WEIGHT, padding=n), (2, 4, 7, 7), range(1, 5)),
+    "stride": (lambda x, n: CF.conv2d(x, WEIGHT, stride=(n, 1)), (2, 4, 7, 7), range(1, 5)),
+    "groups": (lambda x, n: CF.group_norm(x, 12 // n), (2, 12, 5), range(1, 5)),
+    "window": (  # more of them than torch compiles again for
+        lambda x, n: CF.scaled_dot_product_attention(x, x, x, window=(n, 0)),
+        (1, 2, 16, 8),
+        range(12),
+    ),
+    "longest sequence": (
+        lambda x, n: CF.varlen_attention(x, x, x, ENDS, ENDS, n, n, is_causal=True),
+        (5, 2, 8),
+        range(3, 15),
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_whole_number_that_changes_is_no_reason_to_give_up(
+    name: str, dynamic: bool | None
+) -> None:
+    function, shape, numbers = COUNTS[name]
+    fast = compiled(function, dynamic)
+    for n in numbers:
+        x = torch.randn(shape, dtype=F64)
+        one_step(lambda x, n=n: fast(x, n), lambda x, n=n: function(x, n), x)
+
+
+class Upsampled(nn.Module):
+    """To the size of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = cg.FusedConvTransposeBlock(3, 4, 3, stride=2).eval()
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> Any:
+        return self.up(x, output_size=skip.shape[2:])
+
+
+def test_an_output_size_is_that_of_another_tensor() -> None:
+    model = Upsampled().eval()
+    fast = compiled(model)
+    for n in range(3, 15):
+        given = torch.randn(2, 3, n, n), torch.randn(2, 1, 2 * n + 2, 2 * n + 1)
+        assert torch.equal(fast(*given), model(*given))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_output_size_that_is_left_open_is_exported(strict: bool) -> None:
+    model = Upsampled().eval()
+    n = torch.export.Dim("n", min=3, max=64)
+    given = torch.randn(2, 3, 4, 5), torch.randn(2, 1, 10, 11)
+    open_sizes = ({2: n}, {2: 2 * n + 2})
+    program = torch.export.export(model, given, dynamic_shapes=open_sizes, strict=strict)
+    for size in (3, 9, 33):
+        given = torch.randn(2, 3, size, 5), torch.randn(2, 1, 2 * size + 2, 11)
+        assert torch.equal(program.module()(*given), model(*given))
+
+
 def test_dropout_draws_anew_in_a_compiled_model() -> None:
     torch.manual_seed(0)
     attention = cg.FusedSDPA(dropout=0.4)
@@ -245,8 +308,9 @@ def test_double_backward_of_the_op_says_what_is_missing() -> None:
 def test_a_policy_reaches_the_executables_of_the_op() -> None:
     policy = cg.Policy(deterministic=True, workspace_limit=1 << 20, exclude_engines=("eng8",))
     numbers: list[float] = []
-    fields = torch_ops._policy_text(policy, numbers)
-    given = (*conv_call()[:4], fields, numbers, [True, False])
+    counts: list[int] = []
+    fields = torch_ops._policy_text(policy, numbers, counts)
+    given = (*conv_call()[:4], fields, numbers, counts, [True, False])
     made = torch_ops._made(*torch_ops._described(*given))
     assert made.policy == policy
     assert made.executable("backward", torch.device("cpu")).policy.deterministic
