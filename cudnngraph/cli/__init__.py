@@ -7,6 +7,7 @@ A command is a module with ``add_parser(subparsers)``, which declares its argume
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -60,17 +61,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 for success, 1 for a failure that the command reports, 2 for a call
     that makes no sense.
     """
+    _ready_output()
     try:
-        args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse ends --help and wrong calls so
-        return stop.code if isinstance(stop.code, int) else 0
-    try:
-        code: int = args.run(args)
+        code = _call(argv)
         sys.stdout.flush()
     except CudnnGraphError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE, as of a program that the signal ends
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as of a program that the signal ends
+    except BrokenPipeError:  # `| head` has read enough
+        _drop_output()
+        return 141  # 128 + SIGPIPE
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
     return code
+
+
+def _call(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse ends --help and wrong calls so
+        return stop.code if isinstance(stop.code, int) else 0
+    code: int = args.run(args)
+    return code
+
+
+def _ready_output() -> None:
+    """Let every text be written: what is closed swallows it, an encoding replaces what it lacks."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Write out what is still buffered, or drop it: the flush at exit must not fail again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -555,3 +555,51 @@ def test_a_reader_that_has_read_enough_causes_no_traceback(
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_what_stops_a_command_is_one_line(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli.plan_dump, "run", run)
+    assert cli.main(["plan-dump"]) == code
+    assert capsys.readouterr() == ("", said)
+
+
+def redirected(folder: Path, redirection: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = f"exec {sys.executable} -m cudnngraph plan-dump --no-seeds --dir {folder}"
+    return subprocess.run(
+        ["sh", "-c", f"{command} {redirection}"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **env},
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="redirects as sh does")
+def test_any_standard_output_will_do(example: tuple[Path, dict[str, str]]) -> None:
+    closed = redirected(example[0], ">&-")
+    assert (closed.returncode, closed.stderr) == (0, "")
+    both = redirected(example[0], ">&- 2>&-")
+    assert both.returncode == 0
+    ascii_only = redirected(example[0], "", PYTHONIOENCODING="ascii")
+    assert (ascii_only.returncode, ascii_only.stderr) == (0, "")
+    assert "conv ? bias ? relu" in ascii_only.stdout
+    if Path("/dev/full").exists():
+        full = redirected(example[0], "> /dev/full")
+        said = "error: [Errno 28] No space left on device\n"
+        assert (full.returncode, full.stderr) == (1, said)
