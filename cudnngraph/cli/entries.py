@@ -42,14 +42,24 @@ class UsageError(Exception):
 def add_directory(parser: argparse.ArgumentParser) -> None:
     """Declare ``--dir``."""
     parser.add_argument(
-        "--dir", type=Path, metavar="PATH", help="the cache directory (default: the settings')"
+        "--dir", type=_folder, metavar="PATH", help="the cache directory (default: the settings')"
     )
+
+
+def _folder(text: str) -> Path:
+    """A path with ``~`` expanded, as the variable's is."""
+    try:
+        if text.strip():
+            return Path(text).expanduser().absolute()
+    except RuntimeError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected the path of a folder, got '{text}'")
 
 
 def directory(args: argparse.Namespace) -> Path:
     """``--dir``, else the directory of the settings."""
     given: Path | None = args.dir
-    return settings.current().cache_dir if given is None else given.absolute()
+    return settings.current().cache_dir if given is None else given
 
 
 def open_store(place: Path, *, seeds: bool = False) -> PlanStore:

@@ -12,7 +12,9 @@ import argparse
 import contextlib
 import inspect
 import json
+import os
 import runpy
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,11 +113,17 @@ def load(place: str) -> list[Graph | GraphSpec]:
 
 def _divide(place: str) -> tuple[Path, str]:
     file, colon, name = place.rpartition(":")
-    if colon and name.isidentifier() and not Path(place).exists():
+    if colon and name.isidentifier() and not os.path.exists(place):
         path = Path(file)
     else:
         path, name = Path(place), ""
-    if not path.is_file():
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise Unusable(f"there is no file {path}") from None
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(mode):
         raise Unusable(f"there is no file {path}")
     return path, name
 

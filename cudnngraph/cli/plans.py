@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -176,24 +177,26 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return value
-
-
 def _days(text: str) -> float:
     """Days, as seconds."""
-    return _positive(text) * 86400
+    try:
+        value = float(text) * 86400
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected days, 0 or more, got '{text}'")
+    return value
 
 
 def _size(text: str) -> int:
     """Bytes, or with K, M, G at the end."""
-    match = re.fullmatch(r"([0-9.]+)([KMG]?)(?:i?B)?", text, flags=re.IGNORECASE)
-    if match is None:
-        raise ValueError(text)
-    return int(_positive(match[1]) * 1024 ** " KMG".index(match[2].upper() or " "))
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([KMG]?)(?:i?B)?", text, flags=re.IGNORECASE)
+    value = math.inf
+    if match is not None:
+        value = float(match[1]) * 1024.0 ** " KMG".index(match[2].upper() or " ")
+    if not value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected bytes, like 512K, 64M or 1G, got '{text}'")
+    return int(value)
 
 
 def _load(args: argparse.Namespace) -> list[Stored]:
@@ -245,7 +248,7 @@ def here() -> tuple[tuple[str, str], ...] | None:
 
 def _explain_miss(args: argparse.Namespace) -> int:
     # An id is hexadecimal, so it is no name of a Python file.
-    if entries.is_prefix(args.graph.lower()) and not Path(args.graph).exists():
+    if entries.is_prefix(args.graph.lower()) and not os.path.exists(args.graph):
         return _explain_entry(args)
     graphs = explain.load(args.graph)
     found = _load(args)
@@ -484,6 +487,8 @@ def _export(args: argparse.Namespace) -> int:
         raise UsageError("export takes a FILE or --seeds FOLDER, one of them")
     if args.seeds is not None and args.with_blobs:
         raise UsageError("seeds have no serialized plans: --with-blobs needs a FILE")
+    if args.file is not None and os.path.isdir(args.file):
+        raise UsageError(f"{args.file} is a folder; give the name of a file")
     store = entries.open_store(entries.directory(args))
     found, damaged = entries.scan(store)
     entries.print_damaged(damaged)

@@ -117,7 +117,7 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
 def _manifest(path: Path) -> list[Wanted]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no manifest: {error}") from None
     rows = content.get("graphs") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows:

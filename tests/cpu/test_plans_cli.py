@@ -595,10 +595,12 @@ def test_prune_says_the_reason_for_each(run: Cli, ids: dict[str, str]) -> None:
         ([], "say what may go: --dead-environments, --older-than, --unused-for, --max-size, "),
         (["--dead-environments"], "there is no GPU here to compare environments with"),
         (["--gpu", "x"], "--gpu says what --dead-environments compares with"),
-        (["--older-than", "-1"], "invalid"),
-        (["--older-than", "nan"], "invalid"),
-        (["--max-size", "lots"], "invalid"),
-        (["--max-size", "1.2.3"], "invalid"),
+        (["--older-than", "-1"], "--older-than: expected days, 0 or more, got '-1'"),
+        (["--older-than", "nan"], "--older-than: expected days, 0 or more, got 'nan'"),
+        (["--unused-for", "a day"], "--unused-for: expected days, 0 or more, got 'a day'"),
+        (["--max-size", "lots"], "--max-size: expected bytes, like 512K, 64M or 1G, got 'lots'"),
+        (["--max-size", "1.2.3"], "--max-size: expected bytes, like 512K, 64M or 1G, got '1.2.3'"),
+        (["--max-size", "9" * 308 + "G"], "expected bytes, like 512K, 64M or 1G, got '999"),
     ],
 )
 def test_a_prune_that_makes_no_sense_removes_nothing(
@@ -898,6 +900,22 @@ def test_a_stray_thing_among_the_folders_hides_no_entry(
     assert err.splitlines()[-1] == said
 
 
+@pytest.mark.parametrize("place", [".", "/", ""])
+def test_a_folder_is_no_file_to_export_to(
+    place: str, ids: dict[str, str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plans", "export", place, "--dir", str(folder)]) == 2
+    said = f"error: {place or '.'} is a folder; give the name of a file\n"
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_graphs_file_that_cannot_be_looked_at_is_one_line(run: Cli, ids: dict[str, str]) -> None:
+    long = "x" * 5000
+    said = f"error: {long} cannot be read: File name too long\n"
+    assert run("explain-miss", long) == (2, "", said)
+    assert run("explain-miss", f"{long}:g") == (2, "", said)
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -913,6 +931,18 @@ def test_every_action_documents_its_exit_codes(
 def test_a_wrong_call_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plans", *argv]) == 2
     assert "usage: cudnngraph plans" in capsys.readouterr().err
+
+
+def test_the_directory_is_expanded_and_not_empty(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["plans", "path", "--dir=~/x"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'x'}\n"
+    for bad in ("", " ", "~nosuchuser/x"):
+        assert cli.main(["plans", "path", "--dir", bad]) == 2
+        said = f"argument --dir: expected the path of a folder, got '{bad}'\n"
+        assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_directory_that_cannot_be_used_is_one_line(run: Cli, tmp_path: Path) -> None:

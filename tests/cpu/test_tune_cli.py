@@ -139,6 +139,7 @@ def test_without_a_gpu_there_is_nothing_to_measure_on(
     ("text", "said"),
     [
         ("not json", "is no manifest: Expecting value: line 1 column 1 (char 0)"),
+        pytest.param("[" * 200_000, "is no manifest: maximum recursion depth exceeded", id="deep"),
         ("[]", 'is no manifest: expected {"graphs": [{"file": "FILE:NAME"}]}'),
         ("{}", 'is no manifest: expected {"graphs": [{"file": "FILE:NAME"}]}'),
         ('{"graphs": []}', 'is no manifest: expected {"graphs": [{"file": "FILE:NAME"}]}'),
