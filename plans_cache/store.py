@@ -367,16 +367,17 @@ class PlanStore:
             self.put(record, blob)
             return Hit(record.with_blob(blob), blob, "built")
 
-    def scan(self) -> Iterator[Entry]:
+    def scan(self, *, look_only: bool = False) -> Iterator[Entry]:
         """Every entry of every tier, the one that :meth:`get` would serve where several have it.
 
         What is damaged goes into quarantine and comes as an entry with a ``problem``; a folder of
-        entries that cannot be used stays, and comes so by its name. Blobs are not read.
+        entries that cannot be used stays, and comes so by its name. Blobs are not read. With
+        ``look_only`` nothing is moved.
         """
         seen = set()
         unusable: list[tuple[Path, OSError]] = []
         for path in self._files(".json", unusable=unusable):
-            found = self._from_disk(path.stem, blob=False)
+            found = self._from_disk(path.stem, blob=False, look_only=look_only)
             if isinstance(found, Miss):
                 if found.reason != "absent":  # removed while this was going on
                     yield Entry(path.stem, "disk", str(path), None, 0, 0, 0.0, found.detail)
@@ -606,7 +607,9 @@ class PlanStore:
         self._keep(id, text, hit.blob)
         return hit
 
-    def _from_disk(self, id: str, *, blob: bool = True) -> tuple[Hit, bytes] | Miss:
+    def _from_disk(
+        self, id: str, *, blob: bool = True, look_only: bool = False
+    ) -> tuple[Hit, bytes] | Miss:
         absent = Miss("absent", f"no entry {id}")
         if self.directory is None:
             return absent
@@ -625,7 +628,8 @@ class PlanStore:
             except FileNotFoundError:
                 return absent
             except (files.Refused, RecordError) as error:
-                self._set_aside(path, seen, error)
+                if not look_only:
+                    self._set_aside(path, seen, error)
                 if self.strict:
                     raise
                 return Miss("corrupt", str(error))

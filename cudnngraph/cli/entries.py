@@ -72,9 +72,9 @@ def open_store(place: Path, *, seeds: bool = False) -> PlanStore:
     return store
 
 
-def scan(store: PlanStore) -> tuple[list[Stored], list[Entry]]:
-    """The entries of a store, and those that are damaged."""
-    entries = list(store.scan())
+def scan(store: PlanStore, *, look_only: bool = False) -> tuple[list[Stored], list[Entry]]:
+    """The entries of a store, and those that are damaged, which stay there with ``look_only``."""
+    entries = list(store.scan(look_only=look_only))
     whole = [Stored(entry, entry.record) for entry in entries if entry.record is not None]
     return whole, [entry for entry in entries if entry.record is None]
 

@@ -390,7 +390,7 @@ def _prune(args: argparse.Namespace) -> int:
         )
     dead = _dead(given) if args.dead_environments else None
     store = entries.open_store(entries.directory(args))
-    found, damaged = entries.scan(store)
+    found, damaged = entries.scan(store, look_only=args.dry_run)
     entries.print_damaged(damaged)
     going = to_prune(found, dead, *limits)
     folders = store.other_schemas() if args.other_schemas else []

@@ -560,6 +560,19 @@ def test_a_folder_of_another_user_stays_and_the_exit_code_says_so(
     assert (folder / "v0").is_dir() and not (folder / "v2").exists()
 
 
+def test_a_dry_run_moves_nothing_and_says_what_is_damaged(run: Cli, tmp_path: Path) -> None:
+    place = tmp_path / "damaged"
+    ids = cache_example.make(place, damaged=True)
+    before = sorted(place.rglob("*"))
+    said = f"damaged: {ids['old']}: record: "
+    code, out, err = run("prune", "--max-size", "1G", "--dry-run", at=place)
+    assert (code, out) == (0, f"would remove 0 of {len(ids) - 1} plans, 0 B\n")
+    assert err.startswith(said) and err.count("\n") == 1
+    assert sorted(place.rglob("*")) == before
+    assert run("prune", "--max-size", "1G", at=place)[2].startswith(said)
+    assert len(list((place / "quarantine").iterdir())) == 1
+
+
 def test_prune_by_size_takes_the_oldest_until_the_rest_fits(
     run: Cli, folder: Path, ids: dict[str, str]
 ) -> None:
