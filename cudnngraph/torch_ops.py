@@ -21,7 +21,7 @@ import torch
 
 from . import reference
 from .errors import FeatureMissing
-from .grad import Gradient, differentiate
+from .grad import Gradient, differentiable, differentiate
 from .ir import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from .policy import Policy
 from .runtime import Executable
@@ -180,8 +180,10 @@ class _Made:
         graph = specialized(_BUILDS[build], self.policy).graph(*like, **options)
         self.spec: GraphSpec = graph.spec()
         self.gradient: Gradient | None = None
-        if any(wrt):
-            names = [name for name, flag in zip(self.spec.inputs, wrt, strict=True) if flag]
+        wanted = [name for name, flag in zip(self.spec.inputs, wrt, strict=True) if flag]
+        able = differentiable(self.spec) if wanted else ()
+        names = [name for name in wanted if name in able]
+        if names:
             self.gradient = differentiate(self.spec, names)
         self.forward: GraphSpec = self.spec if self.gradient is None else self.gradient.forward
         self._executables: dict[tuple[str, torch.device], Executable] = {}
@@ -273,7 +275,8 @@ def forward(
     counts: list[int],
     wrt: list[bool],
 ) -> list[Tensor]:
-    """Results, then what the gradient of the inputs marked in ``wrt`` needs."""
+    """Results, then what the gradient of the inputs marked in ``wrt`` needs, if
+    those have one."""
     made = _made(*_described(tensors, build, there, static, policy, numbers, counts, wrt))
     return _run(made.executable("forward", tensors[0].device), tensors)
 
@@ -340,6 +343,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     made = _made(*ctx.described)
     ctx.set_materialize_grads(False)
     if made.gradient is None:
+        ctx.mark_non_differentiable(*output)
         return
     ctx.shapes = [result.shape for result in output]
     known = dict(zip(made.forward.inputs, tensors, strict=True))

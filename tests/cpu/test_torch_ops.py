@@ -120,6 +120,19 @@ def test_attention_compiles_without_a_break() -> None:
         assert float((a - b).detach().abs().max()) < EXACT
 
 
+def test_slopes_that_require_grad_get_none_under_compile_either() -> None:
+    def attend(q: torch.Tensor, slopes: torch.Tensor) -> Any:
+        return CF.scaled_dot_product_attention(q, q, q, is_causal=True, alibi_slopes=slopes)
+
+    fast = compiled(attend)
+    q = torch.randn(1, 2, 3, 4, dtype=F64)
+    slopes = torch.rand(2, dtype=F64, requires_grad=True)
+    one_step(lambda q: fast(q, slopes), lambda q: attend(q, slopes), q)
+    assert slopes.grad is None
+    alone = fast(q, slopes)
+    assert not alone.requires_grad and torch.equal(alone, attend(q, slopes))
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "block": (lambda: cg.FusedConvBlock(3, 4, 3), lambda n: (n, 3, 6, 6)),
     "block of images of any size": (lambda: cg.FusedConvBlock(3, 4, 3), lambda n: (2, 3, n, 2 * n)),
