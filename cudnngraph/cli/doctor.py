@@ -24,6 +24,7 @@ from cudnngraph.backend import env, libraries
 from cudnngraph.backend.libraries import Library
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import BackendUnavailable, SettingsError
+from plans_cache import PlanStore
 
 TORCH_MIN = (2, 9)
 JSON_SCHEMA = 1
@@ -267,30 +268,26 @@ def _cache() -> Iterator[Check]:
         return
     memory_only = "plans are kept in memory only"
     elsewhere = "set CUDNNGRAPH_CACHE_DIR to a directory of yours"
+    try:
+        PlanStore(folder, seeds=None).check_directory()
+    except OSError as error:
+        yield Check("cache", "warn", f"{error}: {memory_only}", f"mend that, or {elsewhere}")
+        return
     if not folder.exists():
         parent = next(path for path in folder.parents if path.exists())
-        if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+        if os.access(parent, os.W_OK | os.X_OK) and not folder.is_symlink():
             yield Check("cache", "pass", f"{folder}, made on first use")
         else:
             detail = f"{folder} cannot be made in {parent}: {memory_only}"
             yield Check("cache", "warn", detail, elsewhere)
         return
-    if not folder.is_dir():
-        yield Check("cache", "warn", f"{folder} is no directory: {memory_only}", elsewhere)
-        return
-    status = folder.stat()
-    mode = stat.S_IMODE(status.st_mode)
+    mode = stat.S_IMODE(folder.stat().st_mode)
     detail = f"{folder}, mode {mode:04o}, owner {_owner(folder)}"
-    if hasattr(os, "getuid") and status.st_uid != os.getuid():
-        detail = f"{detail}, not you: {memory_only}"
-        yield Check("cache", "warn", detail, elsewhere)
-    elif not os.access(folder, os.W_OK | os.X_OK):
+    if os.access(folder, os.W_OK | os.X_OK):
+        yield Check("cache", "pass", detail)
+    else:
         mend = f"chmod 700 {folder}, or {elsewhere}"
         yield Check("cache", "warn", f"{detail}, not writable: {memory_only}", mend)
-    elif os.name == "posix" and mode & 0o077:
-        yield Check("cache", "warn", f"{detail}, open to others", f"chmod 700 {folder}")
-    else:
-        yield Check("cache", "pass", detail)
 
 
 CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (

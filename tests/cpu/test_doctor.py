@@ -24,6 +24,7 @@ from cudnngraph.backend.libraries import CUDNN, CUDNN_PARTS, Library
 from cudnngraph.cli import doctor
 from cudnngraph.cli.table import plain_table
 from cudnngraph.errors import BackendUnavailable
+from plans_cache import Miss, PlanStore
 
 WHEEL = Path("/site/nvidia/cudnn/lib")
 
@@ -346,15 +347,54 @@ def test_a_cache_directory_tells_mode_and_owner(
     assert check.detail == f"{tmp_path}/cache, mode 0700, owner {(tmp_path / 'cache').owner()}"
 
 
+MEND = "mend that, or set CUDNNGRAPH_CACHE_DIR to a directory of yours"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
-def test_a_cache_directory_open_to_others_warns(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o720])
+def test_a_cache_directory_warns_where_the_store_refuses_it(
+    mode: int, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o755)
+    folder.chmod(mode)
+    found = PlanStore(folder, seeds=None).get("0" * 64)
     check = cache_check(machine, monkeypatch, folder)
-    assert (check.status, check.mend) == ("warn", f"chmod 700 {folder}")
+    if mode == 0o755:
+        assert isinstance(found, Miss) and found.reason == "absent"
+        assert (check.status, check.mend) == ("pass", "")
+        return
+    assert isinstance(found, Miss) and found.reason == "refused"
+    assert (check.status, check.mend) == ("warn", MEND)
+    assert check.detail == (
+        f"{folder} has mode {mode:04o}: others may write to it; chmod go-w it: "
+        "plans are kept in memory only"
+    )
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_something_else_in_place_of_the_folder_of_entries_warns(
+    kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "cache" / "v1"
+    if kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path)
+    check = cache_check(machine, monkeypatch, tmp_path / "cache")
+    assert (check.status, check.mend) == ("warn", MEND)
+    assert check.detail == f"{place} is not a directory: plans are kept in memory only"
+
+
+def test_a_cache_directory_that_cannot_be_looked_at_warns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check = cache_check(machine, monkeypatch, tmp_path / ("x" * 5000))
+    assert (check.status, check.mend) == ("warn", MEND)
+    assert "File name too long" in check.detail
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    check = cache_check(machine, monkeypatch, tmp_path / "dangling")
+    assert check.status == "warn" and f"cannot be made in {tmp_path}" in check.detail
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,19 +426,19 @@ def test_a_file_in_the_place_of_the_cache_directory_warns(
 ) -> None:
     (tmp_path / "file").touch()
     check = cache_check(machine, monkeypatch, tmp_path / "file")
-    assert (check.status, "is no directory" in check.detail) == ("warn", True)
+    assert (check.status, "is not a directory" in check.detail) == ("warn", True)
     below = cache_check(machine, monkeypatch, tmp_path / "file" / "below")
-    assert (below.status, "cannot be made" in below.detail) == ("warn", True)
+    assert (below.status, "Not a directory" in below.detail) == ("warn", True)
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners are POSIX's")
 def test_a_cache_directory_of_someone_else_warns(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    someone_else = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: someone_else)
+    someone_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: someone_else)
     check = cache_check(machine, monkeypatch, tmp_path / "cache")
-    assert (check.status, "not you" in check.detail) == ("warn", True)
+    assert (check.status, f"this is user {someone_else}" in check.detail) == ("warn", True)
 
 
 # -- the command -------------------------------------------------------------------------------
