@@ -3,6 +3,7 @@
 cuDNN is one small library that loads seven others by name while it works. Where some of them come
 from another place than the rest (``LD_LIBRARY_PATH`` before a wheel), plans fail without a word;
 ``cudnngraph doctor`` tells such cases apart with what is here. Nothing here initialises CUDA.
+A folder that cannot be read is skipped, as the loader does (``os.path.exists`` raises nothing).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def library_path_folders() -> list[Path]:
 def wheel_folders() -> list[Path]:
     """Folders of an installed cuDNN wheel, in the order of ``sys.path``."""
     folders = (Path(entry) / "nvidia" / "cudnn" / "lib" for entry in sys.path if entry)
-    return [folder for folder in folders if (folder / CUDNN).exists()]
+    return [folder for folder in folders if os.path.exists(folder / CUDNN)]
 
 
 def find_cudnn() -> Path | None:
@@ -94,14 +95,14 @@ def find_cudnn() -> Path | None:
     if loaded is not None:
         return Path(loaded)
     for folder in [*library_path_folders(), *wheel_folders()]:
-        if (folder / CUDNN).exists():
+        if os.path.exists(folder / CUDNN):
             return folder / CUDNN
     return None
 
 
 def load(name: str, candidates: Iterable[Path] = ()) -> Library:
     """Load ``name``: the first of ``candidates`` that exists, else as the system finds it."""
-    path = next((str(path) for path in candidates if path.exists()), None)
+    path = next((str(path) for path in candidates if os.path.exists(path)), None)
     try:
         ctypes.CDLL(path or name)
     except OSError as error:

@@ -379,6 +379,20 @@ def test_the_loader_path_comes_before_a_wheel(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the messages are those of Linux's loader")
+def test_a_folder_that_cannot_be_looked_into_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / libraries.CUDNN).touch()
+    long = "/" + "x" * 5000
+    monkeypatch.setattr(libraries, "_MAPS", tmp_path / "absent")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{long}:{tmp_path}")
+    monkeypatch.syspath_prepend(long)
+    assert Path(long) / "nvidia" / "cudnn" / "lib" not in libraries.wheel_folders()
+    assert libraries.find_cudnn() == tmp_path / libraries.CUDNN
+    name = "libnowhere.so.1"
+    assert libraries.load(name, [Path(long) / name]) == libraries.Library(name)
+
+
 def test_an_absent_library_is_told_apart_from_one_that_cannot_be_loaded(tmp_path: Path) -> None:
     name = "libcudnn_of_no_such_name.so.9"
     assert libraries.load(name, [tmp_path / name]) == libraries.Library(name)
