@@ -79,6 +79,13 @@ def places(value: Any) -> list[int]:
     return [place for item in value for place in places(item)]
 
 
+def names_dtypes(value: Any) -> bool:
+    """Whether an argument says in which dtype an op works."""
+    if not isinstance(value, tuple):
+        return False
+    return value[:1] == ("dtype",) or any(map(names_dtypes, value))
+
+
 def call(
     function: Any, attrs: Mapping[str, Any], tensors: Sequence[Any], **more: Any
 ) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from .errors import CannotImport, GraphError, PolicyError, WrongResult
 from .exported import Exported, export
 from .importer import Imported, convert
 from .ir import TensorSpec
+from .partition import LOW_PRECISION
 from .policy import Policy
 from .recorded import to_record
 from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile
@@ -98,7 +99,7 @@ class Bound:
         for result in self.imported.results:
             if isinstance(result, str):
                 made = self.written[result]
-                results.append(made if reuse else made.clone())
+                results.append(made if reuse else _copied(made))
             else:
                 kind, value = result
                 value = tensors[value] if kind == "input" else value
@@ -108,6 +109,16 @@ class Bound:
 
 def _nothing() -> None:
     pass
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides; torch's clone closes gaps."""
+    made = tensor.clone()
+    if made.stride() == tensor.stride():
+        return made
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,10 +304,12 @@ class Fused(nn.Module):
             if torch.is_autocast_enabled(kind)
         )
         parts: list[Hashable] = [str(spec), *casts]
-        for leaf in leaves:
+        first: dict[int, int] = {}  # where a tensor stands: a model may ask which ones are the same
+        for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 dtype = leaf.dtype if self._dtype is None or not _floats(leaf) else self._dtype
-                parts.append((tuple(leaf.shape), dtype, leaf.device))
+                same = first.setdefault(id(leaf), place)
+                parts.append((tuple(leaf.shape), dtype, leaf.device, same))
             else:
                 parts.append((type(leaf), leaf))
         return leaves, tuple(parts)
@@ -314,7 +327,7 @@ class Fused(nn.Module):
     # -- making ------------------------------------------------------------------------------------
 
     def _made(self, args: Any, kwargs: Any) -> tuple[Bound, Any]:
-        args, kwargs = self.cast((args, kwargs))
+        args, kwargs = self.cast(_apart_from(self.model, (args, kwargs)))
         device = _device_of((args, kwargs), self.model)
         exported = export(self.model, args, kwargs)
         last = self._channels_last
@@ -446,6 +459,7 @@ def _checked(
         own = pytree.tree_leaves(fused.model(*args, **kwargs))
         exact = _in_float64(fused.model, args, kwargs)
     ours = pytree.tree_leaves(results)
+    coarsest = _coarsest(fused)
     errors: list[tuple[float, float | None]] = []
     for number, (mine, theirs) in enumerate(zip(ours, own, strict=True)):
         if not isinstance(theirs, torch.Tensor):
@@ -462,7 +476,7 @@ def _checked(
             if same < EQUAL_SHARE:
                 raise WrongResult(f"{name}: {1 - same:.1%} of result {number} differ")
             continue
-        floor = TOLERANCE.get(theirs.dtype, 1e-12)
+        floor = max(TOLERANCE.get(theirs.dtype, 1e-12), coarsest)
         if exact is None:
             error, yardstick = relative_error(mine, theirs), None
             limit = TORCH_FACTOR * floor
@@ -477,6 +491,26 @@ def _checked(
             )
         errors.append((error, yardstick))
     return tuple(errors)
+
+
+def _apart_from(model: nn.Module, arguments: Any) -> Any:
+    """Arguments that the model itself holds, as tensors of their own: the next may be others."""
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    views: dict[int, torch.Tensor] = {}
+
+    def apart(leaf: Any) -> Any:
+        if id(leaf) not in held or not isinstance(leaf, torch.Tensor):
+            return leaf
+        return views.setdefault(id(leaf), leaf.detach())
+
+    return pytree.tree_map(apart, arguments)
+
+
+def _coarsest(fused: Fused) -> float:
+    """The tolerance of the 16-bit dtype that a model works in, whatever it gives; else 0."""
+    assert fused.report is not None
+    tensors = (t for step in fused.report.steps for t in step.spec.tensors.values())
+    return max((TOLERANCE[t.dtype] for t in tensors if t.dtype in LOW_PRECISION), default=0.0)
 
 
 def _in_float64(model: nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
@@ -558,6 +592,7 @@ class _Compiled:
         self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
         self._forms: dict[Hashable, Any] = {}
         self._weights: tuple[Any, ...] = ()
+        self._alive: list[torch.Tensor] = []  # or other weights might come to lie in their memory
         self._changes = 0
         self._lock = threading.Lock()
 
@@ -580,16 +615,20 @@ class _Compiled:
 
     def _notice_changes(self, args: Sequence[Any]) -> None:
         """Bind the weights anew that were written or exchanged since the last call."""
+        if any(args[place].is_inference() for place in self._static):  # nobody counts writes
+            self._static = tuple(p for p in self._static if not args[p].is_inference())
+            self._forms.clear()
         if not self._static:
             return
-        now = tuple((args[p].data_ptr(), _version(args[p])) for p in self._static)
+        now = tuple((args[p].data_ptr(), args[p]._version) for p in self._static)
         if now == self._weights:
             return
+        self._alive = [args[place].detach() for place in self._static]
         if self._weights:
             self._forms.clear()
             self._changes += 1
             if self._changes > CHANGES:
-                self._static = ()
+                self._static, self._alive = (), []
         self._weights = now
 
     def _made(self, args: Sequence[Any]) -> Bound | None:
@@ -620,11 +659,6 @@ class _Compiled:
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
             return None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written; those of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _form_of(arg: Any) -> Hashable:

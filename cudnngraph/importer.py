@@ -5,7 +5,8 @@ of torch. Parameters and buffers are constants: they are inputs of the graph wit
 beside it, and what depends on constants alone is computed here. A batch norm behind a convolution
 is folded into its weight, in float64 and rounded once. Layouts are the graph's own: with
 ``channels_last`` images and the weights of convolutions lie so from the input to the output, and
-what only asks for a layout (``contiguous``, ``clone``) is left out.
+what only asks for a layout (``contiguous``, ``clone``) is left out; torch's ops that go by the
+layout of their operands get them as the model had them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from . import aten, forms
 from .errors import CannotImport, GraphError
 from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
-from .ir import GraphSpec, channels_last_strides, is_contiguous, overlaps_itself
+from .ir import (
+    GraphSpec,
+    channels_last_strides,
+    contiguous_strides,
+    is_contiguous,
+    is_dense,
+    overlaps_itself,
+    same_layout,
+)
 from .ops import FLOATS
 from .partition import LOW_PRECISION
 
@@ -269,8 +278,11 @@ class _Conversion:
         if target._schema.is_mutable:
             raise self._refused("it writes over its operands")
         if str(target).startswith("aten.as_strided") and isinstance(args[0], Value):
-            seen = node.args[0].meta["val"]  # type: ignore[union-attr]
-            if args[0].spec is None or args[0].spec.stride != tuple(seen.stride()):
+            source: Any = node.args[0]
+            seen, spec = source.meta["val"], args[0].spec
+            if _relabels(seen, node.meta.get("val")):
+                return args[0]
+            if spec is None or not same_layout(spec.shape, spec.stride, seen.stride()):
                 raise self._refused("it reads memory as it lies, and here it lies otherwise")
         graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
         draws = forms.draws(target, args, kwargs)
@@ -289,7 +301,25 @@ class _Conversion:
                 return made
         if draws:
             raise self._refused("it draws random numbers (call model.eval()?)")
+        if _goes_by_layout(str(target)):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
         return self.left_to_torch(str(target), args, kwargs, node)
+
+    def _as_traced(self, node: torch.fx.Node) -> Any:
+        """What a node stands for, in memory as it lay when the model was traced."""
+        value, seen = self.env[node], node.meta.get("val")
+        if not isinstance(value, Value) or value.spec is None or not isinstance(seen, torch.Tensor):
+            return value
+        shape, wanted = value.spec.shape, tuple(seen.stride())
+        if tuple(seen.shape) != shape or same_layout(shape, value.spec.stride, wanted):
+            return value
+        if value.spec.dtype not in FLOATS:
+            form = (("memory_format", ("memory_format", "contiguous_format")),)
+            return self.g.aten([value], "aten.clone.default", (("tensor", 0),), form)
+        made = self.g.identity(value)
+        stride = wanted if is_dense(shape, wanted) else contiguous_strides(shape)
+        made.spec = replace(value.spec, name=made.name, stride=stride)
+        return made
 
     def _filled(self, value: Any) -> Any:
         """Arguments with what the nodes in them stand for."""
@@ -343,9 +373,9 @@ class _Conversion:
             if not isinstance(right, torch.Tensor) or not isinstance(result, Value):
                 continue
             spec = result.spec
-            same = spec is None or spec.shape == tuple(right.shape)
+            same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), right.dtype)
             if not same and (not _many(node) or _reads(node, number)):
-                raise self._refused("its results have other shapes on this device")
+                raise self._refused("its results have other shapes or dtypes on this device")
         self._settle(results[0])
         return results if _many(node) else results[0]
 
@@ -792,6 +822,33 @@ def _reads(node: torch.fx.Node, place: int) -> bool:
 
 def _is_tensor(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+#: Ops of torch's own that take operands of any strides, though their names say that they are not
+#: for everyone.
+_ANY_LAYOUT = (
+    *("_softmax", "_log_softmax", "_adaptive_avg_pool", "_upsample", "_unsafe", "_to_copy", "_fft"),
+    *("_native_batch_norm", "native_batch_norm", "native_dropout", "_assert"),
+)
+
+
+def _goes_by_layout(name: str) -> bool:
+    """Whether an op may read memory as it lay when the model was traced: torch's own inner ones
+    (attention, weight norm, what norms have saved for their gradient) often do not ask."""
+    namespace, _, rest = name.partition(".")
+    if namespace != "aten":
+        return True
+    return rest.startswith(("_", "native_", "pdist")) and not rest.startswith(_ANY_LAYOUT)
+
+
+def _relabels(source: torch.Tensor, made: Any) -> bool:
+    """Whether as_strided gives the tensor itself, but for the strides of dims of one element."""
+    return (
+        isinstance(made, torch.Tensor)
+        and made.shape == source.shape
+        and made.storage_offset() == source.storage_offset()
+        and same_layout(tuple(source.shape), made.stride(), source.stride())
+    )
 
 
 def _is_laid_out(node: Any) -> bool:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from . import aten, resample
-from .ir import GraphSpec, Node
+from .ir import GraphSpec, Node, TensorSpec, overlaps_itself, same_layout
 
 Tensors = Sequence["torch.Tensor | None"]
+_Prepare = Callable[[Tensors], "list[torch.Tensor | None]"]
 Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor | None, ...]"]
 
 _CONV = (F.conv1d, F.conv2d, F.conv3d)
@@ -868,7 +870,10 @@ def _prepare(
             if last_use[name] == index and name not in spec.outputs
         }
         operands = tuple(place[name] for name in node.inputs)
-        steps.append((node.op, dict(node.attrs), operands, results, tuple(gone)))
+        prepare: _Prepare = partial(_widened, dtype=compute)
+        if node.op == "aten":
+            prepare = _for_torch(spec, node, compute, named_dtypes=dtype is None)
+        steps.append((node.op, dict(node.attrs), operands, prepare, results, tuple(gone)))
     outputs = tuple(place[name] for name in spec.outputs)
     behind = [None] * (len(place) - 1 - len(spec.inputs))
     many = len(spec.inputs)
@@ -878,11 +883,11 @@ def _prepare(
             raise ValueError(f"{len(inputs)} tensors for {many} inputs")
         values: list[torch.Tensor | None] = [None, *inputs, *behind]
         device = inputs[0].device if inputs else torch.device("cpu")
-        for op, attrs, operands, results, gone in steps:
+        for op, attrs, operands, prepare, results, gone in steps:
             given = [values[at] for at in operands]
             if op == "expand" and _need(given[0]).dim() == 0:
                 given = [torch.full((), _need(given[0]).item(), dtype=compute, device=device)]
-            made = RULES[op](_widened(given, compute), attrs)
+            made = RULES[op](prepare(given), attrs)
             several = made if isinstance(made, tuple) else (made,)
             for number, at, kept in results:
                 value = several[number]
@@ -895,6 +900,35 @@ def _prepare(
         return [_need(values[at]) for at in outputs]
 
     return run
+
+
+def _for_torch(
+    spec: GraphSpec, node: Node, compute: torch.dtype, *, named_dtypes: bool
+) -> _Prepare:
+    """What makes operands those of an op of torch's own: widened, unless the op itself names the
+    dtypes that it works in, and in memory as declared, since it may go by that."""
+    declared = [None if name is None else spec.tensors[name] for name in node.inputs]
+    attrs = dict(node.attrs)
+    as_given = named_dtypes and aten.names_dtypes((attrs["args"], attrs["kwargs"]))
+
+    def prepare(values: Tensors) -> list[torch.Tensor | None]:
+        wide = list(values) if as_given else _widened(values, compute)
+        return [
+            value if value is None or form is None else _laid_out(value, form)
+            for value, form in zip(wide, declared, strict=True)
+        ]
+
+    return prepare
+
+
+def _laid_out(value: torch.Tensor, form: TensorSpec) -> torch.Tensor:
+    """The same in memory as ``form`` lies."""
+    if value.shape != form.shape or same_layout(form.shape, value.stride(), form.stride):
+        return value
+    if overlaps_itself(form.shape, form.stride):
+        return value
+    made = torch.empty_strided(form.shape, form.stride, dtype=value.dtype, device=value.device)
+    return made.copy_(value)
 
 
 def run_into(

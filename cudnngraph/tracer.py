@@ -61,7 +61,7 @@ _BY_NAME: frozenset[Any] = (
 )
 
 
-#: What an argument may be made of.
+#: What an argument and a result may be made of.
 _LEAVES = (
     *(torch.Tensor, type(None), bool, int, float, str),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -152,6 +152,8 @@ class Traced:
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             raise GivenUp("it changes its arguments")
         made, self.out_spec = pytree.tree_flatten(result)
+        if any(not isinstance(leaf, _LEAVES) for leaf in made):
+            raise GivenUp("a result is an object of another kind")
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
         )

@@ -1,0 +1,213 @@
+"""torch.compile and fuse where layouts, identities and writes of tensors matter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+
+EXACT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, backend="cudnngraph", options=options)
+    return made
+
+
+def distance(a: Any, b: Any) -> float:
+    assert a.shape == b.shape and a.dtype == b.dtype
+    return float((a.detach().double() - b.detach().double()).abs().max())
+
+
+def trained_alike(function: Any, *given: torch.Tensor, **options: Any) -> None:
+    """Results and gradients of all that has one."""
+    leaves = [x for x in given if x.requires_grad]
+    leaves += list(function.parameters()) if isinstance(function, nn.Module) else []
+    ours, theirs = compiled(function, **options)(*given), function(*given)
+    assert distance(ours, theirs) < EXACT
+    scale = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad((ours * scale).sum(), leaves)
+    for a, b in zip(grads, torch.autograd.grad((theirs * scale).sum(), leaves), strict=True):
+        assert distance(a, b) < EXACT
+
+
+def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]
+    return F.scaled_dot_product_attention(*data)
+
+
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(self.patches(x).flatten(2).transpose(1, 2))
+        return y
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["as given", "channels_last"])
+def test_torchs_inner_ops_get_their_operands_as_they_lay_when_traced(last: bool) -> None:
+    """Attention, norms and weight norm read memory without asking how it lies."""
+    torch.manual_seed(0)
+    options = {"channels_last": True} if last else {}
+    data = [torch.randn(2, 4, 8, 6, requires_grad=True) for _ in range(3)]
+    trained_alike(turned, *data, **options)
+    trained_alike(lambda *t: F.scaled_dot_product_attention(*t), *data, **options)
+    trained_alike(nn.LayerNorm(8), torch.randn(2, 5, 6, 8, requires_grad=True), **options)
+    trained_alike(Patches(), torch.randn(2, 3, 16, 16), **options)
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
+    normed = normed.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    trained_alike(normed, x, **options)
+
+
+def test_an_op_of_the_users_gets_its_operands_as_they_lay_when_traced() -> None:
+    @torch.library.custom_op("cudnngraph_tests::row_sums", mutates_args=())
+    def row_sums(x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        return x.sum(-1)
+
+    @row_sums.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(x.shape[:-1])
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = torch.ops.cudnngraph_tests.row_sums(x.transpose(1, 2).contiguous())
+            return y
+
+    x = torch.randn(2, 3, 4)
+    assert distance(cg.fuse(Model().eval(), x)(x), Model()(x)) < EXACT
+
+
+def test_a_mean_of_images_channels_last_is_no_reason_to_leave_the_graph_to_torch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torch traces it with an as_strided that relabels dims of one element."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    with caplog.at_level(logging.WARNING, "cudnngraph.fuse"), torch.no_grad():
+        assert distance(compiled(model)(x), model(x)) < EXACT
+    assert not caplog.records
+
+
+def test_16_bit_models_train_where_an_op_names_its_dtypes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Softmax(-1)).half()
+    x, scale = torch.randn(2, 5, 16).half(), torch.randn(2, 5, 8).half()
+    want = torch.autograd.grad((model(x) * scale).sum(), list(model.parameters()))
+    found = torch.autograd.grad((compiled(model)(x) * scale).sum(), list(model.parameters()))
+    assert all(distance(a, b) < 1e-2 for a, b in zip(found, want, strict=True))
+    other = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)).bfloat16()
+    compiled(other)(x.bfloat16()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in other.parameters())
+
+
+def test_weights_in_the_place_of_others_are_noticed_wherever_they_lie() -> None:
+    """Memory that nobody holds is handed out again, and a new tensor's version is 0 again."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64)).eval()
+    x, fast = torch.randn(1, 64, 8, 8), compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            del model[0].weight
+            model[0].weight = nn.Parameter(torch.randn(64, 64, 3, 3))
+            assert distance(fast(x), model(x)) < 1e-3
+
+
+def test_writes_to_weights_of_inference_mode_are_noticed() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval()
+        x, fast = torch.randn(2, 4, 3, 3), compiled(model)
+        for factor in (1, 10, -1):
+            model[0].weight.mul_(factor)
+            assert distance(fast(x), model(x)) < EXACT
+
+
+def test_results_have_torchs_strides_also_with_gaps() -> None:
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        parts = compiled(lambda x: (x * 2).chunk(2, -1))(x)
+    assert [part.stride() for part in parts] == [(6, 1), (6, 1)]
+    assert torch.equal(torch.cat(parts, -1), x * 2)
+
+
+class Twice(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 2 + b
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(2, 5, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + self.p
+
+
+def test_one_tensor_in_two_places_of_the_example_says_nothing_of_the_next() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 16).unbind(0)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True).eval()
+    fused = cg.fuse(attention, (q, q, q))
+    with torch.no_grad():
+        for given in ((q, k, v), (q, k, k), (v, v, v)):
+            assert distance(fused(*given)[0], attention(*given)[0]) < EXACT
+    assert distance(cg.fuse(Twice().eval(), (q, q))(q, k), q * 2 + k) < EXACT
+    held = Held().eval()
+    fused = cg.fuse(held, held.p.data)
+    assert distance(fused(k), held(k)) < EXACT
+    fused = cg.fuse(held, held.p)
+    assert distance(fused(k), held(k)) < EXACT and distance(fused(held.p), held(held.p)) < EXACT
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3)
+        self.half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(x.half()).relu()).float()
+        return y
+
+
+def test_a_model_that_works_in_16_bits_inside_is_checked_as_such() -> None:
+    torch.manual_seed(0)
+    model, x = Narrow().eval(), torch.randn(2, 3, 16, 16)
+    fused = cg.fuse(model, x)
+    assert distance(fused(x), model(x)) < 1e-2
+
+
+@dataclasses.dataclass
+class Result:
+    a: torch.Tensor
+
+
+def test_results_that_are_no_tensors_are_refused() -> None:
+    class Boxed(nn.Module):
+        def forward(self, x: torch.Tensor) -> Result:
+            return Result(x + 1)
+
+    for check in (True, False):
+        with pytest.raises(cg.CannotImport, match=r"Result.* in output"):
+            cg.fuse(copy.deepcopy(Boxed()).eval(), torch.randn(2, 3), check=check)
