@@ -303,7 +303,7 @@ class _Conversion:
             raise self._refused("it draws random numbers (call model.eval()?)")
         if _goes_by_layout(str(target)):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
-        return self.left_to_torch(str(target), args, kwargs, node)
+        return self.left_to_torch(str(target), _first_wanted(target, args), kwargs, node)
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
         """What a node stands for, in memory as it lay when the model was traced."""
@@ -839,6 +839,15 @@ def _goes_by_layout(name: str) -> bool:
     if namespace != "aten":
         return True
     return rest.startswith(("_", "native_", "pdist")) and not rest.startswith(_ANY_LAYOUT)
+
+
+def _first_wanted(target: Any, args: Any) -> Any:
+    """Arguments that ask a gradient's op for its first result too: a graph has none without."""
+    names = [argument.name for argument in target._schema.arguments]
+    place = names.index("output_mask") if "output_mask" in names else len(args)
+    if place >= len(args) or args[place][0]:
+        return args
+    return (*args[:place], [True, *args[place][1:]], *args[place + 1 :])
 
 
 def _relabels(source: torch.Tensor, made: Any) -> bool:

@@ -109,6 +109,14 @@ def test_a_mean_of_images_channels_last_is_no_reason_to_leave_the_graph_to_torch
     assert not caplog.records
 
 
+def test_a_norm_that_comes_first_trains_as_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """Its input needs no gradient, and what torch calls for the others gives None for that."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))
+    with caplog.at_level(logging.WARNING, "cudnngraph.fuse"):
+        trained_alike(model, torch.randn(2, 5, 16))
+    assert not caplog.records
+
+
 def test_16_bit_models_train_where_an_op_names_its_dtypes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.Softmax(-1)).half()
