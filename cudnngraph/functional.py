@@ -350,7 +350,9 @@ def _into(
         )
         raise BindError(build.__name__, [problem])
     if torch.compiler.is_compiling():
-        out.copy_(run_graph(build, policy, tensors, static))
+        made = run_graph(build, policy, tensors, static)
+        torch.ops.cudnngraph.check_out(out, made, build.__name__)
+        out.copy_(made)
     else:
         _compiled(build, policy).find(tensors, static).run(*given, out)
     return out

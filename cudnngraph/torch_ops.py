@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from . import reference
-from .errors import FeatureMissing
+from .errors import BindError, FeatureMissing
 from .grad import Gradient, differentiable, differentiate
 from .ir import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from .policy import Policy
-from .runtime import Executable
+from .runtime import Executable, _wrong
 from .runtime import compile as compile_spec
 from .specialize import Build, Specialized
 from .training import check_dropout, laid_out
@@ -333,6 +333,19 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
         spec = gradient.backward
         return [_like(spec.tensors[name], of[name], device) for name in spec.outputs]
     return _empty(_made(text, [int(size) for size in sizes], fixed).backward.backward, device)
+
+
+def _check_out(out: Tensor, made: Tensor, name: str) -> None:
+    """Raise :class:`BindError` where ``out`` has not the form of a result ``made``."""
+    spec = TensorSpec("out", tuple(made.shape), made.stride(), made.dtype)
+    problems = list(_wrong(spec, out, made.device, aligned=False))
+    if problems:
+        raise BindError(name, problems)
+
+
+# An op, so that it runs where a compiler traces; having no result it is no part of what that makes.
+check_out = torch.library.custom_op("cudnngraph::check_out", _check_out, mutates_args=())
+check_out.register_fake(_check_out)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

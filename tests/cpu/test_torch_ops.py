@@ -280,6 +280,38 @@ def test_a_compiled_function_writes_to_a_given_tensor() -> None:
         assert torch.equal(out, CF.conv2d(x, w, activation="relu"))
 
 
+@pytest.mark.parametrize(
+    ("out", "wrong"),
+    [
+        (torch.empty(3, 2, 4, 4, 4), "has shape"),
+        (torch.empty(2, 4, 4, 4, dtype=F64), "is float64; expected float32"),
+        (torch.empty(2, 4, 4, 8)[..., ::2], "has stride"),
+        (torch.empty(2, 4, 4, 4).contiguous(memory_format=torch.channels_last), "has stride"),
+        (torch.empty(2, 4, 4, 4, device="meta"), "is on meta"),
+    ],
+    ids=["shape", "dtype", "stride", "layout", "device"],
+)
+def test_a_tensor_that_does_not_fit_is_refused_where_it_is_traced(
+    out: torch.Tensor, wrong: str
+) -> None:
+    def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return CF.conv_bias_act_into(out, x, torch.ones(4, 3, 3, 3))
+
+    x = torch.ones(2, 3, 6, 6)
+    with pytest.raises(cg.BindError, match=f"tensor 'out': {wrong}"):
+        into(x, out)
+    with pytest.raises(RuntimeError, match=rf"BindError.*tensor 'out': {wrong}"):
+        compiled(into)(x, out)
+
+
+def test_tensors_of_sizes_that_change_are_written_to() -> None:
+    w = torch.randn(4, 3, 3, 3)
+    fast = compiled(lambda x, out: CF.conv2d(x, w, out=out))
+    for n in range(3, 15):
+        x, out = torch.randn(n, 3, 6, 6), torch.empty(n, 4, 4, 4)
+        assert torch.equal(fast(x, out), CF.conv2d(x, w))
+
+
 def test_a_compiled_function_takes_sizes_that_change() -> None:
     w = torch.randn(4, 3, 3, 3, dtype=F64)
     fast = compiled(lambda x: CF.conv2d(x, w, activation="silu", padding=[1, 1]))
