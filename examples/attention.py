@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.cli.arguments import device as known_device
 
 TOKENS, WIDTH, HEADS, SHARED, LENGTH, BACK = 8, 64, 4, 2, 24, 3
 
@@ -73,8 +74,9 @@ def farthest_from_torch(device: torch.device) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(parser.parse_args(arguments).device)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
+    device = parser.parse_args(arguments).device
     model, right = train(device)
     print(model.attention.attend)
     print(f"tokens copied rightly: {right:.1%}")

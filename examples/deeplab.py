@@ -25,6 +25,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench import models
+from cudnngraph.cli.arguments import device as known_device
 
 
 def make_model() -> tuple[nn.Module, str]:
@@ -86,12 +87,13 @@ def save(classes: torch.Tensor, photo: torch.Tensor, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
     parser.add_argument("--size", type=int, help="side of the picture (default: 512, CPU: 128)")
     parser.add_argument("--autotune", action="store_true", help="measure plans first (minutes)")
     parser.add_argument("--out", type=Path, default=Path("out/regions.png"))
     args = parser.parse_args(arguments)
-    device = torch.device(args.device)
+    device = args.device
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, source = make_model()
     print(f"DeepLabV3-ResNet-50, {source}, random weights")

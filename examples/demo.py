@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnngraph as cg
+from cudnngraph.cli.arguments import device as known_device
 
 # Largest |result - float64| / |float64|, both Euclidean norms over the whole tensor.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 1e-3}
@@ -214,10 +215,17 @@ def load_photo(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return channels_last((photo.float() / 255).to(device, dtype))
 
 
-def save_picture(picture: torch.Tensor, path: Path) -> None:
-    """Write (1, 3, H, W) with values within [0, 1] as PNG."""
-    pixels = picture[0].permute(1, 2, 0).float().mul(255).round().to(torch.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def picture(name: str) -> Path:
+    """A file that Pillow can write, by its name."""
+    path = Path(name)
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+        raise argparse.ArgumentTypeError(f"expected a name like picture.png, got '{name}'")
+    return path
+
+
+def save_picture(image: torch.Tensor, path: Path) -> None:
+    """Write (1, 3, H, W) with values within [0, 1]; the name says in which format."""
+    pixels = image[0].permute(1, 2, 0).float().mul(255).round().to(torch.uint8)
     Image.fromarray(pixels.cpu().numpy()).save(path)
 
 
@@ -239,11 +247,20 @@ def print_table(rows: list[Row], device: torch.device, tolerance: float) -> None
 def main(argv: list[str] | None = None) -> int:
     """Run the four cases, print the table, write the picture; 1 if a result is off."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument("--out", type=Path, default=Path("out/sharpened.png"), help="the picture")
+    parser.add_argument(
+        "--device",
+        type=known_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)",
+    )
+    parser.add_argument("--out", type=picture, default="out/sharpened.png", help="the picture")
     args = parser.parse_args(argv)
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: no folder {args.out.parent} can be made: {error.strerror}")
 
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     photo = load_photo(device, dtype)

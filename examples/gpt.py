@@ -17,6 +17,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench.models import GPT
+from cudnngraph.cli.arguments import device as known_device
 from cudnngraph.fuse import backend
 
 LENGTH = 48
@@ -52,7 +53,8 @@ def write(model: nn.Module, start: torch.Tensor, count: int) -> list[int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
     parser.add_argument("--steps", type=int, default=120)
     args = parser.parse_args(arguments)
     read = Path(__file__).read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 
 import cudnngraph as cg
+from cudnngraph.cli.arguments import device as known_device
 
 BATCH, CHANNELS, SIZE = 8, (16, 32, 16), 24
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -82,8 +83,9 @@ def quantised(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(parser.parse_args(arguments).device)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
+    device = parser.parse_args(arguments).device
     net = network(device)
     gen = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, CHANNELS[0], SIZE, SIZE, generator=gen)

@@ -23,6 +23,7 @@ from PIL import Image
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.cli.arguments import device as known_device
 
 WIDTH = 12
 SIZE = 32  # of an image, in pixels
@@ -136,10 +137,11 @@ def train(model: nn.Module, device: torch.device, steps: int) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = options.device
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     plain = Segmenter()

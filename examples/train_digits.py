@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.cli.arguments import device as known_device
 
 WIDTH = 16
 TRAINED = 1500  # images; the rest is to be recognised
@@ -117,11 +118,12 @@ def accuracy(model: nn.Module, device: torch.device) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--amp", action="store_true")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = options.device
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     plain = network()

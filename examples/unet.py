@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.bench.models import UNet
+from cudnngraph.cli.arguments import device as known_device
 
 SIDE = 32
 
@@ -51,10 +52,11 @@ def trained(device: torch.device, steps: int) -> torch.nn.Module:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=known_device, default=default)
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args(arguments)
-    device = torch.device(args.device)
+    device = args.device
     model = trained(device, args.steps)
     x, mask = (tensor.to(device) for tensor in pictures(32, torch.Generator().manual_seed(1)))
     dtype = torch.float16 if device.type == "cuda" else torch.float32

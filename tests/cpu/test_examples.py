@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +22,7 @@ from PIL import Image
 import cudnngraph as cg
 from cudnngraph import reference
 from cudnngraph.backend.plan import Choice
+from cudnngraph.cli.arguments import device as known_device
 from tests.numerics import bound
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +161,55 @@ def test_the_small_gpt_writes_the_same_by_all_three_ways(tmp_path: Path) -> None
     written = dict(line.split(": ", 1) for line in done.stdout.splitlines()[-3:])
     assert set(written) == {"torch", "fused", "compiled"}
     assert len(set(written.values())) == 1 and len(written["torch"]) >= 40
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "ten_lines.py")
+)
+def test_a_device_that_is_not_there_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = runpy.run_path(str(EXAMPLES / name))
+    for device, said in (
+        ("cuda", "CUDA devices that torch sees here: 0; got 'cuda'"),
+        ("foo", "expected cpu, cuda or cuda:1, got 'foo'"),
+        ("meta", "expected cpu, cuda or cuda:1, got 'meta'"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            module["main"](["--device", device])
+        assert stop.value.code == 2
+        out, err = capsys.readouterr()
+        assert (out, err.splitlines()[-1].partition("error: ")[2]) == (
+            "",
+            f"argument --device: {said}",
+        )
+
+
+def test_a_gpu_by_its_number_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert known_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ArgumentTypeError, match="that torch sees here: 2; got 'cuda:2'"):
+        known_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("x.foo", "expected a name like picture.png, got 'x.foo'"),
+        ("x", "expected a name like picture.png, got 'x'"),
+        ("/dev/null/x.png", "no folder /dev/null can be made: File exists"),
+    ],
+)
+def test_the_demo_refuses_a_picture_that_it_cannot_write_before_any_work(
+    place: str, said: str, demo: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        demo.main(["--device", "cpu", "--out", place])
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1].partition("error: ")[2]) == ("", f"argument --out: {said}")
 
 
 def test_ten_lines_has_ten_lines_and_prints_the_shape_and_the_plan(tmp_path: Path) -> None:
