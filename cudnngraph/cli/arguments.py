@@ -17,7 +17,6 @@ def device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:1, got '{text}'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and not (found.index or 0) < count:
-        raise argparse.ArgumentTypeError(
-            f"CUDA devices that torch sees here: {count}; got '{text}'"
-        )
+        seen = f"CUDA devices that torch sees here: {count}"
+        raise argparse.ArgumentTypeError(f"{seen}; got '{text}'")
     return found
