@@ -393,7 +393,15 @@ def test_a_foreign_record_is_one_line_among_the_others(
     assert cli.main(["plans", "explain-miss", foreign.id, "--dir", str(folder)]) == 0
 
 
-def test_versions_and_tensors_are_sorted_by_their_numbers() -> None:
+def test_what_is_nested_too_deep_to_be_written_is_left_out() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    assert entries.json_text(value) == "…"
+    assert entries.json_text({"a": [1, None]}) == '{"a": [1, null]}'
+
+
+def test_tensors_are_sorted_by_their_numbers() -> None:
     records = cache_example.records(time.time())
     pairs = {f"%{n}": [[n + 1], [1], "torch.float16"] for n in (10, 9, 0, 2)}
     key = {**dict(records["tuned"].key), "inputs": json.dumps(pairs)}
