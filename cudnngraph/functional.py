@@ -1104,7 +1104,31 @@ def instance_norm(
 
 def _rows(x: Tensor) -> Tensor:
     """x with 2 to 4 dims, as products of a graph have them."""
-    return x if 2 <= x.dim() <= 4 else x.reshape(-1, x.shape[-1])
+    if 2 <= x.dim() <= 4:
+        return x
+    return x.unsqueeze(0) if x.dim() < 2 else x.flatten(0, -2)
+
+
+def _rows_of(x: Tensor, lead: Sequence[int]) -> Tensor:
+    """The rows of x as it broadcasts to these dims and its last one; one where all are the same."""
+    if x.shape[:-1].numel() == 1:
+        return x.reshape(1, -1)
+    return x.expand(*lead, x.shape[-1]).flatten(0, -2)
+
+
+def _broadcast(x: Tensor, residual: Tensor, features: int) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Rows of x and of a residual that broadcasts with the product, and the shape of the result."""
+    made = (*x.shape[:-1], features)
+    try:
+        shape: Sequence[int] = torch.broadcast_shapes(made, residual.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        what = f"has shape {tuple(residual.shape)}, which does not broadcast"
+        problem = Problem("residual", what, f"the result's, {made}")
+        raise GraphError("linear_act", [problem]) from None
+    if len(shape) <= 4:
+        return _rows(x), _rows(residual if residual.dim() else residual.unsqueeze(0)), shape
+    lead = shape[:-1]
+    return _rows_of(x, lead), _rows_of(residual, lead), shape
 
 
 def linear(
@@ -1120,9 +1144,13 @@ def linear(
     """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
     x, weight, bias, residual = cast(input, weight, bias, residual)
     static = static_of(product_options, activation, _sorted(activation_attrs))
-    residual = None if residual is None else _rows(residual)
-    y: Tensor = run_graph(linear_act, policy, (_rows(x), weight, bias, residual), static)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    shape: Sequence[int] = (*x.shape[:-1], weight.shape[0])
+    if residual is None or residual.shape == shape:
+        rows, added = _rows(x), None if residual is None else _rows(residual)
+    else:
+        rows, added, shape = _broadcast(x, residual, weight.shape[0])
+    y: Tensor = run_graph(linear_act, policy, (rows, weight, bias, added), static)
+    return y.view(shape)
 
 
 def mlp(

@@ -31,7 +31,7 @@ def check(ours: torch.Tensor, theirs: torch.Tensor, leaves: list[torch.Tensor]) 
     expected = torch.autograd.grad(theirs, leaves, grad)
     for a, b in zip((ours, *found), (theirs, *expected), strict=True):
         assert a.shape == b.shape
-        assert float((a - b).detach().abs().max()) < EXACT
+        assert bool(((a - b).detach().abs() < EXACT).all())
 
 
 CONVS = [
@@ -296,6 +296,57 @@ def test_out_is_refused_where_it_would_lose_a_gradient_or_does_not_fit() -> None
             CF.conv2d(x, w, out=torch.empty(2, 4, 4, 5, dtype=F64))
         with pytest.raises(cg.BindError, match="out: is given with training=True"):
             CF.conv_bn_act(x, w, None, None, training=True, out=out)
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "features"),
+    [
+        ((2, 3, 5), (), 4),  # of no dims
+        ((5,), (), 4),
+        ((5,), (3, 4), 4),  # makes the result larger
+        ((2, 5), (3, 1, 1), 4),
+        ((2, 5), (2, 2, 3, 1, 4), 4),
+        ((5,), (2, 1, 3, 2, 4), 4),
+        ((2, 1, 3, 2, 5), (2, 3, 1, 1), 4),
+        ((2, 3, 5), (2, 3, 4), 1),
+        ((2, 2, 2, 3, 5), (2, 2, 2, 1, 4), 4),  # more dims than products of a graph have
+        ((2, 2, 2, 3, 5), (3, 4), 4),
+        ((2, 2, 2, 3, 5), (4,), 4),
+        ((2, 2, 2, 3, 5), (2, 2, 2, 3, 1), 4),
+        ((0, 2, 2, 3, 5), (3, 4), 4),
+        ((0,), None, 4),  # no features
+        ((2, 2, 2, 3, 0), None, 4),
+        ((2, 2, 2, 3, 0), (3, 1), 4),
+    ],
+    ids=str,
+)
+def test_linear_adds_what_torch_adds(
+    x: tuple[int, ...], residual: tuple[int, ...] | None, features: int
+) -> None:
+    shapes = (x, (features, x[-1]), (features,))
+    leaves = made(*shapes, *([] if residual is None else [residual]))
+    theirs = F.linear(*leaves[:3])
+    theirs = theirs if residual is None else theirs + leaves[3]
+    ours = CF.linear(*leaves[:3], residual=None if residual is None else leaves[3])
+    check(ours, theirs, leaves)
+
+
+@pytest.mark.parametrize("x", [(5,), (2, 3, 5), (2, 2, 2, 3, 5)], ids=str)
+def test_linear_refuses_a_residual_that_does_not_broadcast(x: tuple[int, ...]) -> None:
+    given, w, z = made(x, (4, 5), (2, 7))
+    with pytest.raises(cg.GraphError, match=r"residual: has shape \(2, 7\), which does not"):
+        CF.linear(given, w, residual=z)
+
+
+def test_a_number_is_no_operand_of_a_product() -> None:
+    x, w, down = made((), (4, 1), (3, 4))
+    with pytest.raises(cg.GraphError):
+        CF.linear(x, w)
+    with pytest.raises(cg.GraphError):
+        CF.mlp(x, w, None, down)
 
 
 # -- attention -------------------------------------------------------------------------------------

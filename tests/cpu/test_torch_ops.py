@@ -312,6 +312,15 @@ def test_tensors_of_sizes_that_change_are_written_to() -> None:
         assert torch.equal(fast(x, out), CF.conv2d(x, w))
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (1, 4), (2, 3, 4), (2, 1, 3, 4)], ids=str)
+def test_a_residual_of_linear_broadcasts_under_compile(shape: tuple[int, ...]) -> None:
+    w, z = torch.randn(4, 5, dtype=F64), torch.randn(shape, dtype=F64)
+    fast = compiled(lambda x: CF.linear(x, w, residual=z))
+    for n in range(2, 14):
+        x = torch.randn(n, 1, 2, 3, 5, dtype=F64)
+        one_step(fast, lambda x: CF.linear(x, w, residual=z), x)
+
+
 def test_a_compiled_function_takes_sizes_that_change() -> None:
     w = torch.randn(4, 3, 3, 3, dtype=F64)
     fast = compiled(lambda x: CF.conv2d(x, w, activation="silu", padding=[1, 1]))
