@@ -205,7 +205,10 @@ def _blobs_beside(path: Path) -> list[Path]:
 
 
 def _read_blob(path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
-    """The blob of the record at ``path``, or what is wrong with it."""
+    """The blob of the record at ``path``, or what is wrong with it.
+
+    It holds device code: one that somebody else could have written is not read.
+    """
     place, blob = _blob_path(path, record), record.blob
     if place is None or blob is None:
         return None, ""
@@ -215,6 +218,11 @@ def _read_blob(path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
         return None, "blob is missing"
     except OSError as error:
         return None, f"blob cannot be read: {error}"
+    try:
+        for part in (path.parent.parent, path.parent, place):
+            files.check_unwritable(part)
+    except OSError as error:
+        return None, f"blob: {error}"
     if len(data) != blob.size_bytes:
         return None, f"blob has {len(data)} bytes, the record says {blob.size_bytes}"
     if hashlib.sha256(data).hexdigest() != blob.sha256:
@@ -426,11 +434,6 @@ class PlanStore:
                 for part in (path.parent.parent, path.parent, path):
                     files.check_unwritable(part)
                 blob, problem = _read_blob(path, record)
-                if blob is not None and (place := _blob_path(path, record)) is not None:
-                    try:
-                        files.check_unwritable(place)
-                    except files.Refused as error:
-                        problem = f"blob: {error}"
                 return Check("disk", record, blob, blob_problem=problem)
             except FileNotFoundError:
                 pass

@@ -592,6 +592,21 @@ def test_check_finds_what_others_may_write_to(tmp_path: Path, part: str) -> None
         assert store.check(record(1).id).problem.startswith(f"{place} belongs to user 12345")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
+@pytest.mark.parametrize("part", ["v1", "folder", "blob"])
+def test_device_code_that_others_may_write_is_not_read(tmp_path: Path, part: str) -> None:
+    """The record is data and serves; its plan is replayed by engine and knobs."""
+    directory = tmp_path / "cache"
+    open_store(directory).put(record(1), b"plan")
+    (path,) = directory.rglob("*.blob")
+    place = {"v1": path.parent.parent, "folder": path.parent, "blob": path}[part]
+    place.chmod(0o666 if part == "blob" else 0o777)
+    found = open_store(directory).get(record(1).id)
+    assert isinstance(found, Hit) and found.blob is None
+    assert found.blob_problem.startswith(f"blob: {place} has mode 0")
+    assert found.blob_problem.endswith("others may write to it; chmod go-w it")
+
+
 # -- counters and log ------------------------------------------------------------------------------
 
 
