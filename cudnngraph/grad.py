@@ -870,7 +870,8 @@ def _matmul(ctx: Context) -> Gradients:
         rank, wide = len(y.shape), ctx.build.wide
         x_, dy_ = ctx["x"], ctx.dy
         if rank == 2 < len(x.shape):
-            x_, dy_ = (wide(ctx.g.reshape(v, (-1, v.shape[-1]))) for v in (x_, dy_))
+            rows = math.prod(x.shape[:-1])
+            x_, dy_ = (wide(ctx.g.reshape(v, (rows, v.shape[-1]))) for v in (x_, dy_))
         last = len(x_.shape) - 1
         order = _order(y)
         if rank == 2 and order.index(1) < order.index(0):

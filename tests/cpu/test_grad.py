@@ -822,3 +822,12 @@ def test_the_gradient_of_a_group_norm_of_no_images_is_zero() -> None:
     weight = torch.randn(6, requires_grad=True)
     cg.functional.group_norm(torch.randn(0, 6, 4), 3, weight).sum().backward()
     assert weight.grad is not None and weight.grad.shape == (6,) and not weight.grad.any()
+
+
+@pytest.mark.parametrize(("features", "results"), [(0, 3), (3, 0)])
+def test_a_linear_layer_of_no_features_has_gradients(features: int, results: int) -> None:
+    x = torch.randn(2, 2, features, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(results, features, dtype=torch.float64, requires_grad=True)
+    cg.functional.linear(x, weight).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape and not x.grad.any()
+    assert weight.grad is not None and weight.grad.shape == weight.shape
