@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -870,7 +869,7 @@ def _prepare(
             if last_use[name] == index and name not in spec.outputs
         }
         operands = tuple(place[name] for name in node.inputs)
-        prepare: _Prepare = partial(_widened, dtype=compute)
+        prepare: _Prepare | None = None
         if node.op == "aten":
             prepare = _for_torch(spec, node, compute, named_dtypes=dtype is None)
         steps.append((node.op, dict(node.attrs), operands, prepare, results, tuple(gone)))
@@ -887,7 +886,8 @@ def _prepare(
             given = [values[at] for at in operands]
             if op == "expand" and _need(given[0]).dim() == 0:
                 given = [torch.full((), _need(given[0]).item(), dtype=compute, device=device)]
-            made = RULES[op](prepare(given), attrs)
+            wide = _widened(given, compute) if prepare is None else prepare(given)
+            made = RULES[op](wide, attrs)
             several = made if isinstance(made, tuple) else (made,)
             for number, at, kept in results:
                 value = several[number]

@@ -31,8 +31,9 @@ def wants_calls(
         ):
             return True
         kind = type(held)
-        if nn.utils.parametrize.is_parametrized(held):
-            kind = kind.__bases__[0]  # of which torch has derived one for this module
-        if kind not in known:
+        if kind in known:
+            continue
+        # Of the kind of a module with parametrizations torch has derived one for it alone.
+        if not nn.utils.parametrize.is_parametrized(held) or kind.__bases__[0] not in known:
             return True
     return is_exporting()

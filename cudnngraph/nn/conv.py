@@ -8,7 +8,7 @@ keep the parameters, the running statistics and the names in the state dict, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -132,10 +132,18 @@ def _why_hooked(module: nn.Module) -> str:
     return ""
 
 
+def _places_of(
+    convs: tuple[type[nn.Module], ...],
+) -> Mapping[bool, tuple[Container[type[nn.Module]], ...]]:
+    """The kinds of a block's children, in order, with a norm and without."""
+    return {True: (convs, _NORMS, ACTIVATION_OF), False: (convs, ACTIVATION_OF)}
+
+
 class _Block(nn.Module):
     """What both blocks share: the children, and the way to torch and back."""
 
     _kinds: tuple[type[nn.Module], ...]
+    _places: Mapping[bool, tuple[Container[type[nn.Module]], ...]]  # by whether there is a norm
     policy: Policy | None
 
     def _hold(
@@ -202,12 +210,9 @@ class _Block(nn.Module):
         """Whether to run torch's modules: where one was replaced by, or changed to, what a graph
         has not, too."""
         modules: Any = self._modules
-        places = (
-            (self._kinds, _NORMS, ACTIVATION_OF)
-            if self._with_norm
-            else (self._kinds, ACTIVATION_OF)
-        )
-        if wants_calls(modules.values(), places) or modules["0"].padding_mode != "zeros":
+        if wants_calls(modules.values(), self._places[self._with_norm]):
+            return True
+        if modules["0"].padding_mode != "zeros":
             return True
         act = modules.get("2" if self._with_norm else "1")
         return type(act) is nn.Softplus and act.threshold != SOFTPLUS_THRESHOLD
@@ -319,7 +324,7 @@ class FusedConvBlock(_Block):
     x (N, C, spatial...) → (N, K, out...) in x's layout: channels_last gives channels_last.
     """
 
-    _kinds = CONVS
+    _kinds, _places = CONVS, _places_of(CONVS)
 
     def __init__(
         self,
@@ -386,7 +391,7 @@ class FusedConvTransposeBlock(_Block):
     The arguments stand in the order of torch's ConvTranspose2d, then those of the norm.
     """
 
-    _kinds = TRANSPOSED
+    _kinds, _places = TRANSPOSED, _places_of(TRANSPOSED)
 
     def __init__(
         self,
