@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
@@ -167,3 +168,42 @@ def test_a_fused_model_is_a_module_on_its_device() -> None:
     fused = Fused(model)
     y = fused(x)
     assert y.device == x.device and y.dtype == F16 and len(fused) == 1
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]
+    return F.scaled_dot_product_attention(*data)
+
+
+def _weighted(x: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(x, torch._weight_norm(v.contiguous(), g, 0))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["as given", "channels_last"])
+@pytest.mark.parametrize("name", ["attention", "weight norm", "layer norm"])
+def test_torchs_inner_ops_get_their_operands_as_they_lay_when_traced(name: str, last: bool) -> None:
+    """Trained by torch.compile: they read memory without asking how it lies."""
+    torch._dynamo.reset()
+    shapes = {
+        "attention": [(2, 4, 64, 96)] * 3,
+        "weight norm": [(2, 16, 9, 9), (8, 16, 3, 3), (8, 1, 1, 1)],
+        "layer norm": [(2, 5, 6, 64), (64,), (64,)],
+    }[name]
+    function: Callable[..., torch.Tensor] = {
+        "attention": _turned,
+        "weight norm": _weighted,
+        "layer norm": lambda x, w, b: F.layer_norm(x, (64,), w, b),
+    }[name]
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, device="cuda", dtype=F16) for shape in shapes]
+    if name == "weight norm":
+        leaves = [t.to(memory_format=torch.channels_last) for t in leaves]
+    leaves = [t.requires_grad_() for t in leaves]
+    options = {"channels_last": True} if last else {}
+    fast = torch.compile(function, backend="cudnngraph", options=options)
+    ours, theirs = fast(*leaves), function(*leaves)
+    grad = torch.randn_like(theirs)
+    found = [ours, *torch.autograd.grad(ours, leaves, grad)]
+    for a, b in zip(found, [theirs, *torch.autograd.grad(theirs, leaves, grad)], strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert float((a - b).float().norm()) <= 1e-2 * float(b.float().norm())

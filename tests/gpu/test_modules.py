@@ -437,3 +437,17 @@ def test_a_module_that_changes_between_calls_is_called_as_it_is(training: bool) 
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert block(x.float()).dtype == torch.bfloat16
     check(x)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_a_residual_of_a_wider_dtype_makes_the_sum_of_it(dtype: torch.dtype) -> None:
+    """Under autocast the convolution and its bias are in 16 bits, and what is added need not be."""
+    torch.manual_seed(0)
+    block = cg.FusedConvBlock(32, 32, 3, padding=1, norm=None).to("cuda")
+    x = torch.randn(2, 32, 14, 14, device="cuda")
+    with torch.autocast("cuda", dtype=dtype):
+        y, want = block(x, x), (block.conv(x) + x).relu()
+    assert y.dtype == want.dtype == F32
+    assert numerics.relative_error(y, want.double()) <= numerics.bound(dtype, terms=32 * 9)
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())
