@@ -186,6 +186,14 @@ class _Step:
     lost: list[Decision] = field(default_factory=list)
     built: int = 0
     in_vain: int = 0
+    compared: bool = False  # its fastest ways, side by side
+
+    def add(self, way: _Way) -> None:
+        """One more way; whatever was compared was not compared with it."""
+        self.ways.append(way)
+        self.compared = False
+        for each in self.ways:
+            each.final = False
 
     def best(self) -> _Way | None:
         """The fastest way, or one that is nearly as fast and needs less workspace."""
@@ -346,7 +354,7 @@ class _Search:
                 (way.time_us for way in step.ways if way.plan is not None), default=math.inf
             )
             step.in_vain = 0 if time_us < GAIN * least else step.in_vain + 1
-            step.ways.append(_Way(step.built, plan, choice, plan.workspace_bytes, time_us))
+            step.add(_Way(step.built, plan, choice, plan.workspace_bytes, time_us))
             return True
         return False
 
@@ -444,7 +452,6 @@ class _Search:
         graph, whole. The winner's plans are checked. Raises :class:`NotSupported` when every way to
         run the graph turned out wrong.
         """
-        compared: set[int] = set()
         checked: set[int] = set()
         while True:
             rivals = self.rivals(roots)
@@ -454,10 +461,11 @@ class _Search:
             least = min(rival.time_us for rival in rivals)
             close = [rival for rival in rivals if rival.time_us <= CLOSE * least]
             steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
-            if steps.keys() - compared:
-                for place in steps.keys() - compared:
-                    self._compare(steps[place])
-                compared |= steps.keys()
+            fresh = [step for step in steps.values() if not step.compared]
+            if fresh:
+                for step in fresh:
+                    self._compare(step)
+                    step.compared = True
                 continue
             if len(close) > 1:
                 chains = [
