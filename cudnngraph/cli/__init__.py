@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 
 from cudnngraph.backend.env import distribution_version
 from cudnngraph.cli import bench, doctor, explain, plan_dump, plans, tune
+from cudnngraph.cli.entries import UsageError
 from cudnngraph.errors import CudnnGraphError
 
 
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _call(argv)
         sys.stdout.flush()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except CudnnGraphError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

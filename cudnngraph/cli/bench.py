@@ -108,14 +108,6 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and show; see the module's description for the exit code."""
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
     unknown = [name for name in args.suites if name not in SUITES]
     if unknown:
         raise UsageError(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cudnngraph.cli.entries import UsageError
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.explain import Explanation, PlannedStep, describe, explain, refused, workspace
@@ -35,7 +36,7 @@ _STYLES = {"taken": "green", "barred": "dim"}
 _MODULE = "__cudnngraph_explain__"
 
 
-class Unusable(Exception):
+class Unusable(UsageError):
     """FILE or NAME names nothing that can be explained; the message says why."""
 
 
@@ -66,11 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans of every graph; see the module's description for the exit code."""
-    try:
-        found = load(args.file)
-    except Unusable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = load(args.file)
     explained = [explain(graph, args.target, allow_tf32=args.tf32) for graph in found]
     if args.json:
         body = {"schema": JSON_SCHEMA, "graphs": [each.to_dict() for each in explained]}

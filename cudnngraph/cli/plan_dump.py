@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for; see the parser's epilog for the exit code."""
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
     conditions = [parse_filter(text) for text in args.filter]
     if args.graph is not None and (args.id is None or args.graph.suffix not in draw.FORMATS):
         raise UsageError("--graph needs an ID, and a file that ends in .svg or .dot")

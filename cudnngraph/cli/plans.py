@@ -170,11 +170,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do one action; see its parser's epilog for the exit code."""
-    try:
-        return ACTIONS[args.plans_action](args)
-    except (UsageError, explain.Unusable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return ACTIONS[args.plans_action](args)
 
 
 def _days(text: str) -> float:

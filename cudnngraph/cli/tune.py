@@ -81,11 +81,7 @@ class Wanted:
 
 def run(args: argparse.Namespace) -> int:
     """Tune what is asked for and print what was found."""
-    try:
-        wanted = _wanted(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    wanted = _wanted(args)
     if not torch.cuda.is_available():
         print("error: torch sees no CUDA device, there is nothing to measure on", file=sys.stderr)
         return 1
