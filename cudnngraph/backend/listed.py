@@ -16,10 +16,8 @@ from typing import Any
 
 from ..ir import GraphSpec
 from ..policy import Policy
-from . import env
-from .known_bad import why_bad
 from .lower import Lowered, first_line
-from .plan import Candidate, restrict, why_excluded
+from .plan import Candidate, restrict, why_passed_over
 
 _REQUIRES = re.compile(r"Requires (\d+)")
 _DESELECTED = "Deselecting execution plan"
@@ -78,10 +76,7 @@ def examine(
             need = None if size is None else int(size.group(1))
             if _DESELECTED in str(error) and not message:
                 message = str(error)
-        bad = why_bad(
-            spec, candidate.choice.engine, env.cudnn_version(), allow_tf32=bool(policy.allow_tf32)
-        )
-        reason = why_excluded(candidate, policy) or bad or _why_not(message, need, policy)
+        reason = why_passed_over(candidate, spec, policy) or _why_not(message, need, policy)
         listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
     return tuple(listed)
 

@@ -862,8 +862,7 @@ def _sdpa(ctx: Context, node: Node) -> Sequence[Any]:
 
 def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
     ports = OPS[node.op].ports
-    q, k, v = (ctx.spec.tensors[str(_port(node, port))] for port in "qkv")
-    depths = {q.shape[3], v.shape[3]}
+    depths = {ctx.spec.tensors[str(_port(node, port))].shape[3] for port in "qv"}
     if any(depth % 16 or depth > 256 for depth in depths):
         raise _Refused(
             f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
@@ -871,10 +870,7 @@ def _sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
     seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
     if seq_q is not None or seq_kv is not None:
-        ones = [q.shape[0], 1, 1, 1]
-        options["use_padding_mask"] = True
-        options["seq_len_q"] = seq_q or ctx.constant(ones, q.shape[2], torch.int32)
-        options["seq_len_kv"] = seq_kv or ctx.constant(ones, k.shape[2], torch.int32)
+        options |= _lengths(ctx, node, seq_q, seq_kv)
     for name, value in _band_options(ctx, node).items():  # the frontend's names of them are shorter
         options[name.removeprefix("diagonal_band_")] = value
     data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))

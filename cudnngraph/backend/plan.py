@@ -380,12 +380,7 @@ class Proposals:
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
         """Build one, and launch it once; there is a plan when the outcome is accepted."""
         choice, graph = candidate.choice, self._lowered.graph
-        why = why_excluded(candidate, self._policy) or why_bad(
-            self.spec,
-            choice.engine,
-            env.cudnn_version(),
-            allow_tf32=bool(self._policy.allow_tf32),
-        )
+        why = why_passed_over(candidate, self.spec, self._policy)
         if why is not None:
             return Outcome(candidate, False, why), None
         try:
@@ -402,6 +397,13 @@ class Proposals:
         if failure is not None:
             return Outcome(candidate, False, failure, need), None
         return Outcome(candidate, True, "", need), plan
+
+
+def why_passed_over(candidate: Candidate, spec: GraphSpec, policy: Policy) -> str | None:
+    """Why a candidate is not even built: the policy bars it, or it is known to be wrong."""
+    return why_excluded(candidate, policy) or why_bad(
+        spec, candidate.choice.engine, env.cudnn_version(), allow_tf32=bool(policy.allow_tf32)
+    )
 
 
 def why_excluded(candidate: Candidate, policy: Policy) -> str | None:
