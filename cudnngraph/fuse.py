@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 from .errors import CannotImport, GraphError, PolicyError, WrongResult
 from .exported import Exported, export
 from .importer import Imported, convert
-from .ir import TensorSpec
+from .ir import TensorSpec, is_dense
 from .partition import LOW_PRECISION
 from .policy import Policy
 from .recorded import to_record
-from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile
+from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile, strided_copy
 from .select import FREE, Selection, StepPlan
 from .trial import TOLERANCE, relative_error
 
@@ -67,6 +67,7 @@ class Bound:
         self.inputs: list[torch.Tensor | None] = [None] * len(imported.inputs)
         self.written: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self._gapped: set[str] = set()  # results
         self.graph: Any = None
         self._call: Callable[[], None] = _nothing
         if executable is None or imported.spec is None:
@@ -80,6 +81,8 @@ class Bound:
                 self.inputs[place] = packed.image(given[name]) if packed else given[name]
         for name in imported.spec.outputs:
             self.written[name] = given[name] = _empty(tensors[name], device)
+            if not is_dense(tensors[name].shape, tensors[name].stride):
+                self._gapped.add(name)
         self.tensors = given
         self._call = executable.bind(**given)
         if capture:
@@ -99,7 +102,8 @@ class Bound:
         for result in self.imported.results:
             if isinstance(result, str):
                 made = self.written[result]
-                results.append(made if reuse else _copied(made))
+                copied = strided_copy if result in self._gapped else torch.clone
+                results.append(made if reuse else copied(made))
             else:
                 kind, value = result
                 value = tensors[value] if kind == "input" else value
@@ -111,24 +115,11 @@ def _nothing() -> None:
     pass
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same strides; torch's clone closes gaps."""
-    made = tensor.clone()
-    if made.stride() == tensor.stride():
-        return made
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
-
-
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where it begins at an address that plans do not take."""
     if tensor.data_ptr() % ALIGNMENT_BYTES == 0 or tensor.device.type == "cpu":
         return tensor
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return made.copy_(tensor)
+    return strided_copy(tensor)
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -682,7 +682,7 @@ class Executable:
             starts = [tensor.data_ptr() for tensor in values]
             for at, start in enumerate(starts):
                 if start % ALIGNMENT_BYTES:
-                    values[at] = _aligned_copy(values[at])
+                    values[at] = strided_copy(values[at])
                     starts[at] = values[at].data_ptr()
         if over:
             places = dict(over)
@@ -960,7 +960,8 @@ def _decided(decisions: Sequence[Decision]) -> Iterator[str]:
         yield f"{count} more plans {reason}"
 
 
-def _aligned_copy(tensor: torch.Tensor) -> torch.Tensor:
+def strided_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides in memory of its own; torch's clone closes gaps."""
     copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
