@@ -952,8 +952,7 @@ class Graph:
 
     def hardswish(self, x: Value) -> Value:
         """x * relu6(x + 3) / 6, as a composition."""
-        held = self.clamp(self.add(x, 3.0), 0.0, 6.0, strict=True)
-        return self.mul(x, self.mul(held, 1.0 / 6.0))
+        return self.mul(x, self.mul(self.relu6(self.add(x, 3.0)), 1.0 / 6.0))
 
     # -- arithmetic ----------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from .ir import (
     overlaps_itself,
     same_layout,
 )
-from .ops import FLOATS
+from .ops import FLOATS, SOFTPLUS_THRESHOLD
 from .partition import LOW_PRECISION
 
 
@@ -799,7 +799,7 @@ def _elu(c: _Conversion, a: Arguments) -> Value:
 
 
 def _softplus(c: _Conversion, a: Arguments) -> Value:
-    if a["threshold"] != 20:
+    if a["threshold"] != SOFTPLUS_THRESHOLD:
         raise _Skip
     return c.g.softplus(c.value(a["self"]), float(a["beta"]))
 

@@ -41,6 +41,9 @@ REQUIRED = inspect.Parameter.empty
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: From here on softplus is the identity, as torch has it by default.
+SOFTPLUS_THRESHOLD = 20
+
 #: The 8-bit floating formats: data of products and attention, results of quantize, nothing else.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (torch.int8, *FP8)

@@ -142,10 +142,14 @@ def _described(
     """The text, sizes and numbers of a call of the op. Sizes may be open, numbers are not."""
     forms = iter([(tensor.dim(), DTYPE_NAMES[tensor.dtype]) for tensor in tensors])
     places = [next(forms) if here else None for here in there]
-    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
+    sizes = _sizes(tensors)
     sizes += counts if build in _OPEN_COUNTS else map(int, counts)
     text = repr((build, places, static, policy, [bool(flag) for flag in wrt]))
     return text, sizes, [float(number) for number in numbers]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
 
 
 def _hint(size: Any) -> int:
@@ -275,8 +279,7 @@ def forward(
     counts: list[int],
     wrt: list[bool],
 ) -> list[Tensor]:
-    """Results, then what the gradient of the inputs marked in ``wrt`` needs, if
-    those have one."""
+    """Results, then what the gradient of the inputs marked in ``wrt`` needs, if those have one."""
     made = _made(*_described(tensors, build, there, static, policy, numbers, counts, wrt))
     return _run(made.executable("forward", tensors[0].device), tensors)
 
@@ -294,7 +297,7 @@ def _(
 ) -> list[Tensor]:
     text, sizes, fixed = _described(tensors, build, there, static, policy, numbers, counts, wrt)
     device = tensors[0].device
-    if _open([size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]):
+    if _open(_sizes(tensors)):
         spec = _made(text, sizes, fixed).forward
         shapes = _shapes(spec, tensors) if _is_dense(spec) else None
         if shapes is not None:

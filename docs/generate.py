@@ -1,9 +1,9 @@
 """Write the tables that come from the code: `python docs/generate.py`.
 
-README.md holds the table of environment variables, two of what was measured, plans and whole
-models, from the JSON in docs/results, and one of what the sample graphs run as, from
-docs/coverage.json; docs/ops.md the table of ops. Each stands between a pair of markers; a test
-holds that they say what the code and the files say.
+README.md holds the table of environment variables, its first numbers and two tables of what was
+measured, plans and whole models, from the JSON in docs/results, and one of what the sample graphs
+run as, from docs/coverage.json; docs/ops.md the table of ops. Each stands between a pair of
+markers; a test holds that they say what the code and the files say.
 """
 
 from __future__ import annotations

@@ -10,6 +10,16 @@ from torch import nn
 from ..exported import is_exporting
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether something waits for calls of a module, or of its gradient."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
 def wants_calls(
     children: Iterable[nn.Module | None], kinds: Iterable[Container[type[nn.Module]]]
 ) -> bool:
@@ -22,18 +32,12 @@ def wants_calls(
     for child, known in zip(children, kinds, strict=False):
         if child is None:
             continue
-        held: Any = child
-        if (
-            held._forward_hooks
-            or held._forward_pre_hooks
-            or held._backward_hooks
-            or held._backward_pre_hooks
-        ):
+        if has_hooks(child):
             return True
-        kind = type(held)
+        kind = type(child)
         if kind in known:
             continue
         # Of the kind of a module with parametrizations torch has derived one for it alone.
-        if not nn.utils.parametrize.is_parametrized(held) or kind.__bases__[0] not in known:
+        if not nn.utils.parametrize.is_parametrized(child) or kind.__bases__[0] not in known:
             return True
     return is_exporting()

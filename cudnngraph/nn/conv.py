@@ -17,10 +17,11 @@ from torch import nn
 from .. import functional
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
+from ..ops import SOFTPLUS_THRESHOLD
 from ..policy import Policy
 from ..specialize import Recent
 from . import sync
-from .children import wants_calls
+from .children import has_hooks, wants_calls
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (
@@ -77,7 +78,6 @@ _MODULES: Mapping[str, Callable[..., nn.Module]] = {
 }
 
 _NORMS = frozenset({*NORMS, nn.SyncBatchNorm})
-SOFTPLUS_THRESHOLD = 20  # from which on softplus is the identity, as torch has it by default
 
 
 def activation_module(kind: str | nn.Module | None, attrs: Attrs) -> nn.Module | None:
@@ -126,10 +126,8 @@ def why_no_activation(act: nn.Module) -> str:
 
 
 def _why_hooked(module: nn.Module) -> str:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name, None) for name in names):
-        return f"{type(module).__name__} has hooks, which a block would not call"
-    return ""
+    name = type(module).__name__
+    return f"{name} has hooks, which a block would not call" if has_hooks(module) else ""
 
 
 def _places_of(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from tests.models import turned
 
 EXACT = 1e-5
 
@@ -45,11 +46,6 @@ def trained_alike(function: Any, *given: torch.Tensor, **options: Any) -> None:
     grads = torch.autograd.grad((ours * scale).sum(), leaves)
     for a, b in zip(grads, torch.autograd.grad((theirs * scale).sum(), leaves), strict=True):
         assert distance(a, b) < EXACT
-
-
-def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]
-    return F.scaled_dot_product_attention(*data)
 
 
 class Patches(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
-from tests.models import Attends
+from tests.models import Attends, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -170,11 +170,6 @@ def test_a_fused_model_is_a_module_on_its_device() -> None:
     assert y.device == x.device and y.dtype == F16 and len(fused) == 1
 
 
-def _turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]
-    return F.scaled_dot_product_attention(*data)
-
-
 def _weighted(x: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return F.conv2d(x, torch._weight_norm(v.contiguous(), g, 0))
 
@@ -190,7 +185,7 @@ def test_torchs_inner_ops_get_their_operands_as_they_lay_when_traced(name: str, 
         "layer norm": [(2, 5, 6, 64), (64,), (64,)],
     }[name]
     function: Callable[..., torch.Tensor] = {
-        "attention": _turned,
+        "attention": turned,
         "weight norm": _weighted,
         "layer norm": lambda x, w, b: F.layer_norm(x, (64,), w, b),
     }[name]
