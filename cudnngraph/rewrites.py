@@ -27,6 +27,7 @@ from .ir import (
 )
 from .ops import OPS
 from .partition import LOW_PRECISION, Graph, is_anchor
+from .rows import in_memory_order
 from .views import is_view, order_of, view_place
 
 
@@ -34,7 +35,7 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
     views behind what a product's plan may do, and the strides and the offsets of packed sequences.
     """
-    made = slices(views_behind(views(wide_sums(numeric_masks(spec)))))
+    made = slices(views_behind(in_memory_order(views(wide_sums(numeric_masks(spec))))))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 

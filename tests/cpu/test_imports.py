@@ -23,6 +23,7 @@ LAYERS = (
     ("ops", "key", "exported"),
     ("views",),
     ("validate", "reference", "partition"),
+    ("rows",),
     ("rewrites",),
     ("graph", "backend", "dropped"),
     ("eager",),
@@ -50,7 +51,8 @@ SELECTION = {
     "progress": set(),
     "views": {"ir", "ops"},
     "partition": {"ir", "ops", "views"},
-    "rewrites": {"ir", "ops", "partition", "views"},
+    "rewrites": {"ir", "ops", "partition", "rows", "views"},
+    "rows": {"ir", "ops", "views"},
     "eager": {
         *("aten", "backend", "ir", "ops", "reference", "resample", "rewrites", "views"),
     },
