@@ -1362,6 +1362,35 @@ def _where(ctx: Context, node: Node) -> Any:
     return ctx.graph.binary_select(x, y, condition, name=node.name)
 
 
+#: gelu(x) is x Phi(x), and Phi(x) is (1 + tanh(x P(x^2))) / 2 with a smooth P: its coefficients,
+#: such that a float16 result is off by at most 0.61 of its last place, and by 1.1e-5 before that.
+#: The last one is above 0, so that what is large stays so.
+GELU_BY_TANH = (
+    *(7.977496651417489e-1, 3.653034702793871e-2, -1.1874516818155519e-4, -3.905139694881279e-5),
+    *(2.486155556973281e-6, -6.898024525715354e-8, 7.463564462897486e-10),
+)
+
+
+def _gelu(ctx: Context, node: Node) -> Any:
+    """By erf, but behind a matrix product that is rounded to 16 bits or less by tanh: erf there
+    takes longer than the product of a transformer's layer (an H200, 6304 x 768 by 768 x 3072: 53 us
+    with a bias alone, 86 with erf, 56 to 58 so)."""
+    (x,) = ctx.operands(node)
+    rounded = all(ctx.spec.tensors[name].dtype.itemsize < 4 for name in ctx.spec.outputs)
+    if not rounded or all(each.op != "matmul" for each in ctx.spec.nodes):
+        return ctx.graph.gelu(x, name=node.name)
+    like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
+    square = ctx.temporary(g.mul(x, x), like)
+    first, *rest = map(ctx.scalar, reversed(GELU_BY_TANH))
+    inner = ctx.temporary(g.mul(square, first), like)
+    for number, each in enumerate(rest, 1):
+        inner = ctx.temporary(g.add(inner, each), like)
+        inner = ctx.temporary(g.mul(x if number == len(rest) else square, inner), like)
+    half = ctx.scalar(0.5)
+    share = ctx.temporary(g.mul(ctx.temporary(g.tanh(inner), like), half), like)
+    return g.mul(x, ctx.temporary(g.add(share, half), like))
+
+
 def _gelu_tanh(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
     like = ctx.spec.tensors[str(node.inputs[0])]
@@ -1448,7 +1477,7 @@ RULES: Mapping[str, Rule] = {
     "relu": _call("relu"),
     "leaky_relu": _leaky_relu,
     "elu": _elu,
-    "gelu": _call("gelu"),
+    "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "silu": _call("swish"),
     "sigmoid": _call("sigmoid"),

@@ -146,3 +146,24 @@ def test_pixels_become_images_in_one_plan(dtype: torch.dtype) -> None:
     want = ((pixels.double() / 255 - mean.double()) / std.double()).permute(0, 3, 1, 2)
     assert y.is_contiguous(memory_format=LAST)
     assert numerics.relative_error(y, want) <= numerics.ROUNDOFF[dtype] * 1.01
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_gelu_behind_a_product_is_gelu_over_its_whole_range(dtype: torch.dtype) -> None:
+    """A product with the identity, so that every number of 16 bits is what gelu is of."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cuda").to(torch.int16)
+    x = bits.view(dtype).view(1024, 64)
+    x = torch.where(x.isfinite(), x, 0)
+    w = torch.eye(64, dtype=dtype, device="cuda")
+    g = cg.Graph("gelu")
+    g.output("y", g.gelu(g.matmul(g.input("x", like=x), g.input("w", like=w))))
+    exe = g.compile("cuda")
+    assert [step.choice is None for step in exe.steps] == [False]
+    wide = x.double()
+    want = wide * torch.special.erfc(-wide / 2**0.5) / 2
+    error = (exe(x=x, w=w).double() - want).abs()
+    rounding = numerics.ROUNDOFF[dtype] * want.abs() + 2.0**-25
+    assert float((error - rounding - 2e-6 * wide.abs().clamp_max(20.0)).max()) < 1.1e-5
+    strange = torch.tensor([float("inf"), float("nan")], dtype=dtype, device="cuda")
+    x[0, :2] = strange  # the product makes NaN of every number in its row
+    assert bool(exe(x=x, w=w)[0].isnan().all())
