@@ -9,6 +9,7 @@ CPU all are the time of the call.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,6 +172,10 @@ def measured(
     task: Task, device: torch.device, ceilings: Callable[[torch.dtype], Ceilings], *, quick: bool
 ) -> Row:
     """The row of a task. A contender that cannot run is left out with a note; ours may not fail."""
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # of one function with nine forms it would run the ninth eager
+        torch.compiler.reset()
     contest = task.prepare()
     notes = list(contest.notes)
     calls: dict[str, Call] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -133,6 +134,29 @@ def test_torch_compile_is_a_baseline_where_it_is_asked_for() -> None:
         cases.norm("rms_norm", 8, 16), Options(CPU, quick=True, compile_modes=("default",))
     )
     assert list(contest.calls) == ["reference", "eager", "torch.compile default"]
+
+
+def test_torch_compile_compiles_every_row_of_a_function() -> None:
+    """Of one function torch compiles eight forms, and runs the ninth as it is."""
+    compiled: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(inputs[0].shape[0])
+        return module.forward
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def contest(size: int) -> Contest:
+        x = torch.ones(size)
+        fast = torch.compile(double, backend=backend, dynamic=False)
+        return Contest({"ours": lambda: double(x), "fast": lambda: fast(x)}, "ours", "wall")
+
+    ceilings = CeilingsOf(CPU, quick=True)
+    for size in range(2, 14):
+        task = Task("s", str(size), functools.partial(contest, size))
+        measure.measured(task, CPU, ceilings, quick=True)
+    assert compiled == list(range(2, 14))
 
 
 def test_off_the_cpu_the_suites_have_the_cases_of_the_tables() -> None:
