@@ -1362,6 +1362,8 @@ def _where(ctx: Context, node: Node) -> Any:
     return ctx.graph.binary_select(x, y, condition, name=node.name)
 
 
+_PRODUCTS = frozenset({"conv", "conv_transpose", "matmul"})
+
 #: gelu(x) is x Phi(x), and Phi(x) is (1 + tanh(x P(x^2))) / 2 with a smooth P: its coefficients,
 #: such that a float16 result is off by at most 0.61 of its last place, and by 1.1e-5 before that.
 #: The last one is above 0, so that what is large stays so.
@@ -1372,12 +1374,12 @@ GELU_BY_TANH = (
 
 
 def _gelu(ctx: Context, node: Node) -> Any:
-    """By erf, but behind a matrix product that is rounded to 16 bits or less by tanh: erf there
-    takes longer than the product of a transformer's layer (an H200, 6304 x 768 by 768 x 3072: 53 us
-    with a bias alone, 86 with erf, 56 to 58 so)."""
+    """By erf, but behind a product that is rounded to 16 bits or less by tanh: erf there takes
+    longer than the product of a transformer's layer (an H200, 6304 x 768 by 768 x 3072: 53 us with
+    a bias alone, 86 with erf, 56 to 58 so)."""
     (x,) = ctx.operands(node)
     rounded = all(ctx.spec.tensors[name].dtype.itemsize < 4 for name in ctx.spec.outputs)
-    if not rounded or all(each.op != "matmul" for each in ctx.spec.nodes):
+    if not rounded or _PRODUCTS.isdisjoint(each.op for each in ctx.spec.nodes):
         return ctx.graph.gelu(x, name=node.name)
     like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
     square = ctx.temporary(g.mul(x, x), like)
