@@ -36,6 +36,7 @@ from .ir import (
 )
 from .ops import FLOATS, SOFTPLUS_THRESHOLD
 from .partition import LOW_PRECISION
+from .written import Written, attention_before
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _Conversion:
     keep_strides: bool
     pad_channels: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
-    opaque: list[Opaque] = field(default_factory=list)
+    opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     node: Any = None
@@ -365,7 +366,7 @@ class _Conversion:
         made = self.g.aten(operands, name, encoded, named)
         if len(self.g.problems) > mark[1]:
             raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
-        self.opaque.append(Opaque(name, self._line(node)))
+        self.opaque[self.g._nodes[-1].name] = Opaque(name, self._line(node))
         results = made if isinstance(made, tuple) else (made,)
         seen = node.meta.get("val")
         several = seen if isinstance(seen, (tuple, list)) else (seen,)
@@ -515,13 +516,14 @@ class _Conversion:
             self.g.drop_unused_inputs()
             spec = self.g.spec()
         there = set(() if spec is None else spec.inputs)
+        nodes = set(() if spec is None else (node.name for node in spec.nodes))
         by_place = {place: name for name, place in self._by_input.items() if name in there}
         return Imported(
             spec,
             tuple(by_place.get(place) for place in range(len(self.placeholders))),
             {name: tensor for name, tensor in self._kept.items() if name in there},
             tuple(results),
-            tuple(self.opaque),
+            tuple(each for name, each in self.opaque.items() if name in nodes),
             len(self.folded),
             {name: each for name, each in self._packed.items() if name in there},
         )
@@ -788,6 +790,13 @@ def _where(c: _Conversion, a: Arguments) -> Value:
     return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
 
 
+def _masked_fill(c: _Conversion, a: Arguments) -> Value:
+    x, number = c.value(a["self"]), c.operand(a["value"])
+    if isinstance(number, Value):
+        raise _Skip
+    return c.g.where(c.value(a["mask"]), number, x)
+
+
 def _gelu(c: _Conversion, a: Arguments) -> Value:
     return c.g.gelu(c.value(a["self"]), a["approximate"])
 
@@ -971,8 +980,74 @@ def _addmm(c: _Conversion, a: Arguments) -> Value:
 
 
 def _matmul(c: _Conversion, a: Arguments) -> Value:
+    attended = _written(c)
+    if attended is not None:
+        return attended
     other = a["mat2"] if "mat2" in a else a["other"]
     return c.g.matmul(c.value(a["self"]), c.value(other))
+
+
+def _written(c: _Conversion) -> Value | None:
+    """What a product is the end of, where that is attention of 16-bit data that the model writes
+    out; cuDNN's keeps the scores to itself."""
+    found = attention_before(c.node)
+    if found is None:
+        return None
+    mark = c.g.mark()
+    try:
+        made = _attention(c, found)
+    except (_Skip, GraphError):
+        made = None
+    if made is None or len(c.g.problems) > mark[1]:
+        c.g.undo(mark)
+        return None
+    return made
+
+
+def _attention(c: _Conversion, found: Written) -> Value | None:
+    q, key, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
+    rank, batch = len(q.shape), q.shape[:-2]
+    if q.dtype not in LOW_PRECISION or rank not in (3, 4):
+        return None
+    if any(x.shape[:-2] != batch or x.dtype != q.dtype for x in (key, v)):
+        return None
+
+    def heads(x: Any) -> Any:
+        """With a dim for the heads, one, where there is none."""
+        shape = x.shape
+        if rank == 4 or len(shape) < 3:
+            return x
+        shape = (shape[0], 1, *shape[1:])
+        return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
+
+    masks: list[Any] = [heads(c.env[node]) for node in found.added]
+    rows = (*batch, q.shape[-2], key.shape[-1])
+    causal = False
+    for node, hides, number in found.hidden:
+        mask = c.env[node]
+        if not isinstance(mask, torch.Tensor):  # unknown here, so as it is or not at all
+            if number != -math.inf or len(found.hidden) > 1 or masks:
+                return None
+            masks.append(heads(c.g.logical_not(mask) if hides else mask))
+            continue
+        keeps = ~mask if hides else mask
+        if bool((~keeps.expand(rows).any(-1)).any()):
+            return None  # where all is hidden the number makes it the mean
+        lower = torch.ones(rows[-2:], dtype=torch.bool, device=mask.device).tril()
+        if rows[-2] == rows[-1] and bool((keeps == lower).all()):
+            causal = True
+        elif masks or len(found.hidden) > 1:
+            zero = torch.zeros((), dtype=q.dtype, device=mask.device)
+            masks.append(torch.where(heads(keeps), zero, -math.inf))
+        else:
+            masks.append(heads(keeps))
+    total = None
+    for each in masks:
+        mask = c.value(each)
+        total = mask if total is None else c.g.add(total, mask)
+    k = c.g.transpose(key, rank - 2, rank - 1)
+    y = c.g.sdpa(heads(q), heads(k), heads(v), total, is_causal=causal, scale=found.scale)
+    return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
 
 
 def _layer_norm(c: _Conversion, a: Arguments) -> Any:
@@ -1231,6 +1306,7 @@ RULES: Mapping[str, Rule] = {
         "rsub": _rsub,
         "pow": _pow,
         "where": _where,
+        "masked_fill": _masked_fill,
         "linear": _linear,
         "addmm": _addmm,
         **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),

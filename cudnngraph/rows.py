@@ -172,7 +172,7 @@ class _Rows:
             renamed = replace(node, inputs=inputs)
             if node.op in _ARRANGE:
                 self._view(renamed)
-            elif not self._by_rows(renamed):
+            elif not self._by_rows(renamed) and not self._by_heads(renamed):
                 pairs = zip(node.operands, renamed.operands, strict=True)
                 alike = all(
                     self._spec.tensors[a].stride == self._tensors[b].stride for a, b in pairs
@@ -306,6 +306,48 @@ class _Rows:
         if list(rows) == memory or len(memory) >= MOST_DIMS:
             return None
         return mains, dims, memory
+
+    def _by_heads(self, node: Node) -> bool:
+        """Whether attention whose heads are counted with its batch was given both apart, which
+        strides can say of the heads of a projection."""
+        if node.op != "sdpa" or len(node.results) > 1 or node.attr("alibi"):
+            return False
+        mask, *others = node.inputs[3:]
+        if any(others) or (mask is not None and numel(self._tensors[mask].shape[:-2]) > 1):
+            return False
+        shown = [self._source(str(name)).dims for name in node.inputs[:3]]
+        parts = {tuple(n for n, _ in dims[0]) for dims in shown if len(dims[0]) > 1}
+        if len(parts) != 1 or any(dims[1] for dims in shown):
+            return False
+        (sizes,) = parts
+        shapes = [(*sizes, *self._tensors[str(name)].shape[2:]) for name in node.inputs[:3]]
+        wanted = [_regrouped(*each) for each in zip(shown, shapes, strict=True)]
+        if len(sizes) != 2 or any(dims is None or any(len(g) > 1 for g in dims) for dims in wanted):
+            return False
+        inputs = list(node.inputs)
+        for place, dims in enumerate(wanted):
+            assert dims is not None
+            root = self._tensors[self._source(str(node.inputs[place])).root]
+            label = f"{node.results[0]}_read{place}"
+            self._tensors[label] = TensorSpec(label, shapes[place], (), root.dtype)
+            if not self._show(root, dims, label):
+                return False
+            inputs[place] = label
+        name, made = node.results[0], f"{node.results[0]}_heads"
+        result, q = self._tensors[name], self._tensors[str(inputs[0])]
+        shape = (*sizes, *result.shape[2:])
+        stride = dense_strides(shape, memory_order(q.shape, q.stride))
+        form = TensorSpec(made, shape, stride, result.dtype)
+        self._tensors[made] = form
+        batch, head, *rest = _dims_of(form)
+        dims = (_merged((*batch, *head)), (), *rest)
+        if not self._show(form, dims, name):
+            return False
+        self._nodes.append(replace(node, inputs=tuple(inputs), outputs=(made, *node.outputs[1:])))
+        self._shown[name] = _Shown(made, dims)
+        if len(dims[0]) > 1:
+            self._copied.add(name)
+        return True
 
     def _keep(self, node: Node) -> None:
         """Put an op as it is; a view where its operand lies."""

@@ -19,7 +19,7 @@ LAYERS = (
     ("errors", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
     ("forms",),
-    ("aten", "tracer"),
+    ("aten", "tracer", "written"),
     ("ops", "key", "exported"),
     ("views",),
     ("validate", "reference", "partition"),

@@ -12,7 +12,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
-from tests.models import Attends, turned
+from tests.models import Attends, WritesAttention, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
         lambda: torch.randn(3, 64, 128, device="cuda", dtype=F16),
     ),
     "attention": (Attends, lambda: torch.randn(4, 32, 16, device="cuda", dtype=F16)),
+    "written": (WritesAttention, lambda: torch.randn(4, 32, 64, device="cuda", dtype=F16)),
     "convnext": (
         lambda: models.ConvNeXt((32, 64), (1, 2), 10),
         lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
@@ -56,6 +57,17 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     make, example = MODELS[name]
     return models.randomized(make()).cuda().half(), example()
+
+
+def test_attention_that_is_written_out_runs_as_plans() -> None:
+    """Both of it, and nothing is copied on the way."""
+    model, x = made("written")
+    report = cg.fuse(model, x).report
+    assert report is not None and not report.opaque
+    kinds = [(kind, ops) for kind, ops, _, _ in report.rows() if kind != "view"]
+    assert [ops for _, ops in kinds if "sdpa" in ops] == ["sdpa"] * 2
+    assert all(kind == "cuDNN" for kind, ops in kinds if "sdpa" in ops)
+    assert not [ops for _, ops in kinds if ops in ("reshape", "permute", "transpose")]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,149 @@
+"""Attention that a model writes out, found in its graph of ATen ops.
+
+softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
+what is added to it or hidden of it, softmax along the keys, and a product with v. Where nobody
+reads what lies between, it is one op (:func:`attention_before`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import forms
+
+Node = torch.fx.Node
+HIDES = -1e4  # a number at most this makes a weight of nothing
+
+_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
+_SCALES = frozenset({"aten.mul", "aten.div"})
+_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten.special_softmax"})
+_SAME = frozenset(
+    {
+        *("aten._to_copy", "aten.to", "aten.clone", "aten.contiguous", "aten.alias"),
+        *("aten.detach", "aten.dropout"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Attention as a model writes it: q (..., S, D), the transposed k (..., D, T), v (..., T, D);
+    what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
+    boolean mask, whether it is True where it hides, and the number that stands there then."""
+
+    query: Node
+    key: Node
+    value: Node
+    scale: float
+    added: tuple[Node, ...]
+    hidden: tuple[tuple[Node, bool, float], ...]
+
+
+def attention_before(node: Node) -> Written | None:
+    """The attention that ends with the product ``node``, None where there is none."""
+    if len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
+        return None
+    weights: Any
+    value: Any
+    weights, value = node.args[:2]
+    softmax = _behind(weights)
+    if softmax is None or _packet(softmax) not in _SOFTMAX:
+        return None
+    given = forms.named(softmax.target, softmax.args, softmax.kwargs)
+    seen = softmax.meta["val"]
+    if given["dim"] not in (-1, seen.dim() - 1) or not _is_float(softmax):
+        return None
+    added: list[Node] = []
+    hidden: list[tuple[Node, bool, float]] = []
+    scale = 1.0
+    scores = _behind(softmax.args[0])
+    while scores is not None and _packet(scores) not in _PRODUCTS:
+        if scores.meta["val"].shape != seen.shape:
+            return None
+        kind, (first, *rest) = _packet(scores), scores.args
+        given = forms.named(scores.target, scores.args, scores.kwargs)
+        number: Any = rest[0] if len(rest) == 1 and _is_number(rest[0]) else None
+        if kind in _SCALES and number and given.get("rounding_mode") is None:
+            scale = scale * number if kind == "aten.mul" else scale / number
+        elif kind == "aten.add" and scale == 1.0 and given.get("alpha", 1) == 1:
+            pair = [each for each in scores.args[:2] if isinstance(each, Node)]
+            mains = [each for each in pair if _is_scores(each)]
+            if len(pair) != 2 or len(mains) != 1:
+                return None
+            (first,) = mains
+            added += [each for each in pair if each is not first]
+        elif kind == "aten.masked_fill" and scale == 1.0:
+            hidden.append((given["mask"], True, _number(given["value"])))
+        elif kind == "aten.where" and scale == 1.0:
+            first = given["self"]
+            hidden.append((given["condition"], False, _number(given["other"])))
+        else:
+            return None
+        scores = _behind(first)
+    if scores is None or not all(isinstance(mask, Node) and n <= HIDES for mask, _, n in hidden):
+        return None
+    query, key = scores.args[:2]
+    if not isinstance(query, Node) or not isinstance(key, Node):
+        return None
+    kind = _packet(query) if len(query.users) == 1 else ""
+    if kind in _SCALES and isinstance(query.args[0], Node):
+        number = query.args[1]
+        if _is_number(number) and number and "rounding_mode" not in query.kwargs:
+            scale = scale * number if kind == "aten.mul" else scale / number
+            query = query.args[0]
+    if not math.isfinite(scale):
+        return None
+    return Written(query, key, value, scale, tuple(added), tuple(hidden))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    """A number, or that of a tensor which is made of one; else NaN."""
+    while isinstance(value, Node) and _packet(value) in _SAME:
+        value = value.args[0]
+    if isinstance(value, Node) and _packet(value) == "aten.scalar_tensor":
+        value = value.args[0]
+    elif isinstance(value, Node) and _packet(value) == "aten.full" and not value.args[0]:
+        value = value.args[1]
+    return float(value) if _is_number(value) else math.nan
+
+
+def _packet(node: Node) -> str:
+    return str(node.target).rpartition(".")[0]
+
+
+def _is_float(node: Node) -> bool:
+    return node.meta["val"].dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _behind(node: Any) -> Node | None:
+    """What a node gives on, in whatever float dtype; None where others read it too."""
+    while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
+            return None
+        if _packet(node) not in _SAME:
+            return node
+        node = node.args[0]
+    return None
+
+
+def _is_scores(node: Node) -> bool:
+    """Whether a product is at the end of the ops that may stand between it and softmax."""
+    at: Any = node
+    while (found := _behind(at)) is not None:
+        kind = _packet(found)
+        if kind in _PRODUCTS:
+            return True
+        if kind == "aten.add":
+            return any(_is_scores(each) for each in found.args[:2] if isinstance(each, Node))
+        if kind not in {*_SCALES, "aten.masked_fill", "aten.where"}:
+            return False
+        at = found.args[1 if kind == "aten.where" else 0]
+    return False

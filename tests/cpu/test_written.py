@@ -1,0 +1,230 @@
+"""Attention that models write out: one op, and the same numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.importer import Imported, import_model
+from cudnngraph.rewrites import prepared
+from cudnngraph.runtime import canonical
+from tests.cpu.test_rows import copies
+from tests.cpu.test_views_behind import ops, same_numbers
+
+B, H, S, D = 2, 4, 10, 8
+E = H * D
+Scores = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Written(nn.Module):
+    """Self-attention whose weights ``weigh`` makes of q and k."""
+
+    def __init__(self, weigh: Scores) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weigh = weigh
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.dropout = nn.Dropout(0.1)
+        self.bias = nn.Parameter(torch.randn(1, H, S, S))
+        self.register_buffer("lower", torch.ones(S, S).tril().view(1, 1, S, S))
+        self.register_buffer("band", torch.ones(S, S).tril(2).triu(-2).bool())
+        self.register_buffer("empty", (torch.arange(S) == 3).view(S, 1).expand(S, S).contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, S, E) → (B, S, E)."""
+        q, k, v = self.qkv(x).view(-1, S, 3, H, D).permute(2, 0, 3, 1, 4)
+        y = self.dropout(self.weigh(self, q, k)) @ v
+        return self.out(y.transpose(1, 2).reshape(-1, S, E))
+
+
+def plain(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax(q @ k.transpose(-2, -1) / math.sqrt(D), dim=-1)
+
+
+def in_float32(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) * D**-0.5
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+
+
+def scaled_before(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return ((q * D**-0.5) @ k.transpose(-2, -1) + m.bias).softmax(3)
+
+
+def causal(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(D))
+    return F.softmax(scores.masked_fill(m.lower[:, :, :S, :S] == 0, float("-inf")), dim=-1)
+
+
+def banded(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1) / 2.0
+    return torch.where(m.band, scores, -1e4).softmax(-1)
+
+
+def filled(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    nothing = torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
+    return torch.where(m.band, q @ k.transpose(-2, -1), nothing).softmax(-1)
+
+
+def masked_and_biased(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~m.band, -6e4) + m.bias
+    return F.softmax(scores.float(), dim=-1).type_as(q)
+
+
+def by_numbers_of_the_input(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    hidden = q[:, :1, :1, 0].unsqueeze(-1) > 1e3  # nothing
+    return (q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf).softmax(-1)
+
+
+def half() -> torch.Tensor:
+    return torch.randn(B, S, E, generator=torch.Generator().manual_seed(1)).half()
+
+
+def imported(weigh: Scores, x: torch.Tensor | None = None) -> Imported:
+    x = half() if x is None else x
+    model = Written(weigh).to(x.dtype).eval()
+    errors = cg.fuse(model, x).report.errors  # type: ignore[union-attr]  # checked in float64
+    assert errors[0][0] < 1e-3
+    found = import_model(model, (x,))
+    assert found.spec is not None
+    return found
+
+
+WRITTEN: dict[Scores, dict[str, Any]] = {
+    plain: {"scale": 1 / math.sqrt(D)},
+    in_float32: {"scale": D**-0.5},
+    scaled_before: {"scale": D**-0.5, "mask": (1, H, S, S)},
+    causal: {"scale": 1 / math.sqrt(D), "window": (None, 0)},
+    banded: {"scale": 0.5, "mask": (S, S)},
+    filled: {"scale": 1.0, "mask": (S, S)},
+    masked_and_biased: {"scale": 1 / 3.0, "mask": (1, H, S, S)},
+    by_numbers_of_the_input: {"scale": 1.0, "mask": (B, 1, 1, 1)},
+}
+
+
+@pytest.mark.parametrize("weigh", WRITTEN, ids=lambda weigh: weigh.__name__)
+def test_attention_that_is_written_out_is_one_op(weigh: Scores) -> None:
+    found, want = imported(weigh), WRITTEN[weigh]
+    spec = found.spec
+    assert spec is not None
+    assert found.opaque == ()
+    assert "softmax" not in ops(spec) and ops(spec).count("matmul") == 2
+    (node,) = (node for node in spec.nodes if node.op == "sdpa")
+    assert node.attr("scale") == pytest.approx(want["scale"], rel=1e-12)
+    assert node.attr("window") == want.get("window")
+    mask = node.inputs[3]
+    assert (None if mask is None else spec.tensors[mask].shape) == want.get("mask")
+
+
+def kept_scores(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1)
+    return F.softmax(scores, dim=-1) + 0.0 * scores.amax()
+
+
+def mask_before_scale(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1) + m.bias) / math.sqrt(D), dim=-1)
+
+
+def along_queries(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax(q @ k.transpose(-2, -1), dim=-2)
+
+
+def a_row_of_nothing(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Hidden altogether by a number: the mean of v, not nothing."""
+    return F.softmax((q @ k.transpose(-2, -1)).masked_fill(m.empty, -1e4), dim=-1)
+
+
+def hardly_hidden(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)).masked_fill(m.band, -10.0), dim=-1)
+
+
+def squared(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)).square(), dim=-1)
+
+
+def by_a_number_where_it_is_not_known(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    hidden = q[:, :1, :1, 0].unsqueeze(-1) > 0.0
+    return (q @ k.transpose(-2, -1)).masked_fill(hidden, -1e4).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        *(kept_scores, mask_before_scale, along_queries, a_row_of_nothing, hardly_hidden, squared),
+        by_a_number_where_it_is_not_known,
+    ],
+    ids=lambda weigh: weigh.__name__,
+)
+def test_what_is_not_quite_attention_stays_as_written(weigh: Scores) -> None:
+    spec = imported(weigh).spec
+    assert spec is not None
+    assert "sdpa" not in ops(spec) and ops(spec).count("matmul") == 4
+
+
+def test_attention_in_float32_stays_as_written() -> None:
+    spec = imported(plain, half().float()).spec
+    assert spec is not None and "sdpa" not in ops(spec)
+
+
+class Block(nn.Module):
+    """torch's attention as most call it: the weights are asked for and not taken."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(E)
+        self.attention = nn.MultiheadAttention(E, H, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.attention(y, y, y)[0]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_attention_with_weights_is_attention_without_copies(batch_first: bool) -> None:
+    """Its heads are counted with the batch; they are given apart, where they lie."""
+    model = Block(batch_first=batch_first).half().eval()
+    report = cg.fuse(model, half()).report
+    assert report is not None and report.opaque == ()
+    found = import_model(model, (half(),))
+    assert found.spec is not None
+    spec = canonical(found.spec)
+    ready = prepared(spec)
+    same_numbers(spec, ready)
+    assert copies(ready) == []
+    assert [op for op in ops(ready) if op not in ("reshape", "permute", "transpose", "slice")] == [
+        *("layer_norm", "matmul", "add", "sdpa", "matmul", "add", "add")
+    ]
+    (node,) = (node for node in ready.nodes if node.op == "sdpa")
+    batch = B if batch_first else S
+    rows = S if batch_first else B
+    assert ready.tensors[node.operands[0]].shape == (batch, H, rows, D)
+
+
+@pytest.mark.parametrize("kind", ["plain", "mask", "masks", "alibi"])
+def test_heads_are_told_apart_where_nothing_depends_on_them(kind: str) -> None:
+    g = cg.Graph("heads")
+    x, w = g.input("x", (S * B, E), torch.float16), g.input("w", (E, 3 * E), torch.float16)
+    packed = g.reshape(g.matmul(x, w), (S, B, 3 * E))
+    parts = []
+    for number in range(3):
+        part = g.slice(packed, 2, number * E, (number + 1) * E)
+        part = g.transpose(g.reshape(part, (S, B * H, D)), 0, 1)
+        parts.append(g.reshape(part, (B * H, 1, S, D)))
+    masks = {"mask": (1, 1, S, S), "masks": (B * H, 1, S, S)}
+    mask = g.input("m", masks[kind], torch.float16) if kind in masks else None
+    o = g.sdpa(*parts, mask, alibi=kind == "alibi")
+    g.output("o", g.reshape(g.transpose(g.reshape(o, (B * H, S, D)), 0, 1), (S, B, E)))
+    spec = canonical(g.spec())
+    ready = prepared(spec)
+    same_numbers(spec, ready)
+    (node,) = (node for node in ready.nodes if node.op == "sdpa")
+    apart = kind in ("plain", "mask")
+    assert ready.tensors[node.operands[0]].shape == ((B, H, S, D) if apart else (B * H, 1, S, D))
+    assert len(copies(ready)) == (0 if apart else 3)
