@@ -1021,8 +1021,10 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
+    if not all(each.dtype.is_floating_point for each in masks):
+        return None
     rows = (*batch, q.shape[-2], key.shape[-1])
-    causal = False
+    causal, known, left = False, [], None
     for node, hides, number in found.hidden:
         mask = c.env[node]
         if not isinstance(mask, torch.Tensor):  # unknown here, so as it is or not at all
@@ -1030,14 +1032,16 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
                 return None
             masks.append(heads(c.g.logical_not(mask) if hides else mask))
             continue
-        keeps = ~mask if hides else mask
-        if bool((~keeps.expand(rows).any(-1)).any()):
-            return None  # where all is hidden the number makes it the mean
-        lower = torch.ones(rows[-2:], dtype=torch.bool, device=mask.device).tril()
+        known.append(~mask if hides else mask)
+        left = known[-1] if left is None else left & known[-1]
+    if left is not None and bool((~left.expand(rows).any(-1)).any()):
+        return None  # where all is hidden the number makes it the mean
+    for keeps in known:
+        lower = torch.ones(rows[-2:], dtype=torch.bool, device=keeps.device).tril()
         if rows[-2] == rows[-1] and bool((keeps == lower).all()):
             causal = True
-        elif masks or len(found.hidden) > 1:
-            zero = torch.zeros((), dtype=q.dtype, device=mask.device)
+        elif masks or len(known) > 1:
+            zero = torch.zeros((), dtype=q.dtype, device=keeps.device)
             masks.append(torch.where(heads(keeps), zero, -math.inf))
         else:
             masks.append(heads(keeps))

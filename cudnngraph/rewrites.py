@@ -74,7 +74,8 @@ def _with_views_behind(graph: Graph, node: Node) -> Graph:
     for shown in node.operands:
         chain, name = _views_of(graph, shown)
         whole = all(tensors[each].numel == result.numel for each in (name, shown))
-        if not chain or not whole or not _of_product(graph, name):
+        parts = any(view.op == "slice" for view in chain)
+        if not chain or parts or not whole or not _of_product(graph, name):
             continue
         found = _shown_back(node, shown, chain, tensors)
         if found is None:

@@ -287,17 +287,19 @@ class _Rows:
         if not mains:
             return None
         columns = tensors[str(node.inputs[mains[0]])].shape[-1]
-        for place, name in enumerate(node.inputs):
-            if name is None or place in mains or node.op == "matmul":
-                continue
-            if tensors[name].numel > 1 and tensors[name].shape != (columns,):
-                return None
+        others = [name for place, name in enumerate(node.inputs) if name and place not in mains]
+        numbers = [name for name in others if tensors[name].numel == 1]
+        vectors = [tensors[name].shape == (columns,) for name in others if name not in numbers]
+        if not all(vectors) and node.op != "matmul":
+            return None
         shown = {self._source(str(node.inputs[place])).dims for place in mains}
         dims = shown.pop()
         if shown or dims[-1] != ((columns, 1),):
             return None
         rows = _merged([atom for group in dims[:-1] for atom in group])
         memory = sorted(rows, key=lambda atom: -atom[1])
+        if any(len(tensors[str(name)].shape) > len(memory) + 1 for name in numbers):
+            return None
         step = columns
         for n, s in reversed(memory):
             if s != step:

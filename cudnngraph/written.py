@@ -16,7 +16,7 @@ import torch
 from . import forms
 
 Node = torch.fx.Node
-HIDES = -1e4  # a number at most this makes a weight of nothing
+HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the other scores are
 
 _PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
 _SCALES = frozenset({"aten.mul", "aten.div"})
@@ -84,8 +84,11 @@ def attention_before(node: Node) -> Written | None:
         else:
             return None
         scores = _behind(first)
-    if scores is None or not all(isinstance(mask, Node) and n <= HIDES for mask, _, n in hidden):
+    if scores is None or scores.meta["val"].shape != seen.shape:
         return None
+    for mask, _, number in hidden:
+        if not isinstance(mask, Node) or not number <= (HIDES if not added else -math.inf):
+            return None  # beside what is added a number may be more than what it hides
     query, key = scores.args[:2]
     if not isinstance(query, Node) or not isinstance(key, Node):
         return None

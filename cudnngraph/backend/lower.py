@@ -1365,7 +1365,8 @@ def _where(ctx: Context, node: Node) -> Any:
 _PRODUCTS = frozenset({"conv", "conv_transpose", "matmul"})
 
 #: gelu(x) is x Phi(x), and Phi(x) is (1 + tanh(x P(x^2))) / 2 with a smooth P: its coefficients,
-#: such that a float16 result is off by at most 0.61 of its last place, and by 1.1e-5 before that.
+#: such that a float16 result is off by at most 0.61 of its last place, and by 1.1e-5 before that,
+#: but for what tanh itself is rounded by, which shows where results are next to nothing.
 #: The last one is above 0, so that what is large stays so.
 GELU_BY_TANH = (
     *(7.977496651417489e-1, 3.653034702793871e-2, -1.1874516818155519e-4, -3.905139694881279e-5),

@@ -153,6 +153,26 @@ def test_graphs_that_copy_nothing_are_given_back() -> None:
     assert in_memory_order(spec) is spec
 
 
+@pytest.mark.parametrize("dims", [0, 1, 3, 4])
+def test_a_number_of_whatever_dims_scales_rows(dims: int) -> None:
+    g = cg.Graph("scaled")
+    x = g.input("x", (3, 6, 1, E), F16, stride=(E, 3 * E, E, 1))
+    y = g.mul(x, g.input("s", (1,) * dims, F16))
+    y = g.matmul(g.reshape(y, (18, E)), g.input("w", (E, E), F16))
+    r = g.input("r", (3, 6, E), F16, stride=(E, 3 * E, 1))
+    g.output("y", g.add(g.reshape(y, (3, 6, E)), r))
+    spec = canonical(g.spec())
+    same_numbers(spec, prepared(spec))
+
+
+def test_a_slice_of_all_of_a_product() -> None:
+    g = cg.Graph("slice")
+    y = g.matmul(g.input("x", (S, E), F16), g.input("w", (E, E), F16))
+    g.output("y", g.add(g.slice(y, 0, 0, None), g.input("r", (S, E), F16)))
+    spec = canonical(g.spec())
+    same_numbers(spec, prepared(spec))
+
+
 CHAIN = st.lists(
     st.sampled_from(
         [

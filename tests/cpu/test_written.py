@@ -64,7 +64,7 @@ def causal(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def banded(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     scores = q @ k.transpose(-2, -1) / 2.0
-    return torch.where(m.band, scores, -1e4).softmax(-1)
+    return torch.where(m.band, scores, -5e4).softmax(-1)
 
 
 def filled(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def filled(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def masked_and_biased(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~m.band, -6e4) + m.bias
+    scores = (q @ k.transpose(-2, -1) / 3.0).masked_fill(~m.band, -math.inf) + m.bias
     return F.softmax(scores.float(), dim=-1).type_as(q)
 
 
@@ -137,7 +137,7 @@ def along_queries(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def a_row_of_nothing(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Hidden altogether by a number: the mean of v, not nothing."""
-    return F.softmax((q @ k.transpose(-2, -1)).masked_fill(m.empty, -1e4), dim=-1)
+    return F.softmax((q @ k.transpose(-2, -1)).masked_fill(m.empty, -6e4), dim=-1)
 
 
 def hardly_hidden(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -148,16 +148,33 @@ def squared(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return F.softmax((q @ k.transpose(-2, -1)).square(), dim=-1)
 
 
+def hidden_by_two(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Each leaves every row something, both together leave the first row nothing."""
+    scores = (q @ k.transpose(-2, -1)).masked_fill(m.lower == 0, -6e4)
+    return scores.masked_fill(torch.arange(S) == 0, -6e4).softmax(-1)
+
+
+def a_number_and_what_is_added(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    padding = torch.where(torch.arange(S) == 0, -6e4, 0.0).to(q.dtype)
+    scores = torch.where(m.lower > 0, q @ k.transpose(-2, -1), -6e4) + padding
+    return scores.float().softmax(-1).to(q.dtype)
+
+
+def a_boolean_that_is_added(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax(q @ k.transpose(-2, -1) + m.band, dim=-1)
+
+
 def by_a_number_where_it_is_not_known(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     hidden = q[:, :1, :1, 0].unsqueeze(-1) > 0.0
-    return (q @ k.transpose(-2, -1)).masked_fill(hidden, -1e4).softmax(-1)
+    return (q @ k.transpose(-2, -1)).masked_fill(hidden, -6e4).softmax(-1)
 
 
 @pytest.mark.parametrize(
     "weigh",
     [
         *(kept_scores, mask_before_scale, along_queries, a_row_of_nothing, hardly_hidden, squared),
-        by_a_number_where_it_is_not_known,
+        *(by_a_number_where_it_is_not_known, hidden_by_two, a_number_and_what_is_added),
+        a_boolean_that_is_added,
     ],
     ids=lambda weigh: weigh.__name__,
 )
@@ -165,6 +182,15 @@ def test_what_is_not_quite_attention_stays_as_written(weigh: Scores) -> None:
     spec = imported(weigh).spec
     assert spec is not None
     assert "sdpa" not in ops(spec) and ops(spec).count("matmul") == 4
+
+
+def test_scores_that_the_mask_repeats_stay_as_written() -> None:
+    def three_masks(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-2, -1)
+        return F.softmax(scores.masked_fill(~m.band.expand(3, 1, S, S), -math.inf), dim=-1)
+
+    spec = imported(three_masks, half()[:1]).spec
+    assert spec is not None and "sdpa" not in ops(spec)
 
 
 def test_attention_in_float32_stays_as_written() -> None:
