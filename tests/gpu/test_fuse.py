@@ -207,7 +207,7 @@ def test_torchs_inner_ops_get_their_operands_as_they_lay_when_traced(name: str, 
         leaves = [t.to(memory_format=torch.channels_last) for t in leaves]
     leaves = [t.requires_grad_() for t in leaves]
     options = {"channels_last": True} if last else {}
-    fast = torch.compile(function, backend="cudnngraph", options=options)
+    fast = torch.compile(function, backend=backend, options=options)
     ours, theirs = fast(*leaves), function(*leaves)
     grad = torch.randn_like(theirs)
     found = [ours, *torch.autograd.grad(ours, leaves, grad)]
