@@ -244,25 +244,37 @@ class _Rows:
         wanted = (*((atom,) for atom in memory), dims[-1])
         inputs = list(node.inputs)
         for place in mains:
-            root = self._tensors[self._source(str(inputs[place])).root]
-            if root.shape == shape and _dims_of(root) == wanted:
-                inputs[place] = root.name
-                continue
-            label = f"{name}_read{place}"
-            self._tensors[label] = TensorSpec(label, shape, (), root.dtype)
-            if not self._show(root, wanted, label):
-                del self._tensors[label]
+            inputs[place] = self._read(node, place, shape, wanted)
+            if inputs[place] is None:
                 return False
-            inputs[place] = label
-        wide, made = result.shape[-1], f"{name}_rows"
+        wide = result.shape[-1]
         shape = (*shape[:-1], wide)
-        lead = tuple(tuple((n, s // columns * wide) for n, s in group) for group in dims[:-1])
-        self._tensors[made] = TensorSpec(made, shape, contiguous_strides(shape), result.dtype)
-        if not self._show(self._tensors[made], (*lead, ((wide, 1),)), name):
+        lead = (tuple((n, s // columns * wide) for n, s in group) for group in dims[:-1])
+        made = TensorSpec(f"{name}_rows", shape, contiguous_strides(shape), result.dtype)
+        return self._put(node, inputs, made, (*lead, ((wide, 1),)))
+
+    def _read(self, node: Node, place: int, shape: tuple[int, ...], dims: Dims) -> str | None:
+        """What shows ``dims`` of the memory that an operand of a node is of; None for nothing."""
+        root = self._tensors[self._source(str(node.inputs[place])).root]
+        if root.shape == shape and _dims_of(root) == dims:
+            return root.name
+        label = f"{node.results[0]}_read{place}"
+        self._tensors[label] = TensorSpec(label, shape, (), root.dtype)
+        if self._show(root, dims, label):
+            return label
+        del self._tensors[label]
+        return None
+
+    def _put(self, node: Node, inputs: Sequence[str | None], made: TensorSpec, dims: Dims) -> bool:
+        """Put an op that reads and makes others, and what shows ``dims`` of that as its result."""
+        name = node.results[0]
+        self._tensors[made.name] = made
+        if not self._show(made, dims, name):
             return False
-        self._nodes.append(replace(node, inputs=tuple(inputs), outputs=(made, *node.outputs[1:])))
-        self._shown[name] = _Shown(made, (*lead, ((wide, 1),)))
-        if any(len(group) > 1 for group in lead):
+        outputs = (made.name, *node.outputs[1:])
+        self._nodes.append(replace(node, inputs=tuple(inputs), outputs=outputs))
+        self._shown[name] = _Shown(made.name, dims)
+        if any(len(group) > 1 for group in dims):
             self._copied.add(name)
         return True
 
@@ -322,34 +334,21 @@ class _Rows:
         if len(parts) != 1 or any(dims[1] for dims in shown):
             return False
         (sizes,) = parts
-        shapes = [(*sizes, *self._tensors[str(name)].shape[2:]) for name in node.inputs[:3]]
-        wanted = [_regrouped(*each) for each in zip(shown, shapes, strict=True)]
-        if len(sizes) != 2 or any(dims is None or any(len(g) > 1 for g in dims) for dims in wanted):
-            return False
         inputs = list(node.inputs)
-        for place, dims in enumerate(wanted):
-            assert dims is not None
-            root = self._tensors[self._source(str(node.inputs[place])).root]
-            label = f"{node.results[0]}_read{place}"
-            self._tensors[label] = TensorSpec(label, shapes[place], (), root.dtype)
-            if not self._show(root, dims, label):
+        for place, dims in enumerate(shown):
+            shape = (*sizes, *self._tensors[str(node.inputs[place])].shape[2:])
+            apart = _regrouped(dims, shape)
+            if len(sizes) != 2 or apart is None or any(len(group) > 1 for group in apart):
                 return False
-            inputs[place] = label
-        name, made = node.results[0], f"{node.results[0]}_heads"
-        result, q = self._tensors[name], self._tensors[str(inputs[0])]
+            inputs[place] = self._read(node, place, shape, apart)
+            if inputs[place] is None:
+                return False
+        result, q = self._tensors[node.results[0]], self._tensors[str(inputs[0])]
         shape = (*sizes, *result.shape[2:])
         stride = dense_strides(shape, memory_order(q.shape, q.stride))
-        form = TensorSpec(made, shape, stride, result.dtype)
-        self._tensors[made] = form
-        batch, head, *rest = _dims_of(form)
-        dims = (_merged((*batch, *head)), (), *rest)
-        if not self._show(form, dims, name):
-            return False
-        self._nodes.append(replace(node, inputs=tuple(inputs), outputs=(made, *node.outputs[1:])))
-        self._shown[name] = _Shown(made, dims)
-        if len(dims[0]) > 1:
-            self._copied.add(name)
-        return True
+        made = TensorSpec(f"{result.name}_heads", shape, stride, result.dtype)
+        batch, head, *rest = _dims_of(made)
+        return self._put(node, inputs, made, (_merged((*batch, *head)), (), *rest))
 
     def _keep(self, node: Node) -> None:
         """Put an op as it is; a view where its operand lies."""
