@@ -790,6 +790,31 @@ def _where(c: _Conversion, a: Arguments) -> Value:
     return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
 
 
+def _full(number: float | None) -> Rule:
+    """A tensor of one number, of whatever operand it takes the form: a constant, unless large."""
+
+    def rule(c: _Conversion, a: Arguments) -> torch.Tensor:
+        seen, near = c.node.meta["val"], next(iter(c.constants.values()), None)
+        value = a["fill_value"] if number is None else number
+        if near is None or seen.numel() > MOST_FILLED or not isinstance(value, (int, float)):
+            raise _Skip
+        made = torch.full(tuple(seen.shape), value, dtype=seen.dtype, device=near.device)
+        if not c._is_image(made):
+            return made
+        return made.to(
+            memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d
+        )
+
+    return rule
+
+
+def _pad(c: _Conversion, a: Arguments) -> Value:
+    """By nothing: what pads to a multiple often has nothing to do."""
+    if any(a["pad"]):
+        raise _Skip
+    return c.value(a["self"])
+
+
 def _masked_fill(c: _Conversion, a: Arguments) -> Value:
     x, number = c.value(a["self"]), c.operand(a["value"])
     if isinstance(number, Value):
@@ -1004,6 +1029,10 @@ def _written(c: _Conversion) -> Value | None:
     return made
 
 
+MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
+MOST_KEPT = 1 << 26  # elements of a constant that is made here
+
+
 def _attention(c: _Conversion, found: Written) -> Value | None:
     q, key, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
     rank, batch = len(q.shape), q.shape[:-2]
@@ -1045,6 +1074,19 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
             masks.append(torch.where(heads(keeps), zero, -math.inf))
         else:
             masks.append(heads(keeps))
+    for node, (images, windows) in found.windowed:
+        mask = c.env[node]
+        if not isinstance(mask, torch.Tensor) or not mask.dtype.is_floating_point:
+            return None
+        mask = mask.reshape((1,) * (5 - mask.dim()) + mask.shape)
+        masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
+    fixed = [each for each in masks if isinstance(each, torch.Tensor)]
+    if len(fixed) > 1:  # computed once
+        terms: tuple[torch.Tensor, ...]
+        terms = torch.broadcast_tensors(*fixed)  # type: ignore[no-untyped-call]
+        if terms[0].numel() <= MOST_KEPT:
+            whole = torch.stack([each.float() for each in terms]).sum(0).to(q.dtype)
+            masks = [whole, *(each for each in masks if not isinstance(each, torch.Tensor))]
     total = None
     for each in masks:
         mask = c.value(each)
@@ -1311,6 +1353,10 @@ RULES: Mapping[str, Rule] = {
         "pow": _pow,
         "where": _where,
         "masked_fill": _masked_fill,
+        **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
+        **dict.fromkeys(("new_zeros", "zeros_like"), _full(0)),
+        **dict.fromkeys(("new_ones", "ones_like"), _full(1)),
+        **dict.fromkeys(("new_full", "full_like"), _full(None)),
         "linear": _linear,
         "addmm": _addmm,
         **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),

@@ -20,6 +20,7 @@ HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the ot
 
 _PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
 _SCALES = frozenset({"aten.mul", "aten.div"})
+_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view"})
 _SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten.special_softmax"})
 _SAME = frozenset(
     {
@@ -33,7 +34,8 @@ _SAME = frozenset(
 class Written:
     """Attention as a model writes it: q (..., S, D), the transposed k (..., D, T), v (..., T, D);
     what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
-    boolean mask, whether it is True where it hides, and the number that stands there then."""
+    boolean mask, whether it is True where it hides, and the number that stands there then.
+    ``windowed`` is added to scores whose batch counts images and windows, as (images, windows)."""
 
     query: Node
     key: Node
@@ -41,6 +43,7 @@ class Written:
     scale: float
     added: tuple[Node, ...]
     hidden: tuple[tuple[Node, bool, float], ...]
+    windowed: tuple[tuple[Node, tuple[int, int]], ...]
 
 
 def attention_before(node: Node) -> Written | None:
@@ -59,6 +62,7 @@ def attention_before(node: Node) -> Written | None:
         return None
     added: list[Node] = []
     hidden: list[tuple[Node, bool, float]] = []
+    windowed: list[tuple[Node, tuple[int, int]]] = []
     scale = 1.0
     scores = _behind(softmax.args[0])
     while scores is not None and _packet(scores) not in _PRODUCTS:
@@ -76,6 +80,9 @@ def attention_before(node: Node) -> Written | None:
                 return None
             (first,) = mains
             added += [each for each in pair if each is not first]
+        elif kind in _VIEWS and scale == 1.0 and (window := _windowed(scores)) is not None:
+            first, *_ = window
+            windowed.append(window[1:])
         elif kind == "aten.masked_fill" and scale == 1.0:
             hidden.append((given["mask"], True, _number(given["value"])))
         elif kind == "aten.where" and scale == 1.0:
@@ -86,8 +93,9 @@ def attention_before(node: Node) -> Written | None:
         scores = _behind(first)
     if scores is None or scores.meta["val"].shape != seen.shape:
         return None
-    for mask, _, number in hidden:
-        if not isinstance(mask, Node) or not number <= (HIDES if not added else -math.inf):
+    least = -math.inf if added or windowed else HIDES
+    for hides, _, number in hidden:
+        if not isinstance(hides, Node) or not number <= least:
             return None  # beside what is added a number may be more than what it hides
     query, key = scores.args[:2]
     if not isinstance(query, Node) or not isinstance(key, Node):
@@ -100,7 +108,7 @@ def attention_before(node: Node) -> Written | None:
             query = query.args[0]
     if not math.isfinite(scale):
         return None
-    return Written(query, key, value, scale, tuple(added), tuple(hidden))
+    return Written(query, key, value, scale, tuple(added), tuple(hidden), tuple(windowed))
 
 
 def _is_number(value: Any) -> bool:
@@ -134,6 +142,35 @@ def _behind(node: Any) -> Node | None:
         if _packet(node) not in _SAME:
             return node
         node = node.args[0]
+    return None
+
+
+def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
+    """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
+    of it, the other one, and (B, W); None for another view."""
+    inner, shape = _behind(node.args[0]), node.meta["val"].shape
+    if (
+        inner is None
+        or _packet(inner) != "aten.add"
+        or (len(shape), inner.meta["val"].dim()) != (4, 5)
+    ):
+        return None
+    images, windows, *rest = inner.meta["val"].shape
+    terms = inner.args[:2]
+    given = forms.named(inner.target, inner.args, inner.kwargs)
+    if len(rest) != 3 or (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
+        return None
+    for place, term in enumerate(terms):
+        view, other = _behind(term), terms[1 - place]
+        if (
+            view is not None
+            and isinstance(other, Node)
+            and _packet(view) in _VIEWS
+            and view.meta["val"].shape == inner.meta["val"].shape
+            and isinstance(view.args[0], Node)
+            and view.args[0].meta["val"].shape == shape
+        ):
+            return view.args[0], other, (images, windows)
     return None
 
 

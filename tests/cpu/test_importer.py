@@ -545,3 +545,37 @@ def test_16_bits_are_compared_with_the_number_as_16_bits_have_it(dtype: torch.dt
     fused = cg.fuse(Of(forward).eval(), x, check=False)
     for made, want in zip(fused(x), forward(None, x), strict=True):
         assert torch.equal(made, want)
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_zeros(x.shape[-2:])
+        mask[1:, :2] = 3
+        mask = mask + torch.ones_like(mask) + x.new_full((1, 4), 0.5) + torch.full_like(mask, 2)
+        mask = mask * x.new_ones(4) + torch.zeros_like(mask)
+        return F.pad(x, (0, 0, 0, 0)) * mask + self.weight
+
+
+def test_tensors_of_one_number_are_constants() -> None:
+    x = torch.randn(2, 3, 4)
+    imported = import_model(Fills(), (x,))
+    assert imported.opaque == () and imported.spec is not None
+    assert [node.op for node in imported.spec.nodes] == ["mul", "add"]
+    check(Fills(), x)
+
+
+def test_large_ones_are_left_to_torch() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.zeros_like(x) + self.weight
+
+    imported = import_model(Large(), (torch.randn(1025, 1024),))
+    assert [each.overload for each in imported.opaque] == ["aten.zeros_like.default"]

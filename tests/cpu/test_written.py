@@ -82,6 +82,64 @@ def by_numbers_of_the_input(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.T
     return (q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf).softmax(-1)
 
 
+class Windows(nn.Module):
+    """Attention within windows of a sequence, some of whose tokens are hidden by a mask that each
+    window has of its own, made on the way, as a Swin transformer does; ``mix`` changes it."""
+
+    def __init__(self, mix: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = mix
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.bias = nn.Parameter(torch.randn(H, 5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 10, E) → (B, 10, E): two windows of five."""
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % 5)).view(-1, 5, E)
+        q, k, v = self.qkv(x).view(-1, 5, 3, H, D).permute(2, 0, 3, 1, 4)
+        scores = (q * D**-0.5) @ k.transpose(-2, -1) + self.bias.unsqueeze(0)
+        region = x.new_zeros(10)
+        region[7:] = 1
+        region = region.view(2, 5)
+        apart = region.unsqueeze(1) - region.unsqueeze(2)
+        mask = apart.masked_fill(apart != 0, -100.0)
+        if self.mix == "of the input":
+            mask = mask + 0.0 * x[:2, :, :1]
+        mask = mask.view(1, 2, 1, 5, 5)
+        images = scores.shape[0] // 2
+        if self.mix == "images last":
+            scores = scores.view(2, images, H, 5, 5) + mask.transpose(0, 1)
+        elif self.mix == "no images":
+            scores = scores.view(images, 2, H, 5, 5) + mask[0]
+        elif self.mix == "twice":
+            scores = scores.view(images, 2, H, 5, 5)
+            scores = scores + mask * scores
+        else:
+            scores = mask + scores.view(images, 2, H, 5, 5)
+        y = scores.view(-1, H, 5, 5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(-1, 10, E))
+
+
+@pytest.mark.parametrize("mix", ["", "images last", "no images", "of the input", "twice"])
+def test_windows_that_have_a_mask_of_their_own(mix: str) -> None:
+    model = Windows(mix).half().eval()
+    for images in (2, 3):
+        x = torch.randn(images, 10, E).half()
+        report = cg.fuse(model, x).report
+        assert report is not None and report.errors[0][0] < 1e-3
+        spec = import_model(model, (x,)).spec
+        assert spec is not None
+        found = [node for node in spec.nodes if node.op == "sdpa"]
+        if mix in ("of the input", "twice"):
+            assert not found
+            continue
+        # (images W) or, the other way around, (W images): in either case the batch is windowed.
+        (node,) = found
+        assert report.opaque == ()
+        assert spec.tensors[node.operands[3]].shape == (2 * images, H, 5, 5)
+        assert node.operands[3] in spec.inputs  # with the bias, once and for all
+
+
 def half() -> torch.Tensor:
     return torch.randn(B, S, E, generator=torch.Generator().manual_seed(1)).half()
 
