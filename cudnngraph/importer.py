@@ -16,6 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -791,19 +792,21 @@ def _where(c: _Conversion, a: Arguments) -> Value:
 
 
 def _full(number: float | None) -> Rule:
-    """A tensor of one number, of whatever operand it takes the form: a constant, unless large."""
+    """A tensor of one number, of whatever operand it takes the form: a constant, unless large. It
+    lies as it did when the model was traced, as those that are computed of it expect."""
 
     def rule(c: _Conversion, a: Arguments) -> torch.Tensor:
-        seen, near = c.node.meta["val"], next(iter(c.constants.values()), None)
+        seen = c.node.meta["val"]
+        near = next((each for each in c.constants.values() if each.dim()), None)
         value = a["fill_value"] if number is None else number
         if near is None or seen.numel() > MOST_FILLED or not isinstance(value, (int, float)):
             raise _Skip
-        made = torch.full(tuple(seen.shape), value, dtype=seen.dtype, device=near.device)
-        if not c._is_image(made):
-            return made
-        return made.to(
-            memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d
-        )
+        asked = {torch.device(each).type for each in (seen.device, a.get("device")) if each}
+        if not asked <= {"meta", near.device.type}:
+            raise _Skip
+        stride = tuple(seen.stride())
+        made = torch.empty_strided(seen.shape, stride, dtype=seen.dtype, device=near.device)
+        return made.fill_(value)
 
     return rule
 
@@ -1050,6 +1053,14 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
+    for node, (images, windows) in found.windowed:
+        mask = c.env[node]
+        if not isinstance(mask, torch.Tensor):
+            return None
+        mask = mask.reshape((1,) * (5 - mask.dim()) + mask.shape)
+        if images * windows * math.prod(mask.shape[2:]) > MOST_KEPT:
+            return None
+        masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
     if not all(each.dtype.is_floating_point for each in masks):
         return None
     rows = (*batch, q.shape[-2], key.shape[-1])
@@ -1074,18 +1085,13 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
             masks.append(torch.where(heads(keeps), zero, -math.inf))
         else:
             masks.append(heads(keeps))
-    for node, (images, windows) in found.windowed:
-        mask = c.env[node]
-        if not isinstance(mask, torch.Tensor) or not mask.dtype.is_floating_point:
-            return None
-        mask = mask.reshape((1,) * (5 - mask.dim()) + mask.shape)
-        masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
     fixed = [each for each in masks if isinstance(each, torch.Tensor)]
     if len(fixed) > 1:  # computed once
         terms: tuple[torch.Tensor, ...]
         terms = torch.broadcast_tensors(*fixed)  # type: ignore[no-untyped-call]
         if terms[0].numel() <= MOST_KEPT:
-            whole = torch.stack([each.float() for each in terms]).sum(0).to(q.dtype)
+            dtype = reduce(torch.promote_types, (each.dtype for each in fixed))
+            whole = reduce(torch.add, (each.float() for each in terms)).to(dtype)
             masks = [whole, *(each for each in masks if not isinstance(each, torch.Tensor))]
     total = None
     for each in masks:

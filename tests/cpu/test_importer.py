@@ -13,6 +13,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.errors import CannotImport
+from cudnngraph.fuse import backend
 from cudnngraph.importer import Imported, import_model
 from cudnngraph.ir import GraphSpec, is_channels_last
 from cudnngraph.runtime import compile as compile_spec
@@ -579,3 +580,28 @@ def test_large_ones_are_left_to_torch() -> None:
 
     imported = import_model(Large(), (torch.randn(1025, 1024),))
     assert [each.overload for each in imported.opaque] == ["aten.zeros_like.default"]
+
+
+class Laid(nn.Module):
+    """What torch makes lies as its operand does, and is then taken for that."""
+
+    def __init__(self, turn: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.turn = nn.Conv2d(4, 4, 3, padding=1), turn
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ones = torch.ones_like(x.permute(0, 2, 3, 1)) if self.turn else torch.ones_like(x)
+        flat = ones.permute(0, 3, 1, 2).view(-1) if self.turn else ones.view(-1)
+        return self.conv(x) + (flat * torch.arange(len(flat))).view(x.shape), ones
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_constants_of_one_number_lie_as_torchs(turn: bool, last: bool) -> None:
+    model, x = Laid(turn).eval(), torch.randn(2, 4, 6, 4)
+    compiled: Any = torch.compile(model, backend=backend, options={"channels_last": last})
+    wanted = model(x)
+    for made in (cg.fuse(model, x, channels_last=last)(x), compiled(x)):
+        torch.testing.assert_close(made[0], wanted[0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(made[1], wanted[1]) and made[1].stride() == wanted[1].stride()

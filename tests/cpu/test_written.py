@@ -92,12 +92,15 @@ class Windows(nn.Module):
         self.mix = mix
         self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
         self.bias = nn.Parameter(torch.randn(H, 5, 5))
+        self.register_buffer("keep", torch.ones(5, 5).triu(-1).bool())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, 10, E) → (B, 10, E): two windows of five."""
         x = F.pad(x, (0, 0, 0, -x.shape[1] % 5)).view(-1, 5, E)
         q, k, v = self.qkv(x).view(-1, 5, 3, H, D).permute(2, 0, 3, 1, 4)
-        scores = (q * D**-0.5) @ k.transpose(-2, -1) + self.bias.unsqueeze(0)
+        scores = (q * D**-0.5) @ k.transpose(-2, -1)
+        if self.mix != "hidden too":
+            scores = scores + self.bias.unsqueeze(0)
         region = x.new_zeros(10)
         region[7:] = 1
         region = region.view(2, 5)
@@ -116,11 +119,16 @@ class Windows(nn.Module):
             scores = scores + mask * scores
         else:
             scores = mask + scores.view(images, 2, H, 5, 5)
-        y = scores.view(-1, H, 5, 5).softmax(-1) @ v
+        scores = scores.view(-1, H, 5, 5)
+        if self.mix == "hidden too":
+            scores = scores.masked_fill(~self.keep, -math.inf)
+        y = scores.softmax(-1) @ v
         return self.out(y.transpose(1, 2).reshape(-1, 10, E))
 
 
-@pytest.mark.parametrize("mix", ["", "images last", "no images", "of the input", "twice"])
+@pytest.mark.parametrize(
+    "mix", ["", "images last", "no images", "hidden too", "of the input", "twice"]
+)
 def test_windows_that_have_a_mask_of_their_own(mix: str) -> None:
     model = Windows(mix).half().eval()
     for images in (2, 3):
@@ -136,8 +144,9 @@ def test_windows_that_have_a_mask_of_their_own(mix: str) -> None:
         # (images W) or, the other way around, (W images): in either case the batch is windowed.
         (node,) = found
         assert report.opaque == ()
-        assert spec.tensors[node.operands[3]].shape == (2 * images, H, 5, 5)
-        assert node.operands[3] in spec.inputs  # with the bias, once and for all
+        heads = 1 if mix == "hidden too" else H
+        assert spec.tensors[node.operands[3]].shape == (2 * images, heads, 5, 5)
+        assert node.operands[3] in spec.inputs  # all masks, once and for all
 
 
 def half() -> torch.Tensor:
@@ -249,6 +258,33 @@ def test_scores_that_the_mask_repeats_stay_as_written() -> None:
 
     spec = imported(three_masks, half()[:1]).spec
     assert spec is not None and "sdpa" not in ops(spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_masks_that_are_added_in_float32_are_summed_in_it(dtype: torch.dtype) -> None:
+    """A row of which all lies low keeps what tells its keys apart."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.qkv = nn.Linear(E, 3 * E).to(dtype)
+            self.register_buffer("low", torch.zeros(S, S))
+            self.low[2] = -1e5
+            self.register_buffer("slopes", -0.5 * torch.arange(S).float() * torch.ones(S, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).view(-1, S, 3, H, D).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-2, -1)).float() + self.low + self.slopes
+            return scores.softmax(-1).to(dtype) @ v
+
+    model, x = Sums().eval(), half().to(dtype)
+    spec = import_model(model, (x,)).spec
+    assert spec is not None
+    (node,) = (node for node in spec.nodes if node.op == "sdpa")
+    assert spec.tensors[node.operands[3]].dtype == torch.float32
+    report = cg.fuse(model, x).report
+    assert report is not None and report.errors[0][0] < 1e-2
 
 
 def test_attention_in_float32_stays_as_written() -> None:
