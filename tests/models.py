@@ -46,6 +46,51 @@ class WritesAttention(nn.Module):
         return x + self.attention(y, y, y)[0]
 
 
+class Windows(nn.Module):
+    """Attention within windows of a sequence, some of whose tokens are hidden by a mask that each
+    window has of its own, made on the way, as a Swin transformer does; ``mix`` changes it."""
+
+    def __init__(self, mix: str = "", width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.heads = mix, heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.randn(heads, 5, 5))
+        self.register_buffer("keep", torch.ones(5, 5).triu(-1).bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 10, width) → (B, 10, width): two windows of five."""
+        width, h = x.shape[-1], self.heads
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % 5)).view(-1, 5, width)
+        q, k, v = self.qkv(x).view(-1, 5, 3, h, width // h).permute(2, 0, 3, 1, 4)
+        scores = (q * (width // h) ** -0.5) @ k.transpose(-2, -1)
+        if self.mix != "hidden too":
+            scores = scores + self.bias.unsqueeze(0)
+        region = x.new_zeros(10)
+        region[7:] = 1
+        region = region.view(2, 5)
+        apart = region.unsqueeze(1) - region.unsqueeze(2)
+        mask = apart.masked_fill(apart != 0, -100.0)
+        if self.mix == "of the input":
+            mask = mask + 0.0 * x[:2, :, :1]
+        mask = mask.view(1, 2, 1, 5, 5)
+        images = scores.shape[0] // 2
+        if self.mix == "images last":
+            scores = scores.view(2, images, h, 5, 5) + mask.transpose(0, 1)
+        elif self.mix == "no images":
+            scores = scores.view(images, 2, h, 5, 5) + mask[0]
+        elif self.mix == "twice":
+            scores = scores.view(images, 2, h, 5, 5)
+            scores = scores + mask * scores
+        else:
+            scores = mask + scores.view(images, 2, h, 5, 5)
+        scores = scores.view(-1, h, 5, 5)
+        if self.mix == "hidden too":
+            scores = scores.masked_fill(~self.keep, -float("inf"))
+        y = scores.softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(-1, 10, width))
+
+
 def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of copies that lie as torch's kernels want them, of operands that do not."""
     data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]

@@ -17,6 +17,7 @@ from cudnngraph.rewrites import prepared
 from cudnngraph.runtime import canonical
 from tests.cpu.test_rows import copies
 from tests.cpu.test_views_behind import ops, same_numbers
+from tests.models import Windows
 
 B, H, S, D = 2, 4, 10, 8
 E = H * D
@@ -80,50 +81,6 @@ def masked_and_biased(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def by_numbers_of_the_input(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     hidden = q[:, :1, :1, 0].unsqueeze(-1) > 1e3  # nothing
     return (q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf).softmax(-1)
-
-
-class Windows(nn.Module):
-    """Attention within windows of a sequence, some of whose tokens are hidden by a mask that each
-    window has of its own, made on the way, as a Swin transformer does; ``mix`` changes it."""
-
-    def __init__(self, mix: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mix = mix
-        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
-        self.bias = nn.Parameter(torch.randn(H, 5, 5))
-        self.register_buffer("keep", torch.ones(5, 5).triu(-1).bool())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 10, E) → (B, 10, E): two windows of five."""
-        x = F.pad(x, (0, 0, 0, -x.shape[1] % 5)).view(-1, 5, E)
-        q, k, v = self.qkv(x).view(-1, 5, 3, H, D).permute(2, 0, 3, 1, 4)
-        scores = (q * D**-0.5) @ k.transpose(-2, -1)
-        if self.mix != "hidden too":
-            scores = scores + self.bias.unsqueeze(0)
-        region = x.new_zeros(10)
-        region[7:] = 1
-        region = region.view(2, 5)
-        apart = region.unsqueeze(1) - region.unsqueeze(2)
-        mask = apart.masked_fill(apart != 0, -100.0)
-        if self.mix == "of the input":
-            mask = mask + 0.0 * x[:2, :, :1]
-        mask = mask.view(1, 2, 1, 5, 5)
-        images = scores.shape[0] // 2
-        if self.mix == "images last":
-            scores = scores.view(2, images, H, 5, 5) + mask.transpose(0, 1)
-        elif self.mix == "no images":
-            scores = scores.view(images, 2, H, 5, 5) + mask[0]
-        elif self.mix == "twice":
-            scores = scores.view(images, 2, H, 5, 5)
-            scores = scores + mask * scores
-        else:
-            scores = mask + scores.view(images, 2, H, 5, 5)
-        scores = scores.view(-1, H, 5, 5)
-        if self.mix == "hidden too":
-            scores = scores.masked_fill(~self.keep, -math.inf)
-        y = scores.softmax(-1) @ v
-        return self.out(y.transpose(1, 2).reshape(-1, 10, E))
 
 
 @pytest.mark.parametrize(

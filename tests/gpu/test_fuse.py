@@ -12,7 +12,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
-from tests.models import Attends, WritesAttention, turned
+from tests.models import Attends, Windows, WritesAttention, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     ),
     "attention": (Attends, lambda: torch.randn(4, 32, 16, device="cuda", dtype=F16)),
     "written": (WritesAttention, lambda: torch.randn(4, 32, 64, device="cuda", dtype=F16)),
+    "windows": (Windows, lambda: torch.randn(3, 10, 32, device="cuda", dtype=F16)),
     "convnext": (
         lambda: models.ConvNeXt((32, 64), (1, 2), 10),
         lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
