@@ -15,6 +15,16 @@ from .ir import is_dense
 
 Form = Callable[[Mapping[str, Any]], torch.Tensor | None]
 
+#: ATen ops that change no number (in evaluation), and those that change no more than the shape.
+SAME = (
+    *("alias", "clone", "contiguous", "detach", "detach_", "dropout", "feature_dropout"),
+    *("alpha_dropout", "lift_fresh_copy", "lift_fresh", "_to_copy"),
+)
+RESHAPES = (
+    *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
+    *("_reshape_alias", "view_as", "reshape_as"),
+)
+
 
 def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of an op by name."""

@@ -911,7 +911,7 @@ def _hands_on(node: torch.fx.Node) -> bool:
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         name = node.target._schema.name.partition("::")[2]
         source = node.args[0] if node.args else None
-        if name not in _SAME or name in _COPIES or not isinstance(source, torch.fx.Node):
+        if name not in forms.SAME or name in _COPIES or not isinstance(source, torch.fx.Node):
             return False
         made, of = (each.meta.get("val") for each in (node, source))
         if made is None or of is None or made.stride() != of.stride():
@@ -1304,15 +1304,7 @@ def _upsample(mode: str) -> Rule:
     return rule
 
 
-_SAME = (
-    *("alias", "clone", "contiguous", "detach", "detach_", "dropout", "feature_dropout"),
-    *("alpha_dropout", "lift_fresh_copy", "lift_fresh", "_to_copy"),
-)
 _COPIES = ("clone", "lift_fresh_copy", "_to_copy")
-_RESHAPES = (
-    *("view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("_reshape_alias", "view_as", "reshape_as"),
-)
 _ATTENTION = (
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
@@ -1375,8 +1367,8 @@ RULES: Mapping[str, Rule] = {
         "threshold_backward": _threshold_backward,
         "scaled_dot_product_attention": _sdpa,
         **dict.fromkeys(_ATTENTION, _attended),
-        **dict.fromkeys(_SAME, _same),
-        **dict.fromkeys(_RESHAPES, _reshape),
+        **dict.fromkeys(forms.SAME, _same),
+        **dict.fromkeys(forms.RESHAPES, _reshape),
         "expand": _expand,
         "permute": _permute,
         "transpose": _transpose,

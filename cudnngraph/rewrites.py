@@ -28,7 +28,7 @@ from .ir import (
 from .ops import OPS
 from .partition import LOW_PRECISION, Graph, is_anchor
 from .rows import in_memory_order
-from .views import is_view, order_of, view_place
+from .views import is_view, order_of, shape_of, view_place
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
@@ -176,18 +176,12 @@ def _shown_back(
             place = view_place(inverse, other)
             if place is None:
                 return None
-            other = TensorSpec(label, _shape_of(inverse, other.shape), place[0], other.dtype)
+            other = TensorSpec(label, shape_of(inverse, other.shape), place[0], other.dtype)
             back.append((inverse, other))
         if tensors[name].shape != result.shape and other.numel != other.shape[-1]:
             return None  # no vector along the rows of the product
         inputs.append(other.name)
     return inputs, back
-
-
-def _shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what a view that keeps every element shows of a tensor of ``shape``."""
-    order = order_of(view, len(shape))
-    return tuple(view.attr("shape") if order is None else (shape[dim] for dim in order))
 
 
 def _keeps_last(view: Node, tensors: Mapping[str, TensorSpec]) -> bool:

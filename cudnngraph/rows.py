@@ -25,7 +25,7 @@ from .ir import (
     view_strides,
 )
 from .ops import OPS
-from .views import order_of, view_place
+from .views import lies_there, order_of, shape_of, view_place
 
 Atom = tuple[int, int]  # how many elements, and how far apart they lie
 Dims = tuple[tuple[Atom, ...], ...]  # each dim, as one step after the other; () for an extent of 1
@@ -57,9 +57,7 @@ def _moved(spec: GraphSpec) -> int:
     for node in spec.nodes:
         result = tensors[node.results[0]]
         if OPS[node.op].view:
-            place = view_place(node, tensors[node.operands[0]])
-            shown = place is not None and same_layout(result.shape, place[0], result.stride)
-            count += 0 if shown else result.numel
+            count += 0 if lies_there(tensors, node) else result.numel
         elif node.op == "matmul":
             x = tensors[node.operands[0]]
             rows = (numel(x.shape[:-1]), x.shape[-1])
@@ -220,10 +218,7 @@ class _Rows:
         if chain is None:
             return False
         for view in chain:
-            form = self._tensors[view.operands[0]]
-            order = order_of(view, len(form.shape))
-            shape = view.attr("shape") if order is None else tuple(form.shape[d] for d in order)
-            to = view.results[0]
+            shape, to = shape_of(view, self._tensors[view.operands[0]].shape), view.results[0]
             self._tensors.setdefault(
                 to, TensorSpec(to, shape, contiguous_strides(shape), result.dtype)
             )

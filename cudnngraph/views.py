@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .ir import GraphSpec, Node, TensorSpec, same_layout, view_strides
 from .ops import OPS
@@ -50,13 +50,20 @@ def is_view(tensors: Mapping[str, TensorSpec], node: Node) -> bool:
     if not OPS[node.op].view:
         return False
     source, result = tensors[node.operands[0]], tensors[node.results[0]]
+    return source.numel > 0 and source.dtype == result.dtype and lies_there(tensors, node)
+
+
+def lies_there(tensors: Mapping[str, TensorSpec], node: Node) -> bool:
+    """Whether the strides of a view op's result are those of its operand's memory."""
+    source, result = tensors[node.operands[0]], tensors[node.results[0]]
     place = view_place(node, source)
-    return (
-        place is not None
-        and source.numel > 0
-        and source.dtype == result.dtype
-        and same_layout(result.shape, result.stride, place[0])
-    )
+    return place is not None and same_layout(result.shape, result.stride, place[0])
+
+
+def shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what a view that keeps every element shows of a tensor of ``shape``."""
+    order = order_of(view, len(shape))
+    return tuple(view.attr("shape") if order is None else (shape[dim] for dim in order))
 
 
 def shows_all(spec: GraphSpec, node: Node) -> bool:

@@ -18,16 +18,10 @@ from . import forms
 Node = torch.fx.Node
 HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the other scores are
 
-_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
-_SCALES = frozenset({"aten.mul", "aten.div"})
-_VIEWS = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view"})
-_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten.special_softmax"})
-_SAME = frozenset(
-    {
-        *("aten._to_copy", "aten.to", "aten.clone", "aten.contiguous", "aten.alias"),
-        *("aten.detach", "aten.dropout"),
-    }
-)
+_PRODUCTS = frozenset({"matmul", "bmm"})
+_SCALES = frozenset({"mul", "div"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
+_SAME = frozenset({*forms.SAME, "to"})  # but for the dtype
 
 
 @dataclass(frozen=True)
@@ -68,24 +62,23 @@ def attention_before(node: Node) -> Written | None:
     while scores is not None and _packet(scores) not in _PRODUCTS:
         if scores.meta["val"].shape != seen.shape:
             return None
-        kind, (first, *rest) = _packet(scores), scores.args
+        kind, first = _packet(scores), scores.args[0]
         given = forms.named(scores.target, scores.args, scores.kwargs)
-        number: Any = rest[0] if len(rest) == 1 and _is_number(rest[0]) else None
-        if kind in _SCALES and number and given.get("rounding_mode") is None:
-            scale = scale * number if kind == "aten.mul" else scale / number
-        elif kind == "aten.add" and scale == 1.0 and given.get("alpha", 1) == 1:
+        if (factor := _factor(scores)) is not None:
+            scale *= factor
+        elif kind == "add" and scale == 1.0 and given.get("alpha", 1) == 1:
             pair = [each for each in scores.args[:2] if isinstance(each, Node)]
             mains = [each for each in pair if _is_scores(each)]
             if len(pair) != 2 or len(mains) != 1:
                 return None
             (first,) = mains
             added += [each for each in pair if each is not first]
-        elif kind in _VIEWS and scale == 1.0 and (window := _windowed(scores)) is not None:
-            first, *_ = window
-            windowed.append(window[1:])
-        elif kind == "aten.masked_fill" and scale == 1.0:
+        elif kind in forms.RESHAPES and scale == 1.0 and (window := _windowed(scores)) is not None:
+            first, mask, counts = window
+            windowed.append((mask, counts))
+        elif kind == "masked_fill" and scale == 1.0:
             hidden.append((given["mask"], True, _number(given["value"])))
-        elif kind == "aten.where" and scale == 1.0:
+        elif kind == "where" and scale == 1.0:
             first = given["self"]
             hidden.append((given["condition"], False, _number(given["other"])))
         else:
@@ -97,18 +90,27 @@ def attention_before(node: Node) -> Written | None:
     for hides, _, number in hidden:
         if not isinstance(hides, Node) or not number <= least:
             return None  # beside what is added a number may be more than what it hides
+    query: Any
+    key: Any
     query, key = scores.args[:2]
     if not isinstance(query, Node) or not isinstance(key, Node):
         return None
-    kind = _packet(query) if len(query.users) == 1 else ""
-    if kind in _SCALES and isinstance(query.args[0], Node):
-        number = query.args[1]
-        if _is_number(number) and number and "rounding_mode" not in query.kwargs:
-            scale = scale * number if kind == "aten.mul" else scale / number
-            query = query.args[0]
+    if len(query.users) == 1 and (factor := _factor(query)) is not None:
+        scale *= factor
+        query = query.args[0]
     if not math.isfinite(scale):
         return None
     return Written(query, key, value, scale, tuple(added), tuple(hidden), tuple(windowed))
+
+
+def _factor(node: Node) -> float | None:
+    """The number that a node multiplies its first operand with, None if it does something else."""
+    if _packet(node) not in _SCALES or not isinstance(node.args[0], Node):
+        return None
+    number = node.args[1] if len(node.args) == 2 else None
+    if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
+        return None
+    return float(number) if _packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
 
 
 def _is_number(value: Any) -> bool:
@@ -119,15 +121,16 @@ def _number(value: Any) -> float:
     """A number, or that of a tensor which is made of one; else NaN."""
     while isinstance(value, Node) and _packet(value) in _SAME:
         value = value.args[0]
-    if isinstance(value, Node) and _packet(value) == "aten.scalar_tensor":
+    if isinstance(value, Node) and _packet(value) == "scalar_tensor":
         value = value.args[0]
-    elif isinstance(value, Node) and _packet(value) == "aten.full" and not value.args[0]:
+    elif isinstance(value, Node) and _packet(value) == "full" and not value.args[0]:
         value = value.args[1]
     return float(value) if _is_number(value) else math.nan
 
 
 def _packet(node: Node) -> str:
-    return str(node.target).rpartition(".")[0]
+    """ "softmax" of aten.softmax.int."""
+    return str(node.target).removeprefix("aten.").rpartition(".")[0]
 
 
 def _is_float(node: Node) -> bool:
@@ -149,23 +152,19 @@ def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
     """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
     of it, the other one, and (B, W); None for another view."""
     inner, shape = _behind(node.args[0]), node.meta["val"].shape
-    if (
-        inner is None
-        or _packet(inner) != "aten.add"
-        or (len(shape), inner.meta["val"].dim()) != (4, 5)
-    ):
+    if inner is None or _packet(inner) != "add" or (len(shape), inner.meta["val"].dim()) != (4, 5):
         return None
-    images, windows, *rest = inner.meta["val"].shape
+    images, windows, *rest = inner.meta["val"].shape  # heads, queries and keys
     terms = inner.args[:2]
     given = forms.named(inner.target, inner.args, inner.kwargs)
-    if len(rest) != 3 or (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
+    if (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
         return None
     for place, term in enumerate(terms):
         view, other = _behind(term), terms[1 - place]
         if (
             view is not None
             and isinstance(other, Node)
-            and _packet(view) in _VIEWS
+            and _packet(view) in forms.RESHAPES
             and view.meta["val"].shape == inner.meta["val"].shape
             and isinstance(view.args[0], Node)
             and view.args[0].meta["val"].shape == shape
@@ -181,9 +180,9 @@ def _is_scores(node: Node) -> bool:
         kind = _packet(found)
         if kind in _PRODUCTS:
             return True
-        if kind == "aten.add":
+        if kind == "add":
             return any(_is_scores(each) for each in found.args[:2] if isinstance(each, Node))
-        if kind not in {*_SCALES, "aten.masked_fill", "aten.where"}:
+        if kind not in {*_SCALES, "masked_fill", "where"}:
             return False
-        at = found.args[1 if kind == "aten.where" else 0]
+        at = found.args[1 if kind == "where" else 0]
     return False

@@ -1385,10 +1385,10 @@ def _gelu(ctx: Context, node: Node) -> Any:
     like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
     square = ctx.temporary(g.mul(x, x), like)
     first, *rest = map(ctx.scalar, reversed(GELU_BY_TANH))
-    inner = ctx.temporary(g.mul(square, first), like)
-    for number, each in enumerate(rest, 1):
-        inner = ctx.temporary(g.add(inner, each), like)
-        inner = ctx.temporary(g.mul(x if number == len(rest) else square, inner), like)
+    inner = first
+    for each in rest:
+        inner = ctx.temporary(g.add(ctx.temporary(g.mul(square, inner), like), each), like)
+    inner = ctx.temporary(g.mul(x, inner), like)
     half = ctx.scalar(0.5)
     share = ctx.temporary(g.mul(ctx.temporary(g.tanh(inner), like), half), like)
     return g.mul(x, ctx.temporary(g.add(share, half), like))

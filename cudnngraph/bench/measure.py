@@ -172,10 +172,8 @@ def measured(
     task: Task, device: torch.device, ceilings: Callable[[torch.dtype], Ceilings], *, quick: bool
 ) -> Row:
     """The row of a task. A contender that cannot run is left out with a note; ours may not fail."""
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # of one function with nine forms it would run the ninth eager
-        torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # it compiles eight forms of a function and runs the ninth eagerly
     contest = task.prepare()
     notes = list(contest.notes)
     calls: dict[str, Call] = {}
