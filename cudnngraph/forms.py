@@ -238,4 +238,17 @@ def of(op: Any, *args: Any, **kwargs: Any) -> Any:
     upsamples = "upsample" in name and "_aa" not in name and not name.endswith("_backward")
     rule = _of_upsample if upsamples else FORMS.get(name)
     result = None if rule is None else rule(named(op, args, kwargs))
-    return op(*args, **kwargs) if result is None else result
+    made = op(*args, **kwargs) if result is None else result
+    if not isinstance(made, tuple):
+        return made
+    return tuple(
+        each.to(dtype_made(op, number, each.dtype)) if isinstance(each, torch.Tensor) else each
+        for number, each in enumerate(made)
+    )
+
+
+def dtype_made(op: Any, number: int, traced: torch.dtype) -> torch.dtype:
+    """The dtype of result ``number`` of an op, of which torch's meta kernel says ``traced``: the
+    norms of a weight norm are float32 for float16 weights, and its gradient takes no others."""
+    norms = (str(op), number) == ("aten._weight_norm_interface.default", 1)
+    return torch.float32 if norms and traced == torch.float16 else traced

@@ -374,8 +374,8 @@ class _Conversion:
         for number, (result, right) in enumerate(zip(results, several, strict=False)):
             if not isinstance(right, torch.Tensor) or not isinstance(result, Value):
                 continue
-            spec = result.spec
-            same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), right.dtype)
+            spec, dtype = result.spec, forms.dtype_made(name, number, right.dtype)
+            same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), dtype)
             if not same and (not _many(node) or _reads(node, number)):
                 raise self._refused("its results have other shapes or dtypes on this device")
         self._settle(results[0])

@@ -75,6 +75,33 @@ def test_torchs_inner_ops_get_their_operands_as_they_lay_when_traced(last: bool)
     trained_alike(normed, x, **options)
 
 
+def test_norms_of_float16_weights_are_kept_as_the_gradient_takes_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In float32: torch's meta kernel says float16, and on a GPU the gradient refuses that."""
+    torch.manual_seed(0)
+    shapes = [(2, 3, 6, 6), (8, 3, 3, 3), (8, 1, 1, 1)]
+    leaves = [torch.randn(shape).half().requires_grad_() for shape in shapes]
+    assert torch._weight_norm_interface(*leaves[1:], 0)[1].dtype == torch.float32
+
+    def weighted(x: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, torch._weight_norm(v, g, 0))
+
+    with caplog.at_level(logging.WARNING, "cudnngraph.fuse"):
+        ours = compiled(weighted)(*leaves)
+        kept = ours.grad_fn.saved_tensors
+        found = [ours, *torch.autograd.grad(ours.sum(), leaves)]
+    assert not caplog.records
+    assert [each.dtype for each in kept if each.shape == shapes[2]] == [
+        torch.float16,
+        torch.float32,
+    ]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wide = weighted(*exact)
+    for a, b in zip(found, [wide, *torch.autograd.grad(wide.sum(), exact)], strict=True):
+        assert float((a.detach().double() - b.detach()).norm()) <= 2e-3 * float(b.detach().norm())
+
+
 def test_an_op_of_the_users_gets_its_operands_as_they_lay_when_traced() -> None:
     @torch.library.custom_op("cudnngraph_tests::row_sums", mutates_args=())
     def row_sums(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,8 +15,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("two_gpus_worker.py")
+LIMIT_S = 120.0  # after which a rank says what its threads are at, and ends
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.alone,  # a rank's kernels keep a GPU busy while they wait for the other's
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +28,22 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the two processes tell."""
     folder = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(folder / "meet")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": path, "CUDNNGRAPH_CACHE_DIR": str(folder / "plans")},
-        )
-        for rank in range(2)
-    ]
-    answers = []
-    for process in running:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        answers.append(json.loads(out.splitlines()[-1]))
-    return answers
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank in range(2):
+            command = [sys.executable, str(WORKER), str(rank), str(folder / "meet"), str(LIMIT_S)]
+            out = stack.enter_context(open(folder / f"{rank}.out", "wb"))
+            err = stack.enter_context(open(folder / f"{rank}.err", "wb"))
+            environment = {"PYTHONPATH": path, "CUDNNGRAPH_CACHE_DIR": str(folder / "plans")}
+            process = subprocess.Popen(
+                command, stdout=out, stderr=err, env={**os.environ, **environment}
+            )
+            stack.callback(stack.enter_context(process).kill)
+            running.append(process)
+        codes = [process.wait(2 * LIMIT_S) for process in running]
+    errors = [(folder / f"{rank}.err").read_text() for rank in range(2)]
+    assert codes == [0, 0], "\n".join(errors)
+    return [json.loads((folder / f"{r}.out").read_text().splitlines()[-1]) for r in range(2)]
 
 
 def test_ddp_trains_as_with_torchs_modules(told: list[Any]) -> None:

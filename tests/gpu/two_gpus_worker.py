@@ -1,15 +1,17 @@
 """One of two processes, each on a GPU of its own, over NCCL.
 
-    python two_gpus_worker.py RANK FILE
+    python two_gpus_worker.py RANK FILE SECONDS
 
 Prints, as JSON: the losses of torch's model and of ours under DistributedDataParallel and how far
 the first step's gradients are apart; how far synchronised batch norms are from torch's; which
-plans the rank runs, all of them tuned by one rank.
+plans the rank runs, all of them tuned by one rank. After SECONDS it says what its threads are at,
+and ends.
 """
 
 from __future__ import annotations
 
 import copy
+import faulthandler
 import json
 import sys
 
@@ -103,17 +105,25 @@ def plans() -> list[str]:
     return [str(step.choice) for step in g.compile("cuda", tune="autotune").steps]
 
 
-def main(rank: int, file: str) -> None:
+def main(rank: int, file: str, limit_s: float) -> None:
     """See the module's docstring."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=2)
-    told = {"ddp": trained(rank), "sync": synchronised(rank), "plans": plans()}
+    told: dict[str, object] = {}
+    for name, tell in (
+        ("ddp", lambda: trained(rank)),
+        ("sync", lambda: synchronised(rank)),
+        ("plans", plans),
+    ):
+        print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
+        told[name] = tell()
     torch.cuda.synchronize()
-    print(json.dumps(told))
+    print(json.dumps(told), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
