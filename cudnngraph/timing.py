@@ -59,18 +59,21 @@ class Captured:
 
     ``launches`` are called in turn, over and over, until the graph holds enough of them: one for
     data that stays in the cache, several on rotating data for data that does not. Work that cannot
-    be captured is launched one by one between two events instead. What a launch raises goes
-    through.
+    be captured is launched one by one between two events instead. ``stream`` is made to wait for
+    what the current stream has been given by then. What a launch raises goes through.
     """
 
     def __init__(self, launches: Sequence[Launch], stream: torch.cuda.Stream) -> None:
         self._stream = stream
         event: Any = torch.cuda.Event
         self._start, self._end = (event(enable_timing=True) for _ in range(2))
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # it makes what they read
         with torch.cuda.stream(stream):
-            for launch in launches:
-                launch()
-            stream.synchronize()
+            try:
+                for launch in launches:
+                    launch()
+            finally:  # or their memory may be given away while they run
+                stream.synchronize()
             once = self._elapsed_us(launches[0])
             wanted = min(MAX_LAUNCHES, max(1, math.ceil(REPLAY_US / max(once, 1.0))))
             self.count = max(wanted, len(launches))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import runtime, settings
+from cudnngraph import runtime, settings, timing
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
 from cudnngraph.ir import GraphSpec
@@ -437,3 +437,38 @@ def test_barred_engines_are_not_taken(folder: Path) -> None:
     assert exe.key != free.key
     assert not engines & {f"eng{s.choice.engine}" for s in exe.steps if s.choice is not None}
     check(exe, inputs_of(exe))
+
+
+def test_contenders_run_behind_what_the_current_stream_was_given_before() -> None:
+    """It fills what they read, and before that was writing to memory that is now their workspace:
+    a kernel whose counters were overwritten there waits for ever."""
+    x, y = torch.zeros(1024, device="cuda"), torch.empty(1024, device="cuda")
+    seen = []
+
+    def launch() -> None:
+        y.copy_(x)
+        if not torch.cuda.is_current_stream_capturing():
+            seen.append(y.min())
+
+    stream: Any = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    x.fill_(1.0)
+    timing.measure([launch], stream)
+    assert seen and all(float(each) == 1.0 for each in seen)
+
+
+def test_a_contender_that_raises_leaves_nothing_running() -> None:
+    x, y = torch.zeros(1024, device="cuda"), torch.zeros(1024, device="cuda")
+
+    def lagging() -> None:
+        torch.cuda._sleep(200_000_000)
+        y.copy_(x)
+
+    def raises() -> None:
+        raise RuntimeError("no such plan")
+
+    stream: Any = torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="no such plan"):
+        timing.measure([[lagging, raises]], stream)
+    assert stream.query()
