@@ -123,6 +123,7 @@ _FIRST = {
     "torchvision vit": "ViT-B/16",
     "torchvision convnext": "ConvNeXt-T",
     "GPT": "GPT",
+    "torchvision swin": "Swin-T",
 }
 
 
