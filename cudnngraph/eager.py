@@ -62,6 +62,13 @@ def _softmax_backward(function: Any) -> OutRule:
     return run
 
 
+def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
+    """torch's CPU kernel (2.13) leaves ``out`` as it was where that lies otherwise than a dense x."""
+    if out.device.type == "cpu" and _form(x) != _form(out):
+        return out.copy_(F.gelu(x))
+    return _aten.gelu.out(x, approximate="none", out=out)
+
+
 OUT: Mapping[str, OutRule] = {
     "softmax": _softmax(_aten._softmax),
     "log_softmax": _softmax(_aten._log_softmax),
@@ -76,7 +83,7 @@ OUT: Mapping[str, OutRule] = {
         inputs[0], attrs["negative_slope"], out=out
     ),
     "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
-    "gelu": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="none", out=out),
+    "gelu": lambda inputs, attrs, out: _gelu(inputs[0], out),
     "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
     "expand": lambda inputs, attrs, out: out.copy_(
         reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
