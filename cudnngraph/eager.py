@@ -63,7 +63,7 @@ def _softmax_backward(function: Any) -> OutRule:
 
 
 def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
-    """torch's CPU kernel (2.13) leaves ``out`` as it was where that lies otherwise than a dense x."""
+    """torch's CPU kernel (2.13) leaves ``out`` as it was where that lies otherwise than x."""
     if out.device.type == "cpu" and _form(x) != _form(out):
         return out.copy_(F.gelu(x))
     return _aten.gelu.out(x, approximate="none", out=out)

@@ -378,7 +378,8 @@ class _Conversion:
             same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), dtype)
             if not same and (not _many(node) or _reads(node, number)):
                 raise self._refused("its results have other shapes or dtypes on this device")
-        self._settle(results[0])
+        if not any(map(_lies_in_order, operands)):
+            self._settle(results[0])
         return results if _many(node) else results[0]
 
     def _settle(self, value: Any) -> None:
@@ -895,6 +896,16 @@ def _relabels(source: torch.Tensor, made: Any) -> bool:
         and made.storage_offset() == source.storage_offset()
         and same_layout(tuple(source.shape), made.stride(), source.stride())
     )
+
+
+def _lies_in_order(x: Value) -> bool:
+    """Whether x has the rank of an image and lies contiguous, as an image here does not: what a
+    model turned to have its channels last, say."""
+    spec = x.spec
+    if spec is None or len(spec.shape) not in (4, 5):
+        return False
+    last = channels_last_strides(spec.shape)
+    return is_contiguous(spec.shape, spec.stride) and not same_layout(spec.shape, spec.stride, last)
 
 
 def _is_laid_out(node: Any) -> bool:

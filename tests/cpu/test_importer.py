@@ -354,6 +354,23 @@ NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
+def test_what_a_model_turned_to_have_its_channels_last_is_no_image() -> None:
+    """Nor what torch makes of it, which lies as it does; of an image it is one."""
+    conv = nn.Conv2d(3, 8, 3)
+
+    def turned(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(m.conv(x).permute(0, 2, 3, 1), (1, 2), (1, 2))
+
+    for function in (turned, lambda m, x: torch.roll(m.conv(x), (1, 2), (2, 3))):
+        spec = check(Of(function, conv=conv), image(2, 3, 8, 8), channels_last=True).spec
+        assert spec is not None and spec.nodes[-1].op == "aten"
+        given, rolled = (
+            spec.tensors[name] for node in spec.nodes[-1:] for name in (*node.inputs, *node.results)
+        )
+        assert rolled.stride == given.stride
+        assert is_channels_last(rolled.shape, rolled.stride) is (function is not turned)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", NETS)
 def test_models_are_as_near_to_float64_as_torch(name: str, channels_last: bool) -> None:
