@@ -1,7 +1,8 @@
-"""Pooled scratch memory: one growing block per (device, stream).
+"""Pooled scratch memory: for each thread, one growing block per (device, stream).
 
-Work on one stream runs in order, so plans on it can share a block. The pool grows by retiring the
-old block, never by resizing it: whoever still holds the block keeps it alive.
+Work that one thread puts on one stream runs in order, so plans in it can share a block. Two threads
+on one stream would each put their steps between the other's. The pool grows by retiring the old
+block, never by resizing it: whoever still holds the block keeps it alive.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 Block = TypeVar("Block")
 
@@ -26,11 +28,15 @@ class Slot(Generic[Block]):
     size_bytes: int
 
 
+class _Slots(dict[tuple[int, int], Slot[Block]]):
+    """The blocks of one thread, by device and stream."""
+
+
 class WorkspacePool(Generic[Block]):
-    """Blocks by (device, stream), made by ``allocate(device, stream, size_bytes)``.
+    """Blocks by (device, stream), made by ``allocate(device, stream, size_bytes)``; every thread
+    has its own, which go with it.
 
     ``limit_bytes`` bounds a single block; None for no limit. Safe to use from several threads.
-    ``slots`` has the current blocks; entries are replaced, never changed.
     """
 
     def __init__(
@@ -39,11 +45,22 @@ class WorkspacePool(Generic[Block]):
         self._allocate = allocate
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self.slots: dict[tuple[int, int], Slot[Block]] = {}
+        self._own = threading.local()
+        self._all: WeakValueDictionary[int, _Slots[Block]] = WeakValueDictionary()
         self._high_water_bytes = 0
 
+    @property
+    def slots(self) -> dict[tuple[int, int], Slot[Block]]:
+        """The current blocks of this thread; entries are replaced, never changed."""
+        found: _Slots[Block] | None = getattr(self._own, "slots", None)
+        if found is None:
+            found = self._own.slots = _Slots()
+            with self._lock:
+                self._all[id(found)] = found
+        return found
+
     def get(self, device: int, stream: int, size_bytes: int) -> Block:
-        """A block of at least ``size_bytes``.
+        """A block of at least ``size_bytes``, of this thread.
 
         Raises :class:`WorkspaceLimitError` over the limit; what ``allocate`` raises goes through.
         """
@@ -51,26 +68,26 @@ class WorkspacePool(Generic[Block]):
             raise WorkspaceLimitError(
                 f"{size_bytes} bytes of workspace asked for, the limit is {self.limit_bytes}"
             )
+        slots = self.slots
         with self._lock:
-            slot = self.slots.get((device, stream))
+            slot = slots.get((device, stream))
             if slot is None or slot.size_bytes < size_bytes:
                 block = self._allocate(device, stream, size_bytes)
-                slot = self.slots[device, stream] = Slot(block, size_bytes)
+                slot = slots[device, stream] = Slot(block, size_bytes)
                 self._high_water_bytes = max(self._high_water_bytes, self._held_bytes())
             return slot.block
 
     def size_bytes(self, device: int, stream: int) -> int:
-        """Size of the current block; 0 where there is none."""
-        with self._lock:
-            slot = self.slots.get((device, stream))
-            return 0 if slot is None else slot.size_bytes
+        """Size of this thread's current block; 0 where there is none."""
+        slot = self.slots.get((device, stream))
+        return 0 if slot is None else slot.size_bytes
 
     def _held_bytes(self) -> int:
-        return sum(slot.size_bytes for slot in self.slots.values())
+        return sum(slot.size_bytes for slots in self._all.values() for slot in list(slots.values()))
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in current blocks."""
+        """Bytes in current blocks, of all threads."""
         with self._lock:
             return self._held_bytes()
 
@@ -80,6 +97,7 @@ class WorkspacePool(Generic[Block]):
         return self._high_water_bytes
 
     def clear(self) -> None:
-        """Let go of every block."""
+        """Let go of every block, of all threads."""
         with self._lock:
-            self.slots.clear()
+            for slots in self._all.values():
+                slots.clear()

@@ -1,4 +1,4 @@
-"""The workspace pool: one block per (device, stream), grown by retiring, never by resizing."""
+"""The workspace pool: each thread's block per (device, stream), grown by retiring, not resizing."""
 
 from __future__ import annotations
 
@@ -99,26 +99,56 @@ def test_a_failed_allocation_goes_through_and_leaves_the_pool_as_it_was() -> Non
     assert pool.high_water_bytes == 100
 
 
-def test_threads_that_ask_at_once_get_one_block() -> None:
-    count: list[int] = []
-    start = threading.Barrier(8)
-
-    def allocate(device: int, stream: int, size_bytes: int) -> Block:
-        count.append(size_bytes)
-        return Block(device, stream, size_bytes)
-
-    pool = WorkspacePool(allocate)
-    got: list[Block] = []
+def test_every_thread_has_blocks_of_its_own_which_go_with_it() -> None:
+    """Steps of two threads on one stream would write over what the other's steps hand on."""
+    pool = WorkspacePool(Block)
+    mine = pool.get(0, 0, 64)
+    asked, seen = threading.Barrier(9), threading.Barrier(9)
+    got: list[weakref.ref[Block]] = []
+    steady: list[bool] = []
 
     def ask() -> None:
-        start.wait()
-        got.extend(pool.get(0, 0, 64) for _ in range(100))
+        block = pool.get(0, 0, 64)
+        steady.append(all(pool.get(0, 0, 64) is block for _ in range(100)))
+        steady.append(pool.size_bytes(0, 0) == 64 and pool.slots[0, 0].block is block)
+        got.append(weakref.ref(block))
+        asked.wait()
+        seen.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
+    asked.wait()
+    blocks = [each() for each in got]
+    assert None not in blocks and mine not in blocks and len({id(each) for each in blocks}) == 8
+    assert pool.held_bytes == 9 * 64
+    del blocks
+    seen.wait()
     for thread in threads:
         thread.join()
-    assert count == [64]
-    assert len({id(block) for block in got}) == 1
-    assert len(got) == 800
+    del thread, threads
+    gc.collect()
+    assert steady == [True] * 16
+    assert [each() for each in got] == [None] * 8
+    assert pool.held_bytes == 64 and pool.high_water_bytes == 9 * 64
+
+
+def test_clear_lets_go_of_the_blocks_of_other_threads() -> None:
+    pool = WorkspacePool(Block)
+    made, cleared = threading.Event(), threading.Event()
+    sizes: list[int] = []
+
+    def ask() -> None:
+        pool.get(0, 0, 64)
+        made.set()
+        cleared.wait(30.0)
+        sizes.append(pool.size_bytes(0, 0))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert made.wait(30.0)
+    pool.clear()
+    assert pool.held_bytes == 0
+    cleared.set()
+    thread.join()
+    assert sizes == [0]

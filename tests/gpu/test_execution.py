@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -98,21 +99,26 @@ def test_work_is_launched_on_the_callers_stream() -> None:
     numerics.check(out, expected(given, F.silu), torch.float16)
 
 
-def test_two_streams_use_workspaces_of_their_own() -> None:
+def two_steps() -> tuple[cg.Executable, list[dict[str, torch.Tensor]]]:
+    """Steps that hand something on in the workspace, and two sets of inputs."""
     g = cg.Graph("two_steps")
     x = g.input("x", (8, 64, 28, 28), torch.float32)
     w = g.input("w", (64, 64, 3, 3), torch.float32)
     g.output("y", g.gelu(g.conv(x, w, padding=1)))
     exe = g.compile("cuda", allow_tf32=False)
     assert exe.workspace_bytes > 0
-    blocks = []
-    given = [
+    return exe, [
         {
             "x": torch.randn(8, 64, 28, 28, device="cuda"),
             "w": torch.randn(64, 64, 3, 3, device="cuda") / 24,
         }
         for _ in range(2)
     ]
+
+
+def test_two_streams_use_workspaces_of_their_own() -> None:
+    exe, given = two_steps()
+    blocks = []
     results: list[torch.Tensor] = []
     torch.cuda.synchronize()
     for each in given:
@@ -136,6 +142,7 @@ def test_capture_and_replay_give_the_same_bits() -> None:
     want = out.clone()
     call = exe.bind(**given, y=out)
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.synchronize()
@@ -328,6 +335,33 @@ def test_several_threads_share_one_executable() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert not wrong
+
+
+def test_threads_on_one_stream_keep_out_of_each_others_steps() -> None:
+    exe, given = two_steps()
+    want = [exe(**each) for each in given]
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(40):
+                results = [exe(**given[number]) for _ in range(25)]
+                wrong.extend(number for each in results if not torch.equal(each, want[number]))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     assert not wrong
 
 
