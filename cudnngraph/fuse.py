@@ -12,10 +12,11 @@ import copy
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .backend import env
 from .errors import CannotImport, GraphError, PolicyError, WrongResult
 from .exported import Exported, export
 from .importer import Imported, convert
@@ -43,6 +45,31 @@ _CPU = torch.device("cpu")
 
 
 # -- a model for one form of its inputs ------------------------------------------------------------
+
+
+class _Turns:
+    """Lets runs that share tensors wait for one another, whatever stream each is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._last = torch.cuda.current_stream(device)
+        self._raw = env.raw_stream(self._index)
+        self._met = {self._raw}
+
+    def follow(self, tensors: Iterable[Any]) -> None:
+        """Let the current stream, if it is another, wait for the one of the last run; where it is
+        new, ``tensors`` are known to be in use on it when they are freed."""
+        raw = env.raw_stream(self._index)
+        if raw == self._raw or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self._index)
+        stream.wait_stream(self._last)
+        if raw not in self._met:
+            self._met.add(raw)
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        self._last, self._raw = stream, raw
 
 
 class Bound:
@@ -70,6 +97,7 @@ class Bound:
         self._gapped: set[str] = set()  # results
         self.graph: Any = None
         self._call: Callable[[], None] = _nothing
+        self._turns = _Turns(device) if device.type == "cuda" else None
         if executable is None or imported.spec is None:
             return
         tensors = imported.spec.tensors
@@ -94,6 +122,9 @@ class Bound:
 
     def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
         """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
+        if self._turns is not None:
+            kept = (result[1] for result in self.imported.results if not isinstance(result, str))
+            self._turns.follow(chain(self.tensors.values(), kept))
         for mine, given in zip(self.inputs, tensors, strict=True):
             if mine is not None:
                 mine.copy_(given)

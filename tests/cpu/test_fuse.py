@@ -614,3 +614,56 @@ def test_a_model_that_torch_compile_trains_by_this_backend_has_torchs_gradients(
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
     for made, want in zip(*found, strict=True):
         torch.testing.assert_close(made, want, rtol=1e-10, atol=1e-12)
+
+
+class Stream:
+    """A CUDA stream, as far as turns are concerned."""
+
+    def __init__(self, number: int, waited: list[tuple[int, int]]) -> None:
+        self.number, self.waited = number, waited
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append((self.number, other.number))
+
+
+def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share inputs and results. The first on a stream tells the allocator of it."""
+    waited: list[tuple[int, int]] = []
+    recorded: list[tuple[str, int]] = []
+    now, capturing = [Stream(0, waited)], [False]
+
+    class Tensor(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: Any) -> None:
+            recorded.append((self.label, stream.number))  # type: ignore[attr-defined]
+
+    def named(name: str) -> torch.Tensor:
+        made = torch.zeros(1).as_subclass(Tensor)
+        made.label = name  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(fusing.env, "raw_stream", lambda index: now[0].number)
+    turns = fusing._Turns(torch.device("cuda", 0))
+    tensors = [named("weight"), named("result"), 2.5]
+    streams = {number: Stream(number, waited) for number in range(4)}
+
+    def on(number: int) -> None:
+        now[0] = streams[number]
+        turns.follow(tensors)
+
+    on(0)
+    assert not waited and not recorded, "made here, and nothing else has run"
+    on(1)
+    on(1)
+    on(2)
+    on(1)
+    assert waited == [(1, 0), (2, 1), (1, 2)]
+    assert recorded == [("weight", 1), ("result", 1), ("weight", 2), ("result", 2)]
+    capturing[0] = True  # the graph has begun behind all that ran before
+    on(3)
+    capturing[0] = False
+    on(1)
+    assert len(waited) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,41 @@ def test_a_fused_model_is_part_of_a_graph_that_others_capture() -> None:
     want = fused(fresh)
     torch.testing.assert_close(y, want, rtol=0, atol=0)
     torch.testing.assert_close(graphed(fresh), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_calls_on_several_streams_run_in_turn(capture: bool) -> None:
+    """They share the model's tensors; a stream that lags keeps the next one waiting."""
+    model, x = made("resnet")
+    fused = cg.fuse(model, x, capture=capture)
+    inputs = [torch.randn_like(x) for _ in range(4)]
+    want = [fused(each) for each in inputs]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        found = []
+        for number, each in enumerate(inputs):
+            with torch.cuda.stream(streams[number % 2]):
+                if number % 2 == 0:
+                    torch.cuda._sleep(20_000_000)
+                found.append(fused(each))
+        torch.cuda.synchronize()
+        for a, b in zip(found, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_first_call_on_another_stream_waits_for_the_weights() -> None:
+    model, x = made("resnet")
+    want = cg.fuse(model, x)(x)
+    other: Any = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    fused = Fused(model)
+    torch.cuda._sleep(200_000_000)
+    bound = fused._form(fused._flat((x,), {})[1], (x,), {})[0]
+    with torch.cuda.stream(other):
+        (y,) = bound.run([x])
+    torch.cuda.synchronize()
+    assert torch.equal(y, want)
 
 
 def test_a_model_follows_its_new_weights_after_refresh() -> None:
