@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from . import aten, reference, resample
 from .backend import pooling
 from .ir import GraphSpec, Node, view_strides
+from .lasting import lasting
 from .ops import ATTENTION, OPS
 from .rewrites import BOUNDED
 from .views import view_place
@@ -271,7 +272,7 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
     operands = [spec.inputs.index(name) for name in node.operands]
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [None if name is None else place.get(name) for name in node.outputs]
-    count = torch.tensor([math.prod(pixels)], dtype=torch.int32, device=device)
+    count = _count(math.prod(pixels), device)
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         dy, x, mean, inv_std, *vector = (inputs[at] for at in operands)
@@ -291,6 +292,12 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
                 outputs[at].copy_(result.reshape(outputs[at].shape))
 
     return run
+
+
+@cache
+def _count(number: int, device: torch.device) -> torch.Tensor:
+    """A number on a device, for good: CUDA graphs of others may read it."""
+    return lasting(device, lambda: torch.tensor([number], dtype=torch.int32, device=device))
 
 
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:

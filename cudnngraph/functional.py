@@ -23,6 +23,7 @@ from . import torch_ops
 from .errors import BindError, GraphError, Problem
 from .forms import default_eps
 from .graph import Graph, Ints, Padding, Value
+from .lasting import lasting
 from .policy import Policy
 from .runtime import Over
 from .specialize import STATICS_KEPT, Build, Recent, Specialized, Static, static_of
@@ -853,9 +854,14 @@ def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph's memory
             return torch.ones(channels, **options), torch.zeros(channels, **options)
         with torch.inference_mode(False):
-            found = torch.ones(channels, **options), torch.zeros(channels, **options)
-        if len(_vectors) >= STATICS_KEPT:
-            _vectors.clear()
+            found = lasting(
+                like.device,
+                lambda: (torch.ones(channels, **options), torch.zeros(channels, **options)),
+            )
+        if len(_vectors) >= STATICS_KEPT:  # other streams and graphs may use what there is
+            return found
+        if like.is_cuda:
+            torch.cuda.current_stream(like.device).synchronize()  # before any stream reads them
         _vectors[key] = found
     return found
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .lasting import lasting
+
 Attrs = Mapping[str, Any]
 Tensors = Sequence[Any]
 Into = Callable[[Tensors, Attrs, torch.Tensor], object]
@@ -226,7 +228,9 @@ def _matrix(
     """
     exact = weights(size, wanted, corners, scale)
     rounded = exact.to(dtype)
-    return rounded.to(device) if torch.equal(rounded.float(), exact) else None
+    if not torch.equal(rounded.float(), exact):
+        return None
+    return lasting(device, lambda: rounded.to(device))
 
 
 def _lengthened(

@@ -43,6 +43,7 @@ from .errors import (
 )
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
+from .lasting import lasting
 from .layout import Laid, Layout
 from .ops import ATTENTION, OPS, dtype_name, is_default
 from .policy import Policy
@@ -101,7 +102,12 @@ def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
     return torch.empty(whole, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
-WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate)
+def _allocate_to_keep(device: int, stream: int, size_bytes: int) -> torch.Tensor:
+    on = torch.device("cuda", device)
+    return lasting(on, partial(_allocate, device, stream, size_bytes))
+
+
+WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate_to_keep)
 
 Launch = Callable[[Any], None]
 
@@ -407,7 +413,7 @@ def _after_fork() -> None:
     global _programs, _programs_lock, WORKSPACE
     _abandoned.append((_programs, WORKSPACE))
     _programs, _programs_lock = OrderedDict(), threading.Lock()
-    WORKSPACE = WorkspacePool(_allocate)
+    WORKSPACE = WorkspacePool(_allocate_to_keep)
 
 
 if hasattr(os, "register_at_fork"):

@@ -69,11 +69,9 @@ class Captured:
         self._start, self._end = (event(enable_timing=True) for _ in range(2))
         stream.wait_stream(torch.cuda.current_stream(stream.device))  # it makes what they read
         with torch.cuda.stream(stream):
-            try:
-                for launch in launches:
-                    launch()
-            finally:  # or their memory may be given away while they run
-                stream.synchronize()
+            for launch in launches:
+                launch()
+            stream.synchronize()
             once = self._elapsed_us(launches[0])
             wanted = min(MAX_LAUNCHES, max(1, math.ceil(REPLAY_US / max(once, 1.0))))
             self.count = max(wanted, len(launches))
@@ -148,9 +146,12 @@ def measure(
     are measured under sustained load, which takes half a second each, unless ``quick``.
     """
     listed = [[each] if callable(each) else list(each) for each in contenders]
-    captured = [Captured(each, stream) for each in listed]
-    samples, rounds = samplers(captured, rounds, quick=quick)
-    return interleave(samples, rounds=rounds, drop_over=drop_over)
+    try:
+        captured = [Captured(each, stream) for each in listed]
+        samples, rounds = samplers(captured, rounds, quick=quick)
+        return interleave(samples, rounds=rounds, drop_over=drop_over)
+    finally:  # or what they use may be given away while they run
+        stream.synchronize()
 
 
 def samplers(

@@ -244,9 +244,13 @@ def _behind(device: torch.device) -> Iterator[None]:
         return
     torch.cuda.synchronize(device)
     cuda: Any = torch.cuda
-    with torch.cuda.stream(cuda.Stream(device)):
-        cuda._sleep(_LAG_CYCLES)
-        yield
+    stream = cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            cuda._sleep(_LAG_CYCLES)
+            yield
+    finally:  # what has been put on it writes to memory that is about to be given away
+        stream.synchronize()
 
 
 class _Guarded:

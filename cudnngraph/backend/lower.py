@@ -69,6 +69,10 @@ class Constant:
     dtype: torch.dtype
     on_host: bool = False
 
+    def tensor(self, device: torch.device | str) -> torch.Tensor:
+        """Itself, on ``device``."""
+        return torch.full((self.numel,), self.value, dtype=self.dtype, device=device)
+
 
 @dataclass(frozen=True)
 class Alias:

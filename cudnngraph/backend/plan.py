@@ -20,6 +20,7 @@ import torch
 
 from ..errors import CaptureError, NotSupported
 from ..ir import GraphSpec
+from ..lasting import lasting
 from ..ops import OPS
 from ..policy import Policy
 from . import env
@@ -92,17 +93,13 @@ class Plan:
         self._extras = tuple(extras)
         self._uids = (*uids, *(extra.uid for extra in extras))
         device = torch.device("cuda", device_index)
-        self._constants = {
-            extra.uid: torch.full(
-                (extra.numel,),
-                extra.value,
-                dtype=extra.dtype,
-                device="cpu" if extra.on_host else device,
+        fixed = [extra for extra in extras if isinstance(extra, Constant)]
+        self._constants = {extra.uid: extra.tensor("cpu") for extra in fixed if extra.on_host}
+        there = [extra for extra in fixed if not extra.on_host]
+        if there:
+            self._constants |= lasting(
+                device, lambda: {extra.uid: extra.tensor(device) for extra in there}
             )
-            for extra in extras
-            if isinstance(extra, Constant)
-        }
-        if any(constant.is_cuda for constant in self._constants.values()):
             torch.cuda.current_stream(device).synchronize()  # any stream may read them from now on
         self.added = tuple(
             (extra.position, extra.offset_bytes)

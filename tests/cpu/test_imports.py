@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
+    ("lasting",),
     ("errors", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
     ("forms",),
@@ -54,7 +55,8 @@ SELECTION = {
     "rewrites": {"ir", "ops", "partition", "rows", "views"},
     "rows": {"ir", "ops", "views"},
     "eager": {
-        *("aten", "backend", "ir", "ops", "reference", "resample", "rewrites", "views"),
+        *("aten", "backend", "ir", "lasting", "ops", "reference", "resample", "rewrites"),
+        "views",
     },
     "dropped": {"ir", "ops", "reference"},
     "layout": {"eager", "ir", "memory", "views"},

@@ -1,0 +1,41 @@
+"""Device memory that outlasts the call that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` gives, its tensors in torch's ordinary memory; what it raises goes through.
+
+    ``torch.compile(mode="reduce-overhead")`` warms up a CUDA graph with all that its thread
+    allocates in the graph's own memory, where nothing but results may stay. So ``make`` is called
+    on a thread of its own, the same stream current. During a capture it is called as it is: memory
+    is the graph's then.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make()
+    stream = torch.cuda.current_stream(device)
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.cuda.stream(stream):  # and its device
+                done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = Thread(target=run, name="cudnngraph-lasting")
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is to be had: the interpreter is about to end
+        return make()
+    thread.join()
+    return done.result()

@@ -1,0 +1,80 @@
+"""Memory that outlasts a call is asked for on a thread of its own."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+lasting: Any = importlib.import_module("cudnngraph.lasting")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Cuda:
+    """torch.cuda, as far as it is asked: the current stream is each thread's own."""
+
+    def __init__(self, *, capturing: bool = False) -> None:
+        self.capturing = capturing
+        self.now = threading.local()
+        self.now.stream = "the caller's"
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def current_stream(self, device: Any = None) -> str:
+        assert device in (None, GPU)
+        return getattr(self.now, "stream", "the default")
+
+    @contextmanager
+    def stream(self, stream: str) -> Any:
+        self.now.stream = stream
+        yield
+
+
+def put(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> Cuda:
+    monkeypatch.setattr(lasting, "torch", SimpleNamespace(cuda=cuda))
+    return cuda
+
+
+def test_a_thread_of_its_own_makes_it_on_the_callers_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = put(monkeypatch, Cuda())
+    ident, stream = lasting.lasting(GPU, lambda: (threading.get_ident(), cuda.current_stream()))
+    assert ident != threading.get_ident()
+    assert stream == "the caller's"
+    assert all(each.name != "cudnngraph-lasting" for each in threading.enumerate())
+
+
+def test_what_is_raised_there_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, Cuda())
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        lasting.lasting(GPU, fails)
+
+
+@pytest.mark.parametrize(("device", "capturing"), [(CPU, False), (GPU, True)])
+def test_on_a_cpu_and_in_a_capture_it_is_made_here(
+    device: torch.device, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, Cuda(capturing=capturing))
+    assert lasting.lasting(device, threading.get_ident) == threading.get_ident()
+
+
+def test_where_no_thread_can_be_started_it_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, Cuda())
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert lasting.lasting(GPU, threading.get_ident) == threading.get_ident()
