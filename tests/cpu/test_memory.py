@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnngraph.memory import ALIGNMENT_BYTES, Need, place
@@ -31,6 +31,7 @@ def together(a: Need, b: Need) -> bool:
     return bool({*range(a.first, a.last + 1)} & {*range(b.first, b.last + 1)})
 
 
+@settings(deadline=None)
 @given(needs=NEEDS)
 def test_what_lives_together_never_overlaps(needs: list[Need]) -> None:
     offsets, total = place(needs)
@@ -43,11 +44,13 @@ def test_what_lives_together_never_overlaps(needs: list[Need]) -> None:
     assert total == max((at + need.size_bytes for need, at in placed if need.size_bytes), default=0)
 
 
+@settings(deadline=None)
 @given(needs=NEEDS)
 def test_every_offset_is_aligned(needs: list[Need]) -> None:
     assert all(offset % ALIGNMENT_BYTES == 0 for offset in place(needs)[0])
 
 
+@settings(deadline=None)
 @given(needs=NEEDS)
 def test_the_total_lies_between_what_lives_at_once_and_the_sum(needs: list[Need]) -> None:
     _, total = place(needs)
@@ -59,12 +62,14 @@ def test_the_total_lies_between_what_lives_at_once_and_the_sum(needs: list[Need]
     assert total >= max((need.size_bytes for need in needs), default=0)
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 5000), max_size=STEPS))
 def test_lifetimes_that_are_apart_share_all_memory(sizes: list[int]) -> None:
     needs = [Need(size, step, step) for step, size in enumerate(sizes)]
     assert place(needs) == ([0] * len(sizes), max(sizes, default=0))
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=STEPS))
 def test_what_lives_all_along_takes_the_sum(sizes: list[int]) -> None:
     _, total = place([Need(size, 0, STEPS) for size in sizes])
@@ -73,6 +78,7 @@ def test_what_lives_all_along_takes_the_sum(sizes: list[int]) -> None:
     assert most - total >= least and most - total < ALIGNMENT_BYTES
 
 
+@settings(deadline=None)
 @given(needs=NEEDS)
 def test_the_same_needs_are_placed_alike(needs: list[Need]) -> None:
     """Every thread and process lays a program out in the same way."""

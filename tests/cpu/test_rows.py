@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -182,6 +182,7 @@ CHAIN = st.lists(
 @given(CHAIN, st.booleans())
 @example(["turn", "merge", "project", "bias", "split", "swap", "norm"], False)
 @example(["heads", "merge", "swap", "project", "residual", "back", "merge"], True)
+@settings(deadline=None)
 def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> None:
     """However its rows lie, and whether or not it is worth it."""
     g = cg.Graph("rows")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnngraph.timing import DROP_OVER, ROUNDS, interleave
@@ -86,6 +86,7 @@ def test_what_a_sampler_raises_goes_through() -> None:
 TIMES = st.lists(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=12), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(times=TIMES, rounds=st.integers(1, 9), drop_over=st.sampled_from([1.0, 1.25, 2.0]))
 def test_the_fastest_is_never_dropped_and_every_result_is_a_median(
     times: list[list[float]], rounds: int, drop_over: float
@@ -100,6 +101,7 @@ def test_the_fastest_is_never_dropped_and_every_result_is_a_median(
     assert max(sampler.count for sampler in made) == rounds + 1
 
 
+@settings(deadline=None)
 @given(times=TIMES)
 def test_where_nobody_drops_out_all_have_the_same_rounds(times: list[list[float]]) -> None:
     log: list[str] = []

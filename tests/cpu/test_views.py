@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
@@ -41,6 +41,7 @@ def result(x: torch.Tensor, view: object) -> tuple[cg.GraphSpec, torch.Tensor]:
     return g.spec(), g.compile("cpu")(x=x)
 
 
+@settings(deadline=None)
 @given(reshaped())
 def test_a_shape_has_strides_exactly_where_torch_can_view_it(
     drawn: tuple[torch.Tensor, tuple[int, ...]],
@@ -56,6 +57,7 @@ def test_a_shape_has_strides_exactly_where_torch_can_view_it(
     assert same_layout(shape, strides, theirs.stride())
 
 
+@settings(deadline=None)
 @given(reshaped())
 def test_a_reshape_has_the_layout_and_the_elements_of_torch(
     drawn: tuple[torch.Tensor, tuple[int, ...]],
@@ -67,6 +69,7 @@ def test_a_reshape_has_the_layout_and_the_elements_of_torch(
     assert torch.equal(y, theirs)
 
 
+@settings(deadline=None)
 @given(dense(), st.data())
 def test_a_permutation_has_the_layout_and_the_elements_of_torch(
     x: torch.Tensor, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
@@ -174,6 +174,7 @@ VIEWS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(VIEWS, st.booleans())
 def test_any_chain_gives_the_same_numbers(chain: list[str], strange: bool) -> None:
     g = cg.Graph("views")
