@@ -225,6 +225,9 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
     operands = [spec.inputs.index(name) for name in node.operands]
     like, wanted = (_alike(spec, names) for names in (node.operands, spec.outputs))
     made = aten.forms(attrs, like)
+    turns = _turns(attrs, like[0].dim()) if attrs["overload"] == "aten.roll.default" else None
+    if turns is not None:
+        return lambda inputs, outputs: _rolled(inputs[operands[0]], turns, outputs[0])
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
     found = aten.out_variant(attrs["overload"])
@@ -300,6 +303,14 @@ def _count(number: int, device: torch.device) -> torch.Tensor:
     return lasting(device, lambda: torch.tensor([number], dtype=torch.int32, device=device))
 
 
+def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    try:
+        tensor.view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     """Tensors without memory, as those of ``names`` are."""
     return [
@@ -317,35 +328,76 @@ def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
         start += x.shape[dim]
         if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
             rest.append((part, x))
-    if len(rest) == len(inputs):
-        return torch.cat(list(inputs), dim, out=out)
+    if len(rest) == len(inputs) and any(_lie_dense(layout, inputs) for layout in _LAYOUTS):
+        return torch.cat(list(inputs), dim, out=out)  # in one kernel
     for part, x in rest:
         copied(x, part)
     return out
 
 
+_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _lie_dense(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> bool:
+    rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensors[0].dim())
+    return tensors[0].dim() == rank and all(
+        each.is_contiguous(memory_format=layout) for each in tensors
+    )
+
+
+def _turns(attrs: Mapping[str, Any], rank: int) -> dict[int, int] | None:
+    """By how much torch.roll moves each dim; None where it rolls the whole, or one dim twice."""
+    if len(attrs["args"]) != 3:
+        return None
+    _, (_, *shifts), (_, *dims) = attrs["args"]
+    turns = {dim % rank: shift for dim, shift in zip(dims, shifts, strict=False)}
+    return turns if len(turns) == len(dims) == len(shifts) > 0 else None
+
+
+def _rolled(x: torch.Tensor, turns: Mapping[int, int], out: torch.Tensor) -> None:
+    """torch.roll, of several dims at once: torch takes a pass for each, element by element."""
+    parts = [(x, out)]
+    for dim, shift in turns.items():
+        size = x.shape[dim]
+        late = shift % size if size else 0
+        if late:
+            moves = ((0, late, size - late), (size - late, 0, late))
+            parts = [
+                (source.narrow(dim, start, count), target.narrow(dim, to, count))
+                for source, target in parts
+                for start, to, count in moves
+            ]
+    for source, target in parts:
+        copied(source, target)
+
+
 def copied(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` with the numbers of x. Slices of channels_last images are copied 16 bytes at a time,
-    in half the time that torch takes element by element (an H200: 36 against 79 us for 67 MB)."""
-    wide = (_wide(x), _wide(out)) if x.dtype == out.dtype else (None, None)
-    if wide[0] is None or wide[1] is None or wide[0].shape != wide[1].shape:
-        return out.copy_(x)
-    wide[1].copy_(wide[0])
-    return out
+    """``out`` with the numbers of x: 16 bytes at a time where in both the same elements lie side by
+    side, in half the time that torch takes element by element (an H200: 36 against 79 us for 67 MB
+    of a slice of channels_last images)."""
+    if x.dtype == out.dtype and x.shape == out.shape:
+        for dim in reversed(range(x.dim())):
+            if x.shape[dim] > 1 and x.stride(dim) == out.stride(dim) == 1:
+                source, target = _wide(x, dim), _wide(out, dim)
+                if source is None or target is None:
+                    break
+                target.copy_(source)
+                return out
+    return out.copy_(x)
 
 
 _WIDE = torch.complex128
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The same memory as elements of 16 bytes, channels last; None where that is not possible."""
-    if tensor.dim() != 4 or tensor.stride(1) != 1:
-        return None
+def _wide(tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The same memory as elements of 16 bytes, ``dim`` last, whose stride is 1; None where that is
+    not possible."""
     many, rest = divmod(_WIDE.itemsize, tensor.dtype.itemsize)
-    steps = (tensor.shape[1], *(tensor.stride(dim) for dim in (0, 2, 3)), tensor.storage_offset())
+    strides = [stride for at, stride in enumerate(tensor.stride()) if at != dim]
+    steps = (tensor.shape[dim], *strides, tensor.storage_offset())
     if rest or tensor.data_ptr() % _WIDE.itemsize or any(step % many for step in steps):
         return None
-    return tensor.permute(0, 2, 3, 1).view(_WIDE)
+    return tensor.movedim(dim, -1).view(_WIDE)
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
@@ -428,8 +480,11 @@ def _torch_rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | 
             return resample.enlarging(dict(node.attrs), x, out, device) or OUT[node.op]
         return OUT[node.op]
     if OPS[node.op].view:
+        x, out = _alike(spec, (*node.operands, *node.results))
+        if node.op == "reshape" and _can_view(out, x.shape):
+            return lambda inputs, attrs, out: copied(inputs[0], out.view(inputs[0].shape))
         show: Any = reference.RULES[node.op]
-        return lambda inputs, attrs, out: out.copy_(show(inputs, attrs))
+        return lambda inputs, attrs, out: copied(show(inputs, attrs), out)
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
     kinds -= {torch.int64}  # classes
     if node.op in NATIVE and len(kinds) == 1:

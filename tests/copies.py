@@ -21,3 +21,11 @@ def check_slices(dtype: torch.dtype, device: str) -> None:
                 out.zero_()
                 eager.copied(given, out)
                 assert torch.equal(out.nan_to_num(7.0), given.nan_to_num(7.0))
+    for channels in (32, 24, 5):  # windows of seven by seven
+        whole = torch.randn(2, 14, 21, channels, device=device, generator=gen).to(dtype)
+        windows = whole.view(2, 2, 7, 3, 7, channels).transpose(2, 3)
+        out = torch.zeros_like(windows, memory_format=torch.contiguous_format)
+        assert torch.equal(eager.copied(windows, out), windows)
+        back = torch.zeros_like(whole)
+        eager.copied(out, back.view(2, 2, 7, 3, 7, channels).transpose(2, 3))
+        assert torch.equal(back, whole)

@@ -12,6 +12,7 @@ import cudnngraph as cg
 from cudnngraph import eager, reference
 from cudnngraph.ir import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops import OPS
+from cudnngraph.partition import Graph, piece
 from tests import numerics
 from tests.copies import check_slices
 from tests.cuttings import every_cutting
@@ -172,6 +173,69 @@ def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
     rest = torch.ones(48, dtype=torch.bool)
     rest.as_strided((2, 3, 4), (24, 8, 1)).fill_(False)
     assert bool((buffer[rest] == 5.0).all()) and int(rest.sum()) == 24
+
+
+ROLLS: dict[str, tuple[tuple[Any, ...], bool]] = {  # arguments of torch.roll, and whether ours
+    "windows": (((-3, -3), (1, 2)), True),
+    "one dim, far": (((17,), (-2,)), True),
+    "by nothing": (((0, 6), (3, 1)), True),
+    "a dim twice": (((1, 2), (1, -3)), False),
+    "the whole": (((5,),), False),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [F16, F32, torch.int64])
+@pytest.mark.parametrize("name", ROLLS)
+def test_rolling_several_dims_is_one_pass(name: str, dtype: torch.dtype, layout: str) -> None:
+    arguments, ours = ROLLS[name]
+    x = torch.arange(2 * 6 * 5 * 8).view(2, 6, 5, 8).to(dtype)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    g = cg.Graph("g")
+    encoded = tuple(("list", *each) for each in arguments)
+    made = g.aten(
+        [g.input("x", tuple(x.shape), dtype, layout=layout)],
+        "aten.roll.default",
+        (("tensor", 0), *encoded),
+    )
+    g.output("y", made)
+    (node,) = g.spec().nodes
+    assert (eager._turns(dict(node.attrs), 4) is not None) is ours
+    assert torch.equal(run(g.spec(), x), torch.roll(x, *arguments))
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, torch.bool])
+@pytest.mark.parametrize("back", [False, True], ids=["into windows", "back"])
+def test_a_reshape_that_copies_does_so_once(
+    back: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of an image that has its channels last, and the image of its windows."""
+    shape = (2, 2, 2, 3, 3, 8) if back else (2, 2, 3, 2, 3, 8)
+    g = cg.Graph("g")
+    x = g.input("x", shape, dtype)
+    turned = g.permute(x, (0, 1, 3, 2, 4, 5))
+    g.output("y", g.reshape(turned, (2, 6, 6, 8) if back else (8, 9, 8)))
+    given = torch.arange(576).view(shape).remainder(7).to(dtype)
+    copies: list[torch.Tensor] = []
+    copied = eager.copied
+    monkeypatch.setattr(eager, "copied", lambda x, out: (copies.append(x), copied(x, out))[1])
+    want = given.permute(0, 1, 3, 2, 4, 5).reshape((2, 6, 6, 8) if back else (8, 9, 8))
+    (step,) = [piece(Graph(g.spec()), [node]) for node in g.spec().nodes if node.op == "reshape"]
+    out = torch.empty_like(want)
+    eager.launcher(step, [given.permute(0, 1, 3, 2, 4, 5)], [out], allow_tf32=False)()
+    assert torch.equal(out, want)
+    assert [each.data_ptr() for each in copies] == [given.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_what_lies_with_gaps_is_joined(dtype: torch.dtype) -> None:
+    """The four neighbours of every second pixel, as a Swin transformer joins them."""
+    x = torch.randn(2, 6, 4, 8).to(dtype)
+    parts = [x[:, a::2, b::2] for b in range(2) for a in range(2)]
+    out = torch.empty(2, 3, 2, 32, dtype=dtype)
+    eager._concat(parts, 3, out)
+    assert torch.equal(out, torch.cat(parts, 3))
 
 
 @pytest.mark.parametrize("op", ["conv", "conv_transpose"])
