@@ -303,9 +303,11 @@ class _Conversion:
                 return made
         if draws:
             raise self._refused("it draws random numbers (call model.eval()?)")
+        image = not any(map(self._lies_in_order, graph_values))
         if _goes_by_layout(str(target)):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
-        return self.left_to_torch(str(target), _first_wanted(target, args), kwargs, node)
+        wanted = _first_wanted(target, args)
+        return self.left_to_torch(str(target), wanted, kwargs, node, image=image)
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
         """What a node stands for, in memory as it lay when the model was traced."""
@@ -345,8 +347,10 @@ class _Conversion:
         self.g.undo(mark)
         return None
 
-    def left_to_torch(self, name: str, args: Any, kwargs: Any, node: torch.fx.Node) -> Any:
-        """A node of torch's own op."""
+    def left_to_torch(
+        self, name: str, args: Any, kwargs: Any, node: torch.fx.Node, *, image: bool = True
+    ) -> Any:
+        """A node of torch's own op; whether what has an image's rank is one."""
         operands: list[Value] = []
 
         def place(value: Any) -> int | None:
@@ -378,9 +382,19 @@ class _Conversion:
             same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), dtype)
             if not same and (not _many(node) or _reads(node, number)):
                 raise self._refused("its results have other shapes or dtypes on this device")
-        if not any(map(_lies_in_order, operands)):
+        if image:
             self._settle(results[0])
         return results if _many(node) else results[0]
+
+    def _lies_in_order(self, x: Value) -> bool:
+        """Whether x has the rank of an image and lies contiguous, as an image here does not: what a
+        model turned to have its channels last, say. No constant is an image, nor are indices."""
+        spec = x.spec
+        if spec is None or len(spec.shape) not in (4, 5) or spec.dtype not in FLOATS:
+            return False
+        last = channels_last_strides(spec.shape)
+        turned = is_contiguous(spec.shape, spec.stride) and x.name not in self._kept
+        return turned and not same_layout(spec.shape, spec.stride, last)
 
     def _settle(self, value: Any) -> None:
         """Lay an image out as the others are, where its op could not know: a single pixel says
@@ -896,16 +910,6 @@ def _relabels(source: torch.Tensor, made: Any) -> bool:
         and made.storage_offset() == source.storage_offset()
         and same_layout(tuple(source.shape), made.stride(), source.stride())
     )
-
-
-def _lies_in_order(x: Value) -> bool:
-    """Whether x has the rank of an image and lies contiguous, as an image here does not: what a
-    model turned to have its channels last, say."""
-    spec = x.spec
-    if spec is None or len(spec.shape) not in (4, 5):
-        return False
-    last = channels_last_strides(spec.shape)
-    return is_contiguous(spec.shape, spec.stride) and not same_layout(spec.shape, spec.stride, last)
 
 
 def _is_laid_out(node: Any) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
@@ -20,17 +20,18 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     on a thread of its own, the same stream current. During a capture it is called as it is: memory
     is the graph's then.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or sys.is_finalizing():
         return make()
     stream = torch.cuda.current_stream(device)
-    done: Future[T] = Future()
+    made: list[T] = []
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
             with torch.cuda.stream(stream):  # and its device
-                done.set_result(make())
+                made.append(make())
         except BaseException as error:
-            done.set_exception(error)
+            failed.append(error)
 
     thread = Thread(target=run, name="cudnngraph-lasting")
     try:
@@ -38,4 +39,6 @@ def lasting(device: torch.device, make: Callable[[], T]) -> T:
     except RuntimeError:  # no thread is to be had: the interpreter is about to end
         return make()
     thread.join()
-    return done.result()
+    if failed:
+        raise failed.pop()  # kept nowhere, for it keeps the callers' frames
+    return made.pop()

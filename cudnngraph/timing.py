@@ -85,9 +85,11 @@ class Captured:
         try:
             for number in range(self.count):
                 launches[number % len(launches)]()
-        except RuntimeError:
+        except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the capture is broken, as was to be expected
                 graph.capture_end()
+            if not isinstance(error, RuntimeError):
+                raise
             torch.cuda.synchronize()
             return None
         graph.capture_end()

@@ -187,7 +187,10 @@ ROLLS: dict[str, tuple[tuple[Any, ...], bool]] = {  # arguments of torch.roll, a
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [F16, F32, torch.int64])
 @pytest.mark.parametrize("name", ROLLS)
-def test_rolling_several_dims_is_one_pass(name: str, dtype: torch.dtype, layout: str) -> None:
+def test_rolling_several_dims_is_one_pass(
+    name: str, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "LEAST_BYTES", 0)
     arguments, ours = ROLLS[name]
     x = torch.arange(2 * 6 * 5 * 8).view(2, 6, 5, 8).to(dtype)
     if layout == "channels_last":
@@ -228,14 +231,48 @@ def test_a_reshape_that_copies_does_so_once(
     assert [each.data_ptr() for each in copies] == [given.data_ptr()]
 
 
+def test_nothing_is_rolled_where_nothing_is() -> None:
+    x = torch.empty(2, 0, 3)
+    eager._rolled(x, {1: 2, 2: 1}, torch.empty(2, 0, 3))
+
+
+@pytest.mark.parametrize("case", ["gaps", "dense", "small"])
 @pytest.mark.parametrize("dtype", [F16, F32])
-def test_what_lies_with_gaps_is_joined(dtype: torch.dtype) -> None:
-    """The four neighbours of every second pixel, as a Swin transformer joins them."""
+def test_what_lies_with_gaps_is_joined_part_by_part(
+    dtype: torch.dtype, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The four neighbours of every second pixel, as a Swin transformer joins them. What is dense,
+    or small, is joined in one call."""
+    if case != "small":
+        monkeypatch.setattr(eager, "LEAST_BYTES", 0)
     x = torch.randn(2, 6, 4, 8).to(dtype)
     parts = [x[:, a::2, b::2] for b in range(2) for a in range(2)]
-    out = torch.empty(2, 3, 2, 32, dtype=dtype)
+    if case == "dense":
+        parts = [each.contiguous() for each in parts]
+    want, out = torch.cat(parts, 3), torch.empty(2, 3, 2, 32, dtype=dtype)
+    calls: list[int] = []
+    cat = torch.cat
+    monkeypatch.setattr(
+        torch, "cat", lambda *args, **more: (calls.append(1), cat(*args, **more))[1]
+    )
     eager._concat(parts, 3, out)
-    assert torch.equal(out, torch.cat(parts, 3))
+    assert torch.equal(out, want)
+    assert bool(calls) is (case != "gaps")
+
+
+def test_memory_that_begins_elsewhere_or_is_shown_negated_is_copied_element_by_element(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eager, "LEAST_BYTES", 0)
+    block = torch.zeros(1024, dtype=torch.uint8)
+    start = -block.data_ptr() % 16
+    there = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start).view(4, 16)
+    past = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start + 8).view(4, 16)
+    assert eager._wide(there, 1) is not None and eager._wide(past, 1) is None
+    x = torch.randn(4, 16)
+    assert torch.equal(eager.copied(x, past), x)
+    negated = torch._neg_view(torch.randn(4, 16))
+    assert torch.equal(eager.copied(negated, torch.empty(4, 16)), negated.clone())
 
 
 @pytest.mark.parametrize("op", ["conv", "conv_transpose"])

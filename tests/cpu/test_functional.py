@@ -192,6 +192,17 @@ def test_vectors_of_a_norm_without_parameters_are_kept_of_real_tensors_alone(
     assert len(CF._vectors) == 1
 
 
+def test_vectors_of_a_norm_are_never_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other streams and CUDA graphs may read them; beyond so many, they are made anew."""
+    monkeypatch.setattr(CF, "_vectors", {})
+    monkeypatch.setattr(CF, "STATICS_KEPT", 1)
+    x = torch.zeros(1)
+    first = CF._no_affine(3, x)
+    assert CF._no_affine(4, x) is not CF._no_affine(4, x)
+    assert CF._no_affine(3, x) is first
+    assert [each.tolist() for each in CF._no_affine(4, x)] == [[1.0] * 4, [0.0] * 4]
+
+
 # -- layouts and dtypes ----------------------------------------------------------------------------
 
 

@@ -339,6 +339,19 @@ def test_images_and_weights_lie_channels_last_throughout() -> None:
     assert "permute" not in ops(imported.spec)
 
 
+def test_neither_indices_nor_constants_say_that_an_image_is_none() -> None:
+    index = torch.randint(6, (2, 8, 6, 6))
+    for function in (
+        lambda m, x: torch.gather(m.conv(x), 2, m.index),
+        lambda m, x: torch.lerp(m.conv(x), m.ends, 0.5),
+    ):
+        model = Of(function, conv=nn.Conv2d(3, 8, 3), index=index, ends=image(2, 8, 6, 6))
+        spec = check(model, image(2, 3, 8, 8), channels_last=True).spec
+        assert spec is not None and spec.nodes[-1].op == "aten"
+        made = spec.tensors[spec.nodes[-1].results[0]]
+        assert is_channels_last(made.shape, made.stride)
+
+
 # -- whole models ----------------------------------------------------------------------------------
 
 NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import threading
-from contextlib import contextmanager
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,7 @@ class Cuda:
         assert device in (None, GPU)
         return getattr(self.now, "stream", "the default")
 
-    @contextmanager
+    @contextlib.contextmanager
     def stream(self, stream: str) -> Any:
         self.now.stream = stream
         yield
@@ -60,6 +62,40 @@ def test_what_is_raised_there_goes_through(monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         lasting.lasting(GPU, fails)
+
+
+def test_what_was_raised_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that tries again with less needs the memory that it held."""
+    put(monkeypatch, Cuda())
+
+    class Held:
+        pass
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def tries() -> weakref.ref[Held]:
+        held = Held()
+        found = weakref.ref(held)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            lasting.lasting(GPU, fails)
+        return found
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert tries()() is None
+    finally:
+        gc.enable()
+
+
+def test_a_finalizer_at_the_end_of_the_process_makes_it_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that is started then, Python 3.11 waits for in vain."""
+    put(monkeypatch, Cuda())
+    monkeypatch.setattr(lasting.sys, "is_finalizing", lambda: True)
+    assert lasting.lasting(GPU, threading.get_ident) == threading.get_ident()
 
 
 @pytest.mark.parametrize(("device", "capturing"), [(CPU, False), (GPU, True)])

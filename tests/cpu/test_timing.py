@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnngraph.timing import DROP_OVER, ROUNDS, interleave
+from cudnngraph.timing import DROP_OVER, ROUNDS, Captured, interleave
 
 
 class Sampler:
@@ -108,3 +109,33 @@ def test_where_nobody_drops_out_all_have_the_same_rounds(times: list[list[float]
     made = [Sampler(each, log, str(place)) for place, each in enumerate(times)]
     interleave(made, rounds=7, drop_over=float("inf"))
     assert log == [str(place) for place in range(len(times))] * 8
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
+def test_a_capture_is_over_whatever_a_launch_raises(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may be waited for while one is going on; what cannot be captured is launched."""
+    events: list[str] = []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode: str) -> None:
+            events.append("begin")
+
+        def capture_end(self) -> None:
+            events.append("end")
+
+    def launch() -> None:
+        raise raised("stop")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    captured = Captured.__new__(Captured)
+    captured.count = 2
+    if raised is RuntimeError:
+        assert captured._capture([launch]) is None
+        assert events == ["begin", "end", "wait"]
+    else:
+        with pytest.raises(raised, match="stop"):
+            captured._capture([launch])
+        assert events == ["begin", "end"]

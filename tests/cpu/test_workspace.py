@@ -103,7 +103,7 @@ def test_every_thread_has_blocks_of_its_own_which_go_with_it() -> None:
     """Steps of two threads on one stream would write over what the other's steps hand on."""
     pool = WorkspacePool(Block)
     mine = pool.get(0, 0, 64)
-    asked, seen = threading.Barrier(9), threading.Barrier(9)
+    asked, seen = (threading.Barrier(9, timeout=30.0) for _ in range(2))
     got: list[weakref.ref[Block]] = []
     steady: list[bool] = []
 
@@ -115,7 +115,7 @@ def test_every_thread_has_blocks_of_its_own_which_go_with_it() -> None:
         asked.wait()
         seen.wait()
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
     for thread in threads:
         thread.start()
     asked.wait()
