@@ -359,7 +359,6 @@ def test_torch_compile_runs_the_block_as_one_op() -> None:
             assert numerics.relative_error(a, b.double()) <= 2 * numerics.bound(F16), name
 
 
-@pytest.mark.parametrize("kind", ["block", "attention"])
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 def test_torch_compile_takes_the_block_into_its_cuda_graphs(trains: bool) -> None:
     """While it warms one up, what is allocated is the graph's, and may not stay: plans' constants
@@ -385,6 +384,7 @@ def test_torch_compile_takes_the_block_into_its_cuda_graphs(trains: bool) -> Non
             assert numerics.relative_error(a, b.double()) <= numerics.bound(F32, terms=1 << 12)
 
 
+@pytest.mark.parametrize("kind", ["block", "attention"])
 def test_torch_compile_leaves_sizes_open(kind: str) -> None:
     """More sizes than it compiles again for, and the strides that it was told."""
     torch._dynamo.reset()
