@@ -303,14 +303,6 @@ def _count(number: int, device: torch.device) -> torch.Tensor:
     return lasting(device, lambda: torch.tensor([number], dtype=torch.int32, device=device))
 
 
-def _can_view(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    try:
-        tensor.view(shape)
-    except RuntimeError:
-        return False
-    return True
-
-
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     """Tensors without memory, as those of ``names`` are."""
     return [
@@ -485,9 +477,9 @@ def _torch_rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | 
             return resample.enlarging(dict(node.attrs), x, out, device) or OUT[node.op]
         return OUT[node.op]
     if OPS[node.op].view:
-        x, out = _alike(spec, (*node.operands, *node.results))
-        if node.op == "reshape" and _can_view(out, x.shape):
-            return lambda inputs, attrs, out: copied(inputs[0], out.view(inputs[0].shape))
+        shape, made = spec.tensors[node.operands[0]].shape, spec.tensors[node.results[0]]
+        if node.op == "reshape" and view_strides(made.shape, made.stride, shape) is not None:
+            return lambda inputs, attrs, out: copied(inputs[0], out.view(shape))
         show: Any = reference.RULES[node.op]
         return lambda inputs, attrs, out: copied(show(inputs, attrs), out)
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}

@@ -851,15 +851,16 @@ def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
     found = _vectors.get(key)
     if found is None:
         options: Any = {"dtype": wide, "device": like.device}
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph's memory
+
+        def make() -> tuple[Tensor, Tensor]:
             return torch.ones(channels, **options), torch.zeros(channels, **options)
-        with torch.inference_mode(False):
-            found = lasting(
-                like.device,
-                lambda: (torch.ones(channels, **options), torch.zeros(channels, **options)),
-            )
+
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph's memory
+            return make()
         if len(_vectors) >= STATICS_KEPT:  # other streams and graphs may use what there is
-            return found
+            return make()
+        with torch.inference_mode(False):
+            found = lasting(like.device, make)
         if like.is_cuda:
             torch.cuda.current_stream(like.device).synchronize()  # before any stream reads them
         _vectors[key] = found

@@ -53,14 +53,13 @@ class _Turns:
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
         self._last = torch.cuda.current_stream(device)
-        self._raw = env.raw_stream(self._index)
-        self._met = {self._raw}
+        self._met = {self._last.cuda_stream}
 
     def follow(self, tensors: Iterable[Any]) -> None:
         """Let the current stream, if it is another, wait for the one of the last run; where it is
         new, ``tensors`` are known to be in use on it when they are freed."""
         raw = env.raw_stream(self._index)
-        if raw == self._raw or torch.cuda.is_current_stream_capturing():
+        if raw == self._last.cuda_stream or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(self._index)
         stream.wait_stream(self._last)
@@ -69,7 +68,7 @@ class _Turns:
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                     tensor.record_stream(stream)
-        self._last, self._raw = stream, raw
+        self._last = stream
 
 
 class Bound:

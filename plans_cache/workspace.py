@@ -83,7 +83,7 @@ class WorkspacePool(Generic[Block]):
         return 0 if slot is None else slot.size_bytes
 
     def _held_bytes(self) -> int:
-        return sum(slot.size_bytes for slots in self._all.values() for slot in list(slots.values()))
+        return sum(slot.size_bytes for slots in self._all.values() for slot in slots.values())
 
     @property
     def held_bytes(self) -> int:

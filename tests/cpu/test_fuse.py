@@ -620,10 +620,10 @@ class Stream:
     """A CUDA stream, as far as turns are concerned."""
 
     def __init__(self, number: int, waited: list[tuple[int, int]]) -> None:
-        self.number, self.waited = number, waited
+        self.cuda_stream, self.waited = number, waited
 
     def wait_stream(self, other: Stream) -> None:
-        self.waited.append((self.number, other.number))
+        self.waited.append((self.cuda_stream, other.cuda_stream))
 
 
 def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +636,7 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
         is_cuda = True  # type: ignore[assignment]
 
         def record_stream(self, stream: Any) -> None:
-            recorded.append((self.label, stream.number))  # type: ignore[attr-defined]
+            recorded.append((self.label, stream.cuda_stream))  # type: ignore[attr-defined]
 
     def named(name: str) -> torch.Tensor:
         made = torch.zeros(1).as_subclass(Tensor)
@@ -645,7 +645,7 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(fusing.env, "raw_stream", lambda index: now[0].number)
+    monkeypatch.setattr(fusing.env, "raw_stream", lambda index: now[0].cuda_stream)
     turns = fusing._Turns(torch.device("cuda", 0))
     tensors = [named("weight"), named("result"), 2.5]
     streams = {number: Stream(number, waited) for number in range(4)}
