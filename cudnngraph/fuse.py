@@ -361,6 +361,7 @@ class Fused(nn.Module):
             name=type(self.model).__name__,
             channels_last=last,
             pad_channels=device.type == "cuda",
+            join_windows=device.type == "cuda",
         )
         executable = None
         if imported.spec is not None:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from types import NoneType
 from typing import Any
 
 import torch
@@ -102,16 +103,25 @@ def convert(
     channels_last: bool = False,
     keep_strides: bool = False,
     pad_channels: bool = False,
+    join_windows: bool = False,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
     ``keep_strides`` gives the outputs the strides that the trace says, ``pad_channels`` images of
-    three channels a fourth where convolutions by constant weights alone read them. Raises
+    three channels a fourth where convolutions by constant weights alone read them,
+    ``join_windows`` takes several short sequences of attention as one. Raises
     :class:`CannotImport` with the op and its line where that cannot be.
     """
     return _Conversion(
-        module, constants, placeholders, name, channels_last, keep_strides, pad_channels
+        module,
+        constants,
+        placeholders,
+        name,
+        channels_last,
+        keep_strides,
+        pad_channels,
+        join_windows,
     ).run()
 
 
@@ -151,10 +161,12 @@ class _Conversion:
     channels_last: bool
     keep_strides: bool
     pad_channels: bool
+    join_windows: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
+    examples: set[int] = field(default_factory=lambda: {1})  # how many each input may hold
     node: Any = None
 
     def __post_init__(self) -> None:
@@ -202,6 +214,7 @@ class _Conversion:
         self._known_shape(seen)
         label = self._free(node.name)
         self._by_input[label] = user[node.name]
+        self.examples |= {max(1, length) for length in seen.shape[:1]}
         shape, layout = tuple(seen.shape), None
         stride: Any = None if overlaps_itself(shape, seen.stride()) else tuple(seen.stride())
         if self._is_image(seen):
@@ -1108,13 +1121,85 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
             dtype = reduce(torch.promote_types, (each.dtype for each in fixed))
             whole = reduce(torch.add, (each.float() for each in terms)).to(dtype)
             masks = [whole, *(each for each in masks if not isinstance(each, torch.Tensor))]
-    total = None
-    for each in masks:
-        mask = c.value(each)
-        total = mask if total is None else c.g.add(total, mask)
+    total: Any = masks[0] if masks else None
+    for each in masks[1:]:
+        total = c.g.add(c.value(total), c.value(each))
     k = c.g.transpose(key, rank - 2, rank - 1)
-    y = c.g.sdpa(heads(q), heads(k), heads(v), total, is_causal=causal, scale=found.scale)
+    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=found.scale)
     return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
+
+
+ROWS = 128  # of queries that one block of cuDNN's attention takes
+BLOCKS = 264  # that are enough to do without others
+
+
+def _attend(
+    c: _Conversion, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
+) -> Value:
+    """Attention. Of the short sequences of one example that lie behind one another (the windows of
+    a Swin transformer) several are one, whose tokens do not attend to each other's: a block of
+    cuDNN's kernel takes as long for 98 rows as for 49."""
+    q, k, v = qkv
+    joined = 1 if causal else _joined(c, qkv, mask)
+    if joined == 1:
+        given = None if mask is None else c.value(mask)
+        return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale)  # type: ignore[no-any-return]
+    batch, _, length, _ = q.shape
+    if mask is None:
+        mask = next(iter(c.constants.values())).new_zeros((), dtype=q.dtype)
+    whole = _block_diagonal(mask, joined, length, q.dtype)
+
+    def together(x: Value) -> Value:
+        _, heads, _, width = x.shape
+        apart = c.g.reshape(x, (batch // joined, joined, heads, length, width))
+        beside = c.g.permute(apart, (0, 2, 1, 3, 4))
+        return c.g.reshape(beside, (batch // joined, heads, joined * length, width))
+
+    o = c.g.sdpa(together(q), together(k), together(v), c.constant(whole), scale=scale)
+    _, heads, _, width = o.shape
+    apart = c.g.reshape(o, (batch // joined, heads, joined, length, width))
+    return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
+
+
+def _joined(c: _Conversion, qkv: Sequence[Value], mask: Any) -> int:
+    """How many sequences of a batch to take as one: none of two examples, since what is not finite
+    reaches the sequences beside it."""
+    q, k, v = qkv
+    if not c.join_windows or not c.constants or not isinstance(mask, (torch.Tensor, NoneType)):
+        return 1
+    if q.dtype not in LOW_PRECISION or any(len(x.shape) != 4 for x in qkv):
+        return 1
+    batch, heads, length, _ = q.shape
+    if any(x.shape[0] != batch or x.shape[2] != length for x in (k, v)) or not length:
+        return 1
+    if any(x.spec is None or x.spec.stride[0] != length * x.spec.stride[2] for x in qkv):
+        return 1
+    sequences = batch // max(math.gcd(batch, examples) for examples in c.examples)
+    fitting = (
+        count
+        for count in range(2, ROWS // length + 1)
+        if sequences % count == 0 and batch // count * heads >= BLOCKS
+    )
+    joined = max(fitting, default=1)
+    of_mask = (1, 1) if mask is None else (1, 1, *mask.shape)[-4:-2]
+    kept = math.prod(of_mask) * joined * length * length
+    return joined if kept <= MOST_KEPT else 1
+
+
+def _block_diagonal(
+    mask: torch.Tensor, joined: int, length: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The mask of sequences that are taken as one, out of what each has: what is added."""
+    if mask.dtype == torch.bool:
+        mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    images = max(1, mask.shape[0] // joined)
+    shape = (images, mask.shape[1], joined * length, joined * length)
+    whole = torch.full(shape, -math.inf, dtype=mask.dtype, device=mask.device)
+    for place in range(joined):
+        part = slice(place * length, (place + 1) * length)
+        whole[:, :, part, part] = mask[place::joined] if mask.shape[0] > 1 else mask
+    return whole
 
 
 def _layer_norm(c: _Conversion, a: Arguments) -> Any:
@@ -1142,9 +1227,8 @@ def _sdpa(c: _Conversion, a: Arguments) -> Value:
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
     if a["dropout_p"]:
         raise _Skip
-    mask = None if a["attn_mask"] is None else c.value(a["attn_mask"])
     scale = None if a["scale"] is None else float(a["scale"])
-    return c.g.sdpa(q, k, v, mask, is_causal=a["is_causal"], scale=scale)  # type: ignore[no-any-return]
+    return _attend(c, (q, k, v), a["attn_mask"], causal=a["is_causal"], scale=scale)
 
 
 def _attended(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
@@ -1153,9 +1237,8 @@ def _attended(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
         raise _Skip
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
     given = a.get("attn_bias", a.get("attn_mask"))
-    mask = None if given is None else c.value(given)
     scale = None if a.get("scale") is None else float(a["scale"])
-    o = c.g.sdpa(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=scale)
+    o = _attend(c, (q, k, v), given, causal=bool(a["is_causal"]), scale=scale)
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in c.node.users):
         raise _Skip
     return (o,)

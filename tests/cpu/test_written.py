@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.importer import Imported, import_model
+from cudnngraph import importer, reference
+from cudnngraph.exported import export
+from cudnngraph.importer import Imported, convert, import_model
 from cudnngraph.rewrites import prepared
 from cudnngraph.runtime import canonical
 from tests.cpu.test_rows import copies
@@ -305,3 +307,106 @@ def test_heads_are_told_apart_where_nothing_depends_on_them(kind: str) -> None:
     apart = kind in ("plain", "mask")
     assert ready.tensors[node.operands[0]].shape == ((B, H, S, D) if apart else (B * H, 1, S, D))
     assert len(copies(ready)) == (0 if apart else 3)
+
+
+class Attention(nn.Module):
+    """torch's own, on heads of one projection, by a mask or by none."""
+
+    def __init__(
+        self, mask: torch.Tensor | None = None, *, causal: bool = False, of_input: bool = False
+    ) -> None:
+        super().__init__()
+        self.qkv, self.causal, self.of_input = nn.Linear(E, 3 * E), causal, of_input
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, sequences of each, S, E) → the same."""
+        q, k, v = self.qkv(x).view(-1, x.shape[-2], 3, H, D).permute(2, 0, 3, 1, 4)
+        mask = x[0, 0, :, :1] if self.of_input else self.mask
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+def joined(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes of q where short sequences are taken as one; the numbers are the same."""
+    model = model.to(x.dtype).eval()
+    made = export(model, (x,), {})
+    found, shapes = [], list[tuple[int, ...]]()
+    for join in (False, True):
+        imported = convert(made.module, made.constants, made.placeholders, join_windows=join)
+        spec = imported.spec
+        assert spec is not None
+        found += exact(imported, x)
+        shapes = [spec.tensors[n.operands[0]].shape for n in spec.nodes if n.op == "sdpa"]
+        found.append(torch.tensor(len(copies(prepared(canonical(spec))))))
+    one, copied, other, copied_too = found
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert copied == copied_too, "they lie behind one another already"
+    return shapes
+
+
+def exact(imported: Imported, x: torch.Tensor) -> list[torch.Tensor]:
+    """Its results, in float64."""
+    assert imported.spec is not None
+    given = {**imported.constants, **dict(zip(imported.inputs, [x], strict=True))}
+    return reference.run(imported.spec, [given[n] for n in imported.spec.inputs], torch.float64)
+
+
+@pytest.mark.parametrize("mask", ["none", "added", "boolean", "of each"])
+def test_short_sequences_are_taken_as_one(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are rows for, of a number that divides an example's, none by the others."""
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    torch.manual_seed(0)
+    masks = {
+        "none": None,
+        "added": torch.randn(H, 1, 49).half(),
+        "boolean": torch.rand(49, 49) < 0.9,
+        "of each": torch.randn(12, 1, 49, 49).half(),
+    }
+    assert joined(Attention(masks[mask]), torch.randn(2, 6, 49, E).half()) == [(6, H, 98, D)]
+    if mask == "none":
+        assert joined(Attention(), torch.randn(1, 12, 16, E).half()) == [(2, H, 96, D)]
+        assert joined(Attention(), torch.randn(3, 7, 16, E).half()) == [(3, H, 112, D)]
+
+
+def test_windows_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    assert joined(Windows(), torch.randn(3, 10, E).half()) == [(3, H, 10, D)]
+    assert joined(Windows("hidden too"), torch.randn(3, 10, E).half()) == [(3, H, 10, D)]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Attention(causal=True), (1, 6, 49)),
+        (Attention(), (1, 6, 65)),  # two are more than a block has rows
+        (Attention(), (1, 5, 49)),  # five are no twos
+        (Attention(), (6, 49)),  # each is an example
+        (Attention(of_input=True), (1, 6, 49)),  # the mask is not known
+    ],
+    ids=["causal", "long", "odd", "examples", "mask of the input"],
+)
+def test_others_are_left_as_they_are(
+    model: Attention, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    ((batch, *_),) = joined(model, torch.randn(*shape, E).half())
+    assert batch == math.prod(shape[:-1])
+
+
+def test_what_is_not_finite_stays_in_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    x = torch.randn(2, 4, 49, E).half()
+    made = export(Attention().half().eval(), (x,), {})
+    imported = convert(made.module, made.constants, made.placeholders, join_windows=True)
+    (clean,) = exact(imported, x)
+    x[0, 1] = math.inf
+    (y,) = exact(imported, x)
+    assert not y[0].isfinite().all()
+    assert torch.equal(y[1], clean[1])
+
+
+def test_few_sequences_are_left_for_as_many_blocks() -> None:
+    assert joined(Attention(), torch.randn(2, 64, 49, E).half()) == [(128, H, 49, D)]
+    assert joined(Attention(), torch.randn(2, 66, 49, E).half()) == [(66, H, 98, D)]
+    assert joined(Attention(), torch.randn(2, 66, 49, E)) == [(132, H, 49, D)], "float32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph import importer
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
 from tests.models import Attends, Windows, WritesAttention, turned
@@ -87,6 +89,20 @@ def test_a_model_is_as_near_to_float64_as_torch(
     assert torch.equal(again, fused(x)), "a replay gives the same"
     other = torch.flip(x, (0,))
     torch.testing.assert_close(fused(other), torch.flip(again, (0,)), rtol=1e-2, atol=1e-2)
+
+
+def test_windows_of_an_example_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of five tokens each as one of ten, by a plan; check=True compares with float64."""
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    model, x = made("windows")
+    fused = cg.fuse(model, x)
+    assert fused.report is not None and fused.report.errors
+    (step,) = (s for s in fused.report.steps if s.spec.nodes[-1].op == "sdpa")
+    assert step.choice is not None
+    assert step.spec.tensors[step.spec.inputs[0]].shape[::2] == (3, 10)
+    bad = x.clone()
+    bad[0] = math.inf
+    assert torch.equal(fused(bad)[1:], fused(x)[1:])
 
 
 @pytest.mark.parametrize("name", ["resnet", "deeplab", "unet"])
