@@ -275,7 +275,7 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
     operands = [spec.inputs.index(name) for name in node.operands]
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [None if name is None else place.get(name) for name in node.outputs]
-    count = _count(math.prod(pixels), device)
+    count = _number(float(math.prod(pixels)).hex(), device, torch.int32).view(1)
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         dy, x, mean, inv_std, *vector = (inputs[at] for at in operands)
@@ -295,12 +295,6 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
                 outputs[at].copy_(result.reshape(outputs[at].shape))
 
     return run
-
-
-@cache
-def _count(number: int, device: torch.device) -> torch.Tensor:
-    """A number on a device, for good: CUDA graphs of others may read it."""
-    return lasting(device, lambda: torch.tensor([number], dtype=torch.int32, device=device))
 
 
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
@@ -482,12 +476,43 @@ def _torch_rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | 
             return lambda inputs, attrs, out: copied(inputs[0], out.view(shape))
         show: Any = reference.RULES[node.op]
         return lambda inputs, attrs, out: copied(show(inputs, attrs), out)
+    if node.op == "where":
+        return _choosing(node, spec, device)
     kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
     kinds -= {torch.int64}  # classes
     if node.op in NATIVE and len(kinds) == 1:
         compute = NATIVE[node.op]
         return lambda inputs, attrs, out: out.copy_(compute(inputs, attrs))
     return None
+
+
+def _choosing(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
+    """``where`` into a tensor, of tensors of its dtype and of numbers, which lie on the device."""
+    dtype = spec.tensors[node.results[0]].dtype
+    numbers = {
+        each.results[0]: float(each.attr("value")) for each in spec.nodes if each.op == "constant"
+    }
+    chosen = node.operands[1:]
+    if any(spec.tensors[name].dtype != dtype for name in chosen if name not in numbers):
+        return None
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    fixed = [
+        _number(numbers[name].hex(), device, dtype) if name in numbers else None for name in chosen
+    ]
+
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        x, y = (a if b is None else b for a, b in zip(inputs[1:], fixed, strict=True))
+        return torch.where(inputs[0], x, y, out=out)
+
+    return run
+
+
+@cache
+def _number(hexadecimal: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A number on a device, for good: CUDA graphs of others may read it."""
+    value = float.fromhex(hexadecimal)  # 0.0 == -0.0
+    return lasting(device, lambda: torch.tensor(value, dtype=dtype, device=device))
 
 
 def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:

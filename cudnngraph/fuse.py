@@ -360,8 +360,7 @@ class Fused(nn.Module):
             exported.placeholders,
             name=type(self.model).__name__,
             channels_last=last,
-            pad_channels=device.type == "cuda",
-            join_windows=device.type == "cuda",
+            on_gpu=device.type == "cuda",
         )
         executable = None
         if imported.spec is not None:

@@ -29,10 +29,12 @@ from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
 from .ir import (
     GraphSpec,
+    aligned_rows,
     channels_last_strides,
     contiguous_strides,
     is_contiguous,
     is_dense,
+    odd_rows,
     overlaps_itself,
     same_layout,
 )
@@ -102,26 +104,18 @@ def convert(
     name: str = "model",
     channels_last: bool = False,
     keep_strides: bool = False,
-    pad_channels: bool = False,
-    join_windows: bool = False,
+    on_gpu: bool = False,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
-    ``keep_strides`` gives the outputs the strides that the trace says, ``pad_channels`` images of
-    three channels a fourth where convolutions by constant weights alone read them,
-    ``join_windows`` takes several short sequences of attention as one. Raises
+    ``keep_strides`` gives the outputs the strides that the trace says. ``on_gpu`` does what is
+    faster there: images of three channels get a fourth where convolutions by constant weights alone
+    read them, several short sequences of attention are one, constant masks are aligned. Raises
     :class:`CannotImport` with the op and its line where that cannot be.
     """
     return _Conversion(
-        module,
-        constants,
-        placeholders,
-        name,
-        channels_last,
-        keep_strides,
-        pad_channels,
-        join_windows,
+        module, constants, placeholders, name, channels_last, keep_strides, on_gpu
     ).run()
 
 
@@ -160,13 +154,13 @@ class _Conversion:
     name: str
     channels_last: bool
     keep_strides: bool
-    pad_channels: bool
-    join_windows: bool
+    on_gpu: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     examples: set[int] = field(default_factory=lambda: {1})  # how many each input may hold
+    masks: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     node: Any = None
 
     def __post_init__(self) -> None:
@@ -230,7 +224,7 @@ class _Conversion:
         images take four fifths to two thirds of their time then (an H200: 84 and 62 us for 32
         images of 224 x 224 and 7 x 7 taps, 13.1 and 8.4 us for one)."""
         return (
-            self.pad_channels
+            self.on_gpu
             and seen.dim() == 4
             and seen.shape[1] == 3
             and seen.dtype in LOW_PRECISION
@@ -1142,12 +1136,12 @@ def _attend(
     q, k, v = qkv
     joined = 1 if causal else _joined(c, qkv, mask)
     if joined == 1:
-        given = None if mask is None else c.value(mask)
+        given = None if mask is None else _mask(c, mask, q.dtype)
         return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale)  # type: ignore[no-any-return]
     batch, _, length, _ = q.shape
     if mask is None:
         mask = next(iter(c.constants.values())).new_zeros((), dtype=q.dtype)
-    whole = _block_diagonal(mask, joined, length, q.dtype)
+    whole = _mask(c, mask, q.dtype, joined, length)
 
     def together(x: Value) -> Value:
         _, heads, _, width = x.shape
@@ -1155,7 +1149,7 @@ def _attend(
         beside = c.g.permute(apart, (0, 2, 1, 3, 4))
         return c.g.reshape(beside, (batch // joined, heads, joined * length, width))
 
-    o = c.g.sdpa(together(q), together(k), together(v), c.constant(whole), scale=scale)
+    o = c.g.sdpa(together(q), together(k), together(v), whole, scale=scale)
     _, heads, _, width = o.shape
     apart = c.g.reshape(o, (batch // joined, heads, joined, length, width))
     return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
@@ -1165,7 +1159,7 @@ def _joined(c: _Conversion, qkv: Sequence[Value], mask: Any) -> int:
     """How many sequences of a batch to take as one: none of two examples, since what is not finite
     reaches the sequences beside it."""
     q, k, v = qkv
-    if not c.join_windows or not c.constants or not isinstance(mask, (torch.Tensor, NoneType)):
+    if not c.on_gpu or not c.constants or not isinstance(mask, (torch.Tensor, NoneType)):
         return 1
     if q.dtype not in LOW_PRECISION or any(len(x.shape) != 4 for x in qkv):
         return 1
@@ -1186,12 +1180,28 @@ def _joined(c: _Conversion, qkv: Sequence[Value], mask: Any) -> int:
     return joined if kept <= MOST_KEPT else 1
 
 
-def _block_diagonal(
-    mask: torch.Tensor, joined: int, length: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _mask(c: _Conversion, mask: Any, dtype: torch.dtype, joined: int = 1, length: int = 0) -> Value:
+    """A mask of attention. A constant one, of 16-bit data on a GPU, is what is added, in aligned
+    rows, and of ``joined`` sequences of ``length`` taken as one, what each has."""
+    known = c.on_gpu and isinstance(mask, torch.Tensor) and dtype in LOW_PRECISION
+    if not known or not 0 < mask.numel() <= MOST_KEPT:
+        return c.value(mask)
+    if joined == 1 and mask.dtype != torch.bool and not odd_rows(mask.shape, mask.stride()):
+        return c.value(mask)
+    made_of = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, dtype, joined, length)
+    if made_of not in c.masks:
+        added = mask
+        if mask.dtype == torch.bool:
+            added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+        if joined > 1:
+            added = _block_diagonal(added, joined, length)
+        rows = added.new_empty_strided(added.shape, aligned_rows(added.shape)).copy_(added)
+        c.masks[made_of] = mask, rows
+    return c.constant(c.masks[made_of][1])
+
+
+def _block_diagonal(mask: torch.Tensor, joined: int, length: int) -> torch.Tensor:
     """The mask of sequences that are taken as one, out of what each has: what is added."""
-    if mask.dtype == torch.bool:
-        mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     images = max(1, mask.shape[0] // joined)
     shape = (images, mask.shape[1], joined * length, joined * length)

@@ -60,6 +60,20 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return dense_strides(shape, range(len(shape)))
 
 
+ROW = 8  # elements of 16 bits: what rows that are aligned start at multiples of
+
+
+def aligned_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides with gaps behind rows, so that each starts at a multiple of 16 bytes, in
+    16-bit elements."""
+    return contiguous_strides((*shape[:-1], -(-shape[-1] // ROW) * ROW))
+
+
+def odd_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether there are rows that start at an odd element."""
+    return any(n > 1 and s % 2 for n, s in zip(shape[:-1], stride[:-1], strict=True))
+
+
 def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of the layout in which dim 1, the channels, is the fastest; in elements."""
     rank = len(shape)

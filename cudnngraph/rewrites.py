@@ -1,10 +1,11 @@
 """Rewrites of a graph before it is cut into steps.
 
-A boolean mask of attention becomes an additive one, since cuDNN has no other; a 16-bit sum becomes
-a float32 one that is rounded; a reshape, transpose or slice of what lies in memory becomes a view,
-another way to address it that costs nothing, and stands behind what a product's plan can do
-besides; what is joined is written in its place (:func:`prepared`). A graph of convolutions may be
-run channels last whatever its tensors' layout (:func:`channels_last`), with copies at its edges.
+A boolean mask of attention becomes an additive one, since cuDNN has no other, and the rows of masks
+are aligned; a 16-bit sum becomes a float32 one that is rounded; a reshape, transpose or slice of
+what lies in memory becomes a view, another way to address it that costs nothing, and stands behind
+what a product's plan can do besides; what is joined is written in its place (:func:`prepared`). A
+graph of convolutions may be run channels last whatever its tensors' layout
+(:func:`channels_last`), with copies at its edges.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from .ir import (
     GraphSpec,
     Node,
     TensorSpec,
+    aligned_rows,
     channels_last_strides,
     contiguous_strides,
     is_channels_last,
+    odd_rows,
     same_layout,
 )
 from .ops import OPS
@@ -32,10 +35,12 @@ from .views import is_view, order_of, shape_of, view_place
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:
-    """The graph that is cut: numeric masks, float32 sums, views and slices for what needs no copy,
-    views behind what a product's plan may do, and the strides and the offsets of packed sequences.
+    """The graph that is cut: numeric and aligned masks, float32 sums, views and slices for what
+    needs no copy, views behind what a product's plan may do, and the strides and the offsets of
+    packed sequences.
     """
-    made = slices(views_behind(in_memory_order(views(wide_sums(numeric_masks(spec))))))
+    masked = aligned_masks(numeric_masks(spec))
+    made = slices(views_behind(in_memory_order(views(wide_sums(masked)))))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 
@@ -268,6 +273,7 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
     """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
     added to the scores, and for dropout 1 or 0."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
@@ -281,24 +287,63 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
             if (node.op, port) == ("sdpa_backward", "dropout_mask"):
                 continue  # a torch step, see lower.py
             shape = tensors[name].shape
-            # Another attention may share the mask.
-            label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
-            made = TensorSpec(f"{label}_numbers", shape, contiguous_strides(shape), data)
-            names = (f"{label}_keep", f"{label}_drop")
-            tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
-            tensors[made.name] = made
-            inputs[ports.index(port)] = made.name
-            nodes += [
-                Node("constant", each, (), (each,), (("value", number),))
-                for each, number in zip(names, numbers, strict=True)
-            ]
-            nodes.append(Node("where", label, (name, *names), (made.name,)))
+            stride = contiguous_strides(shape)
+            if (node.op, port) == ("sdpa", "attn_mask") and odd_rows(shape, stride):
+                stride = aligned_rows(shape)  # see aligned_masks
+            known = numbers_of.get((name, port, data, stride))
+            if known is None:
+                label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
+                known = f"{label}_numbers"
+                names = (f"{label}_keep", f"{label}_drop")
+                tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
+                tensors[known] = TensorSpec(known, shape, stride, data)
+                nodes += [
+                    Node("constant", each, (), (each,), (("value", number),))
+                    for each, number in zip(names, numbers, strict=True)
+                ]
+                nodes.append(Node("where", label, (name, *names), (known,)))
+                numbers_of[name, port, data, stride] = known
+            inputs[ports.index(port)] = known
         nodes[place] = replace(node, inputs=tuple(inputs))
     return (
         spec
         if len(nodes) == len(spec.nodes)
         else replace(spec, tensors=tensors, nodes=tuple(nodes))
     )
+
+
+LEAST_SCORES = 1 << 23  # of attention, for which a copy of its mask is worth a launch
+
+
+def aligned_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with a copy of an additive mask of attention whose rows start at odd elements.
+
+    cuDNN takes up to twice as long for it (an H200, float16, (16, 16, 577, 64) and a mask for all
+    images: 234 us, and 122 with rows 584 elements apart). Where each image and head has numbers of
+    its own, the copy would take as long as it saves.
+    """
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    copies: dict[str, str] = {}
+    for place, node in enumerate(spec.nodes):
+        if node.op != "sdpa":
+            continue
+        ports = OPS["sdpa"].ports
+        q, k, name = (node.inputs[ports.index(port)] for port in ("q", "k", "attn_mask"))
+        mask = tensors.get(str(name))
+        if mask is None or name is None or mask.dtype not in LOW_PRECISION:
+            continue
+        (batch, heads, rows, _), keys = tensors[str(q)].shape, tensors[str(k)].shape[2]
+        scores = batch * heads * rows * keys
+        if not odd_rows(mask.shape, mask.stride) or scores < max(LEAST_SCORES, 4 * mask.numel):
+            continue
+        if name not in copies:
+            copy = copies[name] = f"{node.results[0]}_mask_aligned"
+            tensors[copy] = replace(mask, name=copy, stride=aligned_rows(mask.shape))
+            nodes.append(Node("identity", copy, (name,), (copy,)))
+        inputs = list(node.inputs)
+        inputs[ports.index("attn_mask")] = copies[name]
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if copies else spec
 
 
 def wide_sums(spec: GraphSpec) -> GraphSpec:

@@ -175,6 +175,28 @@ def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
     assert bool((buffer[rest] == 5.0).all()) and int(rest.sum()) == 24
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_numbers_are_chosen_by_one_call_into_rows_with_gaps(dtype: torch.dtype) -> None:
+    """An additive mask for attention is made so."""
+    spec = single("where", ((3, 5), torch.bool), -0.0, -2.5, dtype=dtype, stride=(8, 1))
+    assert eager._single(spec, CPU) is not None
+    keep = torch.rand(3, 5) < 0.5
+    out = run(spec, keep)
+    assert out.stride() == (8, 1)
+    assert torch.equal(out, torch.where(keep, 0.0, -2.5).to(dtype))
+    assert bool(out.signbit().all()), "-0.0 is not 0.0"
+
+
+def test_tensors_are_chosen_in_their_dtype_alone() -> None:
+    same = single("where", ((4,), torch.bool), ((4,), F16), ((4,), F16), dtype=F16)
+    other = single("where", ((4,), torch.bool), ((4,), F16), ((4,), F32), dtype=F16)
+    assert eager._single(same, CPU) is not None
+    assert eager._single(other, CPU) is None
+    keep, x = torch.tensor([True, False, True, False]), torch.arange(4.0).half()
+    assert run(same, keep, x, -x).tolist() == [0.0, -1.0, 2.0, -3.0]
+    assert run(other, keep, x, -x.float()).tolist() == [0.0, -1.0, 2.0, -3.0]
+
+
 ROLLS: dict[str, tuple[tuple[Any, ...], bool]] = {  # arguments of torch.roll, and whether ours
     "windows": (((-3, -3), (1, 2)), True),
     "one dim, far": (((17,), (-2,)), True),

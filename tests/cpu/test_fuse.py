@@ -122,7 +122,7 @@ def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
     """A model as it is imported for a GPU, and bound here."""
     made = exported.export(model, (x,))
     imported = convert(
-        made.module, made.constants, made.placeholders, channels_last=True, pad_channels=True
+        made.module, made.constants, made.placeholders, channels_last=True, on_gpu=True
     )
     assert imported.spec is not None
     return imported, fusing.Bound(imported, compile_spec(imported.spec, "cpu"), CPU)

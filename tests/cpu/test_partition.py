@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import partition, reference
-from cudnngraph.ir import GraphSpec, Node, is_channels_last, same_layout
+from cudnngraph import partition, reference, rewrites
+from cudnngraph.ir import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
 from cudnngraph.ops import OPS
 from cudnngraph.partition import LOW_PRECISION, Graph, cuts, piece, regions, work
-from cudnngraph.rewrites import channels_last, numeric_masks, prepared
+from cudnngraph.rewrites import aligned_masks, channels_last, numeric_masks, prepared
 from tests import numerics
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
@@ -442,6 +442,86 @@ def test_attentions_that_share_a_mask_share_no_converted_one() -> None:
     assert sorted(op for step in steps for op in ops(step)) == ["sdpa", "sdpa", "where", "where"]
     made = [name for step in steps for name in step.outputs]
     assert len(made) == len(set(made)) == 4
+
+
+def test_attentions_of_one_dtype_share_a_converted_mask() -> None:
+    g = cg.Graph("g")
+    mask = g.input("mask", (3, 7, 7), torch.bool)
+    for number in range(2):
+        q = g.input(f"q{number}", (2, 3, 7, 8), F16)
+        g.output(f"o{number}", g.sdpa(q, q, q, mask))
+    spec = numeric_masks(g.spec())
+    (convert,) = (node for node in spec.nodes if node.op == "where")
+    made = spec.tensors[convert.results[0]]
+    assert (made.dtype, made.stride) == (F16, (7 * 8, 8, 1))
+    assert same_results(g.spec(), spec)
+
+
+def same_results(spec: GraphSpec, other: GraphSpec) -> bool:
+    """Whether two graphs of the same inputs give the same numbers."""
+    torch.manual_seed(0)
+    given = [
+        torch.rand(t.shape) < 0.8 if t.dtype == torch.bool else torch.randn(t.shape).to(t.dtype)
+        for t in (spec.tensors[name] for name in spec.inputs)
+    ]
+    results = zip(reference.run(spec, given), reference.run(other, given), strict=True)
+    return all(torch.equal(*pair) for pair in results)
+
+
+LARGE = (16, 16, 193, 8)  # over eight million scores
+
+
+def with_masks(*kinds: tuple[tuple[int, ...], torch.dtype], width: int = 193) -> GraphSpec:
+    """An attention by each of the masks, given by shape and dtype; rows ``width`` apart."""
+    g = cg.Graph("g")
+    q = g.input("q", LARGE, F16)
+    for number, (shape, dtype) in enumerate(kinds):
+        stride = contiguous_strides((*shape[:-1], width))
+        mask = g.input(f"m{number}", shape, dtype, stride=stride)
+        g.output(f"o{number}", g.sdpa(q, q, q, mask))
+        g.output(f"p{number}", g.sdpa(q, q, q, mask, scale=1.0))
+    return g.spec()
+
+
+def test_masks_whose_rows_start_at_odd_elements_are_copied_once_each() -> None:
+    spec = with_masks(((193, 193), F16), ((16, 1, 193, 193), F16), ((1, 16, 193, 193), F16))
+    made = aligned_masks(spec)
+    copies = [node for node in made.nodes if node.op == "identity"]
+    assert [node.operands[0] for node in copies] == ["m0", "m1", "m2"]
+    for node in copies:
+        mask = made.tensors[node.results[0]]
+        assert (mask.stride[-2:], mask.dtype) == ((200, 1), F16)
+    assert {node.operands[3] for node in made.nodes if node.op == "sdpa"} == {
+        node.results[0] for node in copies
+    }
+    assert ("identity",) in {tuple(ops(step)) for step in every_cutting(made)[-1]}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        with_masks(((193, 193), F16), width=194),
+        with_masks(((193, 193), F32)),
+        with_masks(((16, 1, 1, 193), F16), width=194),
+        with_masks(((1, 193), F16)),
+        with_masks(((16, 16, 193, 193), F16)),
+    ],
+    ids=["even", "float32", "row", "one row", "of each image and head"],
+)
+def test_other_masks_are_left_as_they_are(spec: GraphSpec) -> None:
+    assert aligned_masks(spec) is spec
+
+
+def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = cg.Graph("g")
+    q, mask = g.input("q", (2, 3, 7, 8), F16), g.input("m", (7, 7), F16)
+    g.output("o", g.sdpa(q, q, q, mask))
+    spec = g.spec()
+    assert aligned_masks(spec) is spec
+    monkeypatch.setattr(rewrites, "LEAST_SCORES", 1)
+    made = aligned_masks(spec)
+    assert made is not spec
+    assert same_results(spec, made)
 
 
 def attention(dtype: torch.dtype, mask: torch.dtype | None) -> GraphSpec:

@@ -333,7 +333,7 @@ def joined(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
     made = export(model, (x,), {})
     found, shapes = [], list[tuple[int, ...]]()
     for join in (False, True):
-        imported = convert(made.module, made.constants, made.placeholders, join_windows=join)
+        imported = convert(made.module, made.constants, made.placeholders, on_gpu=join)
         spec = imported.spec
         assert spec is not None
         found += exact(imported, x)
@@ -394,11 +394,39 @@ def test_others_are_left_as_they_are(
     assert batch == math.prod(shape[:-1])
 
 
+@pytest.mark.parametrize("kind", ["added", "boolean", "even"])
+def test_constant_masks_are_added_in_aligned_rows(kind: str) -> None:
+    """Once for what shares them; those that are aligned as they lie are the model's own."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = {"added": torch.randn(65, 65), "boolean": torch.rand(65, 65) < 0.9}
+            self.attention = Attention(kinds.get(kind, torch.randn(65, 66).half()[:, :65]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(self.attention(x).view(x.shape))
+
+    x = torch.randn(1, 6, 65, E).half()
+    model = Twice().half().eval()
+    made = export(model, (x,), {})
+    plain, ready = (
+        convert(made.module, made.constants, made.placeholders, on_gpu=on_gpu)
+        for on_gpu in (False, True)
+    )
+    torch.testing.assert_close(*exact(plain, x), *exact(ready, x), rtol=1e-12, atol=1e-12)
+    assert ready.spec is not None
+    names = {node.operands[3] for node in ready.spec.nodes if node.op == "sdpa"}
+    (mask,) = (ready.spec.tensors[name] for name in names)
+    assert mask.dtype == torch.float16
+    assert mask.stride == ((66, 1) if kind == "even" else (72, 1))
+
+
 def test_what_is_not_finite_stays_in_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importer, "BLOCKS", 1)
     x = torch.randn(2, 4, 49, E).half()
     made = export(Attention().half().eval(), (x,), {})
-    imported = convert(made.module, made.constants, made.placeholders, join_windows=True)
+    imported = convert(made.module, made.constants, made.placeholders, on_gpu=True)
     (clean,) = exact(imported, x)
     x[0, 1] = math.inf
     (y,) = exact(imported, x)

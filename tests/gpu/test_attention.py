@@ -395,3 +395,29 @@ def test_attention_into_an_unaligned_output_is_refused_by_name() -> None:
     o = attend(*leaves)
     apart.copy_(grad)
     gradients_within(leaves, None, grad, [o, *torch.autograd.grad(o, leaves, apart)])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "shared"])
+def test_masks_of_odd_rows_are_copied_to_aligned_ones(kind: str) -> None:
+    """Twice, with other numbers, and with rows that are hidden altogether."""
+    q, k, v, _ = normal(*((8, 8, 385, 64),) * 4)
+    g = cg.Graph("odd")
+    of_mask = (385, 385) if kind == "shared" else (8, 1, 385, 385)
+    dtype = torch.bool if kind == "bool" else BF16
+    values = [g.input(name, q.shape, BF16) for name in "qkv"]
+    g.output("o", g.sdpa(*values, g.input("mask", of_mask, dtype)))
+    exe = g.compile()
+    kinds = [step.spec.nodes[-1].op for step in exe.steps]
+    assert kinds == ["where" if kind == "bool" else "identity", "sdpa"]
+    assert exe.steps[-1].choice is not None
+    for share in (0.9, 0.5):
+        keep = torch.rand(of_mask, device=CUDA) < share
+        keep[..., 7, :] = False
+        mask = keep
+        if kind != "bool":
+            added = torch.randn(of_mask, device=CUDA, dtype=BF16)
+            mask = added.masked_fill(~keep, -torch.inf)
+        exact = reference.run(exe.spec, [x.cpu() for x in (q, k, v, mask)], torch.float64)
+        o = exe(q, k, v, mask)
+        assert not o[:, :, 7].any()
+        assert numerics.relative_error(o.cpu(), exact[0]) <= numerics.bound(BF16, terms=385)
