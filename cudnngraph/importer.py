@@ -29,7 +29,7 @@ from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
 from .ir import (
     GraphSpec,
-    aligned_rows,
+    aligned,
     channels_last_strides,
     contiguous_strides,
     is_contiguous,
@@ -160,7 +160,9 @@ class _Conversion:
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     examples: set[int] = field(default_factory=lambda: {1})  # how many each input may hold
-    masks: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    masks: dict[tuple[Any, ...], tuple[torch.Tensor | None, torch.Tensor]] = field(
+        default_factory=dict
+    )
     node: Any = None
 
     def __post_init__(self) -> None:
@@ -1125,6 +1127,7 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
 
 ROWS = 128  # of queries that one block of cuDNN's attention takes
 BLOCKS = 264  # that are enough to do without others
+READ = 4  # numbers of a mask for each of q, at most
 
 
 def _attend(
@@ -1134,13 +1137,12 @@ def _attend(
     a Swin transformer) several are one, whose tokens do not attend to each other's: a block of
     cuDNN's kernel takes as long for 98 rows as for 49."""
     q, k, v = qkv
+    mask = _narrowed(mask) if isinstance(mask, torch.Tensor) else mask
     joined = 1 if causal else _joined(c, qkv, mask)
     if joined == 1:
         given = None if mask is None else _mask(c, mask, q.dtype)
         return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale)  # type: ignore[no-any-return]
     batch, _, length, _ = q.shape
-    if mask is None:
-        mask = next(iter(c.constants.values())).new_zeros((), dtype=q.dtype)
     whole = _mask(c, mask, q.dtype, joined, length)
 
     def together(x: Value) -> Value:
@@ -1155,48 +1157,71 @@ def _attend(
     return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
 
 
-def _joined(c: _Conversion, qkv: Sequence[Value], mask: Any) -> int:
-    """How many sequences of a batch to take as one: none of two examples, since what is not finite
-    reaches the sequences beside it."""
+def _narrowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask without what only repeats it for images or heads."""
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:
+            mask = mask[(slice(None),) * dim + (slice(0, 1),)]
+    return mask
+
+
+def _joined(c: _Conversion, qkv: Sequence[Value], mask: torch.Tensor | Value | None) -> int:
+    """How many sequences of a batch to take as one.
+
+    What is not finite reaches the sequences beside it, so they are to be of one example: inputs
+    that have a first dim in common count their examples by it, one behind another.
+    """
     q, k, v = qkv
-    if not c.on_gpu or not c.constants or not isinstance(mask, (torch.Tensor, NoneType)):
+    if not c.on_gpu or not isinstance(mask, (torch.Tensor, NoneType)):
         return 1
     if q.dtype not in LOW_PRECISION or any(len(x.shape) != 4 for x in qkv):
         return 1
-    batch, heads, length, _ = q.shape
+    batch, heads, length, width = q.shape
     if any(x.shape[0] != batch or x.shape[2] != length for x in (k, v)) or not length:
         return 1
     if any(x.spec is None or x.spec.stride[0] != length * x.spec.stride[2] for x in qkv):
         return 1
-    sequences = batch // max(math.gcd(batch, examples) for examples in c.examples)
-    fitting = (
-        count
-        for count in range(2, ROWS // length + 1)
-        if sequences % count == 0 and batch // count * heads >= BLOCKS
-    )
-    joined = max(fitting, default=1)
-    of_mask = (1, 1) if mask is None else (1, 1, *mask.shape)[-4:-2]
-    kept = math.prod(of_mask) * joined * length * length
-    return joined if kept <= MOST_KEPT else 1
+    examples = max(c.examples)
+    if c.examples - {1, examples} or batch % examples:
+        return 1
+    images, planes = (1, 1, 1, 1, *(() if mask is None else mask.shape))[-4:-2]
+    joined = 1
+    for count in range(2, ROWS // length + 1):
+        blocks, rows = batch // count * heads, count * length
+        numbers = -(-images // count) * planes * rows * rows
+        if batch // examples % count or blocks < BLOCKS or numbers > MOST_KEPT:
+            continue
+        if numbers <= READ * batch * heads * length * width:
+            joined = count
+    return joined
 
 
 def _mask(c: _Conversion, mask: Any, dtype: torch.dtype, joined: int = 1, length: int = 0) -> Value:
     """A mask of attention. A constant one, of 16-bit data on a GPU, is what is added, in aligned
-    rows, and of ``joined`` sequences of ``length`` taken as one, what each has."""
-    known = c.on_gpu and isinstance(mask, torch.Tensor) and dtype in LOW_PRECISION
-    if not known or not 0 < mask.numel() <= MOST_KEPT:
-        return c.value(mask)
-    if joined == 1 and mask.dtype != torch.bool and not odd_rows(mask.shape, mask.stride()):
-        return c.value(mask)
-    made_of = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, dtype, joined, length)
+    rows, and of ``joined`` sequences of ``length`` taken as one, what each has, if anything."""
+    if joined == 1:
+        known = c.on_gpu and isinstance(mask, torch.Tensor) and dtype in LOW_PRECISION
+        if not known or not 0 < mask.numel() <= MOST_KEPT:
+            return c.value(mask)
+        if mask.dtype != torch.bool and not odd_rows(mask.shape, mask.stride()):
+            return c.value(mask)
+    form = None
+    if mask is not None:
+        form = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
+    made_of = (form, dtype, joined, length)
     if made_of not in c.masks:
         added = mask
-        if mask.dtype == torch.bool:
+        if mask is None:
+            device = next(iter(_leaves(c.node.meta["val"]))).device
+            added = torch.zeros((), dtype=dtype, device=device)
+        elif mask.dtype == torch.bool:
             added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
         if joined > 1:
             added = _block_diagonal(added, joined, length)
-        rows = added.new_empty_strided(added.shape, aligned_rows(added.shape)).copy_(added)
-        c.masks[made_of] = mask, rows
+        if added.dim():
+            memory = added.new_zeros((*added.shape[:-1], aligned(added.shape[-1])))
+            added = memory[..., : added.shape[-1]].copy_(added)
+        c.masks[made_of] = mask, added
     return c.constant(c.masks[made_of][1])
 
 

@@ -60,13 +60,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return dense_strides(shape, range(len(shape)))
 
 
-ROW = 8  # elements of 16 bits: what rows that are aligned start at multiples of
+def aligned(count: int) -> int:
+    """At least so many elements of 16 bits, in whole sixteens of bytes."""
+    return -(-count // 8) * 8
 
 
 def aligned_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides with gaps behind rows, so that each starts at a multiple of 16 bytes, in
-    16-bit elements."""
-    return contiguous_strides((*shape[:-1], -(-shape[-1] // ROW) * ROW))
+    """Row-major strides with gaps behind rows, so that each is :func:`aligned`."""
+    return contiguous_strides((*shape[:-1], *map(aligned, shape[-1:])))
 
 
 def odd_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -107,15 +107,16 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
     spec = marked(spec, bool(record.policy.get("deterministic")))
+    if record.policy.get("fallback") == "error":  # one plan of the graph as it is
+        return _steps_in(record, spec)
     ready = prepared(spec)
-    stale: StaleRecord | None = None
-    for variant in (ready, spec, channels_last(ready)):
+    try:
+        return _steps_in(record, ready)
+    except StaleRecord as stale:
         try:
-            return _steps_in(record, variant)
-        except StaleRecord as error:
-            stale = stale or error
-    assert stale is not None
-    raise stale
+            return _steps_in(record, channels_last(ready))
+        except StaleRecord:
+            raise stale from None
 
 
 def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:

@@ -39,8 +39,8 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     needs no copy, views behind what a product's plan may do, and the strides and the offsets of
     packed sequences.
     """
-    masked = aligned_masks(numeric_masks(spec))
-    made = slices(views_behind(in_memory_order(views(wide_sums(masked)))))
+    seen = aligned_masks(views(wide_sums(numeric_masks(spec))))
+    made = slices(views_behind(in_memory_order(seen)))
     return offsets_of_sequences(gradients_laid_alike(made))
 
 
@@ -272,13 +272,13 @@ def marked(spec: GraphSpec, deterministic: bool) -> GraphSpec:
 def numeric_masks(spec: GraphSpec) -> GraphSpec:
     """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
     added to the scores, and for dropout 1 or 0."""
-    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
         ports = OPS[node.op].ports
-        data = tensors[str(node.inputs[ports.index("q")])].dtype
+        data = graph.crossing(str(node.inputs[ports.index("q")])).dtype
         inputs = list(node.inputs)
         for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
             name = node.inputs[ports.index(port)]
@@ -322,14 +322,14 @@ def aligned_masks(spec: GraphSpec) -> GraphSpec:
     images: 234 us, and 122 with rows 584 elements apart). Where each image and head has numbers of
     its own, the copy would take as long as it saves.
     """
-    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     copies: dict[str, str] = {}
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa":
             continue
         ports = OPS["sdpa"].ports
         q, k, name = (node.inputs[ports.index(port)] for port in ("q", "k", "attn_mask"))
-        mask = tensors.get(str(name))
+        mask = None if name is None else graph.crossing(name)
         if mask is None or name is None or mask.dtype not in LOW_PRECISION:
             continue
         (batch, heads, rows, _), keys = tensors[str(q)].shape, tensors[str(k)].shape[2]

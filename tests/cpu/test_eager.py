@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -178,13 +179,14 @@ def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_numbers_are_chosen_by_one_call_into_rows_with_gaps(dtype: torch.dtype) -> None:
     """An additive mask for attention is made so."""
-    spec = single("where", ((3, 5), torch.bool), -0.0, -2.5, dtype=dtype, stride=(8, 1))
-    assert eager._single(spec, CPU) is not None
     keep = torch.rand(3, 5) < 0.5
-    out = run(spec, keep)
-    assert out.stride() == (8, 1)
-    assert torch.equal(out, torch.where(keep, 0.0, -2.5).to(dtype))
-    assert bool(out.signbit().all()), "-0.0 is not 0.0"
+    for zero in (0.0, -0.0):
+        spec = single("where", ((3, 5), torch.bool), zero, -2.5, dtype=dtype, stride=(8, 1))
+        assert eager._single(spec, CPU) is not None
+        out = run(spec, keep)
+        assert out.stride() == (8, 1)
+        assert torch.equal(out, torch.where(keep, 0.0, -2.5).to(dtype))
+        assert torch.equal(out.signbit(), ~keep | (math.copysign(1.0, zero) < 0))
 
 
 def test_tensors_are_chosen_in_their_dtype_alone() -> None:

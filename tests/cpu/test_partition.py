@@ -16,6 +16,7 @@ from cudnngraph.ir import GraphSpec, Node, contiguous_strides, is_channels_last,
 from cudnngraph.ops import OPS
 from cudnngraph.partition import LOW_PRECISION, Graph, cuts, piece, regions, work
 from cudnngraph.rewrites import aligned_masks, channels_last, numeric_masks, prepared
+from cudnngraph.runtime import canonical
 from tests import numerics
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
@@ -495,6 +496,28 @@ def test_masks_whose_rows_start_at_odd_elements_are_copied_once_each() -> None:
         node.results[0] for node in copies
     }
     assert ("identity",) in {tuple(ops(step)) for step in every_cutting(made)[-1]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, F16], ids=str)
+def test_masks_are_aligned_where_the_data_are_made_by_the_graph(dtype: torch.dtype) -> None:
+    """What it makes is declared float32, and handed on in 16 bits."""
+    g = cg.Graph("g")
+    x, mask = g.input("x", (16 * 193, 16 * 8), F16), g.input("mask", (193, 193), dtype)
+    y = g.permute(g.reshape(g.relu(x), (16, 193, 16, 8)), (0, 2, 1, 3))
+    g.output("o", g.sdpa(y, y, y, mask if dtype == torch.bool else g.add(mask, mask)))
+    spec = canonical(g.spec())
+    made = prepared(spec)
+    (node,) = (node for node in made.nodes if node.op == "sdpa")
+    read = Graph(made).crossing(node.operands[3])
+    assert (read.dtype, read.stride) == (F16, (200, 1))
+    assert same_results(spec, made)
+
+
+def test_views_of_masks_that_are_aligned_are_left_as_they_are() -> None:
+    g = cg.Graph("g")
+    q, mask = g.input("q", LARGE, F16), g.input("mask", (193, 200), F16)
+    g.output("o", g.sdpa(q, q, q, g.slice(mask, 1, 0, 193)))
+    assert not [node for node in prepared(g.spec()).nodes if node.op == "identity"]
 
 
 @pytest.mark.parametrize(

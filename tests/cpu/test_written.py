@@ -407,31 +407,134 @@ def test_constant_masks_are_added_in_aligned_rows(kind: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.attention(self.attention(x).view(x.shape))
 
-    x = torch.randn(1, 6, 65, E).half()
-    model = Twice().half().eval()
-    made = export(model, (x,), {})
+    (mask,) = masks_of(converted(Twice(), torch.randn(1, 6, 65, E).half()))
+    assert mask.dtype == torch.float16
+    assert mask.stride() == ((66, 1) if kind == "even" else (72, 1))
+
+
+class SequencesFirst(Attention):
+    """Examples are the second dim of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "joined_shape"),
+    [
+        (Attention(), (3, 4, 21, E), (3, H, 84, D)),  # six would fit, of another example too
+        (SequencesFirst(), (10, 6, E), (6, H, 10, D)),
+    ],
+    ids=["examples first", "sequences first"],
+)
+def test_what_is_not_finite_stays_in_its_example(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    joined_shape: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    x = torch.randn(shape).half()
+    made = export(model.half().eval(), (x,), {})
+    imported = convert(made.module, made.constants, made.placeholders, on_gpu=True)
+    (clean,) = exact(imported, x)
+    dim = int(isinstance(model, SequencesFirst))
+    x.select(dim, 0).fill_(math.inf)
+    (y,) = exact(imported, x)
+    assert imported.spec is not None
+    (node,) = (node for node in imported.spec.nodes if node.op == "sdpa")
+    assert imported.spec.tensors[node.operands[0]].shape == joined_shape
+    assert not y.select(dim, 0).isfinite().all()
+    assert torch.equal(y.narrow(dim, 1, 2), clean.narrow(dim, 1, 2))
+
+
+def test_inputs_that_count_their_examples_otherwise_join_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+
+    class Two(Attention):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + y
+
+    x = torch.randn(2, 4, 21, E).half()
+    for shape, batch in (((2, 1, 1, E), 2), ((1, 1, 1, E), 2), ((21, E), 8)):
+        made = export(Two().half().eval(), (x, torch.randn(shape).half()), {})
+        spec = convert(made.module, made.constants, made.placeholders, on_gpu=True).spec
+        assert spec is not None
+        (node,) = (node for node in spec.nodes if node.op == "sdpa")
+        assert spec.tensors[node.operands[0]].shape[0] == batch
+
+
+def converted(model: nn.Module, x: torch.Tensor) -> Imported:
+    """A model as for a GPU; its numbers are those that it has otherwise."""
+    made = export(model.half().eval(), (x,), {})
     plain, ready = (
         convert(made.module, made.constants, made.placeholders, on_gpu=on_gpu)
         for on_gpu in (False, True)
     )
     torch.testing.assert_close(*exact(plain, x), *exact(ready, x), rtol=1e-12, atol=1e-12)
-    assert ready.spec is not None
-    names = {node.operands[3] for node in ready.spec.nodes if node.op == "sdpa"}
-    (mask,) = (ready.spec.tensors[name] for name in names)
-    assert mask.dtype == torch.float16
-    assert mask.stride == ((66, 1) if kind == "even" else (72, 1))
+    return ready
 
 
-def test_what_is_not_finite_stays_in_its_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_of(imported: Imported) -> list[torch.Tensor]:
+    """The constant masks, each once."""
+    assert imported.spec is not None
+    names = {node.operands[3] for node in imported.spec.nodes if node.op == "sdpa"}
+    return [imported.constants[name] for name in sorted(names)]
+
+
+def test_masks_that_are_repeated_are_kept_once() -> None:
+    mask = torch.rand(65, 65) < 0.9
+    (kept,) = masks_of(
+        converted(Attention(mask.expand(6, H, 65, 65)), torch.randn(1, 6, 65, E).half())
+    )
+    assert kept.shape == (1, 1, 65, 65)
+
+
+def test_attentions_without_masks_share_that_of_what_is_taken_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importer, "BLOCKS", 1)
-    x = torch.randn(2, 4, 49, E).half()
-    made = export(Attention().half().eval(), (x,), {})
+    model = nn.Sequential(Attention(), Attention())
+    (mask,) = masks_of(converted(model, torch.randn(1, 6, 21, E).half()))
+    assert mask.shape == (1, 1, 126, 126)
+
+
+def test_masks_that_are_larger_than_the_data_keep_sequences_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four numbers of a mask for each of q: of 4 tokens and 8 numbers each, 8 are one, not 32."""
+    monkeypatch.setattr(importer, "BLOCKS", 1)
+    masks = torch.randn(64, H, 4, 4).half()
+    assert joined(Attention(masks), torch.randn(1, 64, 4, E).half()) == [(8, H, 32, D)]
+    assert joined(Attention(masks[0, 0]), torch.randn(1, 64, 4, E).half()) == [(2, H, 128, D)]
+
+
+def test_a_mask_of_one_number_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hides(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).view(-1, x.shape[-2], 3, H, D).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-1, -2)).masked_fill(self.mask, -math.inf)
+            return (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+
+    (mask,) = masks_of(converted(Hides(torch.tensor(False)), torch.randn(1, 6, 65, E).half()))
+    assert mask.dim() == 0 and mask.dtype == torch.float16
+
+
+def test_the_mask_of_what_is_taken_as_one_is_where_the_data_are() -> None:
+    """Numbers of a model may lie on the CPU, and come first."""
+
+    class Halves(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * torch.tensor(0.5))
+
+    x = torch.randn(1, 528, 49, E, device="meta").half()
+    made = export(Halves().half().eval().to("meta"), (x,), {})
     imported = convert(made.module, made.constants, made.placeholders, on_gpu=True)
-    (clean,) = exact(imported, x)
-    x[0, 1] = math.inf
-    (y,) = exact(imported, x)
-    assert not y[0].isfinite().all()
-    assert torch.equal(y[1], clean[1])
+    (mask,) = masks_of(imported)
+    assert mask.shape == (1, 1, 98, 98)
+    assert mask.device.type == "meta"
 
 
 def test_few_sequences_are_left_for_as_many_blocks() -> None:

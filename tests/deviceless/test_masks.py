@@ -22,3 +22,21 @@ def test_odd_masks_are_copied_in_front_of_attention(
     made = [[node.op for node in step.spec.nodes if node.op != "constant"] for step in steps]
     assert made == [["where" if dtype == torch.bool else "identity"], ["sdpa"]]
     assert [step.runs_on for step in steps] == ["torch", "cuDNN"]
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16], ids=str)
+def test_what_a_graph_makes_for_attention_is_masked_by_a_plan(dtype: torch.dtype) -> None:
+    g = cg.Graph("g")
+    q, k, v = (g.input(name, (16, 16, 193, 64), torch.float16) for name in "qkv")
+    mask = g.input("mask", (193, 193), dtype)
+    if dtype != torch.bool:
+        mask = g.add(mask, mask)
+    g.output("o", g.sdpa(g.relu(q), k, v, mask))
+    runs = {step.ops: step.runs_on for step in cg.explain(g, "nvidia-h200").steps}
+    assert runs.pop(("sdpa",)) == "cuDNN"
+    assert runs.pop(("relu",)) == "cuDNN"
+    if dtype == torch.bool:
+        assert runs == {("where",): "torch"}
+    else:
+        assert runs == {("add",): "cuDNN", ("identity",): "torch"}

@@ -421,3 +421,40 @@ def test_masks_of_odd_rows_are_copied_to_aligned_ones(kind: str) -> None:
         o = exe(q, k, v, mask)
         assert not o[:, :, 7].any()
         assert numerics.relative_error(o.cpu(), exact[0]) <= numerics.bound(BF16, terms=385)
+
+
+@pytest.mark.parametrize("keys", [193, 197, 577])
+def test_what_lies_in_the_gaps_behind_rows_of_masks_is_not_read(keys: int) -> None:
+    q, k, v, _ = normal(*((2, 4, keys, 64),) * 4)
+    memory = torch.full((keys, -(-keys // 8) * 8), torch.nan, device=CUDA, dtype=BF16)
+    mask = memory[:, :keys].normal_()
+    g = cg.Graph("gaps")
+    values = [g.input(name, q.shape, BF16) for name in "qkv"]
+    g.output("o", g.sdpa(*values, g.input("mask", like=mask)))
+    for tune in ("heuristic", "autotune"):
+        exe = g.compile(tune=tune)
+        assert [step.choice is not None for step in exe.steps] == [True]
+        (exact,) = reference.run(exe.spec, [x.cpu() for x in (q, k, v, mask)], torch.float64)
+        o = exe(q, k, v, mask)
+        assert numerics.relative_error(o.cpu(), exact) <= numerics.bound(BF16, terms=keys)
+
+
+def test_a_boolean_mask_for_what_the_graph_makes_is_of_plans() -> None:
+    """Queries behind a projection, as models have them."""
+    x, k, v, _ = normal((2, 193, 256), *((2, 4, 193, 64),) * 3)
+    (w,) = normal((256, 256))
+    mask = torch.rand(193, 193, device=CUDA) < 0.8
+    g = cg.Graph("projected")
+    q = g.reshape(
+        g.matmul(g.input("x", x.shape, BF16), g.input("w", w.shape, BF16)), (2, 193, 4, 64)
+    )
+    kv = [g.input(name, k.shape, BF16) for name in "kv"]
+    o = g.sdpa(q, *kv, g.input("mask", mask.shape, torch.bool), scale=0.01)
+    g.output("o", o)
+    exe = g.compile()
+    (step,) = (s for s in exe.steps if s.spec.nodes[-1].op == "sdpa")
+    assert step.choice is not None, exe.explain()
+    given = (x, w, k, v, mask)
+    (exact,) = reference.run(exe.spec, [t.cpu() for t in given], torch.float64)
+    error = numerics.relative_error(exe(*given).cpu(), exact)
+    assert error <= 4 * numerics.bound(BF16, terms=256)
