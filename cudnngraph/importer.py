@@ -1058,6 +1058,7 @@ def _written(c: _Conversion) -> Value | None:
 
 MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
 MOST_KEPT = 1 << 26  # elements of a constant that is made here
+LARGEST_FACTOR = 128.0  # of scores that queries in 16 bits are multiplied with instead
 
 
 def _attention(c: _Conversion, found: Written) -> Value | None:
@@ -1076,6 +1077,11 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         shape = (shape[0], 1, *shape[1:])
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
+    factors = [c.env[node] for node in found.factors]
+    if not all(isinstance(each, torch.Tensor) and each.dtype == q.dtype for each in factors):
+        return None
+    if any(each.numel() and not each.abs().max() <= LARGEST_FACTOR for each in factors):
+        return None
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
     for node, (images, windows) in found.windowed:
         mask = c.env[node]
@@ -1121,6 +1127,9 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
     for each in masks[1:]:
         total = c.g.add(c.value(total), c.value(each))
     k = c.g.transpose(key, rank - 2, rank - 1)
+    for factor in factors:
+        shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
+        q = c.g.mul(q, c.constant(factor.reshape(shape)))
     y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=found.scale)
     return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
 

@@ -1,8 +1,8 @@
 """Attention that a model writes out, found in its graph of ATen ops.
 
 softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
-what is added to it or hidden of it, softmax along the keys, and a product with v. Where nobody
-reads what lies between, it is one op (:func:`attention_before`).
+for all or each head, what is added to it or hidden of it, softmax along the keys, and a product
+with v. Where nobody reads what lies between, it is one op (:func:`attention_before`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Written:
     """Attention as a model writes it: q (..., S, D), the transposed k (..., D, T), v (..., T, D);
     what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
     boolean mask, whether it is True where it hides, and the number that stands there then.
-    ``windowed`` is added to scores whose batch counts images and windows, as (images, windows)."""
+    ``windowed`` is added to scores whose batch counts images and windows, as (images, windows);
+    ``factors`` (..., 1, 1) are what scores are multiplied with before, besides ``scale``."""
 
     query: Node
     key: Node
@@ -38,6 +39,7 @@ class Written:
     added: tuple[Node, ...]
     hidden: tuple[tuple[Node, bool, float], ...]
     windowed: tuple[tuple[Node, tuple[int, int]], ...]
+    factors: tuple[Node, ...]
 
 
 def attention_before(node: Node) -> Written | None:
@@ -57,6 +59,7 @@ def attention_before(node: Node) -> Written | None:
     added: list[Node] = []
     hidden: list[tuple[Node, bool, float]] = []
     windowed: list[tuple[Node, tuple[int, int]]] = []
+    factors: list[Node] = []
     scale = 1.0
     scores = _behind(softmax.args[0])
     while scores is not None and _packet(scores) not in _PRODUCTS:
@@ -64,21 +67,25 @@ def attention_before(node: Node) -> Written | None:
             return None
         kind, first = _packet(scores), scores.args[0]
         given = forms.named(scores.target, scores.args, scores.kwargs)
+        scaled = scale != 1.0 or bool(factors)
         if (factor := _factor(scores)) is not None:
             scale *= factor
-        elif kind == "add" and scale == 1.0 and given.get("alpha", 1) == 1:
+        elif kind == "mul" and (term := _of_heads(scores)) is not None:
+            first, of_heads = term
+            factors.append(of_heads)
+        elif kind == "add" and not scaled and given.get("alpha", 1) == 1:
             pair = [each for each in scores.args[:2] if isinstance(each, Node)]
             mains = [each for each in pair if _is_scores(each)]
             if len(pair) != 2 or len(mains) != 1:
                 return None
             (first,) = mains
             added += [each for each in pair if each is not first]
-        elif kind in forms.RESHAPES and scale == 1.0 and (window := _windowed(scores)) is not None:
+        elif kind in forms.RESHAPES and not scaled and (window := _windowed(scores)) is not None:
             first, mask, counts = window
             windowed.append((mask, counts))
-        elif kind == "masked_fill" and scale == 1.0:
+        elif kind == "masked_fill" and not scaled:
             hidden.append((given["mask"], True, _number(given["value"])))
-        elif kind == "where" and scale == 1.0:
+        elif kind == "where" and not scaled:
             first = given["self"]
             hidden.append((given["condition"], False, _number(given["other"])))
         else:
@@ -100,7 +107,8 @@ def attention_before(node: Node) -> Written | None:
         query = query.args[0]
     if not math.isfinite(scale):
         return None
-    return Written(query, key, value, scale, tuple(added), tuple(hidden), tuple(windowed))
+    masks = (tuple(added), tuple(hidden), tuple(windowed))
+    return Written(query, key, value, scale, *masks, tuple(factors))
 
 
 def _factor(node: Node) -> float | None:
@@ -111,6 +119,17 @@ def _factor(node: Node) -> float | None:
     if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
         return None
     return float(number) if _packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
+
+
+def _of_heads(node: Node) -> tuple[Node, Node] | None:
+    """Of a product with something that is the same for all queries and keys: the two."""
+    pair = node.args[:2]
+    for main, other in (pair, pair[::-1]):
+        if isinstance(main, Node) and isinstance(other, Node) and _is_scores(main):
+            seen = other.meta.get("val")
+            alike = isinstance(seen, torch.Tensor) and tuple(seen.shape[-2:]) == (1, 1)
+            return (main, other) if alike else None
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -36,6 +36,7 @@ class Written(nn.Module):
         self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
         self.dropout = nn.Dropout(0.1)
         self.bias = nn.Parameter(torch.randn(1, H, S, S))
+        self.heat = nn.Parameter(torch.linspace(-1.0, 4.0, H).view(H, 1, 1))
         self.register_buffer("lower", torch.ones(S, S).tril().view(1, 1, S, S))
         self.register_buffer("band", torch.ones(S, S).tril(2).triu(-2).bool())
         self.register_buffer("empty", (torch.arange(S) == 3).view(S, 1).expand(S, S).contiguous())
@@ -85,6 +86,17 @@ def by_numbers_of_the_input(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.T
     return (q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf).softmax(-1)
 
 
+def cosines(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """As a Swin transformer of the second version."""
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+    return F.softmax(scores * m.heat.clamp(max=3.0).exp() + m.bias, dim=-1)
+
+
+def hot_and_scaled(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = m.heat * ((q @ k.transpose(-2, -1)) / 4.0)
+    return F.softmax(scores.masked_fill(~m.band, -math.inf), dim=-1)
+
+
 @pytest.mark.parametrize(
     "mix", ["", "images last", "no images", "hidden too", "of the input", "twice"]
 )
@@ -131,6 +143,8 @@ WRITTEN: dict[Scores, dict[str, Any]] = {
     filled: {"scale": 1.0, "mask": (S, S)},
     masked_and_biased: {"scale": 1 / 3.0, "mask": (1, H, S, S)},
     by_numbers_of_the_input: {"scale": 1.0, "mask": (B, 1, 1, 1)},
+    cosines: {"scale": 1.0, "mask": (1, H, S, S), "torch": {"aten.linalg_vector_norm.default"}},
+    hot_and_scaled: {"scale": 0.25, "mask": (S, S)},
 }
 
 
@@ -139,7 +153,7 @@ def test_attention_that_is_written_out_is_one_op(weigh: Scores) -> None:
     found, want = imported(weigh), WRITTEN[weigh]
     spec = found.spec
     assert spec is not None
-    assert found.opaque == ()
+    assert {each.overload for each in found.opaque} == want.get("torch", set())
     assert "softmax" not in ops(spec) and ops(spec).count("matmul") == 2
     (node,) = (node for node in spec.nodes if node.op == "sdpa")
     assert node.attr("scale") == pytest.approx(want["scale"], rel=1e-12)
@@ -195,9 +209,32 @@ def by_a_number_where_it_is_not_known(m: Any, q: torch.Tensor, k: torch.Tensor) 
     return (q @ k.transpose(-2, -1)).masked_fill(hidden, -6e4).softmax(-1)
 
 
+def mask_before_heat(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1) + m.bias) * m.heat, dim=-1)
+
+
+def heat_of_the_input(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * q[:, :, :1, :1], dim=-1)
+
+
+def heat_of_queries(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax((q @ k.transpose(-2, -1)) * m.bias[..., :1], dim=-1)
+
+
+def too_hot(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Queries times so much may be more than 16 bits hold."""
+    return F.softmax((q @ k.transpose(-2, -1)) * (m.heat * 33.0), dim=-1)
+
+
+def heat_in_float32(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.transpose(-2, -1)).float() * m.heat.float().exp()
+    return F.softmax(scores, dim=-1).to(q.dtype)
+
+
 @pytest.mark.parametrize(
     "weigh",
     [
+        *(mask_before_heat, heat_of_the_input, heat_of_queries, too_hot, heat_in_float32),
         *(kept_scores, mask_before_scale, along_queries, a_row_of_nothing, hardly_hidden, squared),
         *(by_a_number_where_it_is_not_known, hidden_by_two, a_number_and_what_is_added),
         a_boolean_that_is_added,
