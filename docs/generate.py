@@ -123,7 +123,7 @@ _FIRST = {
     "torchvision vit": "ViT-B/16",
     "torchvision convnext": "ConvNeXt-T",
     "GPT": "GPT",
-    "torchvision swin": "Swin-T",
+    "torchvision swin_t": "Swin-T",
 }
 
 
