@@ -1062,19 +1062,20 @@ LARGEST_FACTOR = 128.0  # of scores that queries in 16 bits are multiplied with 
 
 
 def _attention(c: _Conversion, found: Written) -> Value | None:
-    q, key, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
+    q, k, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
     rank, batch = len(q.shape), q.shape[:-2]
-    if q.dtype not in LOW_PRECISION or rank not in (3, 4):
+    if q.dtype not in LOW_PRECISION or rank < 3:
         return None
-    if any(x.shape[:-2] != batch or x.dtype != q.dtype for x in (key, v)):
+    if any(x.shape[:-2] != batch or x.dtype != q.dtype for x in (k, v)):
         return None
 
     def heads(x: Any) -> Any:
-        """With a dim for the heads, one, where there is none."""
+        """With a dim for the heads, one, where there is none, and one for all that is before."""
         shape = x.shape
-        if rank == 4 or len(shape) < 3:
+        if rank == 4 or len(shape) < min(rank, 4):
             return x
-        shape = (shape[0], 1, *shape[1:])
+        before = (shape[0], 1) if rank == 3 else (math.prod(shape[:-3]), shape[-3])
+        shape = (*before, *shape[-2:])
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
     factors = [c.env[node] for node in found.factors]
@@ -1082,6 +1083,10 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         return None
     if any(each.numel() and not each.abs().max() <= LARGEST_FACTOR for each in factors):
         return None
+    if rank > 4:  # a mask of some of what is before the heads is none of all
+        given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.hidden))]
+        if found.windowed or any(math.prod(each.shape[:-3]) != 1 for each in given):
+            return None
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
     for node, (images, windows) in found.windowed:
         mask = c.env[node]
@@ -1093,7 +1098,7 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
     if not all(each.dtype.is_floating_point for each in masks):
         return None
-    rows = (*batch, q.shape[-2], key.shape[-1])
+    rows = (*batch, q.shape[-2], k.shape[-1 if found.turned else -2])
     causal, known, left = False, [], None
     for node, hides, number in found.hidden:
         mask = c.env[node]
@@ -1126,7 +1131,8 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
     total: Any = masks[0] if masks else None
     for each in masks[1:]:
         total = c.g.add(c.value(total), c.value(each))
-    k = c.g.transpose(key, rank - 2, rank - 1)
+    if found.turned:
+        k = c.g.transpose(k, rank - 2, rank - 1)
     for factor in factors:
         shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
         q = c.g.mul(q, c.constant(factor.reshape(shape)))

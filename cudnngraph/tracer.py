@@ -237,6 +237,8 @@ class Traced:
         if name in _OF_MEMORY:
             raise GivenUp(f"it asks for {name}")
         name = _OTHER_NAMES.get(name, name)
+        if function is torch.einsum and (pair := _product(*args, **kwargs)) is not None:
+            function, name, args, kwargs = torch.matmul, "matmul", pair, {}
         if name not in WHOLE:
             return function(*args, **kwargs)
         if torch.is_grad_enabled() or _casts():
@@ -507,6 +509,35 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._run.noticing():
             return self._run.dispatched(func, args, kwargs or {})
+
+
+def _product(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The matrices whose product is what torch.einsum gives, None where it is something else.
+
+    torch takes an einsum apart into views that are copied, and a product of three dims.
+    """
+    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
+        return None
+    terms = equation.replace(" ", "").replace("->", ",").split(",")
+    if len(terms) != 3 or len(operands) != 2 or "->" not in equation:
+        return None
+    if all(term.startswith("...") for term in terms):
+        terms = [term[3:] for term in terms]
+    one, two, out = terms
+    if len({*map(len, terms)}) > 1 or len(out) < 2 or len({one[:-2], two[:-2], out[:-2]}) > 1:
+        return None
+    if not "".join(terms).isalpha() or any(len({*term}) < len(term) for term in terms):
+        return None
+    summed = ({*one[-2:]} & {*two[-2:]}) - {*out}
+    if len(summed) != 1 or {*one[-2:], *two[-2:]} != {*out[-2:], *summed}:
+        return None
+    pair: list[torch.Tensor] = []
+    for label in out[-2:]:
+        place = int(label not in one)
+        x, term = operands[place], terms[place]
+        first = label if not pair else summed.copy().pop()
+        pair.append(x if term[-2] == first else x.transpose(-2, -1))
+    return (pair[0], pair[1]) if pair[0].shape[-1] == pair[1].shape[-2] else None
 
 
 class _Called(TorchFunctionMode):

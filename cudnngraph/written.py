@@ -26,7 +26,8 @@ _SAME = frozenset({*forms.SAME, "to"})  # but for the dtype
 
 @dataclass(frozen=True)
 class Written:
-    """Attention as a model writes it: q (..., S, D), the transposed k (..., D, T), v (..., T, D);
+    """Attention as a model writes it: q (..., S, D), k (..., T, D), or where that is ``turned``
+    (..., D, T), v (..., T, D);
     what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
     boolean mask, whether it is True where it hides, and the number that stands there then.
     ``windowed`` is added to scores whose batch counts images and windows, as (images, windows);
@@ -34,6 +35,7 @@ class Written:
 
     query: Node
     key: Node
+    turned: bool
     value: Node
     scale: float
     added: tuple[Node, ...]
@@ -105,10 +107,12 @@ def attention_before(node: Node) -> Written | None:
     if len(query.users) == 1 and (factor := _factor(query)) is not None:
         scale *= factor
         query = query.args[0]
+    key, turned, factor = _key(key)
+    scale *= factor
     if not math.isfinite(scale):
         return None
     masks = (tuple(added), tuple(hidden), tuple(windowed))
-    return Written(query, key, value, scale, *masks, tuple(factors))
+    return Written(query, key, turned, value, scale, *masks, tuple(factors))
 
 
 def _factor(node: Node) -> float | None:
@@ -119,6 +123,20 @@ def _factor(node: Node) -> float | None:
     if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
         return None
     return float(number) if _packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
+
+
+def _key(node: Node) -> tuple[Node, bool, float]:
+    """k of its transpose, whether it is that still, and the number that it was multiplied with:
+    where nobody else reads what is scaled."""
+    last = {node.meta["val"].dim() - 1, node.meta["val"].dim() - 2}
+    if _packet(node) != "transpose" or len(node.users) > 1 or not isinstance(node.args[0], Node):
+        return node, True, 1.0
+    scaled, dims = node.args[0], node.args[1:3]
+    if {int(dim) % node.meta["val"].dim() for dim in dims} != last or len(scaled.users) > 1:  # type: ignore[arg-type]
+        return node, True, 1.0
+    if (factor := _factor(scaled)) is None:
+        return node, True, 1.0
+    return scaled.args[0], False, factor  # type: ignore[return-value]
 
 
 def _of_heads(node: Node) -> tuple[Node, Node] | None:

@@ -409,3 +409,39 @@ def test_a_model_that_does_without_the_compiler_is_noted_with_it() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[2.0, 2.0, 2.0]"
+
+
+PRODUCTS = (
+    *("bhid,bhjd->bhij", "bhij,bhjd->bhid", "b h i d, b h j d -> b h j i", "bdi,bdj->bij"),
+    *("id,jd->ij", "di,dj->ji", "...id,...jd->...ij", "bhdi,bhjd->bhij"),
+)
+NO_PRODUCTS = (
+    *("bhid,bhjd->bihj", "bhid,bhid->bhi", "bi,bj->bij", "bhid,bhjd->hbij", "bid,bjd->ij"),
+    *("ij,jk", "iij,jd->id", "i,i->", "bhid,jd->bhij", "...id,jd->...ij", "bid,bjd,bjd->bij"),
+)
+
+
+@pytest.mark.parametrize("equation", [*PRODUCTS, *NO_PRODUCTS])
+def test_an_einsum_that_is_a_product_of_matrices_is_one_node(equation: str) -> None:
+    sizes = {"b": 2, "h": 3, "i": 4, "j": 5, "d": 6, "k": 7, "...": 2}
+    torch.manual_seed(0)
+
+    def made(term: str) -> torch.Tensor:
+        labels = [each if each != "." else "..." for each in term.replace("...", ".")]
+        return torch.randn([sizes[each] for each in labels])
+
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    operands = tuple(map(made, terms))
+    model = Of(lambda m, *xs: torch.einsum(equation, *xs)).eval()
+    traced = tracer.trace(model, operands, {})
+    assert traced is not None
+    ops = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    one = "aten.matmul.default" in ops and set(ops) <= {"aten.matmul.default", "aten.transpose.int"}
+    assert one == (equation in PRODUCTS), ops
+    torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
+
+
+def test_an_einsum_of_sizes_that_repeat_is_left_to_torch() -> None:
+    x, y = torch.randn(2, 4, 1), torch.randn(2, 5, 6)
+    model = Of(lambda m, x, y: torch.einsum("bid,bjd->bij", x, y)).eval()
+    torch.testing.assert_close(cg.fuse(model, (x, y))(x, y), model(x, y))

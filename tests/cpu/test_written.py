@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -387,6 +388,55 @@ def exact(imported: Imported, x: torch.Tensor) -> list[torch.Tensor]:
     assert imported.spec is not None
     given = {**imported.constants, **dict(zip(imported.inputs, [x], strict=True))}
     return reference.run(imported.spec, [given[n] for n in imported.spec.inputs], torch.float64)
+
+
+class Einsum(nn.Module):
+    """Attention as einsum has it, of heads or of windows of heads, its keys scaled."""
+
+    def __init__(self, bias: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(E, 3 * E)
+        self.bias = nn.Parameter(torch.randn(bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, ..., S, E) → the same."""
+        q, k, v = (t.unflatten(-1, (H, D)).transpose(-3, -2) for t in self.qkv(x).chunk(3, -1))
+        dims = "b h" if x.dim() == 3 else "b g h"
+        scores = torch.einsum(f"{dims} i d, {dims} j d -> {dims} i j", q, k * D**-0.5)
+        weights = F.softmax(scores + self.bias, dim=-1)
+        y = torch.einsum(f"{dims} i j, {dims} j d -> {dims} i d", weights, v)
+        return y.transpose(-3, -2).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("bias", "shape", "one"),
+    [
+        ((H, S, S), (B, S, E), True),
+        ((1, H, S, S), (B, 3, S, E), True),
+        ((S, S), (B, 3, S, E), True),
+        ((1, 1, H, S, 1), (B, 3, S, E), True),
+        ((3, H, S, S), (B, 3, S, E), False),  # other numbers for each window
+    ],
+    ids=str,
+)
+def test_attention_by_einsum_is_one_op(
+    bias: tuple[int, ...], shape: tuple[int, ...], one: bool
+) -> None:
+    model = Einsum(bias).half().eval()
+    x = torch.randn(shape).half()
+    found = import_model(model, (x,))
+    assert found.spec is not None
+    assert ("sdpa" in ops(found.spec)) == one
+    (y,) = exact(found, x)
+    torch.testing.assert_close(y, copy.deepcopy(model).double()(x.double()), rtol=1e-12, atol=1e-12)
+    if one:
+        assert found.opaque == ()
+        (node,) = (node for node in found.spec.nodes if node.op == "sdpa")
+        assert node.attr("scale") == pytest.approx(D**-0.5, rel=1e-12)
+        assert found.spec.tensors[node.operands[0]].shape == (math.prod(shape[:-2]), H, S, D)
+        assert "mul" not in ops(found.spec)
+        assert copies(prepared(canonical(found.spec))) == []
 
 
 @pytest.mark.parametrize("mask", ["none", "added", "boolean", "of each"])
