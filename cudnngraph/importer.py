@@ -1058,7 +1058,6 @@ def _written(c: _Conversion) -> Value | None:
 
 MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
 MOST_KEPT = 1 << 26  # elements of a constant that is made here
-LARGEST_FACTOR = 128.0  # of scores that queries in 16 bits are multiplied with instead
 
 
 def _attention(c: _Conversion, found: Written) -> Value | None:
@@ -1078,14 +1077,20 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         shape = (*before, *shape[-2:])
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
-    factors = [c.env[node] for node in found.factors]
-    if not all(isinstance(each, torch.Tensor) and each.dtype == q.dtype for each in factors):
-        return None
-    if any(each.numel() and not each.abs().max() <= LARGEST_FACTOR for each in factors):
-        return None
+    factors, scale = [], found.scale
+    for node in found.factors:
+        factor = c.env[node]
+        if not isinstance(factor, torch.Tensor) or factor.dtype != q.dtype or factor.is_meta:
+            return None
+        most = float(factor.abs().max()) if factor.numel() else 0.0
+        if not math.isfinite(most):
+            return None
+        power = math.ldexp(1.0, math.frexp(most)[1])  # so queries do not grow beyond 16 bits
+        factors.append(factor / power)
+        scale *= power
     if rank > 4:  # a mask of some of what is before the heads is none of all
         given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.hidden))]
-        if found.windowed or any(math.prod(each.shape[:-3]) != 1 for each in given):
+        if any(math.prod(each.shape[:-3]) != 1 for each in given):
             return None
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
     for node, (images, windows) in found.windowed:
@@ -1136,7 +1141,7 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
     for factor in factors:
         shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
         q = c.g.mul(q, c.constant(factor.reshape(shape)))
-    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=found.scale)
+    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=scale)
     return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
 
 

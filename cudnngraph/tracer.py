@@ -237,7 +237,8 @@ class Traced:
         if name in _OF_MEMORY:
             raise GivenUp(f"it asks for {name}")
         name = _OTHER_NAMES.get(name, name)
-        if function is torch.einsum and (pair := _product(*args, **kwargs)) is not None:
+        plain = not torch.is_grad_enabled() and not _casts()
+        if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
         if name not in WHOLE:
             return function(*args, **kwargs)
@@ -519,11 +520,12 @@ def _product(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor]
     if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
         return None
     terms = equation.replace(" ", "").replace("->", ",").split(",")
-    if len(terms) != 3 or len(operands) != 2 or "->" not in equation:
+    if len(terms) != 3 or len(operands) != 2 or operands[0].dim() != operands[1].dim():
         return None
-    if all(term.startswith("...") for term in terms):
-        terms = [term[3:] for term in terms]
-    one, two, out = terms
+    more = all(term.startswith("...") for term in terms)
+    one, two, out = terms = [term[3:] if more else term for term in terms]
+    if operands[0].dim() < len(one) or (operands[0].dim() > len(one) and not more):
+        return None
     if len({*map(len, terms)}) > 1 or len(out) < 2 or len({one[:-2], two[:-2], out[:-2]}) > 1:
         return None
     if not "".join(terms).isalpha() or any(len({*term}) < len(term) for term in terms):

@@ -217,7 +217,7 @@ def _is_scores(node: Node) -> bool:
         kind = _packet(found)
         if kind in _PRODUCTS:
             return True
-        if kind == "add":
+        if kind in ("add", "mul"):
             return any(_is_scores(each) for each in found.args[:2] if isinstance(each, Node))
         if kind not in {*_SCALES, "masked_fill", "where"}:
             return False

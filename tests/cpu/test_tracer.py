@@ -417,7 +417,14 @@ PRODUCTS = (
 )
 NO_PRODUCTS = (
     *("bhid,bhjd->bihj", "bhid,bhid->bhi", "bi,bj->bij", "bhid,bhjd->hbij", "bid,bjd->ij"),
-    *("ij,jk", "iij,jd->id", "i,i->", "bhid,jd->bhij", "...id,jd->...ij", "bid,bjd,bjd->bij"),
+    *(
+        "ij,jk",
+        "iij,jd->id",
+        "i,i->",
+        "bhid,jd->bhij",
+        "...id,jd->...ij",
+        "bid,bjd,bjd->bij",
+    ),
 )
 
 
@@ -441,7 +448,46 @@ def test_an_einsum_that_is_a_product_of_matrices_is_one_node(equation: str) -> N
     torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
 
 
-def test_an_einsum_of_sizes_that_repeat_is_left_to_torch() -> None:
-    x, y = torch.randn(2, 4, 1), torch.randn(2, 5, 6)
-    model = Of(lambda m, x, y: torch.einsum("bid,bjd->bij", x, y)).eval()
-    torch.testing.assert_close(cg.fuse(model, (x, y))(x, y), model(x, y))
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bid,bjd->bij", ((2, 4, 1), (2, 5, 6))),
+        ("...id,...dj->...ij", ((4, 6), (2, 6, 5))),
+    ],
+)
+def test_an_einsum_of_sizes_that_repeat_is_left_to_torch(
+    equation: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    operands = tuple(map(torch.randn, shapes))
+    model = Of(lambda m, x, y: torch.einsum(equation, x, y)).eval()
+    traced = tracer.trace(model, operands, {})
+    assert traced is not None
+    assert "aten.matmul.default" not in {str(node.target) for node in traced.graph.nodes}
+    torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
+
+
+def test_an_einsum_of_a_diagonal_is_no_product() -> None:
+    x = torch.randn(2, 2, 4, 6)
+    assert tracer._product("abid,abjd->abij", x, x) is not None
+    assert tracer._product("bbid,bbjd->bbij", x, x) is None
+
+
+def test_an_einsum_that_torch_refuses_is_refused() -> None:
+    x = torch.randn(2, 4, 6)
+    model = Of(lambda m, x: torch.einsum("id,jd->ij", x, x)).eval()
+    assert tracer.trace(model, (x,), {}) is None
+
+
+def test_an_einsum_that_is_differentiated_or_cast_is_traced_as_before() -> None:
+    def squares(t: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bid,bjd->bij", t, t).sum()
+
+    def cast(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.einsum("bid,bjd->bij", x, x * 2)
+
+    x = torch.randn(2, 4, 6)
+    for function in (lambda m, x: torch.func.grad(squares)(x), cast):
+        model = Of(function).eval()
+        assert tracer.trace(model, (x,), {}) is not None
+        torch.testing.assert_close(cg.fuse(model, x)(x), model(x))

@@ -93,6 +93,16 @@ def cosines(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return F.softmax(scores * m.heat.clamp(max=3.0).exp() + m.bias, dim=-1)
 
 
+def hot_and_biased(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax(m.heat * (q @ k.transpose(-2, -1)) + m.bias, dim=-1)
+
+
+def very_hot(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Queries times so much would be more than 16 bits hold."""
+    scores = (q * 1e-3) @ k.transpose(-2, -1) * m.heat * (m.heat.abs() * 33.0)
+    return F.softmax(scores, dim=-1)
+
+
 def hot_and_scaled(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     scores = m.heat * ((q @ k.transpose(-2, -1)) / 4.0)
     return F.softmax(scores.masked_fill(~m.band, -math.inf), dim=-1)
@@ -144,8 +154,10 @@ WRITTEN: dict[Scores, dict[str, Any]] = {
     filled: {"scale": 1.0, "mask": (S, S)},
     masked_and_biased: {"scale": 1 / 3.0, "mask": (1, H, S, S)},
     by_numbers_of_the_input: {"scale": 1.0, "mask": (B, 1, 1, 1)},
-    cosines: {"scale": 1.0, "mask": (1, H, S, S), "torch": {"aten.linalg_vector_norm.default"}},
-    hot_and_scaled: {"scale": 0.25, "mask": (S, S)},
+    cosines: {"scale": 32.0, "mask": (1, H, S, S), "torch": {"aten.linalg_vector_norm.default"}},
+    hot_and_scaled: {"scale": 8 * 0.25, "mask": (S, S)},
+    hot_and_biased: {"scale": 8.0, "mask": (1, H, S, S)},
+    very_hot: {"scale": 1e-3 * 8.0 * 256.0},
 }
 
 
@@ -222,9 +234,14 @@ def heat_of_queries(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return F.softmax((q @ k.transpose(-2, -1)) * m.bias[..., :1], dim=-1)
 
 
-def too_hot(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Queries times so much may be more than 16 bits hold."""
-    return F.softmax((q @ k.transpose(-2, -1)) * (m.heat * 33.0), dim=-1)
+def hidden_before_heat(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """What a negative number multiplies is hidden no more."""
+    scores = (q @ k.transpose(-2, -1)).masked_fill(m.lower == 0, -6e4)
+    return F.softmax(scores * m.heat, dim=-1)
+
+
+def chosen_before_heat(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return F.softmax(torch.where(m.lower > 0, q @ k.transpose(-2, -1), -6e4) * m.heat, dim=-1)
 
 
 def heat_in_float32(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -235,7 +252,8 @@ def heat_in_float32(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "weigh",
     [
-        *(mask_before_heat, heat_of_the_input, heat_of_queries, too_hot, heat_in_float32),
+        *(mask_before_heat, heat_of_the_input, heat_of_queries, heat_in_float32),
+        *(hidden_before_heat, chosen_before_heat),
         *(kept_scores, mask_before_scale, along_queries, a_row_of_nothing, hardly_hidden, squared),
         *(by_a_number_where_it_is_not_known, hidden_by_two, a_number_and_what_is_added),
         a_boolean_that_is_added,
