@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +11,14 @@ import pytest
 
 from cudnngraph.bench.measure import Ceilings, Row
 from cudnngraph.bench.report import Report, to_json
+from tests.scripts import loaded
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "h200_bench.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("h200_bench", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def row(suite: str, name: str, us: float) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -24,6 +23,7 @@ from cudnngraph import reference
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cli.arguments import device as known_device
 from tests.numerics import bound
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -57,12 +57,7 @@ def run_example(
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_example", EXAMPLES / "demo.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLES / "demo.py")
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,17 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.scripts import loaded
+
 SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "h200_models.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("h200_models", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def test_a_quick_run_writes_rows_and_keeps_notes_and_other_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
@@ -21,6 +20,7 @@ from cudnngraph import cli, settings
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.policy import SEARCH_FIELDS
 from tests.cpu import cache_example
+from tests.scripts import loaded
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,11 +55,7 @@ def rows(text: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / "generate.py")
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -417,14 +417,7 @@ PRODUCTS = (
 )
 NO_PRODUCTS = (
     *("bhid,bhjd->bihj", "bhid,bhid->bhi", "bi,bj->bij", "bhid,bhjd->hbij", "bid,bjd->ij"),
-    *(
-        "ij,jk",
-        "iij,jd->id",
-        "i,i->",
-        "bhid,jd->bhij",
-        "...id,jd->...ij",
-        "bid,bjd,bjd->bij",
-    ),
+    *("ij,jk", "iij,jd->id", "i,i->", "bhid,jd->bhij", "...id,jd->...ij", "bid,bjd,bjd->bij"),
 )
 
 

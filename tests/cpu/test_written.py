@@ -383,22 +383,26 @@ class Attention(nn.Module):
         return y.transpose(1, 2).reshape(x.shape)
 
 
+def converted(model: nn.Module, x: torch.Tensor) -> Imported:
+    """A model as for a GPU: its numbers are those that it has otherwise, and nothing more is
+    copied."""
+    made = export(model.to(x.dtype).eval(), (x,), {})
+    plain, ready = (
+        convert(made.module, made.constants, made.placeholders, on_gpu=on_gpu)
+        for on_gpu in (False, True)
+    )
+    torch.testing.assert_close(*exact(plain, x), *exact(ready, x), rtol=1e-12, atol=1e-12)
+    assert plain.spec is not None and ready.spec is not None
+    one, other = (len(copies(prepared(canonical(each.spec)))) for each in (plain, ready))
+    assert one == other, "they lie behind one another already"
+    return ready
+
+
 def joined(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
     """The shapes of q where short sequences are taken as one; the numbers are the same."""
-    model = model.to(x.dtype).eval()
-    made = export(model, (x,), {})
-    found, shapes = [], list[tuple[int, ...]]()
-    for join in (False, True):
-        imported = convert(made.module, made.constants, made.placeholders, on_gpu=join)
-        spec = imported.spec
-        assert spec is not None
-        found += exact(imported, x)
-        shapes = [spec.tensors[n.operands[0]].shape for n in spec.nodes if n.op == "sdpa"]
-        found.append(torch.tensor(len(copies(prepared(canonical(spec))))))
-    one, copied, other, copied_too = found
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert copied == copied_too, "they lie behind one another already"
-    return shapes
+    ready = converted(model, x)
+    assert ready.spec is not None
+    return [ready.spec.tensors[n.operands[0]].shape for n in ready.spec.nodes if n.op == "sdpa"]
 
 
 def exact(imported: Imported, x: torch.Tensor) -> list[torch.Tensor]:
@@ -569,17 +573,6 @@ def test_inputs_that_count_their_examples_otherwise_join_nothing(
         assert spec is not None
         (node,) = (node for node in spec.nodes if node.op == "sdpa")
         assert spec.tensors[node.operands[0]].shape[0] == batch
-
-
-def converted(model: nn.Module, x: torch.Tensor) -> Imported:
-    """A model as for a GPU; its numbers are those that it has otherwise."""
-    made = export(model.half().eval(), (x,), {})
-    plain, ready = (
-        convert(made.module, made.constants, made.placeholders, on_gpu=on_gpu)
-        for on_gpu in (False, True)
-    )
-    torch.testing.assert_close(*exact(plain, x), *exact(ready, x), rtol=1e-12, atol=1e-12)
-    return ready
 
 
 def masks_of(imported: Imported) -> list[torch.Tensor]:
