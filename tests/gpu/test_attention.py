@@ -445,9 +445,8 @@ def test_a_boolean_mask_for_what_the_graph_makes_is_of_plans() -> None:
     (w,) = normal((256, 256))
     mask = torch.rand(193, 193, device=CUDA) < 0.8
     g = cg.Graph("projected")
-    q = g.reshape(
-        g.matmul(g.input("x", x.shape, BF16), g.input("w", w.shape, BF16)), (2, 193, 4, 64)
-    )
+    projected = g.matmul(g.input("x", x.shape, BF16), g.input("w", w.shape, BF16))
+    q = g.transpose(g.reshape(projected, (2, 193, 4, 64)), 1, 2)
     kv = [g.input(name, k.shape, BF16) for name in "kv"]
     o = g.sdpa(q, *kv, g.input("mask", mask.shape, torch.bool), scale=0.01)
     g.output("o", o)

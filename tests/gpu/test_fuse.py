@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -148,8 +149,9 @@ def test_many_calls_and_shapes_take_no_more_memory() -> None:
         return torch.cuda.memory_allocated()
 
     calls()
+    gc.collect()  # else earlier tests' memory may be let go of in between
     before = calls()
-    assert calls() == before
+    assert calls() <= before
     assert len(fused) == 2
 
 
