@@ -384,14 +384,14 @@ def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
     """The graph in which the gradient of packed attention of 16-bit data reads q, k and v in the
     strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
     buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
-    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa_varlen_backward":
             continue
         row = OPS[node.op]
         names = dict(zip((*row.ports, *row.outputs), (*node.inputs, *node.outputs), strict=True))
         for port, other in ALIKE:
-            own, want = tensors[str(names[port])], tensors[str(names[other])]
+            own, want = (graph.crossing(str(names[each])) for each in (port, other))
             if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
                 continue
             made = f"{node.results[0]}_{port}_alike"
@@ -410,14 +410,14 @@ def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
     """The graph in which packed attention of 16-bit data is told where each sequence starts in
     every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
     of the same strides."""
-    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     made: dict[tuple[Any, ...], str] = {}
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa_varlen", "sdpa_varlen_backward"):
             continue
         ports = OPS[node.op].ports
         at = {port: ports.index(port) for port in ("q", *PACKING)}
-        data = tensors[str(node.inputs[at["q"]])]
+        data = graph.crossing(str(node.inputs[at["q"]]))
         ends = tuple(str(node.inputs[at[port]]) for port in PACKING[:2])
         if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
             continue

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cudnngraph as cg
+
 
 class Attends(nn.Module):
     """torch's attention, whose projections add their bias behind a reshape."""
@@ -95,3 +97,19 @@ def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of copies that lie as torch's kernels want them, of operands that do not."""
     data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]
     return F.scaled_dot_product_attention(*data)
+
+
+def packed_training(tokens: int = 64, heads: int = 4, width: int = 64) -> cg.Graph:
+    """Packed attention and its gradient on the thirds of one buffer that the graph makes."""
+    g = cg.Graph("packed")
+    x = g.input("x", (tokens, 3, heads, width), torch.float16)
+    ends = g.input("ends", (5,), torch.int32)
+    do = g.input("do", (tokens, heads, width), torch.float16)
+    buffer = g.tanh(x)
+    qkv = [g.reshape(g.slice(buffer, 1, at, at + 1), (tokens, heads, width)) for at in range(3)]
+    o, lse = g.sdpa_varlen(*qkv, ends, ends, 32, 32, return_lse=True)
+    g.output("o", o)
+    gradients = g.sdpa_varlen_backward(do, *qkv, o, lse, ends, ends, 32, 32)
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        g.output(name, gradient)
+    return g

@@ -16,6 +16,7 @@ from cudnngraph.ir import GraphSpec
 from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.trial import random_inputs
 from tests import numerics
+from tests.models import packed_training
 from tests.samples import BF16, F16, F32
 
 B, H, S, P = 2, 4, 192, 0.2
@@ -457,3 +458,20 @@ def test_a_boolean_mask_for_what_the_graph_makes_is_of_plans() -> None:
     (exact,) = reference.run(exe.spec, [t.cpu() for t in given], torch.float64)
     error = numerics.relative_error(exe(*given).cpu(), exact)
     assert error <= 4 * numerics.bound(BF16, terms=256)
+
+
+def test_packed_attention_of_what_the_graph_makes_is_of_plans() -> None:
+    """On slices of one buffer: the gradient reads them copied."""
+    g = packed_training()
+    exe = g.compile()
+    ops = {s.spec.nodes[-1].op: s.choice for s in exe.steps}
+    assert ops["sdpa_varlen"] is not None and ops["sdpa_varlen_backward"] is not None
+    x, do = (each.to(F16) for each in normal((64, 3, 4, 64), (64, 4, 64)))
+    ends = torch.tensor([0, 3, 20, 20, 51], dtype=torch.int32, device=CUDA)
+    given = {"x": x, "ends": ends, "do": do}
+    want = reference.run(exe.spec, [given[name].cpu() for name in g.spec().inputs], torch.float64)
+    made = exe(*(given[name] for name in g.spec().inputs))
+    for ours, exact in zip(made, want, strict=True):
+        used = slice(0, 51)
+        error = numerics.relative_error(ours[used].cpu(), exact[used])
+        assert error <= 4 * numerics.bound(F16, terms=64)
