@@ -70,6 +70,13 @@ def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
     return _aten.gelu.out(x, approximate="none", out=out)
 
 
+def _normalize(x: torch.Tensor, eps: float, out: torch.Tensor) -> object:
+    """With norms in float32 at least: in 16 bits torch's eps is 0."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return torch.div(x, norms.clamp_min_(eps), out=out)
+
+
 OUT: Mapping[str, OutRule] = {
     "softmax": _softmax(_aten._softmax),
     "log_softmax": _softmax(_aten._log_softmax),
@@ -89,6 +96,7 @@ OUT: Mapping[str, OutRule] = {
     "expand": lambda inputs, attrs, out: out.copy_(
         reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
     ),
+    "normalize": lambda inputs, attrs, out: _normalize(inputs[0], attrs["eps"], out),
     "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),

@@ -970,6 +970,21 @@ def _back_to(op: str) -> GradRule:
     return rule
 
 
+def _normalize(ctx: Context) -> Gradients:
+    """Along the row nothing but what goes beyond its own direction; all of it below eps."""
+
+    def dx() -> Value:
+        g, x, floor = ctx.g, ctx["x"], ctx.node.attr("eps") ** 2
+        rows = (len(x.shape) - 1,)
+        squares = ctx.build.wide(g.reduction(x * x, rows, "sum", keepdim=True))
+        inverse = g.rsqrt(g.maximum(squares, floor))
+        y = x * inverse
+        along = ctx.build.wide(g.reduction(ctx.dy * y, rows, "sum", keepdim=True))
+        return (ctx.dy - y * g.where(squares > floor, along, 0.0)) * inverse
+
+    return {"x": dx}
+
+
 def _reduction(ctx: Context) -> Gradients:
     g, x, node = ctx.g, ctx.spec("x"), ctx.node
     dims, mode, keep = node.attr("dims"), node.attr("mode"), node.attr("keepdim")
@@ -1195,6 +1210,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "adaptive_max_pool_backward": _second("adaptive_max_pool_backward"),
     "interpolate": _of_image("interpolate_backward"),
     "interpolate_backward": _back_to("interpolate"),
+    "normalize": _normalize,
     "reduction": _reduction,
     "expand": _expand,
     "dequantize": NoGradient("has no gradient: 8-bit data are constants"),

@@ -776,6 +776,14 @@ class Graph:
         )
         return tuple(outputs) if return_stats is True else outputs[0]
 
+    def normalize(self, x: Value, *, eps: float = 1e-12, name: str | None = None) -> Value:
+        """x (..., D) by the Euclidean norm of each row (F.normalize over the last dim).
+
+        ``x / max(sqrt(sum(x * x)), eps)`` → y like x. The sums are taken in float32, so rows of
+        zeros stay zeros in 16 bits too, where torch's eps is 0.
+        """
+        return self._one("normalize", x, eps=eps, name=name)
+
     def layer_norm_backward(
         self,
         dy: Value,

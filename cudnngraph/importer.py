@@ -32,11 +32,14 @@ from .ir import (
     aligned,
     channels_last_strides,
     contiguous_strides,
+    dense_strides,
+    is_channels_last,
     is_contiguous,
     is_dense,
     odd_rows,
     overlaps_itself,
     same_layout,
+    view_strides,
 )
 from .ops import FLOATS, SOFTPLUS_THRESHOLD
 from .partition import LOW_PRECISION
@@ -498,6 +501,23 @@ class _Conversion:
         norm = _norm_of(str(target).rpartition(".")[0], given)
         return None if norm is None else (user, norm)
 
+    def preceding_norm(self) -> tuple[torch.fx.Node, _Norm, Any] | None:
+        """The batch norm that the convolution at hand alone reads, its parameters constant, and
+        what that norm is of."""
+        node: Any = self.node.args[0]
+        while isinstance(node, torch.fx.Node) and node.op == "call_function":
+            if len(node.users) != 1 or node in self.folded:
+                return None
+            if node.target is operator.getitem and node.args[1] == 0:
+                node = node.args[0]
+                continue
+            if not isinstance(node.target, torch._ops.OpOverload):
+                return None
+            given = forms.named(node.target, self._filled(node.args), self._filled(node.kwargs))
+            norm = _norm_of(str(node.target).rpartition(".")[0], given)
+            return None if norm is None else (node, norm, given["input"])
+        return None
+
     # -- the end -----------------------------------------------------------------------------------
 
     def _outputs(self, node: torch.fx.Node) -> list[str | tuple[str, Any]]:
@@ -675,11 +695,19 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
     }
     if transposed:
         options["output_padding"] = _spread(a["output_padding"], rank)
-    norm = c.following_norm() if isinstance(weight, torch.Tensor) else None
-    if norm is not None and (bias is None or isinstance(bias, torch.Tensor)):
-        weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
-    else:
-        norm = None
+    before = norm = None
+    if isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType)):
+        dtype = weight.dtype
+        padded = not isinstance(padding, str) and any(padding)
+        if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
+            before = c.preceding_norm()
+        if before is not None:
+            x = c.value(before[2])
+            weight, bias = _taken_in(before[1], weight, bias)
+        norm = c.following_norm()
+        if norm is not None:
+            weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if isinstance(weight, torch.Tensor):
         if packed := c.packed(x):
             weight = packed.weight(weight)
@@ -693,15 +721,26 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
         y = c.biased_value(y, bias)
     elif bias is not None:
         y = c.g.bias(y, c.value(bias))
-    if norm is not None and y.spec is not None:
-        c.folded[norm[0]] = c.node
+    for folded in (before, norm):
+        if folded is not None and y.spec is not None:
+            c.folded[folded[0]] = c.node
     return y
+
+
+def _taken_in(
+    norm: _Norm, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias, in float64, of a convolution of single pixels with a batch norm in front."""
+    wide = weight.double()
+    shift = wide.flatten(1) @ norm.shift
+    scale = norm.scale.view(-1, *(1,) * (weight.dim() - 2))
+    return wide * scale, shift if bias is None else shift + bias.double()
 
 
 def _folded(
     norm: _Norm, weight: torch.Tensor, bias: torch.Tensor | None, groups: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias of a convolution with a batch norm behind it, computed in float64."""
+    """Weight and bias, in float64, of a convolution with a batch norm behind it."""
     if transposed:  # (C, K/groups, ...): output channels are numbered through the groups
         grouped = weight.double().view(groups, -1, *weight.shape[1:])
         scale = norm.scale.view(groups, 1, -1, *(1,) * (weight.dim() - 2))
@@ -709,7 +748,7 @@ def _folded(
     else:
         wide = weight.double() * norm.scale.view(-1, *(1,) * (weight.dim() - 1))
     shift = norm.shift if bias is None else norm.shift + bias.double() * norm.scale
-    return wide.to(weight.dtype), shift.to(weight.dtype)
+    return wide, shift
 
 
 def _spread(value: Any, rank: int) -> tuple[int, ...]:
@@ -797,6 +836,37 @@ def _two(method: str) -> Rule:
         return getattr(c.g, method)(x, y)  # type: ignore[no-any-return]
 
     return rule
+
+
+def _div(c: _Conversion, a: Arguments) -> Value:
+    floor = None if a.get("rounding_mode") is not None else _floor_of_norms(c.node)
+    if floor is not None:
+        return c.g.normalize(c.value(a["self"]), eps=floor)
+    return _two("div")(c, a)  # type: ignore[no-any-return]
+
+
+def _floor_of_norms(node: torch.fx.Node) -> float | None:
+    """The least norm by which a division divides, if it is of rows by their norms (F.normalize
+    over the last dim); else None."""
+
+    def made_by(each: Any, *names: str) -> Mapping[str, Any]:
+        if isinstance(each, torch.fx.Node) and each.op == "call_function":
+            target: Any = each.target
+            if str(target).rpartition(".")[0] in names:
+                return forms.named(target, each.args, each.kwargs)
+        return {}
+
+    given = forms.named(node.target, node.args, node.kwargs)
+    spread = made_by(given["other"], "aten.expand")
+    clamped = made_by(spread.get("self", given["other"]), "aten.clamp_min", "aten.clamp")
+    norms = made_by(clamped.get("self"), "aten.linalg_vector_norm")
+    x, floor = given["self"], clamped.get("min")
+    if not norms or norms["self"] is not x or not isinstance(floor, (int, float)):
+        return None
+    rank = x.meta["val"].dim()
+    rows = list(norms["dim"] or ()) in ([-1], [rank - 1]) and norms["keepdim"]
+    plain = norms["ord"] == 2 and norms["dtype"] is None and clamped.get("max") is None
+    return float(floor) if rank and rows and plain and floor >= 0 else None
 
 
 def _rsub(c: _Conversion, a: Arguments) -> Value:
@@ -1140,7 +1210,8 @@ def _attention(c: _Conversion, found: Written) -> Value | None:
         k = c.g.transpose(k, rank - 2, rank - 1)
     for factor in factors:
         shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
-        q = c.g.mul(q, c.constant(factor.reshape(shape)))
+        whole = factor.reshape(shape).expand(*shape[:-1], q.shape[-1])  # so a plan can have it
+        q = c.g.mul(q, c.constant(whole.contiguous()))
     y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=scale)
     return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
 
@@ -1260,22 +1331,25 @@ def _block_diagonal(mask: torch.Tensor, joined: int, length: int) -> torch.Tenso
 def _layer_norm(c: _Conversion, a: Arguments) -> Any:
     if _many(c.node) and (_reads(c.node, 1) or _reads(c.node, 2)):
         raise _Skip  # its statistics are wanted too
-    x, weight = c.value(a["input"]), a["weight"]
-    if weight is None:
-        like = next(iter(c._kept.values()), None)
-        device = None if like is None else like.device
-        weight = torch.ones(list(a["normalized_shape"]), dtype=x.dtype, device=device)
+    x, weight = c.value(a["input"]), _norm_weight(c, a)
     bias = None if a["bias"] is None else c.value(a["bias"])
-    y = c.g.layer_norm(x, c.value(weight), bias, eps=float(a["eps"]))
+    y = c.g.layer_norm(x, weight, bias, eps=float(a["eps"]))
     return (y, None, None) if _many(c.node) else y
 
 
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:
-    if a["weight"] is None:
-        raise _Skip
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
-    return c.g.rms_norm(x, c.value(a["weight"]), eps=eps)  # type: ignore[no-any-return]
+    return c.g.rms_norm(x, _norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
+
+
+def _norm_weight(c: _Conversion, a: Arguments) -> Value:
+    """The weight of a norm, ones where it has none."""
+    if a["weight"] is not None:
+        return c.value(a["weight"])
+    x, like = c.value(a["input"]), next(iter(c._kept.values()), None)
+    device = None if like is None else like.device
+    return c.constant(torch.ones(list(a["normalized_shape"]), dtype=x.dtype, device=device))
 
 
 def _sdpa(c: _Conversion, a: Arguments) -> Value:
@@ -1305,7 +1379,39 @@ def _attended(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
 def _reshape(c: _Conversion, a: Arguments) -> Value:
     shape = tuple(c.node.meta["val"].shape)
     x = c.value(_first(a))
-    return x if x.shape == shape else c.g.reshape(x, shape)
+    if x.shape == shape:
+        return x
+    y = c.g.reshape(x, shape)
+    order = _order_of_copy(c, x, shape)
+    if order is not None and y.spec is not None:
+        y.spec = replace(y.spec, stride=dense_strides(shape, order))
+    return y
+
+
+def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
+    """The order in memory of what a reshape has to copy: that in which it is read, if that is
+    another one with rows as long, or channels last, where channels lie beside each other in x; None
+    for its own."""
+    spec = x.spec
+    if spec is None or not spec.numel or view_strides(spec.shape, spec.stride, shape) is not None:
+        return None
+    (user, *others), rank = list(c.node.users), len(shape)
+    name = str(user.target).rpartition(".")[0]
+    if not others and name in ("aten.permute", "aten.transpose"):
+        given = forms.named(user.target, user.args, user.kwargs)
+        dims = list(range(rank))
+        if name == "aten.permute":
+            dims = [dim % rank for dim in given["dims"]]
+        else:
+            one, other = given["dim0"], given["dim1"]
+            dims[one], dims[other] = dims[other], dims[one]
+        return dims if dims[-1] == rank - 1 else None
+    if c.channels_last and rank in (4, 5) and spec.dtype in FLOATS:
+        fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
+        behind = math.prod(spec.shape[fastest[0] + 1 :]) if fastest else 0
+        if math.prod(shape[2:]) <= behind < math.prod(shape[1:]):
+            return (0, *range(2, rank), 1)
+    return None
 
 
 def _expand(c: _Conversion, a: Arguments) -> Value:
@@ -1412,19 +1518,29 @@ def _ints(value: tuple[int, ...] | None) -> tuple[int, ...]:
 
 def _avg_pool(rank: int) -> Rule:
     def rule(c: _Conversion, a: Arguments) -> Value:
-        x, stride = c.value(_first(a)), list(a["stride"])
+        x = c.value(_first(a))
         if a.get("divisor_override") is not None or len(x.shape) != rank + 2:
             raise _Skip
-        return c.g.avg_pool(
-            x,
-            _spread(a["kernel_size"], rank),
-            _spread(stride, rank) if stride else None,
-            _spread(a["padding"], rank),
-            bool(a["ceil_mode"]),
-            bool(a["count_include_pad"]),
-        )
+        window, padding = _spread(a["kernel_size"], rank), _spread(a["padding"], rank)
+        stride = _spread(list(a["stride"]) or window, rank)
+        ceil_mode, whole = bool(a["ceil_mode"]), bool(a["count_include_pad"])
+        if _averages_by_convolution(c, x, window) and not ceil_mode and (whole or not any(padding)):
+            shape = (x.shape[1], 1, *window)
+            device = c.node.meta["val"].device
+            weight = torch.full(shape, 1 / math.prod(window), dtype=x.dtype, device=device)
+            held = c.image_weight(weight)
+            return c.g.conv(x, held, stride=stride, padding=padding, groups=shape[0])
+        return c.g.avg_pool(x, window, stride, padding, ceil_mode, whole)
 
     return rule
+
+
+def _averages_by_convolution(c: _Conversion, x: Value, window: Sequence[int]) -> bool:
+    """Whether to average 16-bit images by a convolution of each channel: cuDNN has fast ones, its
+    Python frontend no pooling, and torch's takes eight times as long channels last (an H200: 178
+    and 22 us for 32 images of 64 channels and 112 x 112, 3 x 3 windows two apart)."""
+    fits = x.spec is not None and is_channels_last(x.shape, x.spec.stride) and len(window) == 2
+    return c.on_gpu and fits and x.dtype in LOW_PRECISION and x.shape[1] % 8 == 0
 
 
 def _adaptive_mean(rank: int) -> Rule:
@@ -1495,7 +1611,8 @@ RULES: Mapping[str, Rule] = {
         "softplus": _softplus,
         **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
         "add": _add,
-        **{name: _two(name) for name in ("sub", "mul", "div", "minimum", "maximum")},
+        **{name: _two(name) for name in ("sub", "mul", "minimum", "maximum")},
+        "div": _div,
         **{name: _two(name) for name in _COMPARES},
         **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),
         **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _two("logical_or")),

@@ -716,6 +716,16 @@ def _trailing_norm(*stats: str) -> InferRule:
     return infer
 
 
+def _normalize(call: Call) -> list[Result] | None:
+    x = call["x"]
+    if not x.shape:
+        call.problem(f"x '{x.name}' has no dims", "at least one: rows of numbers")
+        return None
+    if not _float_operand(call, "x") or _eps(call) is None:
+        return None
+    return [Result(x.shape, x.dtype, _like_order(x))]
+
+
 def _trailing_norm_backward(*stats: str) -> InferRule:
     """``stats`` are the ports behind the weight: float32, x's shape with 1 for what is summed."""
 
@@ -2018,6 +2028,7 @@ def _rows() -> list[Op]:
             eps=1e-5,
             return_stats=False,
         ),
+        op("normalize", "x", _normalize, eps=1e-12),
         op(
             "sdpa",
             f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",

@@ -254,6 +254,11 @@ def _rms_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor |
     return (y, inverse) if attrs["return_stats"] else (y, None)
 
 
+def _normalize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = _need(inputs[0])
+    return x / x.square().sum(-1, keepdim=True).sqrt().clamp_min(attrs["eps"])
+
+
 def _layer_norm_backward(
     inputs: Tensors, attrs: Mapping[str, Any]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -729,6 +734,7 @@ RULES: Mapping[str, Rule] = {
     "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "normalize": _normalize,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,
     "sdpa": _sdpa,

@@ -19,6 +19,7 @@ from .ir import (
     TensorSpec,
     contiguous_strides,
     dense_strides,
+    is_dense,
     memory_order,
     numel,
     same_layout,
@@ -38,7 +39,7 @@ _POINTWISE = frozenset(
     }
 )
 _ARRANGE = frozenset({"reshape", "permute", "transpose"})
-_NORMS = frozenset({"layer_norm", "rms_norm"})
+_NORMS = frozenset({"layer_norm", "rms_norm", "normalize"})
 
 
 def in_memory_order(spec: GraphSpec) -> GraphSpec:
@@ -352,7 +353,11 @@ class _Rows:
         if OPS[node.op].view and name not in self._spec.outputs:
             form = self._tensors[name]
             place = view_place(node, self._tensors[node.operands[0]])
-            stride = contiguous_strides(form.shape) if place is None else place[0]
+            if place is not None:
+                stride = place[0]
+            else:  # a copy lies as it was told to
+                given = is_dense(form.shape, form.stride)
+                stride = form.stride if given else contiguous_strides(form.shape)
             self._tensors[name] = replace(form, stride=stride)
 
     def _lay(self, node: Node) -> None:

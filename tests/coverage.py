@@ -82,6 +82,7 @@ ROWS = (
     Row("convolutions", "transposed convolution + bias, activation, residual", "^conv_transpose-"),
     Row("norms", "`layer_norm`, add in front, activation behind", "^(layer_norm-|view-norm_of)"),
     Row("norms", "`rms_norm`, the same", "^rms_norm-"),
+    Row("norms", "`normalize`: rows by their norms", "^normalize-"),
     Row("norms", "`instance_norm`, the same", "^image_norm-instance"),
     Row("norms", "`group_norm`, by composition", "^image_norm-group"),
     Row("norms", "`batch_norm_train`, activation behind", "^batch_norm_train-"),

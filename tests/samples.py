@@ -1864,6 +1864,9 @@ def _norms() -> Iterator[Case]:
         yield _norm_case(op, "stats", (3, 5, 16), F64, stats=True)
         for dtype in (F16, BF16):
             yield _norm_case(op, "float32_params", (48, 256), dtype, params=F32)
+        yield _norm_case(op, "short_rows", (6, 3, 40, 32), F16)
+        yield _norm_case(op, "short_rows", (6, 3, 40, 64), BF16, x_at=(40 * 576, 64, 576, 1))
+        yield _norm_case(op, "short_rows_float32_params", (48, 128), F16, params=F32)
         yield _norm_case(op, "one_row", (512,), F16, note="rank 1: no dim before the weight's")
         yield _norm_case(op, "two_dims", (8, 12, 16, 32), F16, over=2)
         yield _norm_case(op, "three_dims", (6, 4, 8, 8), BF16, over=3)
@@ -2022,6 +2025,49 @@ class ImageNorm:
 
 
 _IMAGE_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(2.0, 0.5)}
+
+
+def _normalized(
+    name: str,
+    x: Shape,
+    dtype: torch.dtype,
+    x_at: Layout = None,
+    eps: float = 1e-12,
+    mean: float = 0.0,
+    note: str = "",
+    factor: Shape | None = None,
+) -> Case:
+    """Rows by their norms, and behind them a product with numbers of ``factor``'s shape."""
+    inputs: dict[str, tuple[Shape, torch.dtype, Layout]] = {"x": (x, dtype, x_at)}
+    inputs |= {} if factor is None else {"f": (factor, dtype, None)}
+
+    def declare(g: cg.Graph, v: dict[str, cg.Value]) -> dict[str, cg.Value]:
+        y = g.normalize(v["x"], eps=eps)
+        return {"y": y if factor is None else g.mul(y, v["f"])}
+
+    def eager(t: Tensors) -> Tensors:
+        y = F.normalize(t["x"], dim=-1, eps=eps)
+        return {"y": y if factor is None else y * t["f"]}
+
+    fills = {"x": normal(1.5, mean), "f": uniform(0.5, 2.0)}
+    return _table_case("normalize", name, inputs, declare, eager, fills, note, terms=x[-1])
+
+
+def _normalize() -> Iterator[Case]:
+    for dtype in (F16, BF16, F32):
+        yield _normalized("rows", (48, 64), dtype)
+        yield _normalized("one_row", (64,), dtype)
+        yield _normalized("odd_sizes", (5, 7, 77), dtype)
+    yield _normalized("rows", (5, 16), F64)
+    for dtype in (F16, BF16):
+        yield _normalized(
+            "heads", (8, 3, 16, 32), dtype, x_at=(16 * 288, 32, 288, 1), factor=(1, 3, 1, 32)
+        )
+    yield _normalized("one_head", (8, 1, 16, 32), F16, x_at=(16 * 96, 32, 96, 1))
+    yield _normalized("heads_first", (3, 40, 32), F16)
+    yield _normalized("beyond_16_bits", (40, 32), F16, mean=400.0, note="squares over 65504")
+    yield _normalized("large_eps", (40, 32), F16, eps=8.5, note="about half of the norms are less")
+    yield _normalized("scaled", (2, 4, 24, 64), F16, factor=(64,))
 
 
 def _image_norms() -> Iterator[Case]:
@@ -4003,6 +4049,7 @@ def enumerate_cases() -> tuple[Case, ...]:
         *_conv_transpose(),
         *_matmul(),
         *_norms(),
+        *_normalize(),
         *_image_norms(),
         *_torchs_own(),
         *_views(),

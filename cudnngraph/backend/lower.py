@@ -45,7 +45,10 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
 # Anchors whose plans see merged dims.
-_MERGED = ("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward")
+_MERGED = (
+    *("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"),
+    "normalize",
+)
 # Anchors that cuDNN takes in two spatial dims at least.
 _SPREAD = (
     *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
@@ -325,7 +328,10 @@ def _view_of(spec: GraphSpec) -> _View:
                 len(anchors) > 1 and node.op != "matmul"
             ):  # two products in one plan took 12 times as long as torch (9.19)
                 raise _Refused(f"{node.op} shares a plan with pointwise ops alone")
-            return (_product_view if node.op == "matmul" else _norm_view)(spec, node, rank)
+            if node.op == "matmul":
+                return _product_view(spec, node, rank)
+            by_product = node.op == "normalize" or _by_product(spec, node)
+            return (_rows_view if by_product else _norm_view)(spec, node, rank)
     if all(node.op == "reduction" for node in anchors):
         groups = _merged_dims(rank, [_padded(*place, rank) for place in real])
         if len(groups) > 2:
@@ -411,6 +417,47 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
         ):
             raise _Refused(f"'{name}' broadcasts within the rows or the columns")
     return view
+
+
+LONGEST_SUMMED = 256  # of rows that a product sums up
+
+
+def _by_product(spec: GraphSpec, node: Node) -> bool:
+    """Whether an RMS norm is of rows so short that a product sums them up faster than cuDNN's norm,
+    which works row by row."""
+    if node.op != "rms_norm":
+        return False
+    x, weight = (spec.tensors[str(name)] for name in node.inputs[:2])
+    used = {name for each in spec.nodes for name in each.operands} | set(spec.outputs)
+    return (
+        x.dtype in LOW_PRECISION
+        and len(weight.shape) == 1
+        and 8 <= weight.numel <= LONGEST_SUMMED
+        and weight.numel % 8 == 0
+        and node.outputs[1] not in used
+    )
+
+
+def _rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+    """[batch, rows, columns] of what is done to each row by itself, in any strides that leave one
+    dim beside the rows: the heads of a projection, say."""
+    space, places = _space(spec, node, rank), _places(spec, rank)
+    lead = tuple(dim for dim in memory_order(*places[node.operands[0]]) if dim < rank - 1)
+    choices: list[tuple[tuple[int, ...], ...]] = [((), lead, (rank - 1,))]
+    for dim in lead:
+        if space[dim] > 1:
+            choices.append(((dim,), tuple(d for d in lead if d != dim), (rank - 1,)))
+    real = (*spec.inputs, *spec.outputs)
+    for groups in choices:
+        if all(
+            _merges(place, group, space)
+            if name in real
+            else len({place[0][dim] == 1 for dim in group if space[dim] > 1}) < 2
+            for name, place in places.items()
+            for group in groups
+        ):
+            return _MergedView(rank, groups)
+    raise _Refused(f"the rows of '{node.operands[0]}' lie in memory as no matrix, nor as several")
 
 
 def _merged_dims(rank: int, full: Sequence[_Place]) -> list[list[int]]:
@@ -1261,6 +1308,47 @@ def _norm(method: str) -> Rule:
     return rule
 
 
+def _by_sums_of_squares(ctx: Context, x: Any, like: TensorSpec, mean: bool, least: float) -> Any:
+    """x by the root of each row's sum of squares or of their mean: a product with ones has the sum
+    in every column, so the rest of it stands behind that.
+
+    The squares are bfloat16, which holds those of all float16 numbers; of what they are rounded by
+    a sum of many keeps little. ``mean``: ``least`` is added to it, else the sum is that at least.
+    """
+    if like.dtype not in LOW_PRECISION:
+        raise _Refused("rows are normalised by products of 16-bit data alone")
+    width = like.shape[-1]
+    squares = replace(like, dtype=torch.bfloat16)
+    product = ctx.graph.matmul(
+        A=ctx.virtual(ctx.graph.mul(x, x), squares),
+        B=ctx.constant([1, width, width], 1.0, torch.bfloat16),
+    )
+    total = ctx.temporary(product, like)
+    if mean:
+        total = ctx.temporary(ctx.graph.mul(total, ctx.scalar(1.0 / width)), like)
+        total = ctx.temporary(ctx.graph.add(total, ctx.scalar(least)), like)
+    else:
+        total = ctx.temporary(ctx.graph.max(total, ctx.scalar(least)), like)
+    return ctx.graph.mul(x, ctx.temporary(ctx.graph.rsqrt(total), like))
+
+
+def _normalize(ctx: Context, node: Node) -> Any:
+    eps = node.attr("eps")
+    least = max(eps * eps, torch.finfo(torch.float32).tiny) if eps else 0.0
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    return _by_sums_of_squares(ctx, ctx.operands(node)[0], like, False, least)
+
+
+def _rms_norm(ctx: Context, node: Node) -> Any:
+    if not _by_product(ctx.spec, node):
+        return _norm("rmsnorm")(ctx, node)
+    x, weight, bias = ctx.operands(node)
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    y = ctx.temporary(_by_sums_of_squares(ctx, x, like, True, node.attr("eps")), like)
+    y = ctx.graph.mul(y, weight)
+    return y if bias is None else ctx.graph.add(ctx.temporary(y, like), bias)
+
+
 def _norm_backward(method: str) -> Rule:
     """The gradients of a norm."""
 
@@ -1459,7 +1547,8 @@ RULES: Mapping[str, Rule] = {
     "conv_wgrad": _conv_wgrad,
     "matmul": _matmul,
     "layer_norm": _norm("layernorm"),
-    "rms_norm": _norm("rmsnorm"),
+    "rms_norm": _rms_norm,
+    "normalize": _normalize,
     "layer_norm_backward": _norm_backward("layernorm_backward"),
     "rms_norm_backward": _norm_backward("rmsnorm_backward"),
     "sdpa": _sdpa,

@@ -11,12 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph import reference
 from cudnngraph.bench import models
 from cudnngraph.errors import CannotImport
+from cudnngraph.exported import export
 from cudnngraph.fuse import backend
-from cudnngraph.importer import Imported, import_model
-from cudnngraph.ir import GraphSpec, is_channels_last
+from cudnngraph.importer import Imported, convert, import_model
+from cudnngraph.ir import GraphSpec, is_channels_last, is_contiguous
+from cudnngraph.rewrites import prepared
 from cudnngraph.runtime import compile as compile_spec
+from cudnngraph.views import is_view
 from tests import numerics
 
 F32, F64 = torch.float32, torch.float64
@@ -121,6 +125,9 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "rsub": (lambda m, x: 2.0 - x, ["sub"]),
     "div": (lambda m, x: x / (x.abs() + 1) / 3, ["abs", "add", "div", "div"]),
     "min_max": (lambda m, x: torch.minimum(x, -x) + torch.maximum(x, x * 2), None),
+    "normalize": (lambda m, x: F.normalize(x, dim=-1), ["normalize"]),
+    "normalize_eps": (lambda m, x: F.normalize(x, dim=2, eps=2.5), ["normalize"]),
+    "normalize_by_hand": (lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp(1e-6), ["normalize"]),
     "where": (lambda m, x: torch.where(x > 0.5, x, -x), ["gt", "neg", "where"]),
     "compare": (lambda m, x: torch.where((x > 0) & (x < 1), x, 0.0), None),
     "dropout": (lambda m, x: F.dropout(x, 0.5, training=False) * 2, ["mul"]),
@@ -199,6 +206,7 @@ PRODUCTS: dict[str, tuple[nn.Module, tuple[tuple[int, ...], ...]]] = {
     "layer_norm": (nn.LayerNorm(16), (ROWS,)),
     "layer_norm_bare": (nn.LayerNorm((10, 16), elementwise_affine=False), (ROWS,)),
     "rms_norm": (nn.RMSNorm(16, eps=1e-6), (ROWS,)),
+    "rms_norm_bare": (nn.RMSNorm(16, elementwise_affine=False), (ROWS,)),
     "conv1d": (nn.Conv1d(10, 6, 3, padding=1), (ROWS,)),
     "conv2d_same": (nn.Conv2d(6, 4, 3, padding="same"), (IMAGE,)),
     "conv2d_groups": (nn.Conv2d(6, 12, 3, 2, 2, 2, groups=3), (IMAGE,)),
@@ -279,6 +287,100 @@ def test_a_batch_norm_that_no_convolution_can_take_is_a_scale_and_a_bias() -> No
     )
     assert ops(twice.spec) == ["conv", "bias", "scale", "bias"]
     assert imported.folded == twice.folded == 0
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [nn.Conv2d(6, 8, 1, bias=False), nn.Conv2d(6, 8, 1, 2), nn.Conv2d(6, 8, 1, padding="same")],
+    ids=str,
+)
+def test_a_batch_norm_in_front_of_a_convolution_of_pixels_is_folded(conv: nn.Module) -> None:
+    norm = nn.BatchNorm2d
+    model = models.randomized(nn.Sequential(norm(6), conv, norm(8), nn.ReLU()))
+    imported = check(model, image(*IMAGE), terms=4096)
+    assert ops(imported.spec) == ["conv", "bias", "relu"]
+    assert imported.folded == 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 8, 3)),
+        nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 8, 1, padding=1)),
+        nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 8, 1, groups=2)),
+        nn.Sequential(nn.BatchNorm2d(6), nn.ConvTranspose2d(6, 8, 1)),
+        Of(lambda m, x: m.c(y := m.n(x)) + y, n=nn.BatchNorm2d(6), c=nn.Conv2d(6, 6, 1)),
+    ],
+    ids=["3x3", "padded", "groups", "transposed", "read twice"],
+)
+def test_a_batch_norm_in_front_that_would_not_be_the_same_stays(model: nn.Module) -> None:
+    imported = check(models.randomized(model), image(*IMAGE), terms=4096)
+    assert ops(imported.spec)[:2] == ["scale", "bias"]
+    assert imported.folded == 0
+
+
+@pytest.mark.parametrize(
+    "divided",
+    [
+        lambda m, x: F.normalize(x, dim=1),
+        lambda m, x: F.normalize(x, p=1.0, dim=-1),
+        lambda m, x: F.normalize(x, dim=(1, 2)),
+        lambda m, x: x / (x + 1).norm(dim=-1, keepdim=True).clamp_min(1e-6),
+        lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp(1e-6, 2.0),
+    ],
+)
+def test_what_divides_by_other_norms_is_no_normalize(divided: Callable[..., Any]) -> None:
+    imported = check(Of(divided), image(*X), terms=64)
+    assert "normalize" not in ops(imported.spec)
+
+
+POOLS = {
+    "plain": (nn.AvgPool2d(2), 8),
+    "padded": (nn.AvgPool2d(3, 2, 1), 8),
+    "1x3": (nn.AvgPool2d((1, 3), (2, 1)), 8),
+    "edges count less": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 8),
+    "ceil": (nn.AvgPool2d(2, ceil_mode=True), 8),
+    "few channels": (nn.AvgPool2d(2), 6),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_16_bit_images_are_averaged_by_a_convolution_on_a_gpu(name: str) -> None:
+    pool, channels = POOLS[name]
+    x = image(2, channels, 9, 7).half().to(memory_format=torch.channels_last)
+    made = export(pool, (x,), {})
+    spec, constants = {}, {}
+    for on_gpu in (False, True):
+        imported = convert(
+            made.module, made.constants, made.placeholders, channels_last=True, on_gpu=on_gpu
+        )
+        assert imported.spec is not None
+        spec[on_gpu], constants[on_gpu] = imported.spec, imported.constants
+    assert ops(spec[False]) == ["avg_pool"]
+    assert ops(spec[True]) == (["conv"] if name in ("plain", "padded", "1x3") else ["avg_pool"])
+    (y,) = reference.run(spec[True], [x, *constants[True].values()], F64)
+    numerics.check(y.half(), pool(x.double()), torch.float16, pool(x), terms=9)
+
+
+def test_copies_lie_as_they_are_read() -> None:
+    """Channels last where channels lie beside each other, and in the order of a transposition."""
+
+    def windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+        apart = x.reshape(2, 8, 3, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(2, 6, 16, 8)
+        turned = apart.swapaxes(1, 2) * 2
+        back = turned.swapaxes(1, 2).reshape(2, 3, 2, 4, 4, 8).permute(0, 5, 1, 3, 2, 4)
+        return F.relu(back.reshape(2, 8, 12, 8))
+
+    imported = check(Of(windows), image(2, 8, 12, 8), channels_last=True)
+    assert imported.spec is not None
+    spec = prepared(imported.spec)
+    kinds = {node.name: node for node in spec.nodes if node.op in ("mul", "relu")}
+    for node in kinds.values():
+        x, y = (spec.tensors[name] for name in (node.operands[0], node.results[0]))
+        last = is_channels_last if node.op == "relu" else is_contiguous
+        assert last(x.shape, x.stride) and last(y.shape, y.stride), node
+    copies = [n for n in spec.nodes if n.op == "reshape" and not is_view(spec.tensors, n)]
+    assert len(copies) == 2
 
 
 def test_the_bias_comes_behind_what_is_added() -> None:

@@ -152,6 +152,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "layer_norm_backward",
         "rms_norm",
         "rms_norm_backward",
+        "normalize",
         "sdpa",
         "sdpa_fp8",
         "sdpa_backward",

@@ -13,7 +13,7 @@ CASES = [case for case in enumerate_cases() if case.on_gpu]
 # Families that cuDNN has, unlike views, resampling, losses and torch's own ops.
 FUSED = (
     *("conv_bias_act", "conv_bn_act", "conv_transpose", "matmul", "pointwise", "sdpa"),
-    *("layer_norm", "rms_norm"),
+    *("layer_norm", "rms_norm", "normalize"),
 )
 
 
