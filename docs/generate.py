@@ -124,6 +124,8 @@ _FIRST = {
     "torchvision convnext": "ConvNeXt-T",
     "GPT": "GPT",
     "torchvision swin_t": "Swin-T",
+    "torchvision swin_v2_t": "Swin V2-T",
+    "torchvision maxvit_t": "MaxViT-T",
 }
 
 

@@ -233,6 +233,10 @@ TORCH = (
     ),
     Known("matrix products take one batch dim", _product(_batches_apart)),
     Known(
+        "products sum up squares of 16-bit rows alone",
+        lambda spec: any(_dtype(spec, node) == torch.float32 for node in _nodes(spec, "normalize")),
+    ),
+    Known(
         "what moves elements and computes nothing is left to torch",
         lambda spec: bool(_nodes(spec, "reshape", "transpose", "permute", "slice", "concat")),
     ),
@@ -598,7 +602,7 @@ def _real(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
 
 def _merges_dims(spec: GraphSpec) -> bool:
     """Whether the dims that cuDNN sees are others: pointwise ops, products, norms, reductions."""
-    merging = ("matmul", *NORMS, "reduction")
+    merging = ("matmul", "normalize", *NORMS, "reduction")
     return all(node.op in merging for node in _anchors(spec))
 
 
