@@ -43,7 +43,7 @@ from .ir import (
 )
 from .ops import FLOATS, SOFTPLUS_THRESHOLD
 from .partition import LOW_PRECISION
-from .written import Written, attention_before
+from .written import Written, attention_before, least_norm_before, rms_norm_before
 
 
 @dataclass(frozen=True)
@@ -839,34 +839,34 @@ def _two(method: str) -> Rule:
 
 
 def _div(c: _Conversion, a: Arguments) -> Value:
-    floor = None if a.get("rounding_mode") is not None else _floor_of_norms(c.node)
+    floor = least_norm_before(c.node)
     if floor is not None:
         return c.g.normalize(c.value(a["self"]), eps=floor)
-    return _two("div")(c, a)  # type: ignore[no-any-return]
+    return _written_norm(c) or _two("div")(c, a)
 
 
-def _floor_of_norms(node: torch.fx.Node) -> float | None:
-    """The least norm by which a division divides, if it is of rows by their norms (F.normalize
-    over the last dim); else None."""
+def _mul(c: _Conversion, a: Arguments) -> Value:
+    return _written_norm(c) or _two("mul")(c, a)
 
-    def made_by(each: Any, *names: str) -> Mapping[str, Any]:
-        if isinstance(each, torch.fx.Node) and each.op == "call_function":
-            target: Any = each.target
-            if str(target).rpartition(".")[0] in names:
-                return forms.named(target, each.args, each.kwargs)
-        return {}
 
-    given = forms.named(node.target, node.args, node.kwargs)
-    spread = made_by(given["other"], "aten.expand")
-    clamped = made_by(spread.get("self", given["other"]), "aten.clamp_min", "aten.clamp")
-    norms = made_by(clamped.get("self"), "aten.linalg_vector_norm")
-    x, floor = given["self"], clamped.get("min")
-    if not norms or norms["self"] is not x or not isinstance(floor, (int, float)):
+def _written_norm(c: _Conversion) -> Value | None:
+    """What a product, a quotient or a conversion is the end of, where that is an RMS norm that the
+    model writes out."""
+    found = rms_norm_before(c.node)
+    if found is None:
         return None
-    rank = x.meta["val"].dim()
-    rows = list(norms["dim"] or ()) in ([-1], [rank - 1]) and norms["keepdim"]
-    plain = norms["ord"] == 2 and norms["dtype"] is None and clamped.get("max") is None
-    return float(floor) if rank and rows and plain and floor >= 0 else None
+    x, weight, seen = c.env[found.x], None, c.node.meta["val"]
+    if found.weight is not None:
+        weight = c.env[found.weight]
+    if not isinstance(x, Value) or (x.shape, x.dtype) != (tuple(seen.shape), seen.dtype):
+        return None
+    if weight is None:
+        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=seen.device)
+    if isinstance(weight, torch.Tensor) and weight.shape[-1:].numel() == weight.numel():
+        weight = weight.flatten()
+    if tuple(weight.shape) != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
+        return None
+    return c.g.rms_norm(x, c.value(weight), eps=found.eps)  # type: ignore[no-any-return]
 
 
 def _rsub(c: _Conversion, a: Arguments) -> Value:
@@ -1017,9 +1017,12 @@ def _hands_on(node: torch.fx.Node) -> bool:
 def _same(c: _Conversion, a: Arguments) -> Value:
     """What changes no number: the layout is the graph's own."""
     x = c.value(_first(a))
-    if a.get("dtype") not in (None, x.dtype) or a.get("train"):
+    if a.get("dtype") in (None, x.dtype) and not a.get("train"):
+        return x
+    normed = _written_norm(c)
+    if normed is None:
         raise _Skip
-    return x
+    return normed
 
 
 # -- gradients, as torch.compile traces them -------------------------------------------------------
@@ -1611,7 +1614,8 @@ RULES: Mapping[str, Rule] = {
         "softplus": _softplus,
         **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
         "add": _add,
-        **{name: _two(name) for name in ("sub", "mul", "minimum", "maximum")},
+        **{name: _two(name) for name in ("sub", "minimum", "maximum")},
+        "mul": _mul,
         "div": _div,
         **{name: _two(name) for name in _COMPARES},
         **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),

@@ -1,8 +1,10 @@
-"""Attention that a model writes out, found in its graph of ATen ops.
+"""Attention and norms that a model writes out, found in its graph of ATen ops.
 
 softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
 for all or each head, what is added to it or hidden of it, softmax along the keys, and a product
-with v. Where nobody reads what lies between, it is one op (:func:`attention_before`).
+with v. Where nobody reads what lies between, it is one op (:func:`attention_before`). So are rows
+by their norms (:func:`least_norm_before`) and by the roots of their mean squares, times a weight
+(:func:`rms_norm_before`), whoever reads what lies between.
 """
 
 from __future__ import annotations
@@ -223,3 +225,109 @@ def _is_scores(node: Node) -> bool:
             return False
         at = found.args[1 if kind == "where" else 0]
     return False
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WrittenNorm:
+    """x / sqrt(mean(x * x) + eps) along the last dim, times ``weight`` if that is not None."""
+
+    x: Node
+    weight: Node | None
+    eps: float
+
+
+def rms_norm_before(node: Node) -> WrittenNorm | None:
+    """The RMS norm that ends with ``node``: with its weight, or with what it is converted to."""
+    end = _source(node)
+    plain = _by_root(end)
+    if plain is not None:
+        return WrittenNorm(plain[0], None, plain[1])
+    if not isinstance(end, Node) or _packet(end) != "mul":
+        return None
+    for main, weight in (end.args[:2], end.args[1::-1]):
+        normed = _by_root(_source(main))
+        if normed is not None and isinstance(weight, Node):
+            return WrittenNorm(normed[0], weight, normed[1])
+    return None
+
+
+def _source(node: Any) -> Any:
+    """What a node is of, but for conversions between float dtypes."""
+    while _is_call(node) and _packet(node) in _SAME and _is_float(node):
+        node = node.args[0]
+    return node
+
+
+def _is_call(node: Any) -> bool:
+    return (
+        isinstance(node, Node)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def _by_root(node: Any) -> tuple[Node, float] | None:
+    """x and eps of x / sqrt(mean(x * x) + eps)."""
+    if not _is_call(node) or len(node.args) < 2:
+        return None
+    if _packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
+        pairs = [(node.args[0], "sqrt", node.args[1])]
+    elif _packet(node) == "mul":
+        pairs = [(main, "rsqrt", root) for main, root in (node.args[:2], node.args[1::-1])]
+    else:
+        return None
+    for main, kind, root in pairs:
+        if not _is_call(root) or _packet(root) != kind:
+            continue
+        total = _source(root.args[0])
+        if not _is_call(total) or _packet(total) != "add":
+            continue
+        mean, eps = _source(total.args[0]), total.args[1]
+        alpha = forms.named(total.target, total.args, total.kwargs).get("alpha", 1)
+        if not _is_number(eps) or not 0 <= eps < math.inf or alpha != 1:
+            continue
+        squared, x = _squared(mean), _source(main)
+        if squared is not None and squared is x and _is_float(x):
+            return x, float(eps)
+    return None
+
+
+def _squared(mean: Any) -> Any:
+    """What ``mean`` has the mean square of, along the last dim, which is kept; else None."""
+    if not _is_call(mean) or str(mean.target) != "aten.mean.dim":
+        return None
+    given = forms.named(mean.target, mean.args, mean.kwargs)
+    square, dims = _source(given["self"]), given["dim"]
+    if not _is_call(square) or not given["keepdim"]:
+        return None
+    if list(dims or ()) not in ([-1], [square.meta["val"].dim() - 1]):
+        return None
+    kind, args = _packet(square), square.args
+    if kind == "square" or (kind == "pow" and args[1:] == (2,)):
+        return _source(args[0])
+    return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
+
+
+def least_norm_before(node: Node) -> float | None:
+    """The least norm by which a quotient divides, if it is of rows by their norms (F.normalize
+    over the last dim); else None."""
+    given = forms.named(node.target, node.args, node.kwargs)
+    x, clamped = given["self"], given["other"]
+    if _is_call(clamped) and _packet(clamped) == "expand":
+        clamped = clamped.args[0]
+    if not _is_call(clamped) or _packet(clamped) not in ("clamp_min", "clamp"):
+        return None
+    clamp = forms.named(clamped.target, clamped.args, clamped.kwargs)
+    norms, floor = clamp["self"], clamp["min"]
+    if not _is_call(norms) or _packet(norms) != "linalg_vector_norm" or not _is_number(floor):
+        return None
+    norm = forms.named(norms.target, norms.args, norms.kwargs)
+    if norm["self"] is not x:
+        return None
+    rows = list(norm["dim"] or ()) in ([-1], [x.meta["val"].dim() - 1]) and norm["keepdim"]
+    plain = norm["ord"] == 2 and norm["dtype"] is None
+    unbound = clamp.get("max") is None and given.get("rounding_mode") is None
+    return float(floor) if rows and plain and unbound and 0 <= floor < math.inf else None

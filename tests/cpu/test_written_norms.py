@@ -1,0 +1,116 @@
+"""Norms that models write out: one op, and the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cudnngraph.importer import Imported, import_model
+from tests import numerics
+from tests.cpu.test_views_behind import ops
+from tests.cpu.test_written import exact
+
+F16, F32 = torch.float16, torch.float32
+
+
+class Of(nn.Module):
+    """A function of a module that has a weight."""
+
+    def __init__(self, function: Any = None, weight: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.function, self.weight = function, weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)  # type: ignore[no-any-return]
+
+
+def as_llama(m: Any, x: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)
+    return m.weight * wide.to(x.dtype)
+
+
+def as_gemma(m: Any, x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(2, keepdim=True) + 1e-3)
+    return (wide * (1.0 + m.weight.float())).type_as(x)
+
+
+def by_division(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-3) * m.weight
+
+
+def of_float32(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * x
+
+
+def as_a_row(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return as_llama(m, x) * 1.0 + as_llama(Of(weight=m.weight.view(1, 1, -1)), x)
+
+
+NORMS = {
+    as_llama: (F16, 1),
+    as_gemma: (F16, 1),
+    by_division: (F32, 1),
+    of_float32: (F32, 1),
+    as_a_row: (F16, 2),
+}
+
+
+def normed(function: Any, dtype: torch.dtype) -> Imported:
+    """A norm of rows as one graph, whose numbers are those of the model."""
+    gen = torch.Generator().manual_seed(0)
+    model = nn.Module.eval(Of(function, (torch.rand(16, generator=gen) + 0.5).to(dtype)))
+    x = (torch.randn(16, 16, 16, generator=gen) * 0.1).to(dtype)
+    made = import_model(model, (x,))
+    (y,) = exact(made, x)
+    want = model(x)
+    numerics.check(want, y, dtype, None, terms=16)
+    return made
+
+
+@pytest.mark.parametrize("function", NORMS, ids=lambda function: function.__name__)
+def test_an_rms_norm_that_is_written_out_is_one_op(function: Any) -> None:
+    dtype, count = NORMS[function]
+    found = normed(function, dtype)
+    assert found.spec is not None and found.opaque == ()
+    assert set(ops(found.spec)) <= {"rms_norm", "mul", "add"}
+    nodes = [node for node in found.spec.nodes if node.op == "rms_norm"]
+    assert len(nodes) == count and all(node.attr("eps") == 1e-3 for node in nodes)
+
+
+def unlike(x: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Nearly an RMS norm."""
+    square = x.pow(given.get("power", 2))
+    mean = square.mean(given.get("dim", -1), keepdim=True)
+    return x * torch.rsqrt(torch.add(mean.abs(), 1e-3, alpha=given.get("alpha", 1)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: unlike(x, power=4),
+        lambda m, x: unlike(x, dim=1),
+        lambda m, x: unlike(x, dim=(1, 2)),
+        lambda m, x: unlike(x, alpha=2),
+        lambda m, x: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-3),
+        lambda m, x: x * torch.rsqrt((x.abs() * (x.abs() + 1)).mean(-1, keepdim=True) + 1e-3),
+        lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1) + 1e-3),  # rows by columns
+        lambda m, x: x * torch.rsqrt((x * 9).int().float().pow(2).mean(-1, keepdim=True) + 1e-3),
+        lambda m, x: x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3),
+        lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.weight),
+    ],
+)
+def test_what_is_no_rms_norm_stays_as_it_is_written(function: Any) -> None:
+    assert "rms_norm" not in ops(normed(function, F32).spec)
+
+
+def test_a_weight_that_is_a_column_is_no_weight_of_an_rms_norm() -> None:
+    def by_column(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return of_float32(m, x) * m.weight[:, None]
+
+    found = normed(by_column, F32)
+    assert ops(found.spec) == ["rms_norm", "mul"]
