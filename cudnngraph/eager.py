@@ -71,7 +71,7 @@ def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
 
 
 def _normalize(x: torch.Tensor, eps: float, out: torch.Tensor) -> object:
-    """With norms in float32 at least: in 16 bits torch's eps is 0."""
+    """With norms in float32 at least: in float16 torch's eps is 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return torch.div(x, norms.clamp_min_(eps), out=out)

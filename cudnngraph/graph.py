@@ -780,7 +780,7 @@ class Graph:
         """x (..., D) by the Euclidean norm of each row (F.normalize over the last dim).
 
         ``x / max(sqrt(sum(x * x)), eps)`` → y like x. The sums are taken in float32, so rows of
-        zeros stay zeros in 16 bits too, where torch's eps is 0.
+        zeros stay zeros in float16 too, where torch's eps is 0.
         """
         return self._one("normalize", x, eps=eps, name=name)
 

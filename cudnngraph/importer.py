@@ -419,6 +419,12 @@ class _Conversion:
 
     # -- operands ----------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """Where the result of the op at hand is, and what is made for it belongs."""
+        seen = _leaves(self.node.meta["val"])
+        return next(each.device for each in seen if isinstance(each, torch.Tensor))
+
     def value(self, given: Any) -> Value:
         """An operand of a rule as a value of the graph; a number stays out of it."""
         if isinstance(given, Value):
@@ -522,7 +528,7 @@ class _Conversion:
 
     def _outputs(self, node: torch.fx.Node) -> list[str | tuple[str, Any]]:
         results: list[str | tuple[str, Any]] = []
-        named: dict[str, str] = {}
+        named: dict[str, tuple[str, tuple[int, ...] | None]] = {}  # and strides, by its value
         flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         for each in flat:
             value = self.env[each] if isinstance(each, torch.fx.Node) else each
@@ -536,22 +542,24 @@ class _Conversion:
                 results.append((kind, value))
             elif value.name in self._by_input and not own:
                 results.append(("input", self._by_input[value.name]))
-            elif value.name in named:
-                results.append(named[value.name])
             else:
-                name = self._free(f"out{len(named)}")
                 seen = each.meta.get("val") if isinstance(each, torch.fx.Node) else None
                 copied = value.name in self._by_input
                 kept = self.keep_strides or copied or _is_laid_out(each)
                 stride = tuple(seen.stride()) if kept and seen is not None else None
-                value = self.g.identity(value) if copied else value
+                known = named.get(value.name)
+                if known is not None and known[1] == stride:
+                    results.append(known[0])
+                    continue
+                name = self._free(f"out{len(named)}")
+                value = self.g.identity(value) if copied or known is not None else value
                 mark = self.g.mark()
                 self.g.output(name, value, stride=stride)
                 if len(self.g.problems) > mark[1]:
                     raise CannotImport(
                         f"{self.name}: " + "; ".join(map(str, self.g.problems[mark[1] :]))
                     )
-                named[value.name] = name
+                named[value.name] = name, stride
                 results.append(name)
         return results
 
@@ -638,10 +646,18 @@ Rule = Callable[[_Conversion, Arguments], Any]
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm with given statistics: y = x * scale + shift along the channels, in float64."""
+    """A batch norm with given statistics, in float64: y = (x - mean) * scale + offset along the
+    channels, where (x - mean) * scale has the standard deviation ``gain``."""
 
+    mean: torch.Tensor
     scale: torch.Tensor
-    shift: torch.Tensor
+    offset: torch.Tensor
+    gain: torch.Tensor
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """y = x * scale + shift."""
+        return self.offset - self.mean * self.scale
 
 
 def _norm_of(packet: str, a: Arguments) -> _Norm | None:
@@ -655,10 +671,10 @@ def _norm_of(packet: str, a: Arguments) -> _Norm | None:
         or any(each is not None and not isinstance(each, torch.Tensor) for each in given)
     ):
         return None
-    scale = torch.rsqrt(var.double() + float(a["eps"]))
-    scale = scale if a["weight"] is None else scale * a["weight"].double()
-    shift = -mean.double() * scale
-    return _Norm(scale, shift if a["bias"] is None else shift + a["bias"].double())
+    inverse = torch.rsqrt(var.double() + float(a["eps"]))
+    gain = torch.ones_like(inverse) if a["weight"] is None else a["weight"].double()
+    offset = torch.zeros_like(inverse) if a["bias"] is None else a["bias"].double()
+    return _Norm(mean.double(), inverse * gain, offset, gain)
 
 
 _NORMS = frozenset(
@@ -683,6 +699,9 @@ def _batch_norm(c: _Conversion, a: Arguments) -> Any:
     return (y, None, None) if _many(c.node) else y
 
 
+MOST_OFF_CENTRE = 4.0  # standard deviations that a sum of means may be, for weights to take it in
+
+
 def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
     x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
     if len(x.shape) != rank + 2:
@@ -701,12 +720,14 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
         padded = not isinstance(padding, str) and any(padding)
         if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
             before = c.preceding_norm()
-        if before is not None:
-            x = c.value(before[2])
-            weight, bias = _taken_in(before[1], weight, bias)
         norm = c.following_norm()
         if norm is not None:
             weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
+        taken = None if before is None else _taken_in(before[1], weight, bias, dtype)
+        if before is not None and taken is not None:
+            x, (weight, bias) = c.value(before[2]), taken
+        else:
+            before = None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if isinstance(weight, torch.Tensor):
         if packed := c.packed(x):
@@ -728,13 +749,23 @@ def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, pad
 
 
 def _taken_in(
-    norm: _Norm, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias, in float64, of a convolution of single pixels with a batch norm in front."""
-    wide = weight.double()
-    shift = wide.flatten(1) @ norm.shift
-    scale = norm.scale.view(-1, *(1,) * (weight.dim() - 2))
-    return wide * scale, shift if bias is None else shift + bias.double()
+    norm: _Norm, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Weight in ``dtype`` and bias in float64 of a convolution of single pixels with a batch norm
+    in front.
+
+    W (x - mean) becomes W x - W mean with the W that is rounded, so what that is off by counts for
+    x - mean alone. None where means are so much larger than deviations that rounding W mean would
+    tell.
+    """
+    wide = weight.double().flatten(1)
+    scaled = (wide * norm.scale).to(dtype)
+    means = scaled.double() @ norm.mean
+    spread = (wide * norm.gain).square().sum(1).sqrt()
+    if bool((means.abs() > MOST_OFF_CENTRE * spread).any()):
+        return None
+    shift = wide @ norm.offset - means
+    return scaled.view(weight.shape), shift if bias is None else shift + bias.double()
 
 
 def _folded(
@@ -861,7 +892,7 @@ def _written_norm(c: _Conversion) -> Value | None:
     if not isinstance(x, Value) or (x.shape, x.dtype) != (tuple(seen.shape), seen.dtype):
         return None
     if weight is None:
-        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=seen.device)
+        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=c.device)
     if isinstance(weight, torch.Tensor) and weight.shape[-1:].numel() == weight.numel():
         weight = weight.flatten()
     if tuple(weight.shape) != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
@@ -1306,8 +1337,7 @@ def _mask(c: _Conversion, mask: Any, dtype: torch.dtype, joined: int = 1, length
     if made_of not in c.masks:
         added = mask
         if mask is None:
-            device = next(iter(_leaves(c.node.meta["val"]))).device
-            added = torch.zeros((), dtype=dtype, device=device)
+            added = torch.zeros((), dtype=dtype, device=c.device)
         elif mask.dtype == torch.bool:
             added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
         if joined > 1:
@@ -1350,9 +1380,8 @@ def _norm_weight(c: _Conversion, a: Arguments) -> Value:
     """The weight of a norm, ones where it has none."""
     if a["weight"] is not None:
         return c.value(a["weight"])
-    x, like = c.value(a["input"]), next(iter(c._kept.values()), None)
-    device = None if like is None else like.device
-    return c.constant(torch.ones(list(a["normalized_shape"]), dtype=x.dtype, device=device))
+    shape = list(a["normalized_shape"])
+    return c.constant(torch.ones(shape, dtype=c.value(a["input"]).dtype, device=c.device))
 
 
 def _sdpa(c: _Conversion, a: Arguments) -> Value:
@@ -1385,36 +1414,65 @@ def _reshape(c: _Conversion, a: Arguments) -> Value:
     if x.shape == shape:
         return x
     y = c.g.reshape(x, shape)
-    order = _order_of_copy(c, x, shape)
+    order = None if y.spec is None else _order_of_copy(c, x, shape)
     if order is not None and y.spec is not None:
         y.spec = replace(y.spec, stride=dense_strides(shape, order))
     return y
 
 
+_READ_IMAGES = ("conv", "batch_norm", "avg_pool", "max_pool", "adaptive_", "upsample")
+_READ_ALIKE = frozenset({"add", "sub", "mul", "relu", "gelu", "silu", "sigmoid", "tanh"})
+_READ_ROWS = ("layer_norm", "native_layer_norm", "rms_norm", "linear", "mm", "addmm", "matmul")
+
+
 def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
-    """The order in memory of what a reshape has to copy: that in which it is read, if that is
-    another one with rows as long, or channels last, where channels lie beside each other in x; None
-    for its own."""
-    spec = x.spec
+    """The order in memory of what a reshape has to copy; None for its own.
+
+    Of what is transposed and then read by rows, which the transposition leaves as they are, it is
+    that of the rows. What convolutions and the like read, or a reshape that cuts images into parts,
+    beside pointwise ops at most, lies channels last, where channels lie beside each other in x.
+    """
+    spec, rank, users = x.spec, len(shape), list(c.node.users)
     if spec is None or not spec.numel or view_strides(spec.shape, spec.stride, shape) is not None:
         return None
-    (user, *others), rank = list(c.node.users), len(shape)
-    name = str(user.target).rpartition(".")[0]
-    if not others and name in ("aten.permute", "aten.transpose"):
-        given = forms.named(user.target, user.args, user.kwargs)
-        dims = list(range(rank))
-        if name == "aten.permute":
-            dims = [dim % rank for dim in given["dims"]]
-        else:
-            one, other = given["dim0"], given["dim1"]
-            dims[one], dims[other] = dims[other], dims[one]
-        return dims if dims[-1] == rank - 1 else None
-    if c.channels_last and rank in (4, 5) and spec.dtype in FLOATS:
-        fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
-        behind = math.prod(spec.shape[fastest[0] + 1 :]) if fastest else 0
-        if math.prod(shape[2:]) <= behind < math.prod(shape[1:]):
-            return (0, *range(2, rank), 1)
-    return None
+    if len(users) == 1 and (dims := _order_shown(users[0], rank)) is not None:
+        by_rows = any(_packet(user).startswith(_READ_ROWS) for user in users[0].users)
+        return dims if by_rows and dims[-1] == rank - 1 else None
+    if not c.channels_last or rank not in (4, 5) or spec.dtype not in FLOATS:
+        return None
+    images = [user for user in users if _reads_image(user, shape)]
+    if not images or any(user not in images and _packet(user) not in _READ_ALIKE for user in users):
+        return None
+    fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
+    behind = math.prod(spec.shape[fastest[0] + 1 :]) if fastest else 0
+    channels = math.prod(shape[2:]) <= behind < math.prod(shape[1:])
+    return (0, *range(2, rank), 1) if channels else None
+
+
+def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
+    """Whether an op has its images channels last, or cuts them into parts."""
+    seen, packet = user.meta.get("val"), _packet(user)
+    if packet in forms.RESHAPES and isinstance(seen, torch.Tensor):
+        return seen.dim() > len(shape) and tuple(seen.shape[:2]) == shape[:2]
+    return packet.startswith(_READ_IMAGES)
+
+
+def _packet(node: torch.fx.Node) -> str:
+    """ "conv2d" of aten.conv2d.default."""
+    return str(node.target).removeprefix("aten.").rpartition(".")[0]
+
+
+def _order_shown(node: torch.fx.Node, rank: int) -> list[int] | None:
+    """Which dim of its operand each dim of a permutation or transposition is."""
+    if _packet(node) not in ("permute", "transpose"):
+        return None
+    given = forms.named(node.target, node.args, node.kwargs)
+    if _packet(node) == "permute":
+        return [dim % rank for dim in given["dims"]]
+    dims = list(range(rank))
+    one, other = given["dim0"], given["dim1"]
+    dims[one], dims[other] = dims[other], dims[one]
+    return dims
 
 
 def _expand(c: _Conversion, a: Arguments) -> Value:
@@ -1529,8 +1587,7 @@ def _avg_pool(rank: int) -> Rule:
         ceil_mode, whole = bool(a["ceil_mode"]), bool(a["count_include_pad"])
         if _averages_by_convolution(c, x, window) and not ceil_mode and (whole or not any(padding)):
             shape = (x.shape[1], 1, *window)
-            device = c.node.meta["val"].device
-            weight = torch.full(shape, 1 / math.prod(window), dtype=x.dtype, device=device)
+            weight = torch.full(shape, 1 / math.prod(window), dtype=x.dtype, device=c.device)
             held = c.image_weight(weight)
             return c.g.conv(x, held, stride=stride, padding=padding, groups=shape[0])
         return c.g.avg_pool(x, window, stride, padding, ceil_mode, whole)
@@ -1538,12 +1595,16 @@ def _avg_pool(rank: int) -> Rule:
     return rule
 
 
+MOST_AVERAGED = 16  # pixels of a window; larger ones were not measured
+
+
 def _averages_by_convolution(c: _Conversion, x: Value, window: Sequence[int]) -> bool:
     """Whether to average 16-bit images by a convolution of each channel: cuDNN has fast ones, its
     Python frontend no pooling, and torch's takes eight times as long channels last (an H200: 178
     and 22 us for 32 images of 64 channels and 112 x 112, 3 x 3 windows two apart)."""
     fits = x.spec is not None and is_channels_last(x.shape, x.spec.stride) and len(window) == 2
-    return c.on_gpu and fits and x.dtype in LOW_PRECISION and x.shape[1] % 8 == 0
+    few = math.prod(window) <= MOST_AVERAGED and x.shape[1] % 8 == 0
+    return c.on_gpu and fits and few and x.dtype in LOW_PRECISION
 
 
 def _adaptive_mean(rank: int) -> Rule:

@@ -355,8 +355,8 @@ class _Rows:
             place = view_place(node, self._tensors[node.operands[0]])
             if place is not None:
                 stride = place[0]
-            else:  # a copy lies as it was told to
-                given = is_dense(form.shape, form.stride)
+            else:  # what a reshape copies lies as it was told to
+                given = node.op == "reshape" and is_dense(form.shape, form.stride)
                 stride = form.stride if given else contiguous_strides(form.shape)
             self._tensors[name] = replace(form, stride=stride)
 

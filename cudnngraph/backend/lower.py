@@ -424,8 +424,8 @@ LONGEST_SUMMED = 256  # of rows that a product sums up
 
 def _by_product(spec: GraphSpec, node: Node) -> bool:
     """Whether an RMS norm is of rows so short that a product sums them up faster than cuDNN's norm,
-    which works row by row."""
-    if node.op != "rms_norm":
+    which works row by row, but may have something in front."""
+    if node.op != "rms_norm" or node.inputs[0] not in spec.inputs:
         return False
     x, weight = (spec.tensors[str(name)] for name in node.inputs[:2])
     used = {name for each in spec.nodes for name in each.operands} | set(spec.outputs)
@@ -1312,16 +1312,18 @@ def _by_sums_of_squares(ctx: Context, x: Any, like: TensorSpec, mean: bool, leas
     """x by the root of each row's sum of squares or of their mean: a product with ones has the sum
     in every column, so the rest of it stands behind that.
 
-    The squares are bfloat16, which holds those of all float16 numbers; of what they are rounded by
-    a sum of many keeps little. ``mean``: ``least`` is added to it, else the sum is that at least.
+    Of float16 the squares are float32, which tensor cores round to TF32: as many bits as x has, and
+    all of its range. Of bfloat16 they are bfloat16, and it is faster. Rounded alike they put a row
+    off by half of what rounding its result may. ``mean``: ``least`` is added to it, else the
+    sum is that at least.
     """
-    if like.dtype not in LOW_PRECISION:
-        raise _Refused("rows are normalised by products of 16-bit data alone")
+    if like.dtype not in LOW_PRECISION or like.shape[-1] > LONGEST_SUMMED:
+        raise _Refused(f"products sum up rows of at most {LONGEST_SUMMED} numbers of 16 bits")
     width = like.shape[-1]
-    squares = replace(like, dtype=torch.bfloat16)
+    kind = torch.float32 if like.dtype == torch.float16 else torch.bfloat16
     product = ctx.graph.matmul(
-        A=ctx.virtual(ctx.graph.mul(x, x), squares),
-        B=ctx.constant([1, width, width], 1.0, torch.bfloat16),
+        A=ctx.virtual(ctx.graph.mul(x, x), replace(like, dtype=kind)),
+        B=ctx.constant([1, width, width], 1.0, kind),
     )
     total = ctx.temporary(product, like)
     if mean:

@@ -134,6 +134,21 @@ def test_mixed_dtypes_are_rounded_once(op: str, other: torch.dtype, result: torc
     check(spec, [a, b], run(spec, a, b), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_are_normalized_by_norms_in_float32(dtype: torch.dtype) -> None:
+    """In float16 the least norm would be 0, and rows of zeros NaN; nor is a norm rounded first."""
+    g = cg.Graph("normalize")
+    g.output("y", g.normalize(g.input("x", (3, 64), dtype)))
+    spec = g.spec()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0] = 0.0
+    y = torch.empty_like(x)
+    eager.prepare(spec, allow_tf32=False, device=torch.device("cpu"))([x], [y])
+    wide = x.double()
+    exact = wide / wide.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    assert torch.equal(y, exact.to(dtype))
+
+
 def test_a_vector_in_float32_on_data_in_16_bits_is_not_rounded_first() -> None:
     """1 + 2^-11 is 1 in float16: rounded before the product, the vector would say nothing."""
     spec = single("scale", ((1, 4, 2, 2), F16), ((4,), F32))

@@ -302,6 +302,31 @@ def test_a_batch_norm_in_front_of_a_convolution_of_pixels_is_folded(conv: nn.Mod
     assert imported.folded == 2
 
 
+def test_a_batch_norm_between_two_convolutions_is_folded_once() -> None:
+    parts = nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+    imported = check(models.randomized(nn.Sequential(*parts)), image(*IMAGE), terms=4096)
+    assert ops(imported.spec) == ["conv", "bias", "conv", "bias"]
+    assert imported.folded == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mean", [0.4, 3.0, 100.0])
+def test_a_batch_norm_in_front_of_a_convolution_keeps_its_precision(
+    dtype: torch.dtype, mean: float
+) -> None:
+    """Rounded weights times means that are large beside deviations would not."""
+    norm, conv = nn.BatchNorm2d(64), nn.Conv2d(64, 32, 1, bias=False)
+    norm.running_mean.fill_(mean)
+    model = nn.Sequential(norm, conv).eval().to(dtype)
+    x = (image(2, 64, 8, 8) + mean).to(dtype)
+    imported = import_model(model, (x,))
+    (y,) = run(imported, (x,))
+    with torch.no_grad():
+        own, exact = model(x), model.double()(x.double())
+    numerics.check(y, exact, dtype, own, terms=64)
+    assert imported.folded == (mean < 1)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -327,6 +352,10 @@ def test_a_batch_norm_in_front_that_would_not_be_the_same_stays(model: nn.Module
         lambda m, x: F.normalize(x, dim=(1, 2)),
         lambda m, x: x / (x + 1).norm(dim=-1, keepdim=True).clamp_min(1e-6),
         lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp(1e-6, 2.0),
+        lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp_min(-1.0),
+        lambda m, x: torch.div(
+            x, x.norm(dim=-1, keepdim=True).clamp_min(1e-6), rounding_mode="floor"
+        ),
     ],
 )
 def test_what_divides_by_other_norms_is_no_normalize(divided: Callable[..., Any]) -> None:
@@ -334,53 +363,102 @@ def test_what_divides_by_other_norms_is_no_normalize(divided: Callable[..., Any]
     assert "normalize" not in ops(imported.spec)
 
 
+F16, LAST, ROWS_FIRST = torch.float16, torch.channels_last, torch.contiguous_format
 POOLS = {
-    "plain": (nn.AvgPool2d(2), 8),
-    "padded": (nn.AvgPool2d(3, 2, 1), 8),
-    "1x3": (nn.AvgPool2d((1, 3), (2, 1)), 8),
-    "edges count less": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 8),
-    "ceil": (nn.AvgPool2d(2, ceil_mode=True), 8),
-    "few channels": (nn.AvgPool2d(2), 6),
+    "plain": (nn.AvgPool2d(2), 8, F16, LAST),
+    "padded": (nn.AvgPool2d(3, 2, 1), 8, F16, LAST),
+    "1x3": (nn.AvgPool2d((1, 3), (2, 1)), 8, F16, LAST),
+    "edges count less": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), 8, F16, LAST),
+    "ceil": (nn.AvgPool2d(2, ceil_mode=True), 8, F16, LAST),
+    "large": (nn.AvgPool2d(5), 8, F16, LAST),
+    "few channels": (nn.AvgPool2d(2), 6, F16, LAST),
+    "float32": (nn.AvgPool2d(2), 8, F32, LAST),
+    "contiguous": (nn.AvgPool2d(2), 8, F16, ROWS_FIRST),
 }
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_16_bit_images_are_averaged_by_a_convolution_on_a_gpu(name: str) -> None:
-    pool, channels = POOLS[name]
-    x = image(2, channels, 9, 7).half().to(memory_format=torch.channels_last)
+    pool, channels, dtype, layout = POOLS[name]
+    x = image(2, channels, 9, 7).to(dtype)
     made = export(pool, (x,), {})
     spec, constants = {}, {}
     for on_gpu in (False, True):
         imported = convert(
-            made.module, made.constants, made.placeholders, channels_last=True, on_gpu=on_gpu
+            made.module,
+            made.constants,
+            made.placeholders,
+            channels_last=layout == LAST,
+            on_gpu=on_gpu,
         )
         assert imported.spec is not None
         spec[on_gpu], constants[on_gpu] = imported.spec, imported.constants
     assert ops(spec[False]) == ["avg_pool"]
     assert ops(spec[True]) == (["conv"] if name in ("plain", "padded", "1x3") else ["avg_pool"])
     (y,) = reference.run(spec[True], [x, *constants[True].values()], F64)
-    numerics.check(y.half(), pool(x.double()), torch.float16, pool(x), terms=9)
+    numerics.check(y.to(dtype), pool(x.double()), dtype, pool(x), terms=9)
 
 
-def test_copies_lie_as_they_are_read() -> None:
-    """Channels last where channels lie beside each other, and in the order of a transposition."""
+def split(x: torch.Tensor) -> torch.Tensor:
+    """Its windows of 4 x 4 pixels, as rows of channels."""
+    return x.reshape(2, 8, 3, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(2, 6, 16, 8)
 
-    def windows(m: Any, x: torch.Tensor) -> torch.Tensor:
-        apart = x.reshape(2, 8, 3, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(2, 6, 16, 8)
-        turned = apart.swapaxes(1, 2) * 2
-        back = turned.swapaxes(1, 2).reshape(2, 3, 2, 4, 4, 8).permute(0, 5, 1, 3, 2, 4)
-        return F.relu(back.reshape(2, 8, 12, 8))
 
-    imported = check(Of(windows), image(2, 8, 12, 8), channels_last=True)
+def joined(rows: torch.Tensor) -> torch.Tensor:
+    """An image of such rows, of pixels that lay apart in the one before."""
+    return rows.reshape(2, 3, 2, 4, 4, 8).permute(0, 5, 3, 1, 4, 2).reshape(2, 8, 12, 8)
+
+
+COPIES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "convolved": (lambda m, x: m.conv(joined(split(x))), ["last"]),
+    "normed and added": (lambda m, x: m.norm(y := joined(split(x))) + y, ["last"]),
+    "cut again": (lambda m, x: split(joined(split(x))), ["last", "rows"]),
+    "read by rows": (lambda m, x: split(x).swapaxes(1, 2) @ m.weight, ["turned"]),
+    "turned and added": (
+        lambda m, x: m.rows(y := split(x).permute(0, 2, 1, 3)) + y,
+        ["turned"],
+    ),
+    "returned": (lambda m, x: joined(split(x)), ["rows"]),
+    "other channels": (lambda m, x: m.conv(x.permute(0, 2, 1, 3).reshape(2, 8, 12, 8)), ["rows"]),
+    "flat": (lambda m, x: joined(split(x)).flatten(1) @ m.flat, ["rows"]),
+    "read as rows": (lambda m, x: m.rows(joined(split(x))), ["rows"]),
+    "turned and returned": (lambda m, x: split(x).swapaxes(1, 2) + 1, ["rows"]),
+    "turned twice": (lambda m, x: split(x).swapaxes(1, 2).mT @ m.short, ["rows"]),
+    "turned back": (lambda m, x: split(x).swapaxes(1, 2).swapaxes(1, 2) @ m.weight, ["rows"]),
+    "columns": (lambda m, x: split(x).transpose(2, 3) @ m.short, ["rows"]),
+    "read twice": (
+        lambda m, x: (y := split(x)).swapaxes(1, 2) @ m.weight + (y @ m.weight).swapaxes(1, 2),
+        ["rows"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_lie_as_they_are_read(name: str) -> None:
+    """Channels last where images are read, in the order of a transposition where rows are, else as
+    torch lays them."""
+    function, layouts = COPIES[name]
+    model = Of(
+        function,
+        conv=nn.Conv2d(8, 4, 3),
+        norm=nn.BatchNorm2d(8),
+        rows=nn.LayerNorm(8),
+        weight=image(8, 4),
+        short=image(6, 4) if name == "turned twice" else image(16, 4),
+        flat=image(768, 4),
+    )
+    imported = check(model, image(2, 8, 12, 8), channels_last=True, terms=4096)
     assert imported.spec is not None
     spec = prepared(imported.spec)
-    kinds = {node.name: node for node in spec.nodes if node.op in ("mul", "relu")}
-    for node in kinds.values():
-        x, y = (spec.tensors[name] for name in (node.operands[0], node.results[0]))
-        last = is_channels_last if node.op == "relu" else is_contiguous
-        assert last(x.shape, x.stride) and last(y.shape, y.stride), node
-    copies = [n for n in spec.nodes if n.op == "reshape" and not is_view(spec.tensors, n)]
-    assert len(copies) == 2
+    found = []
+    for node in spec.nodes:
+        if node.op != "reshape" or is_view(spec.tensors, node):
+            continue
+        made = spec.tensors[node.results[0]]
+        rows = is_contiguous(made.shape, made.stride)
+        last = is_channels_last(made.shape, made.stride)
+        found.append("rows" if rows else "last" if last else "turned")
+    assert found == layouts
 
 
 def test_the_bias_comes_behind_what_is_added() -> None:

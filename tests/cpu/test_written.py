@@ -161,6 +161,15 @@ WRITTEN: dict[Scores, dict[str, Any]] = {
 }
 
 
+def test_a_scale_of_each_head_is_as_long_as_the_rows_that_it_scales() -> None:
+    """So that the plan that normalizes them has it too."""
+    spec = imported(cosines).spec
+    assert spec is not None
+    normalized = {node.results[0] for node in spec.nodes if node.op == "normalize"}
+    (scaled,) = (n for n in spec.nodes if n.op == "mul" and normalized & set(n.operands))
+    assert {spec.tensors[name].shape for name in scaled.operands} == {(B, H, S, D), (1, H, 1, D)}
+
+
 @pytest.mark.parametrize("weigh", WRITTEN, ids=lambda weigh: weigh.__name__)
 def test_attention_that_is_written_out_is_one_op(weigh: Scores) -> None:
     found, want = imported(weigh), WRITTEN[weigh]

@@ -62,4 +62,17 @@ def refusal(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch
 def test_what_no_product_sums_up_is_a_torch_step_and_says_why() -> None:
     why = refusal((4, 3, 5, 32), (4096, 1024, 128, 1), F16)
     assert "the rows of 'x' lie in memory as no matrix, nor as several" in why
-    assert "rows are normalised by products of 16-bit data alone" in refusal((48, 32), None, F32)
+    why = "products sum up rows of at most 256 numbers of 16 bits"
+    assert why in refusal((48, 32), None, F32)
+    assert why in refusal((48, 512), None, F16)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_sum_in_front_of_an_rms_norm_is_part_of_its_plan() -> None:
+    g = cg.Graph("residual")
+    x, r = (g.input(name, (48, 64), F16) for name in "xr")
+    total = g.add(x, r)
+    g.output("s", total)
+    g.output("y", g.rms_norm(total, g.input("w", (64,), F16)))
+    (step,) = cg.explain(g, "nvidia-h200").steps
+    assert step.ops == ("add", "rms_norm") and step.runs_on == "cuDNN"
