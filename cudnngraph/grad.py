@@ -977,7 +977,7 @@ def _normalize(ctx: Context) -> Gradients:
         g, x, floor = ctx.g, ctx["x"], ctx.node.attr("eps") ** 2
         rows = (len(x.shape) - 1,)
         squares = ctx.build.wide(g.reduction(x * x, rows, "sum", keepdim=True))
-        inverse = g.rsqrt(g.maximum(squares, floor))
+        inverse = g.rsqrt(squares + g.relu(floor - squares))  # cuDNN's maximum loses NaN
         y = x * inverse
         along = ctx.build.wide(g.reduction(ctx.dy * y, rows, "sum", keepdim=True))
         return (ctx.dy - y * g.where(squares > floor, along, 0.0)) * inverse

@@ -37,9 +37,10 @@ def test_rows_that_are_not_ordinary_are_normalized_as_in_float64(
     g.output("y", g.normalize(g.input("x", SHAPE, dtype, stride=WAYS[way])))
     exe = g.compile()
     assert [step.choice is None for step in exe.steps] == [way == "torch"]
-    x = torch.empty_strided(SHAPE, WAYS[way], dtype=dtype).copy_(unusual(dtype).view(SHAPE))
-    (exact,) = reference.run(exe.spec, [x], torch.float64)
-    made, exact = exe(x.cuda()).cpu().reshape(8, 64), exact.reshape(8, 64)
+    x = torch.empty_strided(SHAPE, WAYS[way], dtype=dtype, device="cuda")
+    x.copy_(unusual(dtype).view(SHAPE))
+    (exact,) = reference.run(exe.spec, [x.cpu()], torch.float64)
+    made, exact = exe(x).cpu().reshape(8, 64), exact.reshape(8, 64)
     finite = exact.isfinite()
     assert torch.equal(finite, made.isfinite())
     assert torch.equal(made[0], torch.zeros_like(made[0]))
