@@ -528,7 +528,7 @@ class _Conversion:
 
     def _outputs(self, node: torch.fx.Node) -> list[str | tuple[str, Any]]:
         results: list[str | tuple[str, Any]] = []
-        named: dict[str, tuple[str, tuple[int, ...] | None]] = {}  # and strides, by its value
+        named: dict[str, dict[tuple[int, ...] | None, str]] = {}  # by value and by strides
         flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         for each in flat:
             value = self.env[each] if isinstance(each, torch.fx.Node) else each
@@ -547,19 +547,20 @@ class _Conversion:
                 copied = value.name in self._by_input
                 kept = self.keep_strides or copied or _is_laid_out(each)
                 stride = tuple(seen.stride()) if kept and seen is not None else None
-                known = named.get(value.name)
-                if known is not None and known[1] == stride:
-                    results.append(known[0])
+                known = named.setdefault(value.name, {})
+                floats = value.spec is not None and value.spec.dtype in FLOATS
+                if stride in known or (known and not floats):
+                    results.append(known.get(stride) or next(iter(known.values())))
                     continue
-                name = self._free(f"out{len(named)}")
-                value = self.g.identity(value) if copied or known is not None else value
+                name = self._free(f"out{sum(map(len, named.values()))}")
+                value = self.g.identity(value) if copied or known else value
                 mark = self.g.mark()
                 self.g.output(name, value, stride=stride)
                 if len(self.g.problems) > mark[1]:
                     raise CannotImport(
                         f"{self.name}: " + "; ".join(map(str, self.g.problems[mark[1] :]))
                     )
-                named[value.name] = name, stride
+                known[stride] = name
                 results.append(name)
         return results
 
@@ -754,16 +755,20 @@ def _taken_in(
     """Weight in ``dtype`` and bias in float64 of a convolution of single pixels with a batch norm
     in front.
 
-    W (x - mean) becomes W x - W mean with the W that is rounded, so what that is off by counts for
-    x - mean alone. None where means are so much larger than deviations that rounding W mean would
-    tell.
+    W (x - mean) becomes W x - W mean with the W that is rounded, so what W is off by counts for
+    x - mean alone. None where means are so much larger than deviations that rounding x and W mean
+    would tell, or where the W that is rounded leaves the range of ``dtype``.
     """
     wide = weight.double().flatten(1)
-    scaled = (wide * norm.scale).to(dtype)
-    means = scaled.double() @ norm.mean
-    spread = (wide * norm.gain).square().sum(1).sqrt()
-    if bool((means.abs() > MOST_OFF_CENTRE * spread).any()):
+    exact = wide * norm.scale
+    scaled = exact.to(dtype)
+    means = scaled.double() * norm.mean
+    most = MOST_OFF_CENTRE * (wide * norm.gain).norm(dim=1)
+    fits = (means.norm(dim=1) <= most) & (means.sum(1).abs() <= most)
+    fits &= (scaled.double() - exact).norm(dim=1) <= torch.finfo(dtype).eps * exact.norm(dim=1)
+    if not bool(fits.all()):
         return None
+    means = means.sum(1)
     shift = wide @ norm.offset - means
     return scaled.view(weight.shape), shift if bias is None else shift + bias.double()
 
@@ -890,6 +895,8 @@ def _written_norm(c: _Conversion) -> Value | None:
     if found.weight is not None:
         weight = c.env[found.weight]
     if not isinstance(x, Value) or (x.shape, x.dtype) != (tuple(seen.shape), seen.dtype):
+        return None
+    if not x.shape:
         return None
     if weight is None:
         weight = torch.ones(x.shape[-1], dtype=x.dtype, device=c.device)

@@ -163,6 +163,11 @@ class _Rows:
         self._shown: dict[str, _Shown] = {}
         self._renamed: dict[str, str] = {}
         self._copied: set[str] = set()  # what is no view of its root's memory
+        self._laid = {
+            node.results[0]
+            for node in spec.nodes
+            if node.op == "reshape" and view_place(node, spec.tensors[node.operands[0]]) is None
+        }
 
     def run(self) -> GraphSpec | None:
         """The graph; None where one of torch's own ops would get its operands in other strides."""
@@ -355,8 +360,8 @@ class _Rows:
             place = view_place(node, self._tensors[node.operands[0]])
             if place is not None:
                 stride = place[0]
-            else:  # what a reshape copies lies as it was told to
-                given = node.op == "reshape" and is_dense(form.shape, form.stride)
+            else:  # what a reshape copied before lies as it was told to
+                given = name in self._laid and is_dense(form.shape, form.stride)
                 stride = form.stride if given else contiguous_strides(form.shape)
             self._tensors[name] = replace(form, stride=stride)
 

@@ -23,7 +23,7 @@ HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the ot
 _PRODUCTS = frozenset({"matmul", "bmm"})
 _SCALES = frozenset({"mul", "div"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
-_SAME = frozenset({*forms.SAME, "to"})  # but for the dtype
+_SAME = frozenset({*forms.SAME, "to", "type_as"})  # but for the dtype
 
 
 @dataclass(frozen=True)
@@ -241,23 +241,39 @@ class WrittenNorm:
 
 def rms_norm_before(node: Node) -> WrittenNorm | None:
     """The RMS norm that ends with ``node``: with its weight, or with what it is converted to."""
-    end = _source(node)
+    end = _alone(node)
     plain = _by_root(end)
     if plain is not None:
         return WrittenNorm(plain[0], None, plain[1])
-    if not isinstance(end, Node) or _packet(end) != "mul":
+    if not _is_call(end) or _packet(end) != "mul":
         return None
     for main, weight in (end.args[:2], end.args[1::-1]):
-        normed = _by_root(_source(main))
-        if normed is not None and isinstance(weight, Node):
-            return WrittenNorm(normed[0], weight, normed[1])
+        if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
+            normed = _by_root(_alone(main))
+            if normed is not None:
+                return WrittenNorm(normed[0], weight, normed[1])
     return None
 
 
-def _source(node: Any) -> Any:
-    """What a node is of, but for conversions between float dtypes."""
+def _alone(node: Any) -> Any:
+    """What a node is of, but for conversions between float dtypes; None where others read that."""
     while _is_call(node) and _packet(node) in _SAME and _is_float(node):
         node = node.args[0]
+        if isinstance(node, Node) and len(node.users) != 1:
+            return None
+    return node
+
+
+def _source(node: Any) -> Any:
+    """What a node is of, but for conversions between float dtypes that keep every bit."""
+    while _is_call(node) and _packet(node) in _SAME and _is_float(node):
+        before = node.args[0]
+        seen = before.meta.get("val") if isinstance(before, Node) else None
+        if not isinstance(seen, torch.Tensor):
+            return node
+        if seen.dtype.itemsize > node.meta["val"].dtype.itemsize:
+            return node
+        node = before
     return node
 
 
@@ -270,7 +286,7 @@ def _is_call(node: Any) -> bool:
 
 
 def _by_root(node: Any) -> tuple[Node, float] | None:
-    """x and eps of x / sqrt(mean(x * x) + eps)."""
+    """x and eps of x / sqrt(mean(x * x) + eps), where nobody else reads the root."""
     if not _is_call(node) or len(node.args) < 2:
         return None
     if _packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
@@ -280,7 +296,7 @@ def _by_root(node: Any) -> tuple[Node, float] | None:
     else:
         return None
     for main, kind, root in pairs:
-        if not _is_call(root) or _packet(root) != kind:
+        if not _is_call(root) or _packet(root) != kind or len(root.users) != 1:
             continue
         total = _source(root.args[0])
         if not _is_call(total) or _packet(total) != "add":

@@ -428,11 +428,12 @@ LONGEST_SUMMED, FASTER_SUMMED = 128, 32
 
 def _norm_or_rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     """For cuDNN's norm, or for a product that sums up squares: where rows are so short, or lie in a
-    way that the norm does not take."""
+    way that the norm does not take, or where more stands behind it, which a product takes."""
     if not _can_be_summed(spec, node):
         return _norm_view(spec, node, rank)
     short = spec.tensors[str(node.inputs[0])].shape[-1] <= FASTER_SUMMED
-    first, other = (_rows_view, _norm_view) if short else (_norm_view, _rows_view)
+    more = any(each.op != "constant" for each in spec.nodes if each is not node)
+    first, other = (_rows_view, _norm_view) if short or more else (_norm_view, _rows_view)
     try:
         return first(spec, node, rank)
     except _Refused:

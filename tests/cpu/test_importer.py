@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -327,6 +328,23 @@ def test_a_batch_norm_in_front_of_a_convolution_keeps_its_precision(
     assert imported.folded == (mean < 1)
 
 
+def test_a_batch_norm_in_front_that_weights_cannot_hold_stays() -> None:
+    """Means that cancel in the sum, and scales beyond the range of float16."""
+    conv = nn.Conv2d(64, 32, 1, bias=False)
+    conv.weight.data -= conv.weight.data.mean(1, keepdim=True)
+    conv.weight.data *= 0.05
+    for dtype, mean, var, eps in (
+        (F32, 300.0, 1.0, 1e-5),
+        (torch.float16, 0.0, 6e4, 1e-5),
+        (torch.float16, 0.0, 0.0, 1e-14),
+    ):
+        norm = nn.BatchNorm2d(64, eps=eps)
+        norm.running_mean.fill_(mean)
+        norm.running_var.fill_(var)
+        model = copy.deepcopy(nn.Sequential(norm, conv)).eval().to(dtype)
+        assert import_model(model, (torch.zeros(1, 64, 4, 4, dtype=dtype),)).folded == 0
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -423,6 +441,14 @@ COPIES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "returned": (lambda m, x: joined(split(x)), ["rows"]),
     "other channels": (lambda m, x: m.conv(x.permute(0, 2, 1, 3).reshape(2, 8, 12, 8)), ["rows"]),
     "flat": (lambda m, x: joined(split(x)).flatten(1) @ m.flat, ["rows"]),
+    "convolved and read as rows": (
+        lambda m, x: (m.conv(y := joined(split(x))), m.rows(y)),
+        ["rows"],
+    ),
+    "cut across channels": (
+        lambda m, x: joined(split(x)).reshape(2, 4, 2, 12, 8).transpose(1, 2) + 1,
+        ["rows"],
+    ),
     "read as rows": (lambda m, x: m.rows(joined(split(x))), ["rows"]),
     "turned and returned": (lambda m, x: split(x).swapaxes(1, 2) + 1, ["rows"]),
     "turned twice": (lambda m, x: split(x).swapaxes(1, 2).mT @ m.short, ["rows"]),
@@ -479,6 +505,20 @@ def test_the_bias_comes_behind_what_is_added() -> None:
 
 
 # -- constants, inputs, results --------------------------------------------------------------------
+
+
+def test_a_value_comes_back_in_every_layout_that_is_asked_for() -> None:
+    def layouts(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turned, order = (x * 2).transpose(0, 1), x.argmax(-1).t()
+        return turned, turned.contiguous(), turned, turned.contiguous(), order, order.contiguous()
+
+    x = image(3, 4, 5)
+    want = layouts(None, x)
+    made = torch.compile(Of(layouts).eval(), backend=backend)(x)
+    assert [each.stride() for each in made[:4]] == [each.stride() for each in want[:4]]
+    assert all(torch.equal(a, b) for a, b in zip(made, want, strict=True))
+    imported = import_model(Of(layouts).eval(), (x,))
+    assert len(set(imported.results[:4])) == 2
 
 
 def test_what_depends_on_constants_alone_is_computed_at_once() -> None:

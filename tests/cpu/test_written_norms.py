@@ -82,11 +82,15 @@ def test_an_rms_norm_that_is_written_out_is_one_op(function: Any) -> None:
     assert len(nodes) == count and all(node.attr("eps") == 1e-3 for node in nodes)
 
 
-def unlike(x: torch.Tensor, **given: Any) -> torch.Tensor:
-    """Nearly an RMS norm."""
-    square = x.pow(given.get("power", 2))
-    mean = square.mean(given.get("dim", -1), keepdim=True)
-    return x * torch.rsqrt(torch.add(mean.abs(), 1e-3, alpha=given.get("alpha", 1)))
+def unlike(x: torch.Tensor, power: int = 2, dim: Any = -1, alpha: int = 1) -> torch.Tensor:
+    """An RMS norm, but for one thing."""
+    mean = x.pow(power).mean(dim, keepdim=True)
+    return x * torch.rsqrt(torch.add(mean, 1e-3, alpha=alpha))
+
+
+def narrowed(x: torch.Tensor) -> torch.Tensor:
+    """Of numbers that are rounded first."""
+    return unlike(x.half().float())
 
 
 @pytest.mark.parametrize(
@@ -97,15 +101,47 @@ def unlike(x: torch.Tensor, **given: Any) -> torch.Tensor:
         lambda m, x: unlike(x, dim=(1, 2)),
         lambda m, x: unlike(x, alpha=2),
         lambda m, x: x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-3),
-        lambda m, x: x * torch.rsqrt((x.abs() * (x.abs() + 1)).mean(-1, keepdim=True) + 1e-3),
+        lambda m, x: (z := x.abs()) * torch.rsqrt((z * (x.abs() + 1)).mean(-1, keepdim=True) + 1),
         lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1) + 1e-3),  # rows by columns
-        lambda m, x: x * torch.rsqrt((x * 9).int().float().pow(2).mean(-1, keepdim=True) + 1e-3),
         lambda m, x: x * torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3),
         lambda m, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.weight),
+        lambda m, x: (x + 1) * (r := torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)) + x * r,
     ],
 )
 def test_what_is_no_rms_norm_stays_as_it_is_written(function: Any) -> None:
     assert "rms_norm" not in ops(normed(function, F32).spec)
+
+
+def test_what_is_nearly_an_rms_norm_is_one_but_for_one_thing() -> None:
+    assert ops(normed(lambda m, x: unlike(x), F32).spec) == ["rms_norm"]
+
+
+def test_an_rms_norm_is_of_what_a_conversion_rounds_and_of_whole_numbers() -> None:
+    """Of a tensor that is rounded first, not of the one before."""
+    for function in (
+        lambda m, x: narrowed(x),
+        lambda m, x: unlike((x * 90).int().float()),
+    ):
+        spec = normed(function, F32).spec
+        assert spec is not None and "rms_norm" not in {
+            node.op for node in spec.nodes if set(node.operands) & {"x"}
+        }
+
+
+def test_a_norm_of_no_dims_is_no_row() -> None:
+    imported = import_model(Of(lambda m, x: unlike(x)).eval(), (torch.tensor(2.0),))
+    assert imported.spec is None or "rms_norm" not in ops(imported.spec)
+
+
+def test_a_norm_whose_root_is_wanted_too_is_not_computed_twice() -> None:
+    """As torch.compile traces the forward of a model that learns."""
+
+    def with_root(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+        return x * root * m.weight, root
+
+    imported = import_model(Of(with_root, torch.ones(16)).eval(), (torch.randn(4, 16),))
+    assert ops(imported.spec) and "rms_norm" not in ops(imported.spec)
 
 
 def test_a_weight_that_is_a_column_is_no_weight_of_an_rms_norm() -> None:

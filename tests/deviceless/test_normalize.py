@@ -24,7 +24,7 @@ def test_heads_and_a_scale_of_each_are_normalized_by_one_plan(dtype: torch.dtype
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("params", [F16, F32])
 @pytest.mark.parametrize(
-    ("width", "stride"), [(32, None), (32, HEADS), (128, (16 * 1152, 128, 1152, 1))]
+    ("width", "stride"), [(32, None), (32, HEADS), (48, None), (128, (16 * 1152, 128, 1152, 1))]
 )
 def test_short_rows_and_heads_are_normed_by_a_product(
     params: torch.dtype, width: int, stride: tuple[int, ...] | None
