@@ -34,6 +34,11 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**known, **kwargs}
 
 
+def packet(node: Any) -> str:
+    """ "softmax" of a graph's node of aten.softmax.int."""
+    return str(node.target).removeprefix("aten.").rpartition(".")[0]
+
+
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op draws random numbers, given these arguments: attention and recurrent layers do
     so for dropout alone, and the latter in training alone."""

@@ -43,6 +43,7 @@ from .ir import (
 )
 from .ops import FLOATS, SOFTPLUS_THRESHOLD
 from .partition import LOW_PRECISION
+from .views import order
 from .written import Written, attention_before, least_norm_before, rms_norm_before
 
 
@@ -547,12 +548,12 @@ class _Conversion:
                 copied = value.name in self._by_input
                 kept = self.keep_strides or copied or _is_laid_out(each)
                 stride = tuple(seen.stride()) if kept and seen is not None else None
-                known = named.setdefault(value.name, {})
+                known = {} if copied else named.setdefault(value.name, {})  # each copy is one
                 floats = value.spec is not None and value.spec.dtype in FLOATS
                 if stride in known or (known and not floats):
                     results.append(known.get(stride) or next(iter(known.values())))
                     continue
-                name = self._free(f"out{sum(map(len, named.values()))}")
+                name = self._free(f"out{len(self.g._outputs)}")
                 value = self.g.identity(value) if copied or known else value
                 mark = self.g.mark()
                 self.g.output(name, value, stride=stride)
@@ -700,7 +701,7 @@ def _batch_norm(c: _Conversion, a: Arguments) -> Any:
     return (y, None, None) if _many(c.node) else y
 
 
-MOST_OFF_CENTRE = 4.0  # standard deviations that a sum of means may be, for weights to take it in
+MOST_OFF_CENTRE = 4.0  # standard deviations that means may be, for weights to take a norm in
 
 
 def _convolved(c: _Conversion, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
@@ -1442,13 +1443,16 @@ def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence
     spec, rank, users = x.spec, len(shape), list(c.node.users)
     if spec is None or not spec.numel or view_strides(spec.shape, spec.stride, shape) is not None:
         return None
-    if len(users) == 1 and (dims := _order_shown(users[0], rank)) is not None:
-        by_rows = any(_packet(user).startswith(_READ_ROWS) for user in users[0].users)
-        return dims if by_rows and dims[-1] == rank - 1 else None
+    if len(users) == 1 and (packet := forms.packet(users[0])) in ("permute", "transpose"):
+        user = users[0]
+        dims = order(packet, forms.named(user.target, user.args, user.kwargs), rank)
+        by_rows = any(forms.packet(each).startswith(_READ_ROWS) for each in user.users)
+        return dims if by_rows and dims is not None and dims[-1] == rank - 1 else None
     if not c.channels_last or rank not in (4, 5) or spec.dtype not in FLOATS:
         return None
     images = [user for user in users if _reads_image(user, shape)]
-    if not images or any(user not in images and _packet(user) not in _READ_ALIKE for user in users):
+    others = {forms.packet(user) for user in users if user not in images}
+    if not images or not others <= _READ_ALIKE:
         return None
     fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
     behind = math.prod(spec.shape[fastest[0] + 1 :]) if fastest else 0
@@ -1458,28 +1462,10 @@ def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence
 
 def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
     """Whether an op has its images channels last, or cuts them into parts."""
-    seen, packet = user.meta.get("val"), _packet(user)
+    seen, packet = user.meta.get("val"), forms.packet(user)
     if packet in forms.RESHAPES and isinstance(seen, torch.Tensor):
         return seen.dim() > len(shape) and tuple(seen.shape[:2]) == shape[:2]
     return packet.startswith(_READ_IMAGES)
-
-
-def _packet(node: torch.fx.Node) -> str:
-    """ "conv2d" of aten.conv2d.default."""
-    return str(node.target).removeprefix("aten.").rpartition(".")[0]
-
-
-def _order_shown(node: torch.fx.Node, rank: int) -> list[int] | None:
-    """Which dim of its operand each dim of a permutation or transposition is."""
-    if _packet(node) not in ("permute", "transpose"):
-        return None
-    given = forms.named(node.target, node.args, node.kwargs)
-    if _packet(node) == "permute":
-        return [dim % rank for dim in given["dims"]]
-    dims = list(range(rank))
-    one, other = given["dim0"], given["dim1"]
-    dims[one], dims[other] = dims[other], dims[one]
-    return dims
 
 
 def _expand(c: _Conversion, a: Arguments) -> Value:

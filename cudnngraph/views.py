@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .ir import GraphSpec, Node, TensorSpec, same_layout, view_strides
 from .ops import OPS
@@ -35,13 +36,18 @@ def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | 
 def order_of(node: Node, rank: int) -> list[int] | None:
     """Which dim of its operand each dim of a view is; None for what does not change their places
     alone."""
-    if node.op == "permute":
-        return list(node.attr("dims"))
-    if node.op != "transpose":
+    return order(node.op, dict(node.attrs), rank)
+
+
+def order(op: str, attrs: Mapping[str, Any], rank: int) -> list[int] | None:
+    """The same of a view op by its name, ours or torch's, and its attributes."""
+    if op == "permute":
+        return [dim % rank for dim in attrs["dims"]]
+    if op != "transpose":
         return None
     dims = list(range(rank))
-    a, b = node.attr("dim0"), node.attr("dim1")
-    dims[a], dims[b] = b, a
+    a, b = attrs["dim0"], attrs["dim1"]
+    dims[a], dims[b] = dims[b], dims[a]
     return dims
 
 

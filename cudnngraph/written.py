@@ -3,8 +3,8 @@
 softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
 for all or each head, what is added to it or hidden of it, softmax along the keys, and a product
 with v. Where nobody reads what lies between, it is one op (:func:`attention_before`). So are rows
-by their norms (:func:`least_norm_before`) and by the roots of their mean squares, times a weight
-(:func:`rms_norm_before`), whoever reads what lies between.
+by the roots of their mean squares, times a weight (:func:`rms_norm_before`); and rows by their
+norms, whoever reads those (:func:`least_norm_before`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attention_before(node: Node) -> Written | None:
     value: Any
     weights, value = node.args[:2]
     softmax = _behind(weights)
-    if softmax is None or _packet(softmax) not in _SOFTMAX:
+    if softmax is None or forms.packet(softmax) not in _SOFTMAX:
         return None
     given = forms.named(softmax.target, softmax.args, softmax.kwargs)
     seen = softmax.meta["val"]
@@ -66,10 +66,10 @@ def attention_before(node: Node) -> Written | None:
     factors: list[Node] = []
     scale = 1.0
     scores = _behind(softmax.args[0])
-    while scores is not None and _packet(scores) not in _PRODUCTS:
+    while scores is not None and forms.packet(scores) not in _PRODUCTS:
         if scores.meta["val"].shape != seen.shape:
             return None
-        kind, first = _packet(scores), scores.args[0]
+        kind, first = forms.packet(scores), scores.args[0]
         given = forms.named(scores.target, scores.args, scores.kwargs)
         scaled = scale != 1.0 or bool(factors)
         if (factor := _factor(scores)) is not None:
@@ -119,19 +119,23 @@ def attention_before(node: Node) -> Written | None:
 
 def _factor(node: Node) -> float | None:
     """The number that a node multiplies its first operand with, None if it does something else."""
-    if _packet(node) not in _SCALES or not isinstance(node.args[0], Node):
+    if forms.packet(node) not in _SCALES or not isinstance(node.args[0], Node):
         return None
     number = node.args[1] if len(node.args) == 2 else None
     if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
         return None
-    return float(number) if _packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
+    return float(number) if forms.packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
 
 
 def _key(node: Node) -> tuple[Node, bool, float]:
     """k of its transpose, whether it is that still, and the number that it was multiplied with:
     where nobody else reads what is scaled."""
     last = {node.meta["val"].dim() - 1, node.meta["val"].dim() - 2}
-    if _packet(node) != "transpose" or len(node.users) > 1 or not isinstance(node.args[0], Node):
+    if (
+        forms.packet(node) != "transpose"
+        or len(node.users) > 1
+        or not isinstance(node.args[0], Node)
+    ):
         return node, True, 1.0
     scaled, dims = node.args[0], node.args[1:3]
     if {int(dim) % node.meta["val"].dim() for dim in dims} != last or len(scaled.users) > 1:  # type: ignore[arg-type]
@@ -158,18 +162,13 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> float:
     """A number, or that of a tensor which is made of one; else NaN."""
-    while isinstance(value, Node) and _packet(value) in _SAME:
+    while isinstance(value, Node) and forms.packet(value) in _SAME:
         value = value.args[0]
-    if isinstance(value, Node) and _packet(value) == "scalar_tensor":
+    if isinstance(value, Node) and forms.packet(value) == "scalar_tensor":
         value = value.args[0]
-    elif isinstance(value, Node) and _packet(value) == "full" and not value.args[0]:
+    elif isinstance(value, Node) and forms.packet(value) == "full" and not value.args[0]:
         value = value.args[1]
     return float(value) if _is_number(value) else math.nan
-
-
-def _packet(node: Node) -> str:
-    """ "softmax" of aten.softmax.int."""
-    return str(node.target).removeprefix("aten.").rpartition(".")[0]
 
 
 def _is_float(node: Node) -> bool:
@@ -181,7 +180,7 @@ def _behind(node: Any) -> Node | None:
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
             return None
-        if _packet(node) not in _SAME:
+        if forms.packet(node) not in _SAME:
             return node
         node = node.args[0]
     return None
@@ -191,7 +190,11 @@ def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
     """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
     of it, the other one, and (B, W); None for another view."""
     inner, shape = _behind(node.args[0]), node.meta["val"].shape
-    if inner is None or _packet(inner) != "add" or (len(shape), inner.meta["val"].dim()) != (4, 5):
+    if (
+        inner is None
+        or forms.packet(inner) != "add"
+        or (len(shape), inner.meta["val"].dim()) != (4, 5)
+    ):
         return None
     images, windows, *rest = inner.meta["val"].shape  # heads, queries and keys
     terms = inner.args[:2]
@@ -203,7 +206,7 @@ def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
         if (
             view is not None
             and isinstance(other, Node)
-            and _packet(view) in forms.RESHAPES
+            and forms.packet(view) in forms.RESHAPES
             and view.meta["val"].shape == inner.meta["val"].shape
             and isinstance(view.args[0], Node)
             and view.args[0].meta["val"].shape == shape
@@ -216,7 +219,7 @@ def _is_scores(node: Node) -> bool:
     """Whether a product is at the end of the ops that may stand between it and softmax."""
     at: Any = node
     while (found := _behind(at)) is not None:
-        kind = _packet(found)
+        kind = forms.packet(found)
         if kind in _PRODUCTS:
             return True
         if kind in ("add", "mul"):
@@ -245,7 +248,7 @@ def rms_norm_before(node: Node) -> WrittenNorm | None:
     plain = _by_root(end)
     if plain is not None:
         return WrittenNorm(plain[0], None, plain[1])
-    if not _is_call(end) or _packet(end) != "mul":
+    if not _is_call(end) or forms.packet(end) != "mul":
         return None
     for main, weight in (end.args[:2], end.args[1::-1]):
         if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
@@ -257,7 +260,7 @@ def rms_norm_before(node: Node) -> WrittenNorm | None:
 
 def _alone(node: Any) -> Any:
     """What a node is of, but for conversions between float dtypes; None where others read that."""
-    while _is_call(node) and _packet(node) in _SAME and _is_float(node):
+    while _is_call(node) and forms.packet(node) in _SAME and _is_float(node):
         node = node.args[0]
         if isinstance(node, Node) and len(node.users) != 1:
             return None
@@ -266,7 +269,7 @@ def _alone(node: Any) -> Any:
 
 def _source(node: Any) -> Any:
     """What a node is of, but for conversions between float dtypes that keep every bit."""
-    while _is_call(node) and _packet(node) in _SAME and _is_float(node):
+    while _is_call(node) and forms.packet(node) in _SAME and _is_float(node):
         before = node.args[0]
         seen = before.meta.get("val") if isinstance(before, Node) else None
         if not isinstance(seen, torch.Tensor):
@@ -289,17 +292,17 @@ def _by_root(node: Any) -> tuple[Node, float] | None:
     """x and eps of x / sqrt(mean(x * x) + eps), where nobody else reads the root."""
     if not _is_call(node) or len(node.args) < 2:
         return None
-    if _packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
+    if forms.packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
         pairs = [(node.args[0], "sqrt", node.args[1])]
-    elif _packet(node) == "mul":
+    elif forms.packet(node) == "mul":
         pairs = [(main, "rsqrt", root) for main, root in (node.args[:2], node.args[1::-1])]
     else:
         return None
     for main, kind, root in pairs:
-        if not _is_call(root) or _packet(root) != kind or len(root.users) != 1:
+        if not _is_call(root) or forms.packet(root) != kind or len(root.users) != 1:
             continue
         total = _source(root.args[0])
-        if not _is_call(total) or _packet(total) != "add":
+        if not _is_call(total) or forms.packet(total) != "add":
             continue
         mean, eps = _source(total.args[0]), total.args[1]
         alpha = forms.named(total.target, total.args, total.kwargs).get("alpha", 1)
@@ -321,7 +324,7 @@ def _squared(mean: Any) -> Any:
         return None
     if list(dims or ()) not in ([-1], [square.meta["val"].dim() - 1]):
         return None
-    kind, args = _packet(square), square.args
+    kind, args = forms.packet(square), square.args
     if kind == "square" or (kind == "pow" and args[1:] == (2,)):
         return _source(args[0])
     return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
@@ -332,13 +335,13 @@ def least_norm_before(node: Node) -> float | None:
     over the last dim); else None."""
     given = forms.named(node.target, node.args, node.kwargs)
     x, clamped = given["self"], given["other"]
-    if _is_call(clamped) and _packet(clamped) == "expand":
+    if _is_call(clamped) and forms.packet(clamped) == "expand":
         clamped = clamped.args[0]
-    if not _is_call(clamped) or _packet(clamped) not in ("clamp_min", "clamp"):
+    if not _is_call(clamped) or forms.packet(clamped) not in ("clamp_min", "clamp"):
         return None
     clamp = forms.named(clamped.target, clamped.args, clamped.kwargs)
     norms, floor = clamp["self"], clamp["min"]
-    if not _is_call(norms) or _packet(norms) != "linalg_vector_norm" or not _is_number(floor):
+    if not _is_call(norms) or forms.packet(norms) != "linalg_vector_norm" or not _is_number(floor):
         return None
     norm = forms.named(norms.target, norms.args, norms.kwargs)
     if norm["self"] is not x:

@@ -11,7 +11,7 @@ import argparse
 import datetime
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -148,10 +148,13 @@ def main() -> None:
         lines.append(f"| {' | '.join(row(*case))} |")
         print(lines[-1], flush=True)
     if args.out:
-        _, mark, notes = (args.out.read_text() if args.out.exists() else "").partition(
-            "\n## Notes\n"
-        )
-        args.out.write_text("\n".join(lines) + "\n" + mark + notes)
+        write(lines, args.out)
+
+
+def write(lines: Sequence[str], path: Path) -> None:
+    """Write a page; what a person wrote under "Notes" stays."""
+    _, mark, notes = (path.read_text() if path.exists() else "").partition("\n## Notes\n")
+    path.write_text("\n".join(lines) + "\n" + mark + notes)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_masks import sampler
+from h200_masks import sampler, write
 
 import cudnngraph as cg
 from cudnngraph import timing
@@ -146,10 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines.append(f"| {' | '.join(line(case))} |")
         print(lines[-1], flush=True)
     if args.out:
-        _, mark, notes = (args.out.read_text() if args.out.exists() else "").partition(
-            "\n## Notes\n"
-        )
-        args.out.write_text("\n".join(lines) + "\n" + mark + notes)
+        write(lines, args.out)
 
 
 if __name__ == "__main__":

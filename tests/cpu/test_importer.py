@@ -521,6 +521,11 @@ def test_a_value_comes_back_in_every_layout_that_is_asked_for() -> None:
     assert len(set(imported.results[:4])) == 2
 
 
+def test_every_copy_of_an_input_is_memory_of_its_own() -> None:
+    imported = import_model(Of(lambda m, x: (x.clone(), x.clone())), (image(2, 3),))
+    assert imported.results == ("out0", "out1")
+
+
 def test_what_depends_on_constants_alone_is_computed_at_once() -> None:
     model = Of(
         lambda m, x: x + torch.arange(8.0).view(2, 4).sum(1).repeat(4) * m.scale,
