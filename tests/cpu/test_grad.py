@@ -345,10 +345,19 @@ class Grower:
         return self.one(self.g.minimum, self.g.maximum)(x, self.one(0.2, x * 0.5, self.residual(x)))
 
     def finish(self) -> GraphSpec:
-        used = {name for node in self.g._nodes for name in node.operands}
-        loose = [value for value in self.pool[1:] if value.name not in used]
-        for place, value in enumerate(loose):
-            self.g.output(f"y{place}", value)
+        """What nothing else in the pool is made of are the outputs. (Not each operand has a use: a
+        choice between what is drawn may drop it.)"""
+        made_by = {name: node for node in self.g._nodes for name in node.results}
+        reached: set[str] = set()
+        for value in reversed(self.pool[1:]):
+            if value.name not in reached:
+                self.g.output(f"y{len(self.g._outputs)}", value)
+            found = [value.name]
+            while found:
+                name = found.pop()
+                if name not in reached:
+                    reached.add(name)
+                    found += made_by[name].operands if name in made_by else ()
         return self.g.spec()
 
 
