@@ -669,6 +669,8 @@ def _conv_bn_act() -> Iterator[Case]:
     yield _conv_case("no_act", replace(conv, act=None))
     yield _conv_case("two_outputs", replace(conv, act="tanh", pre=True))
     yield _conv_case("leaky", replace(conv, act="leaky_relu", act_attrs=(("negative_slope", 0.1),)))
+    steep = (("negative_slope", 2.0),)
+    yield _conv_case("steep", replace(conv, act="leaky_relu", act_attrs=steep))
     yield _conv_case("hardswish", replace(conv, act="hardswish"))
     yield _conv_case("depthwise", replace(conv, k=16, groups=16))
     yield _conv_case("groups4", replace(conv, groups=4))
@@ -1698,6 +1700,26 @@ def _matmul() -> Iterator[Case]:
             declare=lambda g, v: {"z": (v["x"] @ v["y"] + v["b"]).gelu()},
             eager=lambda t: {"z": F.gelu(t["x"] @ t["y"] + t["b"])},
         )
+    for slope in (0.2, -0.3, 2.0):
+        for dtype, result in ((F16, None), (BF16, None), (F16, F32)):
+            yield _product_case(
+                f"leaky_relu_{slope}{'_float32' * (result is not None)}",
+                (96, 64),
+                (64, 128),
+                dtype,
+                declare=lambda g, v, slope=slope: {"z": g.leaky_relu(v["x"] @ v["y"], slope)},  # type: ignore[misc]
+                eager=lambda t, slope=slope: {"z": F.leaky_relu(t["x"] @ t["y"], slope)},  # type: ignore[misc]
+                result=result,
+            )
+    yield _product_case(
+        "gelu_float32",
+        (96, 64),
+        (64, 128),
+        F16,
+        declare=lambda g, v: {"z": (v["x"] @ v["y"]).gelu()},
+        eager=lambda t: {"z": F.gelu(t["x"] @ t["y"])},
+        result=F32,
+    )
     yield _product_case("plain", (6, 8), (8, 5), F64)
     yield _product_case("batch_broadcast", (2, 1, 5, 8), (3, 8, 5), F64)
     yield _product_case(
@@ -1910,6 +1932,23 @@ def _norms() -> Iterator[Case]:
             F16,
             after=lambda y, v: y.silu() if isinstance(y, cg.Value) else F.silu(y),
         )
+        twice: dict[str, Callable[[Any, Any], Any]] = {
+            "squared": lambda y, v: y * y,
+            "doubled": lambda y, v: y + y,
+            "squared_shifted": lambda y, v: y * y - 0.5,
+        }
+        for name, after in twice.items():
+            yield _norm_case(op, name, (96, 256), F16, after=after)
+        second: dict[str, Callable[[Any, Any], Any]] = {
+            "taken_away": lambda y, v: v["r"] - y,
+            "as_a_factor": lambda y, v: v["r"] * y,
+            "behind_a_gate": lambda y, v: (
+                (v["r"].silu() if isinstance(y, cg.Value) else F.silu(v["r"])) * y
+            ),
+        }
+        for name, after in second.items():
+            more: Inputs = {"r": ((96, 256), F16, None)}
+            yield _norm_case(op, name, (96, 256), F16, more=more, after=after)
         yield _norm_case(
             op,
             "residual",
@@ -3016,8 +3055,8 @@ def _gradient_case(
     )
 
 
-def _wgrad_case(name: str, conv: Conv, note: str = "") -> Case:
-    """The weight's gradient of ``conv``, without its epilogue."""
+def _wgrad_case(name: str, conv: Conv, note: str = "", scaled: bool = False) -> Case:
+    """The weight's gradient of ``conv``, without its epilogue; ``scaled`` by input channel."""
 
     def build() -> cg.Graph:
         g = cg.Graph("wgrad")
@@ -3032,13 +3071,15 @@ def _wgrad_case(name: str, conv: Conv, note: str = "") -> Case:
             dilation=conv.dilation,
             groups=conv.groups,
         )
+        if scaled:
+            dw = dw * g.input("s", (1, conv.weight[1], *(1,) * (len(conv.weight) - 2)), conv.dtype)
         g.output("dw", dw, **_at(conv.w_at))
         return g
 
     def eager(t: Tensors) -> Tensors:
         w = torch.zeros(conv.weight, dtype=t["x"].dtype, device=t["x"].device)
         (dw,) = _grads(lambda w: conv._convolved(t["x"], w, None), [w], t["dy"])
-        return {"dw": dw}
+        return {"dw": dw * t["s"] if scaled else dw}
 
     terms = math.prod(conv.out) // conv.k
     return _gradient_case(f"wgrad_{name}", conv.dtype, build, eager, note=note, terms=terms)
@@ -3063,6 +3104,8 @@ def _wgrads() -> Iterator[Case]:
         yield _wgrad_case(name, replace(conv, dtype=F32, x_at=None, w_at=None))
     for dtype in (BF16, F64):
         yield _wgrad_case("k3", replace(base, dtype=dtype))
+    for dtype in (F16, BF16):
+        yield _wgrad_case("scaled", replace(base, dtype=dtype), scaled=True)
     yield _wgrad_case("contiguous", replace(base, x_at=None, w_at=None))
     yield _wgrad_case("last_to_contiguous", replace(base, w_at=None))
 
@@ -3209,6 +3252,7 @@ class TrainingNorm:
     running: bool = True
     statistics: bool = True  # mean and inv_std are outputs too
     relu: bool = False  # behind the norm
+    shift: bool = False  # a number per channel added between the two
     layout: Layout = "channels_last"
     eps: float = 1e-5
     momentum: float = 0.1
@@ -3218,14 +3262,16 @@ class TrainingNorm:
         x = g.input("x", self.x, self.dtype, **_at(self.layout))
         names = ["gamma", "beta"] + ["mean", "var"] * self.running
         given = [g.input(name, (self.x[1],), self.params) for name in names]
-        results = g.batch_norm_train(x, *given, eps=self.eps, momentum=self.momentum)
-        g.output("y", g.relu(results[0]) if self.relu else results[0])
+        y, *results = g.batch_norm_train(x, *given, eps=self.eps, momentum=self.momentum)
+        if self.shift:
+            y = y + g.input("shift", (1, self.x[1], *(1,) * (len(self.x) - 2)), self.dtype)
+        g.output("y", g.relu(y) if self.relu else y)
         if self.statistics:
-            g.output("batch_mean", results[1])
-            g.output("inv_std", results[2])
+            g.output("batch_mean", results[0])
+            g.output("inv_std", results[1])
         if self.running:
-            g.output("next_mean", results[3])
-            g.output("next_var", results[4])
+            g.output("next_mean", results[2])
+            g.output("next_var", results[3])
         return g
 
     def eager(self, t: Tensors) -> Tensors:
@@ -3234,6 +3280,8 @@ class TrainingNorm:
         wide = torch.promote_types(x.dtype, F32)
         gamma, beta = (t[name].to(t["gamma"].dtype) for name in ("gamma", "beta"))
         done = {"y": F.batch_norm(x, *running, gamma, beta, True, self.momentum, self.eps)}
+        if self.shift:
+            done["y"] = done["y"] + t["shift"]
         if self.relu:
             done["y"] = F.relu(done["y"])
         if self.statistics:
@@ -3294,6 +3342,7 @@ def _training_norms() -> Iterator[Case]:
         "relu_half": replace(norm, dtype=F16, relu=True),
         "relu_bfloat": replace(norm, dtype=BF16, relu=True),
         "relu_3d": replace(norm, x=(2, 16, 3, 4, 5), dtype=F16, relu=True),
+        "shift_relu_half": replace(norm, dtype=F16, relu=True, shift=True),
         "relu_rows": replace(norm, x=(32, 16), layout=None, dtype=BF16, relu=True),
     }
     fills = {"gamma": uniform(0.5, 1.5), "var": uniform(0.5, 1.5), "x": normal(1.5, 0.5)}
@@ -3301,7 +3350,7 @@ def _training_norms() -> Iterator[Case]:
         yield _gradient_case(
             f"norm_{name}", one.dtype, one.forward, one.eager, fills, terms=one.terms
         )
-        if one.statistics and one.running:
+        if one.statistics and one.running and not one.shift:
             yield _gradient_case(
                 f"norm_backward_{name}",
                 one.dtype,

@@ -81,6 +81,25 @@ def _multiplies_float32_matrices(spec: GraphSpec) -> bool:
     )
 
 
+def _multiplies_then_bends(spec: GraphSpec) -> bool:
+    """A matrix product, and a leaky ReLU or GELU in its plan."""
+    return {"leaky_relu", "gelu"} & {node.op for node in spec.nodes} != set() and any(
+        node.op == "matmul" for node in spec.nodes
+    )
+
+
+def _broadcasts_beside_a_weight_gradient(spec: GraphSpec) -> bool:
+    """The gradient of a convolution's weights with an operand that is repeated along some dims."""
+    made = [spec.tensors[node.results[0]] for node in spec.nodes if node.op == "conv_wgrad"]
+    return any(
+        1 < spec.tensors[name].numel < gradient.numel
+        for gradient in made
+        for node in spec.nodes
+        if OPS[node.op].pointwise
+        for name in node.operands
+    )
+
+
 def _convolves_int8_into_int32(spec: GraphSpec) -> bool:
     """A convolution of int8 whose sums leave the plan as they are."""
     return any(
@@ -152,6 +171,22 @@ TABLE: tuple[KnownBad, ...] = (
         applies=_multiplies_float32_matrices,
         reason="engine 0 (cuBLASLt) multiplies float32 in TF32 and carries no note of it",
         source="seen on an H200 with cuDNN 9.19.0: relative error 3e-4",
+    ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({0}),
+        applies=_multiplies_then_bends,
+        reason="engine 0 (cuBLASLt) makes a ReLU of a leaky one, and GELU by tanh of that by erf",
+        source="seen on an H200 with cuDNN 9.19.0: relative error 0.2 for a slope of 0.2; 1e-4",
+    ),
+    KnownBad(
+        since=91900,
+        until=None,
+        engines=frozenset({4}),
+        applies=_broadcasts_beside_a_weight_gradient,
+        reason="engine 4 for a gradient of weights reads what is broadcast from the wrong place",
+        source="seen on an H200 with cuDNN 9.19.0: relative error over 0.1, or NaN",
     ),
     KnownBad(
         since=91900,

@@ -1408,12 +1408,20 @@ def _call(method: str) -> Rule:
     return rule
 
 
-def _add(ctx: Context, node: Node) -> Any:
-    """What is computed comes first: only so are the engines found that add a residual behind a
-    convolution, of a tensor that is read."""
-    x, y = ctx.operands(node)
-    read = [name in ctx.spec.inputs for name in node.operands]
-    return ctx.graph.add(*((y, x) if read == [True, False] else (x, y)), name=node.name)
+def _computed_first(method: str) -> Rule:
+    """An op whose operands may be exchanged; what is computed comes first: only so are the engines
+    found that add a residual behind a convolution, of a tensor that is read."""
+
+    def rule(ctx: Context, node: Node) -> Any:
+        x, y = ctx.operands(node)
+        read = [name in ctx.spec.inputs for name in node.operands]
+        pair = (y, x) if read == [True, False] else (x, y)
+        return getattr(ctx.graph, method)(*pair, name=node.name)
+
+    return rule
+
+
+_COMPUTED_FIRST = {"add": "add", "mul": "mul", "minimum": "min", "maximum": "max"}
 
 
 def _gelu_tanh_backward(ctx: Context, node: Node) -> Any:
@@ -1462,6 +1470,8 @@ def _clamp(ctx: Context, node: Node) -> Any:
     (y,) = ctx.operands(node)
     like = ctx.spec.tensors[str(node.inputs[0])]
     low, high = node.attr("min"), node.attr("max")
+    if low == 0.0 and high is None:
+        return ctx.graph.relu(y, name=node.name)  # of NaN it is NaN, unlike the larger of the two
     if low is not None:
         y = ctx.graph.max(y, ctx.scalar(low))
     if high is not None:
@@ -1522,7 +1532,13 @@ def _gelu_tanh(ctx: Context, node: Node) -> Any:
 
 def _leaky_relu(ctx: Context, node: Node) -> Any:
     (x,) = ctx.operands(node)
-    return ctx.graph.leaky_relu(x, node.attr("negative_slope"), name=node.name)
+    slope = node.attr("negative_slope")
+    if slope <= 1.0:
+        return ctx.graph.leaky_relu(x, slope, name=node.name)
+    # cuDNN's engines take the larger of x and its multiple, which is the other one from 1 on.
+    like = ctx.spec.tensors[str(node.inputs[0])]
+    steep = ctx.temporary(ctx.graph.mul(x, ctx.scalar(slope)), like)
+    return ctx.graph.min(x, steep, name=node.name)
 
 
 def _torch_only(ctx: Context | None, node: Node) -> Any:
@@ -1614,13 +1630,10 @@ RULES: Mapping[str, Rule] = {
     "rsqrt": _call("rsqrt"),
     "reciprocal": _call("reciprocal"),
     "erf": _call("erf"),
-    "add": _add,
+    **{op: _computed_first(method) for op, method in _COMPUTED_FIRST.items()},
     "sub": _call("sub"),
-    "mul": _call("mul"),
     "div": _call("div"),
     "pow": _call("pow"),
-    "minimum": _call("min"),
-    "maximum": _call("max"),
     "eq": _call("cmp_eq"),
     "ne": _call("cmp_neq"),
     "lt": _call("cmp_lt"),
@@ -1754,6 +1767,37 @@ def _check_places(spec: GraphSpec) -> None:
                 raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
+def _check_behind_norms(spec: GraphSpec) -> None:
+    """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19).
+
+    Behind a norm of rows they leave their memory in an op that reads one tensor twice, or one of
+    the rows' shape ahead of what the norm made; for a gradient in float32 the build crashes. What
+    is added behind a batch norm is read as if it were of the images' shape.
+    """
+    rows = any(node.op in ("layer_norm", "rms_norm") for node in spec.nodes)
+    if not rows and all(node.op != "batch_norm_train" for node in spec.nodes):
+        return
+    behind: set[str] = set()
+    for node in spec.nodes:
+        if not OPS[node.op].pointwise:
+            behind.update(node.results)
+        if not OPS[node.op].pointwise or not node.operands:
+            continue
+        size = spec.tensors[node.results[0]].numel
+        first, *others = node.operands
+        late = spec.tensors[first].numel == size and first not in behind and behind & set(others)
+        if behind & set(node.operands):
+            behind.update(node.results)
+        if not rows and any(spec.tensors[name].numel < size for name in node.operands):
+            raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
+        if rows and len({*node.operands}) < len(node.operands):
+            raise _Refused(f"{node.op} of a tensor and itself, where cuDNN crashes behind a norm")
+        if rows and late and not (node.op in _COMPUTED_FIRST and first in spec.inputs):
+            raise _Refused(f"{node.op} with the norm's result second, where cuDNN crashes")
+        if rows and node.op.endswith("_backward"):
+            raise _Refused(f"{node.op} behind a norm, where cuDNN crashes")
+
+
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
     """The shape of a tensor; in a pointwise graph an expanded dim of an input counts as 1."""
     if tensor.name in spec.outputs or any(not OPS[node.op].pointwise for node in spec.nodes):
@@ -1788,6 +1832,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     )
     try:
         _check_places(spec)
+        _check_behind_norms(spec)
         for node in spec.nodes:
             for refuse in _REFUSALS:
                 if RULES[node.op] is refuse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import cudnngraph as cg
@@ -116,6 +117,38 @@ def test_engine_0_is_barred_from_products_in_true_float32() -> None:
     assert bad(product(torch.float32), 4) is None
     assert bad(product(torch.float16), 0) is None
     assert bad(conv(), 0) is None
+
+
+@pytest.mark.parametrize("op", ["leaky_relu", "gelu"])
+def test_engine_0_is_barred_from_products_that_bend(op: str) -> None:
+    def behind(kind: str, op: str) -> cg.GraphSpec:
+        g = cg.Graph("g")
+        shapes = {"matmul": ((8, 16), (16, 8)), "conv": ((2, 8, 6, 6), (8, 8, 3, 3))}[kind]
+        given = [g.input(*each, torch.float16) for each in zip("xw", shapes, strict=True)]
+        g.output("y", getattr(g, op)(getattr(g, kind)(*given)))
+        return g.spec()
+
+    reason = bad(behind("matmul", op), 0)
+    assert reason is not None and "makes a ReLU of a leaky one" in reason
+    assert bad(behind("matmul", op), 4) is None
+    assert bad(behind("matmul", "relu"), 0) is None
+    assert bad(behind("conv", op), 0) is None
+
+
+def test_engine_4_is_barred_from_gradients_of_weights_beside_what_broadcasts() -> None:
+    def gradient(shape: tuple[int, ...]) -> cg.GraphSpec:
+        g = cg.Graph("g")
+        dy, x = (g.input(name, (2, 8, 6, 6), torch.float16) for name in ("dy", "x"))
+        dw = g.conv_wgrad(dy, x, kernel=3, padding=1)
+        g.output("dw", dw * (g.input("s", shape, torch.float16) if shape else 0.5))
+        return g.spec()
+
+    for shape in ((1, 8, 1, 1), (8, 1, 1, 1)):
+        reason = bad(gradient(shape), 4)
+        assert reason is not None and "broadcast from the wrong place" in reason
+        assert bad(gradient(shape), 2) is None
+    assert bad(gradient((8, 8, 3, 3)), 4) is None
+    assert bad(gradient(()), 4) is None
 
 
 def sums(dtype: torch.dtype, kept: bool = True) -> cg.GraphSpec:

@@ -512,7 +512,47 @@ def _taps_overlap(spec: GraphSpec) -> bool:
     )
 
 
+def _operand(test: Callable[[GraphSpec, Node], bool]) -> Callable[[GraphSpec], bool]:
+    """Whether ``test`` holds for a pointwise op."""
+    return lambda spec: any(OPS[node.op].pointwise and test(spec, node) for node in spec.nodes)
+
+
+_takes_one_twice = _operand(lambda spec, node: len(set(node.operands)) < len(node.operands))
+_broadcasts = _operand(
+    lambda spec, node: any(
+        spec.tensors[name].numel < spec.tensors[node.results[0]].numel for name in node.operands
+    )
+)
+
+
+def _comes_second(spec: GraphSpec, node: Node) -> bool:
+    """Whether an op takes a norm's result as its second operand, behind one of its size."""
+    if not node.operands:
+        return False
+    first, *others = node.operands
+    made = {name for norm in _nodes(spec, "layer_norm", "rms_norm") for name in norm.results}
+    full = spec.tensors[first].numel == spec.tensors[node.results[0]].numel
+    exchanged = node.op in ("add", "mul", "minimum", "maximum") and first in spec.inputs
+    return bool(made & set(others)) and full and not exchanged
+
+
 CUT = (
+    Known(
+        "behind a norm cuDNN crashes in an op that takes one tensor twice",
+        lambda spec: bool(_nodes(spec, "layer_norm", "rms_norm")) and _takes_one_twice(spec),
+    ),
+    Known(
+        "behind a norm cuDNN crashes in an op that takes its result second",
+        _operand(_comes_second),
+    ),
+    Known(
+        "behind a batch norm cuDNN reads what broadcasts as if it were of the images' shape",
+        lambda spec: bool(_nodes(spec, "batch_norm_train")) and _broadcasts(spec),
+    ),
+    Known(
+        "a gradient of weights shares a plan with nothing that broadcasts",
+        lambda spec: bool(_nodes(spec, "conv_wgrad")) and _broadcasts(spec),
+    ),
     Known("an epilogue makes a depthwise convolution many times slower", _depthwise),
     Known("an epilogue slows a strided transposed convolution", _taps_overlap),
     Known(
@@ -830,6 +870,97 @@ def test_two_products_share_no_plan() -> None:
     with pytest.raises(cg.NotSupported) as caught:
         propose_for(g.spec(), TARGET)
     assert caught.value.reasons == ("matmul shares a plan with pointwise ops alone",)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_clamp_from_0_on_is_a_relu_which_keeps_nan() -> None:
+    def told(low: float | None, high: float | None) -> list[str]:
+        g = cg.Graph("clamp")
+        g.output("y", g.clamp(g.input("x", (64, 64), torch.float16), low, high))
+        lowered, _ = propose_for(g.spec(), TARGET)
+        return [node.params["mode"] for node in lowered.graph.nodes]
+
+    assert told(0.0, None) == ["relu"]
+    assert told(0.0, 6.0) == ["max", "min"]
+    assert told(0.5, None) == ["max"]
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(("slope", "modes"), [(0.2, ["leaky_relu"]), (2.0, ["mul", "min"])])
+def test_a_leaky_relu_steeper_than_1_is_the_smaller_of_x_and_its_multiple(
+    slope: float, modes: list[str]
+) -> None:
+    """cuDNN's engines take the larger of the two, whatever the slope (9.19)."""
+    g = cg.Graph("leaky")
+    g.output("y", g.leaky_relu(g.input("x", (64, 64), torch.float16), slope))
+    lowered, _ = propose_for(g.spec(), TARGET)
+    assert [node.params["mode"] for node in lowered.graph.nodes] == modes
+
+
+BEHIND_ROWS: dict[str, tuple[Callable[..., cg.Value], str]] = {
+    "squared": (lambda g, y, z: y * y, "mul of a tensor and itself"),
+    "z - y": (lambda g, y, z: z - y, "sub with the norm's result second"),
+    "silu(z) * y": (lambda g, y, z: z.silu() * y, "mul with the norm's result second"),
+    "where": (lambda g, y, z: g.where(z > 0.0, y, z), "where with the norm's result second"),
+    "relu'": (lambda g, y, z: g.relu_backward(y, z), "relu_backward behind a norm"),
+    "2 y + z": (lambda g, y, z: y * 2.0 + z, ""),
+    "z * y": (lambda g, y, z: z * y, ""),
+    "y - z": (lambda g, y, z: y - z, ""),
+}
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("name", BEHIND_ROWS)
+def test_ops_in_which_cudnn_crashes_share_no_plan_with_a_norm_of_rows(norm: str, name: str) -> None:
+    """Engine 5 leaves its memory in the first four, and its build crashes in the fifth (9.19)."""
+    op, why = BEHIND_ROWS[name]
+    g = cg.Graph("norm")
+    x, z = g.input("x", (96, 256), torch.float16), g.input("z", (96, 256), torch.float16)
+    w = g.input("w", (256,), torch.float16)
+    y = g.rms_norm(x, w) if norm == "rms_norm" else g.layer_norm(x, w, w)
+    g.output("y", op(g, y, z) if name != "squared" else op(g, y, z) + z)
+    if not why:
+        assert propose_for(g.spec(), TARGET)[1]
+        return
+    with pytest.raises(cg.NotSupported) as caught:
+        propose_for(g.spec(), TARGET)
+    assert caught.value.reasons[0].startswith(why)
+
+
+@pytest.mark.usefixtures("driver")
+def test_what_broadcasts_shares_no_plan_with_a_batch_norm_in_training() -> None:
+    def behind(shape: tuple[int, ...]) -> cg.GraphSpec:
+        g = cg.Graph("norm")
+        x = g.input("x", (4, 64, 8, 8), torch.float16, layout="channels_last")
+        v = g.input("v", shape, torch.float16, layout="channels_last")
+        w, b = (g.input(name, (64,), torch.float32) for name in "wb")
+        g.output("y", g.relu(g.batch_norm_train(x, w, b)[0] + v))
+        return g.spec()
+
+    assert propose_for(behind((4, 64, 8, 8)), TARGET)[1]
+    with pytest.raises(cg.NotSupported, match="what broadcasts behind a batch norm"):
+        propose_for(behind((1, 64, 1, 1)), TARGET)
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("op", ["add", "mul", "minimum", "maximum"])
+def test_what_is_computed_is_the_first_operand_where_they_may_be_exchanged(op: str) -> None:
+    """In both orders the frontend is told the same."""
+
+    def seen(second: bool) -> list[str]:
+        g = cg.Graph("order")
+        x, w = g.input("x", (96, 64), torch.float16), g.input("w", (64, 128), torch.float16)
+        z = g.input("z", (96, 128), torch.float16)
+        y = g.matmul(x, w)
+        g.output("y", getattr(g, op)(*((z, y) if second else (y, z))))
+        lowered, _ = propose_for(g.spec(), TARGET)
+        last = lowered.graph.nodes[-1]
+        return [tensor.name for tensor in last.inputs.values()]
+
+    first, *others = seen(False)
+    assert first != "z" and others == ["z"]
+    assert seen(True)[1:] == ["z"]
 
 
 def _seen(g: cg.Graph) -> list[tuple[list[int], list[int]]]:

@@ -167,3 +167,29 @@ def test_gelu_behind_a_product_is_gelu_over_its_whole_range(dtype: torch.dtype) 
     strange = torch.tensor([float("inf"), float("nan")], dtype=dtype, device="cuda")
     x[0, :2] = strange  # the product makes NaN of every number in its row
     assert bool(exe(x=x, w=w)[0].isnan().all())
+
+
+KEPT = {
+    "relu": lambda g, x: g.relu(x),
+    "leaky_relu": lambda g, x: g.leaky_relu(x, 0.2),
+    "steep": lambda g, x: g.leaky_relu(x, 2.0),
+    "clamp from 0": lambda g, x: g.clamp(x, 0.0, None),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "product"])
+@pytest.mark.parametrize("name", KEPT)
+def test_nan_is_kept_and_infinities_are_what_torch_makes_of_them(name: str, behind: bool) -> None:
+    """Unlike in cuDNN's larger and smaller of two."""
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([nan, inf, -inf, 1.0, -1.0, 0.0, -2.0, 3.0], device="cuda", dtype=F16)
+    x = x.repeat(8).unsqueeze(1).repeat(1, 64)
+    w = torch.ones(1, 64, device="cuda", dtype=F16)
+    g = cg.Graph("kept")
+    given = {"x": x[:, :1].contiguous(), "w": w} if behind else {"x": x}
+    values = [g.input(key, like=each) for key, each in given.items()]
+    g.output("y", KEPT[name](g, g.matmul(*values) if behind else values[0]))
+    exe = g.compile("cuda")
+    assert [step.choice is None for step in exe.steps] == [False]
+    cpu = g.compile("cpu")(**{key: each.cpu() for key, each in given.items()})
+    torch.testing.assert_close(exe(**given).cpu(), cpu, rtol=2e-3, atol=0.0, equal_nan=True)
