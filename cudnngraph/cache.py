@@ -198,7 +198,10 @@ def _served(
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            return (*_restored(*_parts(found), spec, device_index), found.record)
+            selection, tier = _restored(*_parts(found), spec, device_index)
+            if "replayed" in tier and (found.blob is not None or found.blob_problem):
+                plans.put(found.record, _serialized(selection, id))
+            return selection, tier, found.record
         except StaleRecord as stale:
             reason, useless = f"stale: {stale}", found.record
     else:
@@ -232,12 +235,7 @@ def _served(
 
     def record() -> tuple[PlanRecord, bytes | None]:
         selection, text = make()
-        try:
-            blob = pack(selection.built)
-        except Exception as error:  # the frontend's own errors have no common base
-            _log.info("plans of %s are not serialized: %s", id[:16], error)
-            blob = None
-        return text, blob
+        return text, _serialized(selection, id)
 
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
@@ -252,6 +250,15 @@ def _served(
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
     selection, kept = made[-1] if made else make()
     return selection, "built", kept
+
+
+def _serialized(selection: Selection, id: str) -> bytes | None:
+    """Its plans, to be kept beside the record; None where the frontend does not give them."""
+    try:
+        return pack(selection.built)
+    except Exception as error:  # the frontend's own errors have no common base
+        _log.info("plans of %s are not serialized: %s", id[:16], error)
+        return None
 
 
 def _tuned_enough(record: PlanRecord, policy: Policy) -> bool:

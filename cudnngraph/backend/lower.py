@@ -41,6 +41,9 @@ from . import env
 Shape = Sequence[int]
 _Place = tuple[Shape, Shape]  # shape and stride
 
+# Of the rules in this module. Serialized plans of another number are built again from their
+# records: raise it where a rule refuses what it took, or makes other numbers of it.
+LOWERING = 2
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024

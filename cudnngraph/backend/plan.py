@@ -25,7 +25,7 @@ from ..ops import OPS
 from ..policy import Policy
 from . import env
 from .known_bad import why_bad
-from .lower import Alias, Constant, Extra, Lowered, first_line, lower
+from .lower import LOWERING, Alias, Constant, Extra, Lowered, first_line, lower
 
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
@@ -152,6 +152,7 @@ class Plan:
     def serialize(self) -> bytes:
         """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""
         head = {
+            "lowering": LOWERING,
             "choice": str(self.choice),
             "uids": len(self._uids) - len(self._extras),
             "aliases": [
@@ -175,14 +176,17 @@ class Plan:
 def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
     """A plan from what :meth:`Plan.serialize` gave. The blob holds device code: trust its source.
 
-    Raises :class:`NotSupported` when it cannot be loaded here, or is another engine's.
+    Raises :class:`NotSupported` when it cannot be loaded here, is another engine's, or of a graph
+    that was lowered by other rules.
     """
     refuse_during_capture()
     frontend = env.frontend()
-    handle = env.handle(device_index)
     try:
         head, body = blob.split(b"\n", 1)
         described = json.loads(head)
+        if described.get("lowering") != LOWERING:
+            raise ValueError("its graph was lowered by other rules than this program's")
+        handle = env.handle(device_index)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")
         extras: list[Extra] = [

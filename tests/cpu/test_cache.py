@@ -126,6 +126,8 @@ def test_without_a_serialized_plan_the_choice_is_replayed(
     assert second.steps == first.steps
     assert world.replayed == [first.steps[0].choice]
     assert len(world.built) == 1
+    if fault is not of_another_version:
+        assert again().tier == "disk, serialized", "what was replayed is kept in its place"
 
 
 def test_a_step_that_does_not_load_is_replayed_alone(world: World) -> None:
@@ -137,6 +139,7 @@ def test_a_step_that_does_not_load_is_replayed_alone(world: World) -> None:
     blob = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     cache.store().put(from_json(world.file().read_text()), blob)
     assert again().tier == "disk, replayed and serialized"
+    assert again().tier == "disk, serialized"
     assert world.replayed == [relu]
 
 

@@ -8,6 +8,7 @@ that is not is out of date.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph import resample
 from cudnngraph.backend import env
-from cudnngraph.backend.lower import _REFUSALS, RULES, Alias, Constant, Lowered
-from cudnngraph.backend.plan import propose, propose_for
+from cudnngraph.backend.lower import _REFUSALS, LOWERING, RULES, Alias, Constant, Lowered
+from cudnngraph.backend.plan import Choice, load, propose, propose_for
 from cudnngraph.ir import (
     GraphSpec,
     Node,
@@ -870,6 +871,19 @@ def test_two_products_share_no_plan() -> None:
     with pytest.raises(cg.NotSupported) as caught:
         propose_for(g.spec(), TARGET)
     assert caught.value.reasons == ("matmul shares a plan with pointwise ops alone",)
+
+
+@pytest.mark.parametrize("head", [{}, {"lowering": LOWERING - 1}])
+def test_a_serialized_plan_of_a_graph_lowered_by_other_rules_is_not_loaded(
+    head: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is replayed: what is refused since, or lowered otherwise, was wrong."""
+    asked = "cudnngraph.backend.plan.refuse_during_capture"  # the GPU
+    monkeypatch.setattr(asked, lambda: None)
+    blob = json.dumps({"choice": "engine 4", "uids": 2, **head}).encode() + b"\nplan"
+    with pytest.raises(cg.NotSupported, match="lowered by other rules") as caught:
+        load(blob, Choice(4, ()), 0)
+    assert caught.value.reasons == ("its graph was lowered by other rules than this program's",)
 
 
 @pytest.mark.usefixtures("driver")
