@@ -1770,15 +1770,17 @@ def _check_places(spec: GraphSpec) -> None:
                 raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
-def _check_behind_norms(spec: GraphSpec) -> None:
+def _check_behind_norms(spec: GraphSpec, view: _View) -> None:
     """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19).
 
-    Behind a norm of rows they leave their memory in an op that reads one tensor twice, or one of
-    the rows' shape ahead of what the norm made; for a gradient in float32 the build crashes. What
-    is added behind a batch norm is read as if it were of the images' shape.
+    Beside a norm of rows they leave their memory in an op that reads one tensor twice, or takes
+    what the norm made behind a tensor of its size; of gradients in float32 the build crashes. What
+    is added behind a batch norm is read as if it were of the images' shape, and so as they lie.
+    Norms by products, which are of three dims, are right in all of them.
     """
-    rows = any(node.op in ("layer_norm", "rms_norm") for node in spec.nodes)
-    if not rows and all(node.op != "batch_norm_train" for node in spec.nodes):
+    ops = {node.op for node in spec.nodes}
+    rows = "layer_norm" in ops or ("rms_norm" in ops and view.seen_rank > 3)
+    if not rows and "batch_norm_train" not in ops:
         return
     behind: set[str] = set()
     for node in spec.nodes:
@@ -1786,19 +1788,27 @@ def _check_behind_norms(spec: GraphSpec) -> None:
             behind.update(node.results)
         if not OPS[node.op].pointwise or not node.operands:
             continue
-        size = spec.tensors[node.results[0]].numel
+        made = spec.tensors[node.results[0]]
         first, *others = node.operands
-        late = spec.tensors[first].numel == size and first not in behind and behind & set(others)
+        late = behind & set(others) and first not in behind
+        late = late and spec.tensors[first].numel == made.numel
         if behind & set(node.operands):
             behind.update(node.results)
-        if not rows and any(spec.tensors[name].numel < size for name in node.operands):
-            raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
-        if rows and len({*node.operands}) < len(node.operands):
-            raise _Refused(f"{node.op} of a tensor and itself, where cuDNN crashes behind a norm")
-        if rows and late and not (node.op in _COMPUTED_FIRST and first in spec.inputs):
-            raise _Refused(f"{node.op} with the norm's result second, where cuDNN crashes")
-        if rows and node.op.endswith("_backward"):
-            raise _Refused(f"{node.op} behind a norm, where cuDNN crashes")
+        if not rows:
+            given = [spec.tensors[name] for name in node.operands]
+            if any(x.numel < made.numel for x in given):
+                raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
+            if not all(same_layout(made.shape, x.stride, made.stride) for x in given):
+                raise _Refused("what lies otherwise than the images behind a batch norm")
+            continue
+        if len({*node.operands}) < len(node.operands):
+            raise _Refused(f"{node.op} of a tensor and itself, where cuDNN crashes beside a norm")
+        if late and not (node.op in _COMPUTED_FIRST and first in spec.inputs):
+            raise _Refused(
+                f"{node.op} with the norm's result second: cuDNN does not take it, or crashes"
+            )
+        if node.op.endswith("_backward"):
+            raise _Refused(f"{node.op} beside a norm: cuDNN does not take it, or crashes")
 
 
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
@@ -1835,12 +1845,12 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     )
     try:
         _check_places(spec)
-        _check_behind_norms(spec)
         for node in spec.nodes:
             for refuse in _REFUSALS:
                 if RULES[node.op] is refuse:
                     refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
+        _check_behind_norms(spec, ctx.view)
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
             kind = spec.tensors[name].dtype

@@ -162,6 +162,8 @@ ANCHORS: Mapping[str, tuple[Any, ...]] = {
     "nothing, channels last": ((2, 64, 12, 14), LAST),
     "reduction": ((96, 256),),
     "in front of matmul": ((96, 64), (64, 128)),
+    "in front of rms_norm": ((96, 256), (256,)),
+    "in front of layer_norm": ((96, 256), (256,)),
     "in front of reduction": ((96, 256),),
 }
 NARROW = (
@@ -240,7 +242,7 @@ def work(base: int, part: int, start: int, until: float) -> Iterator[dict[str, A
             spec = graph(anchor, dtype, op, more).spec()
             proposals = bench.proposals(spec)
         except (cg.NotSupported, cg.GraphError):
-            yield {"number": number, "engines": {}}
+            yield {"number": number, "engines": {}, "done": True}
             continue
         engines: dict[str, str] = {}
         barred = set()
@@ -251,13 +253,20 @@ def work(base: int, part: int, start: int, until: float) -> Iterator[dict[str, A
             outcome, plan = proposals.build(candidate)
             if plan is not None:
                 engines[engine] = bench.why_wrong(spec, plan) or ""
+                yield {"number": number, "engines": engines}
             elif "known to be wrong" in outcome.reason:
                 barred.add(engine)
         torch.cuda.synchronize()
         lost = (
             _loses_nan(anchor, dtype, op, more) if any(not why for why in engines.values()) else []
         )
-        yield {"number": number, "engines": engines, "barred": sorted(barred), "lost": lost}
+        yield {
+            "number": number,
+            "engines": engines,
+            "barred": sorted(barred),
+            "lost": lost,
+            "done": True,
+        }
 
 
 def _loses_nan(anchor: str, dtype: torch.dtype, op: Op, more: str) -> list[str]:
@@ -284,10 +293,12 @@ def _loses_nan(anchor: str, dtype: torch.dtype, op: Op, more: str) -> list[str]:
 
 
 def told(base: int, part: int, until: float, gpu: int) -> list[dict[str, Any]]:
-    """What the workers of one part say, one behind the other where one crashes or hangs."""
+    """What the workers of one part say of each graph, one behind the other where one crashes or
+    hangs; a graph of which none says anything counts as not begun."""
+    numbers = range(part, len(OPS), PARTS)
     found: dict[int, dict[str, Any]] = {}
-    start = 0
-    while start < len(OPS):
+    start, silent = part, 0
+    while start < len(OPS) and silent < 3:
         with tempfile.TemporaryDirectory() as folder:
             env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "CUDNNGRAPH_CACHE_DIR": folder}
             command = [sys.executable, __file__, "--worker", *map(str, (base, part, start, until))]
@@ -299,26 +310,30 @@ def told(base: int, part: int, until: float, gpu: int) -> list[dict[str, Any]]:
                     text=True,
                     timeout=max(until - time.time(), 0.0) + 30.0,
                 )
-                out, code = run.stdout, run.returncode
-                error = run.stderr.splitlines()
+                out, code, error = run.stdout, run.returncode, run.stderr.splitlines()
             except subprocess.TimeoutExpired as late:
                 out = (late.stdout or b"").decode()  # type: ignore[union-attr]
-                code, error = 0, ["hangs"]
+                code, error = 1, ["hangs"]
         last = None
         for line in out.splitlines():
-            if line.startswith("{"):
+            try:
                 each = json.loads(line)
-                found[each["number"]] = found.get(each["number"], {}) | each
-                last = found[each["number"]]
-        if last is None or "engines" in last or "late" in last:
-            if code and last is None:
-                print(f"{BASES[base]}: {error[-8:]}", file=sys.stderr)
+            except json.JSONDecodeError:  # not ours, or cut short
+                continue
+            last = found[each["number"]] = found.get(each["number"], {}) | each
+        if code == 0:
             break
-        last["crash"] = next(
-            (each for each in error if "CUDA error" in each or each == "hangs"), f"exit code {code}"
-        )
-        start = last["number"] + 1
-    return list(found.values())
+        if last is None:
+            silent += 1
+            print(f"{BASES[base]} from {start}: {error[-3:]}", file=sys.stderr)
+            continue
+        if "done" not in last:
+            last["crash"] = next(
+                (each for each in error if "CUDA error" in each or each == "hangs"),
+                f"exit code {code}",
+            )
+        start = last["number"] + PARTS
+    return [found.get(number, {"number": number, "late": True}) for number in numbers]
 
 
 def rows(results: Mapping[int, Sequence[dict[str, Any]]]) -> Iterator[tuple[str, ...]]:
