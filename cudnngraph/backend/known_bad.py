@@ -83,9 +83,8 @@ def _multiplies_float32_matrices(spec: GraphSpec) -> bool:
 
 def _multiplies_then_bends(spec: GraphSpec) -> bool:
     """A matrix product, and a leaky ReLU or GELU in its plan."""
-    return {"leaky_relu", "gelu"} & {node.op for node in spec.nodes} != set() and any(
-        node.op == "matmul" for node in spec.nodes
-    )
+    ops = {node.op for node in spec.nodes}
+    return "matmul" in ops and bool(ops & {"leaky_relu", "gelu"})
 
 
 def _broadcasts_beside_a_weight_gradient(spec: GraphSpec) -> bool:

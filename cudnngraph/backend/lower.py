@@ -1770,45 +1770,47 @@ def _check_places(spec: GraphSpec) -> None:
                 raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
-def _check_behind_norms(spec: GraphSpec, view: _View) -> None:
-    """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19).
-
-    Beside a norm of rows they leave their memory in an op that reads one tensor twice, or takes
-    what the norm made behind a tensor of its size; of gradients in float32 the build crashes. What
-    is added behind a batch norm is read as if it were of the images' shape, and so as they lie.
-    Norms by products, which are of three dims, are right in all of them.
-    """
+def _check_beside_norms(spec: GraphSpec, view: _View) -> None:
+    """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19)."""
     ops = {node.op for node in spec.nodes}
-    rows = "layer_norm" in ops or ("rms_norm" in ops and view.seen_rank > 3)
-    if not rows and "batch_norm_train" not in ops:
-        return
-    behind: set[str] = set()
-    for node in spec.nodes:
-        if not OPS[node.op].pointwise:
-            behind.update(node.results)
-        if not OPS[node.op].pointwise or not node.operands:
-            continue
-        made = spec.tensors[node.results[0]]
+    fused = [node for node in spec.nodes if OPS[node.op].pointwise and node.operands]
+    # An RMS norm by a product, which is of three dims, is right in all of them.
+    if "layer_norm" in ops or ("rms_norm" in ops and view.seen_rank > 3):
+        _check_beside_rows(spec, fused)
+    elif "batch_norm_train" in ops:
+        _check_behind_batch_norm(spec, fused)
+
+
+def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
+    """Beside a norm of rows they leave their memory in an op that reads one tensor twice, or takes
+    what the norm made behind a tensor of its size; of gradients in float32 the build crashes."""
+    behind = {name for node in spec.nodes if not OPS[node.op].pointwise for name in node.results}
+    for node in fused:
         first, *others = node.operands
-        late = behind & set(others) and first not in behind
-        late = late and spec.tensors[first].numel == made.numel
-        if behind & set(node.operands):
+        full = spec.tensors[first].numel == spec.tensors[node.results[0]].numel
+        second = full and first not in behind and not behind.isdisjoint(others)
+        if not behind.isdisjoint(node.operands):
             behind.update(node.results)
-        if not rows:
-            given = [spec.tensors[name] for name in node.operands]
-            if any(x.numel < made.numel for x in given):
-                raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
-            if not all(same_layout(made.shape, x.stride, made.stride) for x in given):
-                raise _Refused("what lies otherwise than the images behind a batch norm")
-            continue
         if len({*node.operands}) < len(node.operands):
             raise _Refused(f"{node.op} of a tensor and itself, where cuDNN crashes beside a norm")
-        if late and not (node.op in _COMPUTED_FIRST and first in spec.inputs):
+        if second and not (node.op in _COMPUTED_FIRST and first in spec.inputs):
             raise _Refused(
                 f"{node.op} with the norm's result second: cuDNN does not take it, or crashes"
             )
         if node.op.endswith("_backward"):
             raise _Refused(f"{node.op} beside a norm: cuDNN does not take it, or crashes")
+
+
+def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
+    """What is added behind a batch norm is read as if it were of the images' shape, and so as they
+    lie."""
+    for node in fused:
+        made = spec.tensors[node.results[0]]
+        given = [spec.tensors[name] for name in node.operands]
+        if any(x.numel < made.numel for x in given):
+            raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
+        if not all(same_layout(made.shape, x.stride, made.stride) for x in given):
+            raise _Refused("what lies otherwise than the images behind a batch norm")
 
 
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
@@ -1850,7 +1852,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 if RULES[node.op] is refuse:
                     refuse(None, node)
         ctx = Context(frontend, graph, spec, _view_of(spec))
-        _check_behind_norms(spec, ctx.view)
+        _check_beside_norms(spec, ctx.view)
         for uid, name in enumerate(spec.inputs, 1):
             dims, strides = ctx.view.dims(*_placed(spec, name))
             kind = spec.tensors[name].dtype

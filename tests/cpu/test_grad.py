@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph import grad, reference
-from cudnngraph.ir import GraphSpec, dense_strides, is_channels_last, memory_order
+from cudnngraph.ir import (
+    GraphSpec,
+    canonical_order,
+    dense_strides,
+    is_channels_last,
+    memory_order,
+)
 from cudnngraph.ops import OPS
 from tests import numerics
 from tests.gradients import (
@@ -347,17 +353,12 @@ class Grower:
     def finish(self) -> GraphSpec:
         """What nothing else in the pool is made of are the outputs. (Not each operand has a use: a
         choice between what is drawn may drop it.)"""
-        made_by = {name: node for node in self.g._nodes for name in node.results}
         reached: set[str] = set()
         for value in reversed(self.pool[1:]):
             if value.name not in reached:
                 self.g.output(f"y{len(self.g._outputs)}", value)
-            found = [value.name]
-            while found:
-                name = found.pop()
-                if name not in reached:
-                    reached.add(name)
-                    found += made_by[name].operands if name in made_by else ()
+                nodes = canonical_order(self.g._nodes, [value.name])
+                reached.update(name for node in nodes for name in node.results)
         return self.g.spec()
 
 
