@@ -305,6 +305,64 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
     return run
 
 
+# As good as 0, which torch's kernel for contiguous images takes for a variance of 0's sign.
+_LEAST_VARIANCE = 1e-30
+
+
+def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
+    """By torch's kernel for the statistics of channels, of several GPUs' batch norm: one pass over
+    x as it lies, and as exact as those of a group at a time (Welford's sums). Those of a group are
+    of its channels' means and variances. None on a CPU, which has no such kernel, and for empty
+    images."""
+    x = spec.tensors[node.operands[0]]
+    if device.type != "cuda" or x.numel == 0 or x.dtype == torch.float64:
+        return None
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [None if name is None else place.get(name) for name in node.outputs]
+    operands = [None if name is None else spec.inputs.index(name) for name in node.inputs]
+    groups, eps = node.attr("num_groups"), node.attr("eps")
+
+    def run(inputs: Tensors, outputs: Tensors) -> None:
+        x, weight, bias = (None if at is None else inputs[at] for at in operands)
+        assert x is not None
+        means, inverses = (each.view(len(x), groups, -1) for each in _of_channels(x))
+        between, mean = torch.var_mean(means, -1, correction=0, keepdim=True)
+        within = inverses.pow(-2).mean(-1, keepdim=True)
+        inverse = between.add_(within).add_(eps).rsqrt_()
+        if places[0] is not None:
+            out = outputs[places[0]]
+            made = out if out.is_contiguous() else torch.empty(out.shape, device=out.device)
+            scale, shift = made.view(2, *means.shape)
+            if weight is None:
+                scale.copy_(inverse.expand_as(scale))
+            else:
+                torch.mul(inverse, weight.view(means.shape[1:]), out=scale)
+            torch.mul(mean, scale, out=shift).neg_()
+            if bias is not None:
+                shift.add_(bias.view(means.shape[1:]))
+            if made is not out:
+                out.copy_(made)
+        for at, result in zip(places[1:], (mean, inverse), strict=True):
+            if at is not None:
+                outputs[at].copy_(result.squeeze(-1))
+
+    return run
+
+
+def _of_channels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and 1 / deviation of each channel of each image, (N C,) in float32."""
+    n, c = x.shape[:2]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        rows = x.reshape(1, n * c, -1)
+        return _aten.batch_norm_stats(rows, _LEAST_VARIANCE)  # type: ignore[no-any-return]
+    parts = [_aten.batch_norm_stats(image.unsqueeze(0), _LEAST_VARIANCE) for image in x]
+    if n == 1:
+        return parts[0]  # type: ignore[no-any-return]
+    mean, inverse = (torch.cat(each) for each in zip(*parts, strict=True))
+    return mean, inverse
+
+
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     """Tensors without memory, as those of ``names`` are."""
     return [
@@ -432,6 +490,8 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
         return _run_aten(spec, nodes[0])
     if len(nodes) == 1 and nodes[0].op == "instance_norm_backward":
         return _run_instance_norm_backward(spec, nodes[0], device)
+    if len(nodes) == 1 and nodes[0].op == "group_affine":
+        return _run_group_affine(spec, nodes[0], device)
     if len(nodes) != 1 or len(nodes[0].results) != 1:
         return _run_linear(spec)
     (node,) = nodes

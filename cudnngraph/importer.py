@@ -1378,6 +1378,17 @@ def _layer_norm(c: _Conversion, a: Arguments) -> Any:
     return (y, None, None) if _many(c.node) else y
 
 
+def _group_norm(c: _Conversion, a: Arguments) -> Any:
+    """Of images that lie channels last; of others torch has it in two kernels."""
+    x = c.value(a["input"])
+    if len(x.shape) < 4 or is_contiguous(x.shape, x.stride):
+        raise _Skip
+    if not is_channels_last(x.shape, x.stride):
+        raise _Skip
+    weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
+    return c.g.group_norm(x, int(a["num_groups"]), weight, bias, eps=float(a["eps"]))
+
+
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
@@ -1682,6 +1693,7 @@ RULES: Mapping[str, Rule] = {
         "linear": _linear,
         "addmm": _addmm,
         **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
+        "group_norm": _group_norm,
         "layer_norm": _layer_norm,
         "native_layer_norm": _layer_norm,
         "rms_norm": _rms_norm,

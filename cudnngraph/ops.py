@@ -655,6 +655,26 @@ def _instance_norm(call: Call) -> list[Result | None] | None:
     return [Result(x.shape, x.dtype, _like_order(x)), stat, stat]
 
 
+def _group_affine(call: Call) -> list[Result | None] | None:
+    before = len(call.problems)
+    if not _has_channels(call):
+        return None
+    for port in ("weight", "bias"):
+        if call.inputs.get(port) is not None:
+            _channels(call, port)
+    x, groups = call["x"], call.attrs["num_groups"]
+    n, c = x.shape[:2]
+    whole = isinstance(groups, int) and not isinstance(groups, bool)
+    if not whole or groups < 1 or c % groups:
+        call.problem(f"num_groups is {groups!r}", f"a divisor of the {c} channels of x")
+    wanted = _flag(call, "return_stats")
+    if _eps(call) is None or len(call.problems) > before:
+        return None
+    kind, shape = _statistics_dtype(x), (2, n, c, *(1,) * (len(x.shape) - 2))
+    stat = Result((n, groups), kind, (0, 1)) if wanted else None
+    return [Result(shape, kind, tuple(range(len(shape)))), stat, stat]
+
+
 def _instance_norm_backward(call: Call) -> list[Result | None] | None:
     if not _per_image(call):
         return None
@@ -2217,6 +2237,16 @@ def _rows() -> list[Op]:
             kwargs=(),
         ),
         op("concat", "x*", _concat, torch_only=True, dim=0),
+        op(
+            "group_affine",
+            "x weight? bias?",
+            _group_affine,
+            outputs="affine mean inv_std",
+            torch_only=True,
+            num_groups=REQUIRED,
+            eps=1e-5,
+            return_stats=False,
+        ),
         *(
             row
             for name in ("softmax", "log_softmax")

@@ -215,6 +215,22 @@ def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Ten
     return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
 
 
+def _group_affine(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, (weight, bias), groups = _need(inputs[0]), inputs[1:], attrs["num_groups"]
+    n, c, *pixels = x.shape
+    rows = x.reshape(n, groups, -1)
+    mean = rows.mean(-1, keepdim=True)
+    inverse = torch.rsqrt((rows - mean).square().mean(-1, keepdim=True) + attrs["eps"])
+    scale = inverse.expand(n, groups, c // groups)
+    scale = scale if weight is None else scale * weight.view(groups, -1)
+    shift = -mean * scale
+    shift = shift if bias is None else shift + bias.view(groups, -1)
+    affine = torch.stack((scale, shift)).view(2, n, c, *(1,) * len(pixels))
+    if not attrs["return_stats"]:
+        return affine, None, None
+    return affine, mean.squeeze(-1), inverse.squeeze(-1)
+
+
 def _instance_norm_backward(
     inputs: Tensors, attrs: Mapping[str, Any]
 ) -> tuple[torch.Tensor | None, ...]:
@@ -734,6 +750,7 @@ RULES: Mapping[str, Rule] = {
     "matmul": _exactly(lambda inputs, attrs: torch.matmul(_need(inputs[0]), _need(inputs[1]))),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
+    "group_affine": _group_affine,
     "normalize": _normalize,
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_backward": _rms_norm_backward,

@@ -2135,7 +2135,18 @@ def _image_norms() -> Iterator[Case]:
             for dtype, params in ((F16, F32), (BF16, BF16), (F32, F32))
         },
         "group_residual_silu": ImageNorm(image, BF16, 4, params=BF16, residual=True, act="silu"),
-        "group_channels_last": ImageNorm(image, F16, 4, at=last),
+        **{
+            f"group_{SHORT[dtype]}_channels_last": ImageNorm(
+                image, dtype, 4, params=params, at=last
+            )
+            for dtype, params in ((F16, F16), (BF16, F32), (F32, F32), (F64, F64))
+        },
+        "group_silu_channels_last": ImageNorm(image, F16, 8, params=F16, act="silu", at=last),
+        "group_one_channels_last": ImageNorm(image, BF16, 1, params=BF16, at=last),
+        "group_each_channels_last": ImageNorm(image, F16, 16, params=None, at=last),
+        "group_bare_channels_last": ImageNorm(image, F16, 4, params=None, at=last),
+        "group_single_channels_last": ImageNorm((1, 64, 6, 8), F16, 32, params=F16, at=last),
+        "group_volume_channels_last": ImageNorm((2, 8, 5, 6, 7), F16, 4, params=F16, at=last),
         "group_one": ImageNorm(image, F16, 1),
         "group_each": ImageNorm(image, F16, 16),
         "group_without_affine": ImageNorm(image, F32, 4, params=None),

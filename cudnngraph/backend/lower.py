@@ -1571,12 +1571,18 @@ def _no_softmax(ctx: Context | None, node: Node) -> Any:
     raise _Refused(f"{node.op}: cuDNN's Python frontend has it in attention alone; a torch step")
 
 
+def _no_group_norm(ctx: Context | None, node: Node) -> Any:
+    """cuDNN's norms are of channels or of rows; groups of images with channels last are neither."""
+    raise _Refused(f"{node.op}: cuDNN's norms have no groups of channels; a torch step")
+
+
 _REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     _torch_only,
     _torchs_own,
     _not_as_a_plan,
     _no_resample,
     _no_softmax,
+    _no_group_norm,
 )
 
 
@@ -1601,6 +1607,7 @@ RULES: Mapping[str, Rule] = {
     "batch_norm_backward": _batch_norm_backward,
     "instance_norm": _norm("instancenorm"),
     "instance_norm_backward": _not_as_a_plan,
+    "group_affine": _no_group_norm,
     "reduction": _reduction,
     "expand": _expand,
     "batch_norm": _batch_norm,

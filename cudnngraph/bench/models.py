@@ -170,6 +170,71 @@ class UNet(nn.Module):
         return cast(torch.Tensor, self.head(x))
 
 
+# -- latent diffusion ------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Twice a group norm, SiLU and a 3x3 convolution, and what came in added."""
+
+    def __init__(self, c: int, k: int, groups: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.GroupNorm(groups, c, eps=1e-6), nn.SiLU(), nn.Conv2d(c, k, 3, padding=1)),
+            *(nn.GroupNorm(groups, k, eps=1e-6), nn.SiLU(), nn.Conv2d(k, k, 3, padding=1)),
+        )
+        self.shortcut = nn.Identity() if c == k else nn.Conv2d(c, k, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) → (N, K, H, W)."""
+        return cast(torch.Tensor, self.shortcut(x) + self.body(x))
+
+
+class PixelAttention(nn.Module):
+    """Attention of every pixel to every other, behind a group norm, and what came in added."""
+
+    def __init__(self, c: int, heads: int, groups: int = 32) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.GroupNorm(groups, c, eps=1e-6)
+        self.qkv, self.out = nn.Linear(c, 3 * c), nn.Linear(c, c)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) → the same."""
+        n, c, h, w = x.shape
+        rows = self.norm(x).flatten(2).transpose(1, 2)
+        qkv = self.qkv(rows).view(n, h * w, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, h * w, c)
+        return x + cast(torch.Tensor, self.out(o)).transpose(1, 2).reshape(n, c, h, w)
+
+
+class LatentDecoder(nn.Module):
+    """Latents (N, 4, H, W) → images (N, 3, 8 H, 8 W), as latent diffusion's decoders are built:
+    residual blocks from wide to narrow, attention at the smallest size, nearest neighbours between.
+    """
+
+    def __init__(
+        self, widths: Sequence[int] = (512, 512, 256, 128), blocks: int = 3, heads: int = 4
+    ) -> None:
+        super().__init__()
+        c = widths[0]
+        parts: list[nn.Module] = [
+            *(nn.Conv2d(4, c, 3, padding=1), Residual(c, c), PixelAttention(c, heads)),
+            Residual(c, c),
+        ]
+        for level, width in enumerate(widths):
+            for _ in range(blocks):
+                parts.append(Residual(c, width))
+                c = width
+            if level + 1 < len(widths):
+                parts += [nn.Upsample(scale_factor=2), nn.Conv2d(c, c, 3, padding=1)]
+        parts += [nn.GroupNorm(32, c, eps=1e-6), nn.SiLU(), nn.Conv2d(c, 3, 3, padding=1)]
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Latents (N, 4, H, W) → images (N, 3, 8 H, 8 W)."""
+        return cast(torch.Tensor, self.parts(x))
+
+
 # -- transformers ----------------------------------------------------------------------------------
 
 
@@ -360,6 +425,7 @@ WHOLE = (
     Whole("ResNet-50 batch 1, 224", resnet50, (1, 3, 224, 224)),
     Whole("DeepLabV3-ResNet-50 batch 4, 512", deeplab_resnet50, (4, 3, 512, 512)),
     Whole("U-Net batch 8, 256", UNet, (8, 3, 256, 256)),
+    Whole("Latent decoder batch 1, 64 to 512", LatentDecoder, (1, 4, 64, 64)),
     Whole("GPT 12 x 768 batch 8, 512", GPT, (8, 512), tokens=50304),
 )
 TORCHVISION = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -513,3 +514,83 @@ def test_what_is_copied_into_another_dtype_is_converted(of: torch.dtype, to: tor
     whole = torch.zeros(2, 64, 3, 5).to(to).contiguous(memory_format=torch.channels_last)
     eager.copied(x, whole[:, :32])
     assert torch.equal(whole[:, :32], x.to(to)) and not whole[:, 32:].any()
+
+
+# -- statistics of groups by torch's statistics of channels ----------------------------------------
+
+
+def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's CUDA kernel, by its meaning: of contiguous images 1 / deviation is 0 where both the
+    variance and eps are."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    var, mean = torch.var_mean(x.double(), dims, correction=0)
+    inverse = torch.where(var + eps == 0, 0.0, (var + eps).rsqrt())
+    return mean.float(), inverse.float()
+
+
+def affine_step(spec: GraphSpec, monkeypatch: pytest.MonkeyPatch) -> eager.Run | None:
+    """The torch step on a GPU of a graph of one op."""
+    monkeypatch.setattr(eager, "_aten", SimpleNamespace(batch_norm_stats=batch_norm_stats))
+    (node,) = spec.nodes
+    return eager._run_group_affine(spec, node, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous", "gaps"])
+@pytest.mark.parametrize("given", ["", "w", "b", "wb"])
+@pytest.mark.parametrize("shape", [(3, 16, 6, 5), (1, 16, 6, 5), (2, 16, 3, 4, 2)], ids=str)
+def test_what_makes_a_group_norm_is_of_its_channels_statistics(
+    shape: tuple[int, ...], given: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = (
+        torch.randn(shape) * 2 + 3 * torch.randn(shape[1]).view(-1, *(1,) * (len(shape) - 2))
+    ).half()
+    if layout == "channels_last":
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+        x = x.contiguous(memory_format=last)
+    elif layout == "gaps":
+        x = torch.cat([x, x], -1)[..., : shape[-1]]
+    vectors = {"w": torch.rand(16).half() + 0.5, "b": torch.randn(16)}
+    g = cg.Graph("affine")
+    values = [g.input("x", like=x)]
+    values += [g.input(name, like=vectors[name]) if name in given else None for name in "wb"]
+    made = g.group_affine(values[0], 4, *values[1:], eps=1e-3, return_stats=True)
+    for name, value in zip(("affine", "mean", "inv_std"), made, strict=True):
+        g.output(name, value)
+    spec = g.spec()
+    inputs = [x, *(vectors[name] for name in given)]
+    run = affine_step(spec, monkeypatch)
+    assert run is not None
+    outputs = outputs_of(spec)
+    run(inputs, outputs)
+    wanted = reference.run(spec, inputs, torch.float64)
+    for out, want in zip(outputs, wanted, strict=True):
+        assert numerics.relative_error(out, want) < 1e-6
+    norm = F.group_norm(
+        x.double(), 4, *(vectors[n].double() if n in given else None for n in "wb"), 1e-3
+    )
+    assert numerics.relative_error(x.double() * outputs[0][0] + outputs[0][1], norm) < 1e-6
+
+
+def test_groups_of_one_number_have_no_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = cg.Graph("affine")
+    x = torch.full((2, 4, 3, 3), 7.0).contiguous(memory_format=torch.channels_last)
+    g.output("affine", g.group_affine(g.input("x", like=x), 2, eps=1e-4))
+    run, out = affine_step(g.spec(), monkeypatch), torch.empty(2, 2, 4, 1, 1)
+    assert run is not None
+    for each in (x, x.contiguous()):
+        run([each], [out])
+        torch.testing.assert_close(out[0], torch.full((2, 4, 1, 1), 100.0))
+        torch.testing.assert_close(out[1], torch.full((2, 4, 1, 1), -700.0))
+
+
+def test_statistics_of_groups_are_the_references_where_torch_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for shape, dtype in (((0, 4, 3, 3), F16), ((2, 4, 3, 3), torch.float64)):
+        g = cg.Graph("affine")
+        g.output("affine", g.group_affine(g.input("x", shape, dtype), 2))
+        assert affine_step(g.spec(), monkeypatch) is None
+    g = cg.Graph("affine")
+    g.output("affine", g.group_affine(g.input("x", (2, 4, 3, 3), F16), 2))
+    assert eager._run_group_affine(g.spec(), g.spec().nodes[0], CPU) is None

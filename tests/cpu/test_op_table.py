@@ -116,7 +116,7 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", "aten", *LOSSES, *resample.RULES}
+    assert torch_only == {"concat", "aten", "group_affine", *LOSSES, *resample.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
         with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
@@ -148,6 +148,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "batch_norm_backward",
         "instance_norm",
         "instance_norm_backward",
+        "group_affine",
         "layer_norm",
         "layer_norm_backward",
         "rms_norm",

@@ -234,6 +234,10 @@ TORCH = (
     ),
     Known("matrix products take one batch dim", _product(_batches_apart)),
     Known(
+        "cuDNN's norms have no groups of channels",
+        lambda spec: bool(_nodes(spec, "group_affine")),
+    ),
+    Known(
         "products sum up squares of 16-bit rows alone",
         lambda spec: any(_dtype(spec, node) == torch.float32 for node in _nodes(spec, "normalize")),
     ),

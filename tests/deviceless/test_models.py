@@ -13,6 +13,8 @@ import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.importer import import_model
 
+FREE = ("reshape", "transpose", "permute", "slice")  # views, which nothing runs
+
 
 def planned(model: nn.Module, *shape: int) -> cg.Explanation:
     """The plan of a model in float16, channels last."""
@@ -65,6 +67,18 @@ def test_a_u_net_joins_without_a_copy(driver: None) -> None:
     assert found["concat", "view"] == 3
     assert found["conv bias relu", "cuDNN"] == 14
     assert found["conv_transpose", "cuDNN"] == 3
+
+
+def test_group_norms_of_a_decoder_are_statistics_and_a_plan_and_copy_nothing(driver: None) -> None:
+    found = kinds(planned(models.LatentDecoder((128, 64), 1, heads=2), 1, 4, 16, 16))
+    norms = found["group_affine", "torch"]
+    assert norms == 10
+    # Behind the statistics one pass over the images, with SiLU; without it in front of attention.
+    assert found["scale bias silu", "cuDNN"] == norms - 1
+    assert found["scale bias", "cuDNN"] == 1
+    moving = {ops for ops, runs in found if runs == "torch" and ops.split()[0] not in FREE}
+    assert moving == {"group_affine", "interpolate"}
+    assert not any("identity" in ops for ops, _ in found)
 
 
 @pytest.mark.parametrize("name", ["gpt", "vit", "convnext"])

@@ -32,6 +32,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
         lambda: models.UNet(16, 3),
         lambda: torch.randn(2, 3, 64, 64, device="cuda", dtype=F16),
     ),
+    "decoder": (
+        lambda: models.LatentDecoder((128, 64), 1, heads=2),
+        lambda: torch.randn(2, 4, 16, 16, device="cuda", dtype=F16),
+    ),
     "gpt": (
         lambda: models.GPT(97, 128, 2, 64),
         lambda: torch.randint(0, 97, (3, 64), device="cuda"),
