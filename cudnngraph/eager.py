@@ -21,7 +21,7 @@ from .backend import pooling
 from .ir import GraphSpec, Node, view_strides
 from .lasting import lasting
 from .ops import ATTENTION, OPS
-from .rewrites import BOUNDED
+from .rewrites import BOUNDED, by_flash
 from .views import view_place
 
 Tensors = Sequence[torch.Tensor]
@@ -305,6 +305,45 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
     return run
 
 
+def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
+    """Packed attention by torch's flash attention; None where :func:`by_flash` says no, or torch
+    was built without it."""
+    available: Any = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+    kinds = {spec.tensors[str(name)].dtype for name in (*node.inputs[:3], node.outputs[0])}
+    narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
+    if device.type != "cuda" or not narrow or not by_flash(node, spec.tensors):
+        return None
+    if available is None or not available():
+        return None
+    operands = [spec.inputs.index(str(name)) for name in node.inputs[:5]]
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [None if name is None else place.get(name) for name in node.outputs]
+    left, right = node.attr("window") or (None, None)
+    band = {
+        "window_size_left": -1 if left is None else left,
+        "window_size_right": -1 if right is None else right,
+    }
+    longest = node.attr("max_seqlen_q"), node.attr("max_seqlen_kv")
+    causal, scale = node.attr("is_causal"), node.attr("scale")
+
+    def run(inputs: Tensors, outputs: Tensors) -> None:
+        given = [inputs[at] for at in operands]
+        if any(x.data_ptr() % 16 for x in given[:3]):
+            reference.run_into(spec, inputs, outputs)
+            return
+        o, lse, *_ = _aten._flash_attention_forward(
+            *given, *longest, 0.0, causal, False, scale=scale, **band
+        )
+        if places[0] is not None:
+            outputs[places[0]].copy_(o)
+        if places[1] is not None:
+            # Its lse of a row without a key, and of one of NaN, is inf; o is 0 there, or NaN.
+            lse = lse.t()
+            outputs[places[1]].copy_(torch.where(lse == math.inf, o[..., 0] - math.inf, lse))
+
+    return run
+
+
 # As good as 0, which torch's kernel for contiguous images takes for a variance of 0's sign.
 _LEAST_VARIANCE = 1e-30
 
@@ -490,6 +529,8 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
         return _run_aten(spec, nodes[0])
     if len(nodes) == 1 and nodes[0].op == "instance_norm_backward":
         return _run_instance_norm_backward(spec, nodes[0], device)
+    if len(nodes) == 1 and nodes[0].op == "sdpa_varlen":
+        return _run_packed(spec, nodes[0], device)
     if len(nodes) == 1 and nodes[0].op == "group_affine":
         return _run_group_affine(spec, nodes[0], device)
     if len(nodes) != 1 or len(nodes[0].results) != 1:

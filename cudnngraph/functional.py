@@ -170,11 +170,12 @@ def attention_varlen(
     k: Value,
     v: Value,
     cu_seqlens_q: Value,
-    cu_seqlens_kv: Value,
+    cu_seqlens_kv: Value | None,
     **options: Any,
 ) -> Value | tuple[Value, ...]:
-    """Attention within packed sequences."""
-    return g.sdpa_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)  # type: ignore[no-any-return]
+    """Attention within packed sequences; those of k and v are q's where nothing is given."""
+    ends = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    return g.sdpa_varlen(q, k, v, cu_seqlens_q, ends, **options)  # type: ignore[no-any-return]
 
 
 @torch_ops.function
@@ -1315,12 +1316,14 @@ def varlen_attention(
     """Attention within sequences packed one behind the other, (T, H, D).
 
     Arguments are those of :meth:`cudnngraph.Graph.sdpa_varlen`. The sequences may change from call
-    to call; another number of them, of tokens, or another longest one is another graph.
+    to call; another number of them, of tokens, or another longest one is another graph. One tensor
+    for both ``cu_seqlens`` says that those of q and k are the same, for which there is more.
     """
     query, key, value = cast(query, key, value)
     band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)
     static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    same = cu_seqlens_kv is cu_seqlens_q
+    tensors = (query, key, value, cu_seqlens_q, None if same else cu_seqlens_kv)
     result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result
 

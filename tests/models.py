@@ -107,7 +107,7 @@ def packed_training(tokens: int = 64, heads: int = 4, width: int = 64) -> cg.Gra
     do = g.input("do", (tokens, heads, width), torch.float16)
     buffer = g.tanh(x)
     qkv = [g.reshape(g.slice(buffer, 1, at, at + 1), (tokens, heads, width)) for at in range(3)]
-    o, lse = g.sdpa_varlen(*qkv, ends, ends, 32, 32, return_lse=True)
+    o, lse = g.sdpa_varlen(*qkv, ends, ends, 32, 32, return_lse=True, finite_padding=True)
     g.output("o", o)
     gradients = g.sdpa_varlen_backward(do, *qkv, o, lse, ends, ends, 32, 32)
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):

@@ -1344,6 +1344,7 @@ class Packed:
     memory: str = "thd"
     longest: int = 0  # more than the longest sequence has
     finite: bool = False
+    own: bool = False  # keys are of the rows' sequences: one tensor says where both end
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -1365,7 +1366,9 @@ class Packed:
             at = stride.get(self.memory)
             data.append(g.input(name, (tokens, heads, depth), self.dtype, stride=at))
         count = (len(self.len_q) + 1,)
-        where: list[Any] = [g.input(f"cu_{of}", count, torch.int32) for of in ("q", "kv")]
+        ends = ("q",) if self.own else ("q", "kv")
+        where: list[Any] = [g.input(f"cu_{of}", count, torch.int32) for of in ends]
+        where *= 3 - len(where)
         where += [max(self.len_q) + self.longest, max(self.keys) + self.longest]
         options = {
             "is_causal": self.causal,
@@ -1432,6 +1435,8 @@ def _packed_cases() -> list[tuple[str, Packed, str]]:
         ("heads_first", replace(p, memory="htd"), ""),
         ("longest", replace(p, longest=30), "max_seqlen above the longest sequence"),
         ("finite", replace(p, causal=True, finite=True), "a promise"),
+        ("own", replace(p, own=True, causal=True, lse=True), "torch's flash attention on a GPU"),
+        ("own_window", replace(p, own=True, window=(9, 3)), ""),
         ("one", replace(p, len_q=(65,), causal=True), "a batch of one"),
         ("ones", replace(p, len_q=(1, 1, 1, 1), len_kv=(20, 7, 33, 64)), "one row each"),
     ]
@@ -1440,7 +1445,7 @@ def _packed_cases() -> list[tuple[str, Packed, str]]:
 def _packed() -> Iterator[Case]:
     cases = {name: (packed, note) for name, packed, note in _packed_cases()}
     again = {
-        BF16: ("causal", "gqa", "bottom_right"),
+        BF16: ("causal", "gqa", "bottom_right", "own"),
         F32: ("causal", "cross"),
         F64: ("bottom_right", "packed", "d_v"),
     }

@@ -34,7 +34,7 @@ from ..ir import (
     same_layout,
 )
 from ..ops import FP8, OPS, QUANTIZED
-from ..rewrites import ALIKE, REPEATABLE, token_widths
+from ..rewrites import ALIKE, REPEATABLE, by_flash, token_widths
 from ..validate import check_node
 from . import env
 
@@ -1730,6 +1730,8 @@ def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> 
     """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
     name = _port(node, "ragged")
     if name is None:  # cutting gives offsets to 16-bit data
+        if tensor.dtype in LOW_PRECISION and by_flash(node, spec.tensors):
+            raise _Refused("torch's flash attention is faster where nothing is promised")
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     batch = spec.tensors[name].shape[1] - 1
     longest = node.attr("max_seqlen_kv" if keys else "max_seqlen_q")

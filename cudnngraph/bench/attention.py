@@ -221,9 +221,9 @@ def packed(h: int, d: int, lengths: tuple[int, ...], *, finite: bool = False) ->
     """Causal attention within packed sequences; torch's way is its flash attention's own."""
     g, total, longest = Graph("attention"), sum(lengths), max(lengths)
     q, k, v = (g.input(name, (total, h, d), BF16) for name in "qkv")
-    ends = [g.input(name, (len(lengths) + 1,), torch.int32) for name in ("cu_q", "cu_kv")]
+    ends = g.input("ends", (len(lengths) + 1,), torch.int32)
     o = g.sdpa_varlen(
-        *(q, k, v, ends[0], ends[1]), longest, longest, is_causal=True, finite_padding=finite
+        *(q, k, v, ends, ends), longest, longest, is_causal=True, finite_padding=finite
     )
     where = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
@@ -237,14 +237,14 @@ def packed(h: int, d: int, lengths: tuple[int, ...], *, finite: bool = False) ->
 
     def flash(t: Tensors) -> torch.Tensor:
         made = torch.ops.aten._flash_attention_forward(
-            t["q"], t["k"], t["v"], t["cu_q"], t["cu_kv"], longest, longest, 0.0, True, False
+            t["q"], t["k"], t["v"], t["ends"], t["ends"], longest, longest, 0.0, True, False
         )
         out: torch.Tensor = made[0]
         return out
 
     label = f"packed {len(lengths)}x{min(lengths)}-{longest} H{h} D{d} causal"
     label += " finite padding" if finite else ""
-    return _case(label, g, o, eager, {"torch flash": flash}, {"cu_q": where, "cu_kv": where})
+    return _case(label, g, o, eager, {"torch flash": flash}, {"ends": where})
 
 
 def decode(b: int, h: int, kv_heads: int, keys: int, d: int, *, page: int | None = None) -> Case:

@@ -15,9 +15,11 @@ from cudnngraph import eager, reference
 from cudnngraph.ir import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops import OPS
 from cudnngraph.partition import Graph, piece
+from cudnngraph.rewrites import by_flash
 from tests import numerics
 from tests.copies import check_slices
 from tests.cuttings import every_cutting
+from tests.flash import flash_attention_forward
 from tests.samples import Case, enumerate_cases, make_inputs
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -594,3 +596,105 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_kernel(
     g = cg.Graph("affine")
     g.output("affine", g.group_affine(g.input("x", (2, 4, 3, 3), F16), 2))
     assert eager._run_group_affine(g.spec(), g.spec().nodes[0], CPU) is None
+
+
+# -- packed attention by torch's flash attention ---------------------------------------------------
+
+PACKED = [case for case in CASES if case.family == "sdpa_varlen"]
+
+
+def flash_run(monkeypatch: pytest.MonkeyPatch, spec: GraphSpec) -> eager.Run | None:
+    """The torch step on a GPU, with a flash attention that runs here."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    fake = SimpleNamespace(_flash_attention_forward=flash_attention_forward)
+    monkeypatch.setattr(eager, "_aten", fake)
+    return eager._run_packed(spec, spec.nodes[0], torch.device("cuda"))
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_attention_by_flash_attention_is_the_references(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = case.build().spec()
+    inputs = inputs_of(spec, make_inputs(case))
+    run = flash_run(monkeypatch, spec)
+    narrow = case.dtype in (F16, BF16)
+    assert (run is not None) == (narrow and by_flash(spec.nodes[0], spec.tensors))
+    if run is None:
+        assert not narrow or not {"plain", "cross", "own", "bottom_right"} & {case.id.split("-")[1]}
+        return
+    outputs = outputs_of(spec)
+    run(inputs, outputs)
+    wanted = reference.run(spec, inputs, torch.float64)
+    for out, want in zip(outputs, wanted, strict=True):
+        ends = torch.isneginf(want)
+        assert torch.equal(torch.isneginf(out), ends)
+        error = numerics.relative_error(out.masked_fill(ends, 0.0), want.masked_fill(ends, 0.0))
+        assert error <= numerics.bound(case.dtype, terms=case.terms)
+
+
+def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() -> None:
+    def takes(
+        width: int = 64,
+        own: bool = True,
+        longest: int = 32,
+        stride: int = 256,
+        v_width: int | None = None,
+        tokens: int = 64,
+        **options: Any,
+    ) -> bool:
+        g = cg.Graph("packed")
+        q = g.input("q", (tokens, 4, width), F16, stride=(stride, stride // 4, 1))
+        v = g.input("v", (tokens, 4, v_width or width), F16)
+        ends = g.input("ends", (5,), torch.int32)
+        other = ends if own else g.input("other", (5,), torch.int32)
+        g.output("o", g.sdpa_varlen(q, q, v, ends, other, longest, longest, **options))
+        (node,) = g.spec().nodes
+        return by_flash(node, g.spec().tensors)
+
+    assert takes() and takes(is_causal=True) and takes(window=(3, 0))
+    assert not takes(finite_padding=True)  # a plan is faster
+    assert not takes(longest=1)  # torch folds heads into rows there
+    assert takes(own=False) and not takes(own=False, is_causal=True)
+    assert not takes(own=False, window=(3, None))
+    assert takes(own=False, is_causal=True, diagonal_alignment="bottom_right")
+    assert takes(width=256, stride=1024) and not takes(width=264, stride=1056)
+    assert not takes(width=60, stride=240) and not takes(v_width=32) and not takes(stride=260)
+    assert not takes(tokens=0)
+
+
+def test_without_flash_attention_packed_attention_is_the_references(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = next(case for case in PACKED if case.id == "sdpa_varlen-own-fp16")
+    spec = case.build().spec()
+    assert flash_run(monkeypatch, spec) is not None
+    assert eager._run_packed(spec, spec.nodes[0], CPU) is None
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
+
+
+def test_packed_attention_at_an_odd_address_is_the_references(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = next(case for case in PACKED if case.id == "sdpa_varlen-own-fp16")
+    spec = case.build().spec()
+    run = flash_run(monkeypatch, spec)
+    assert run is not None
+    monkeypatch.setattr(eager._aten, "_flash_attention_forward", None)
+    inputs, outputs = inputs_of(spec, make_inputs(case)), outputs_of(spec)
+    odd = torch.empty(inputs[0].numel() + 1, dtype=F16)[1:].view(inputs[0].shape)
+    run([odd.copy_(inputs[0]), *inputs[1:]], outputs)
+    want = reference.run(spec, inputs, torch.float64)[0]
+    assert numerics.relative_error(outputs[0], want) <= numerics.bound(F16, terms=case.terms)
+
+
+def test_the_lse_of_a_row_of_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in PACKED if case.id == "sdpa_varlen-own-fp16")
+    spec = case.build().spec()
+    run = flash_run(monkeypatch, spec)
+    assert run is not None
+    inputs, outputs = inputs_of(spec, make_inputs(case)), outputs_of(spec)
+    inputs[0][50] = math.nan
+    run(inputs, outputs)
+    assert outputs[1][50].isnan().all() and outputs[1].isnan().sum() == 4

@@ -418,6 +418,8 @@ def test_packed_attention_is_attention_of_each_sequence_with_gradients() -> None
     found, right = (torch.autograd.grad(y, [q, k, v], grad) for y in (o, theirs))
     for a, b in zip((o, *found), (theirs, *right), strict=True):
         assert float((a - b).detach().abs().max()) < 1e-12
+    apart = CF.varlen_attention(q, k, v, ends, ends.clone(), 9, 9, is_causal=True)
+    assert torch.equal(o, apart)
     _, lse = CF.varlen_attention(q, k, v, ends, ends, 9, 9, return_lse=True)
     assert lse.shape == (16, 4) and not lse.requires_grad
 

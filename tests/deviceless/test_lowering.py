@@ -36,7 +36,7 @@ from cudnngraph.ir import (
 from cudnngraph.layout import Laid, Layout
 from cudnngraph.ops import ATTENTION, OPS
 from cudnngraph.partition import Graph, piece
-from cudnngraph.rewrites import offsets_of_sequences
+from cudnngraph.rewrites import by_flash, offsets_of_sequences
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
@@ -236,6 +236,10 @@ TORCH = (
     Known(
         "cuDNN's norms have no groups of channels",
         lambda spec: bool(_nodes(spec, "group_affine")),
+    ),
+    Known(
+        "torch's flash attention is faster where nothing is promised of other sequences",
+        lambda spec: any(by_flash(node, spec.tensors) for node in spec.nodes),
     ),
     Known(
         "products sum up squares of 16-bit rows alone",
