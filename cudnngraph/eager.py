@@ -305,15 +305,20 @@ def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.devic
     return run
 
 
+FLASH_CAPABILITY = (8, 0)
+
+
 def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
     """Packed attention by torch's flash attention; None where :func:`by_flash` says no, or torch
     was built without it."""
     available: Any = getattr(torch.backends.cuda, "is_flash_attention_available", None)
-    kinds = {spec.tensors[str(name)].dtype for name in (*node.inputs[:3], node.outputs[0])}
+    kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
     narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
     if device.type != "cuda" or not narrow or not by_flash(node, spec.tensors):
         return None
     if available is None or not available():
+        return None
+    if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return None
     operands = [spec.inputs.index(str(name)) for name in node.inputs[:5]]
     place = {name: at for at, name in enumerate(spec.outputs)}
@@ -328,9 +333,8 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         given = [inputs[at] for at in operands]
-        if any(x.data_ptr() % 16 for x in given[:3]):
-            reference.run_into(spec, inputs, outputs)
-            return
+        data = (x.contiguous().clone() if x.data_ptr() % 16 else x for x in given[:3])
+        given = [*data, *(ends.contiguous() for ends in given[3:])]
         o, lse, *_ = _aten._flash_attention_forward(
             *given, *longest, 0.0, causal, False, scale=scale, **band
         )

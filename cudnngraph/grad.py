@@ -985,56 +985,6 @@ def _normalize(ctx: Context) -> Gradients:
     return {"x": dx}
 
 
-def _group_affine(ctx: Context) -> Gradients:
-    """Of scale = weight * inv_std and shift = bias - mean * scale, for each group of channels."""
-    g, x = ctx.g, ctx.spec("x")
-    n, c, *pixels = x.shape
-    groups = ctx.node.attr("num_groups")
-    width = c // groups
-    count = width * math.prod(pixels)
-
-    @cache
-    def given() -> tuple[Value, Value]:
-        """What comes back to the scales and the shifts, (N, groups, channels of a group)."""
-        parts = (g.slice(ctx.dy, 0, at, at + 1) for at in range(2))
-        scales, shifts = (g.reshape(part, (n, groups, width)) for part in parts)
-        return scales, shifts
-
-    def statistic(place: int) -> Value:
-        return g.reshape(ctx.result(place), (n, groups, 1))
-
-    def weighted(value: Value) -> Value:
-        """Summed over a group's channels, each times its weight."""
-        if ctx.name("weight") is not None:
-            value = value * g.reshape(ctx["weight"], (1, groups, width))
-        return ctx.build.wide(g.reduction(value, (2,), "sum", keepdim=True))
-
-    @cache
-    def pulled() -> Value:
-        scales, shifts = given()
-        return scales - statistic(1) * shifts
-
-    def dx() -> Value:
-        mean, inverse = statistic(1), statistic(2)
-        slope = weighted(pulled()) * inverse * inverse * inverse * (-1.0 / count)
-        start = weighted(given()[1]) * inverse * (-1.0 / count) - slope * mean
-        each = [
-            g.reshape(g.expand(value, (n, groups, width), (0, 1, 2)), (n, c, *(1,) * len(pixels)))
-            for value in (slope, start)
-        ]
-        return ctx["x"] * each[0] + each[1]
-
-    def vector(value: Value, port: str) -> Value:
-        total = ctx.build.wide(g.reduction(value, (0,), "sum"))
-        return g.reshape(total, ctx.spec(port).shape)
-
-    return {
-        "x": dx,
-        "weight": lambda: vector(pulled() * statistic(2), "weight"),
-        "bias": lambda: vector(given()[1], "bias"),
-    }
-
-
 def _reduction(ctx: Context) -> Gradients:
     g, x, node = ctx.g, ctx.spec("x"), ctx.node
     dims, mode, keep = node.attr("dims"), node.attr("mode"), node.attr("keepdim")
@@ -1260,7 +1210,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "adaptive_max_pool_backward": _second("adaptive_max_pool_backward"),
     "interpolate": _of_image("interpolate_backward"),
     "interpolate_backward": _back_to("interpolate"),
-    "group_affine": _group_affine,
+    "group_affine": NoGradient("has no gradient: it is for inference; group_norm has one"),
     "normalize": _normalize,
     "reduction": _reduction,
     "expand": _expand,

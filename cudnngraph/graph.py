@@ -675,7 +675,8 @@ class Graph:
 
         x (N, C, ...), weight and bias (C,) in x's dtype or float32 → (2, N, C, 1, ...) in float32:
         ``weight / sqrt(var + eps)`` of the channel's group, and ``bias - mean * factor``. With
-        ``return_stats=True`` mean and 1 / sqrt(var + eps) too, (N, num_groups).
+        ``return_stats=True`` mean and 1 / sqrt(var + eps) too, (N, num_groups). For inference:
+        it has no gradient.
         """
         outputs = self._apply(
             "group_affine",
@@ -696,9 +697,9 @@ class Graph:
     ) -> Value:
         """F.group_norm: each group of channels of each image, then * weight + bias per channel.
 
-        x (N, C, ...), weight and bias (C,) in x's dtype or float32. Of a channels_last x, y lies
-        so too: :meth:`group_affine` of it, multiplied and added. Else y is contiguous: an
-        :meth:`instance_norm` over groups in the place of channels, x seen as (N, num_groups, ...).
+        x (N, C, ...), weight and bias (C,) in x's dtype or float32. An :meth:`instance_norm` over
+        groups in the place of channels, x seen as (N, num_groups, ...): a channels_last x is copied
+        for it, and y is contiguous. For inference :meth:`group_affine` copies nothing.
         """
         spec = x.spec
         ok = isinstance(num_groups, int) and not isinstance(num_groups, bool) and num_groups > 0
@@ -712,14 +713,6 @@ class Graph:
         n, c = spec.shape[:2]
         if num_groups == c and (weight is None) == (bias is None) and spec.shape[2:]:
             return self.instance_norm(x, weight, bias, eps=eps)  # type: ignore[no-any-return]
-        last = is_channels_last(spec.shape, spec.stride)
-        if len(spec.shape) > 3 and last and not is_contiguous(spec.shape, spec.stride):
-            made = self.group_affine(x, num_groups, weight, bias, eps=eps)
-            column = (n, c, *(1,) * (len(spec.shape) - 2))
-            factor, shift = (
-                self.reshape(self.slice(made, 0, at, at + 1), column) for at in range(2)
-            )
-            return self.bias(self.scale(x, factor), shift)
         width = numel(spec.shape[1:]) // num_groups
         y = self.instance_norm(self.reshape(x, (n, num_groups, width)), eps=eps)
         y = self.reshape(y, spec.shape)

@@ -1379,14 +1379,18 @@ def _layer_norm(c: _Conversion, a: Arguments) -> Any:
 
 
 def _group_norm(c: _Conversion, a: Arguments) -> Any:
-    """Of images that lie channels last; of others torch has it in two kernels."""
+    """Of images that lie channels last, by a factor and a shift for each channel, in their strides;
+    of others torch has it in two kernels."""
     x = c.value(a["input"])
     if len(x.shape) < 4 or is_contiguous(x.shape, x.stride):
         raise _Skip
     if not is_channels_last(x.shape, x.stride):
         raise _Skip
     weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
-    return c.g.group_norm(x, int(a["num_groups"]), weight, bias, eps=float(a["eps"]))
+    made = c.g.group_affine(x, int(a["num_groups"]), weight, bias, eps=float(a["eps"]))
+    column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    factor, shift = (c.g.reshape(c.g.slice(made, 0, at, at + 1), column) for at in range(2))
+    return c.g.bias(c.g.scale(x, factor), shift)
 
 
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:

@@ -241,9 +241,10 @@ class Graph:
 
     def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
         """The dtype of the data that a node works on: of its first operand for an anchor, else what
-        its largest floating operands have in common. What becomes of 8-bit data is data anew."""
+        its largest floating operands have in common. What becomes of 8-bit data is data anew, and
+        so is what a group norm multiplies by and adds: rounded, it would move whole images."""
         own = self.spec.tensors[node.results[0]].dtype
-        if node.op in ("constant", "quantize", "dequantize"):
+        if node.op in ("constant", "quantize", "dequantize", "group_affine"):
             return own
         if self.is_anchor(node):
             dtype = data[node.operands[0]]

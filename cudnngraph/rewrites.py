@@ -392,11 +392,15 @@ def by_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     if names["ragged"] is not None:
         return False
     q, k, v = (tensors[str(names[port])] for port in "qkv")
-    banded = node.attr("is_causal") or node.attr("window") is not None
-    alike = node.attr("max_seqlen_q") == node.attr("max_seqlen_kv")
-    alike = alike and names["cu_seqlens_q"] == names["cu_seqlens_kv"]
+    causal, window = node.attr("is_causal"), node.attr("window")
+    longest = node.attr("max_seqlen_q"), node.attr("max_seqlen_kv")
+    alike = longest[0] == longest[1] and names["cu_seqlens_q"] == names["cu_seqlens_kv"]
+    at_the_end = node.attr("diagonal_alignment") == "bottom_right"
+    if window is not None and not causal and (window[1] is None or window[1] >= longest[1]):
+        # It sees as many keys to the right as the longest k has, from rows left of the first too.
+        at_the_end = at_the_end and longest[0] <= longest[1]
     return (
-        (not banded or alike or node.attr("diagonal_alignment") == "bottom_right")
+        ((not causal and window is None) or alike or at_the_end)
         and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
         and min(q.numel, k.numel) > 0
         and all(x.stride[-1] == 1 for x in (q, k, v))

@@ -85,6 +85,7 @@ ROWS = (
     Row("norms", "`normalize`: rows by their norms", "^normalize-"),
     Row("norms", "`instance_norm`, the same", "^image_norm-instance"),
     Row("norms", "`group_norm`, by composition", "^image_norm-group"),
+    Row("norms", "the same by `group_affine`, for inference", "^group_affine-"),
     Row("norms", "`batch_norm_train`, activation behind", "^batch_norm_train-"),
     Row("products", "`matmul`, `linear` + bias, activation, residual", "^(matmul|view-linear)"),
     Row("products", "`mlp`: Linear → activation → Linear, SwiGLU, GeGLU", "^view-(mlp|swiglu)"),

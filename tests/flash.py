@@ -25,13 +25,20 @@ def flash_attention_forward(
     window_size_right: int,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
     """o (T, H, D), and lse (H, T), inf in rows that have no key or NaN. Diagonals end at the bottom
-    right; what is below 0 is no window. Tokens behind the last sequence are NaN."""
+    right; a side of a window below 0, or of the longest k, is none, and is as long as the longest k
+    where the other side is one. Tokens behind the last sequence are NaN."""
     assert dropout_p == 0.0 and not return_debug_mask
+    assert cum_seq_q.is_contiguous() and cum_seq_k.is_contiguous()
+    assert all(x.data_ptr() % 16 == 0 and x.stride(-1) == 1 for x in (q, k, v))
     assert cum_seq_q.diff().max() <= max_q and cum_seq_k.diff().max() <= max_k
     heads = q.shape[1]
     o = torch.full_like(q, math.nan)
     lse = torch.full((heads, len(q)), math.nan)
-    right = 0 if is_causal else window_size_right
+    left, right = window_size_left, 0 if is_causal else window_size_right
+    left = -1 if left >= max_k else left
+    right = -1 if right >= max_k else right
+    left = max_k if left < 0 and right >= 0 else left
+    right = max_k if left >= 0 and right < 0 else right
     ends = zip(cum_seq_q.tolist(), cum_seq_k.tolist(), strict=True)
     for (row, key), (row_end, key_end) in pairwise(ends):
         a, b, c = q[row:row_end], k[key:key_end], v[key:key_end]
@@ -40,8 +47,8 @@ def flash_attention_forward(
         distance = torch.arange(b.shape[1]) - torch.arange(a.shape[1])[:, None]
         distance = distance - (b.shape[1] - a.shape[1])
         keep = torch.ones_like(distance, dtype=torch.bool)
-        if window_size_left >= 0:
-            keep &= distance >= -window_size_left
+        if left >= 0:
+            keep &= distance >= -left
         if right >= 0:
             keep &= distance <= right
         scores = torch.where(keep, a @ b.transpose(1, 2) * scale, -math.inf)

@@ -39,13 +39,13 @@ def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
 
 
 def differentiable(case: Case) -> bool:
-    """Whether a sample has a gradient: not one of gradients' own ops, of torch's, of a cache, nor
-    one of whole numbers, bools or 8 bits alone. Sums, means and norms in training are among the
-    ops of gradients."""
+    """Whether a sample has a gradient: not one of gradients' own ops, of torch's, of inference
+    alone, nor one of whole numbers, bools or 8 bits alone. Sums, means and norms in training are
+    among the ops of gradients."""
     if case.id.startswith(("gradients-sum", "gradients-mean", "gradients-norm_")):
         return "backward" not in case.id
     bools = ("pointwise-comparisons", "view-bools")
-    without = ("gradients", "aten", "sdpa_paged", "ragged_offsets", "int8", "fp8")
+    without = ("gradients", "aten", "group_affine", "sdpa_paged", "ragged_offsets", "int8", "fp8")
     return case.family not in without and not case.id.startswith(bools)
 
 

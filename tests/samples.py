@@ -2000,6 +2000,7 @@ class ImageNorm:
     residual: bool = False
     act: str | None = None
     stats: bool = False
+    affine: bool = False  # by a factor and a shift for each channel
 
     def declare(self, g: cg.Graph) -> dict[str, cg.Value]:
         """x, weight and bias, and the residual."""
@@ -2020,6 +2021,11 @@ class ImageNorm:
             y, mean, inv_std = g.instance_norm(x, *params, eps=self.eps, return_stats=True)
             g.output("mean", mean)
             g.output("inv_std", inv_std)
+        elif self.affine:
+            made = g.group_affine(x, self.groups, *params, eps=self.eps)
+            column = (*self.x[:2], *(1,) * (len(self.x) - 2))
+            factor, shift = (g.reshape(g.slice(made, 0, at, at + 1), column) for at in range(2))
+            y = g.bias(g.scale(x, factor), shift)
         elif self.groups:
             y = g.group_norm(x, self.groups, *params, eps=self.eps)
         else:
@@ -2069,6 +2075,8 @@ class ImageNorm:
 
 
 _IMAGE_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(2.0, 0.5)}
+# Far from 0 beside their deviation, where what is added must not be rounded to 16 bits.
+_FAR_FILLS: Mapping[str, Fill] = {"w": uniform(0.5, 1.5), "x": normal(1.0, 30.0)}
 
 
 def _normalized(
@@ -2140,18 +2148,7 @@ def _image_norms() -> Iterator[Case]:
             for dtype, params in ((F16, F32), (BF16, BF16), (F32, F32))
         },
         "group_residual_silu": ImageNorm(image, BF16, 4, params=BF16, residual=True, act="silu"),
-        **{
-            f"group_{SHORT[dtype]}_channels_last": ImageNorm(
-                image, dtype, 4, params=params, at=last
-            )
-            for dtype, params in ((F16, F16), (BF16, F32), (F32, F32), (F64, F64))
-        },
-        "group_silu_channels_last": ImageNorm(image, F16, 8, params=F16, act="silu", at=last),
-        "group_one_channels_last": ImageNorm(image, BF16, 1, params=BF16, at=last),
-        "group_each_channels_last": ImageNorm(image, F16, 16, params=None, at=last),
-        "group_bare_channels_last": ImageNorm(image, F16, 4, params=None, at=last),
-        "group_single_channels_last": ImageNorm((1, 64, 6, 8), F16, 32, params=F16, at=last),
-        "group_volume_channels_last": ImageNorm((2, 8, 5, 6, 7), F16, 4, params=F16, at=last),
+        "group_channels_last": ImageNorm(image, F16, 4, at=last),
         "group_one": ImageNorm(image, F16, 1),
         "group_each": ImageNorm(image, F16, 16),
         "group_without_affine": ImageNorm(image, F32, 4, params=None),
@@ -2159,12 +2156,27 @@ def _image_norms() -> Iterator[Case]:
         "group_flat": ImageNorm((6, 64), F32, 4),
         "group_float64": ImageNorm(image, F64, 4, params=F64),
     }
-    for name, norm in norms.items():
-        terms = math.prod(norm.x) // max(norm.x[0], 1)
-        label = f"image_norm-{name}"
-        yield Case(
-            label, "image_norm", norm.dtype, norm.build, norm.eager, _IMAGE_FILLS, terms=terms
-        )
+    affine = {
+        **{
+            SHORT[dtype]: ImageNorm(image, dtype, 4, params=params, at=last)
+            for dtype, params in ((F16, F16), (BF16, F32), (F32, F32), (F64, F64))
+        },
+        "silu": ImageNorm(image, F16, 8, params=F16, act="silu", at=last),
+        "one": ImageNorm(image, BF16, 1, params=BF16, at=last),
+        "each": ImageNorm(image, F16, 16, params=None, at=last),
+        "bare": ImageNorm(image, F16, 4, params=None, at=last),
+        "single": ImageNorm((1, 64, 6, 8), F16, 32, params=F16, at=last),
+        "volume": ImageNorm((2, 8, 5, 6, 7), F16, 4, params=F16, at=last),
+        "contiguous": ImageNorm(image, F16, 4, params=F16),
+    }
+    affine = {name: replace(norm, affine=True) for name, norm in affine.items()}
+    for family, many in (("image_norm", norms), ("group_affine", affine)):
+        for name, norm in many.items():
+            terms = math.prod(norm.x) // max(norm.x[0], 1)
+            far = norm.affine and norm.dtype in (F16, BF16)
+            fills = _FAR_FILLS if far else _IMAGE_FILLS
+            label = f"{family}-{name}"
+            yield Case(label, family, norm.dtype, norm.build, norm.eager, fills, terms=terms)
 
 
 def _image_norm_gradients() -> Iterator[Case]:

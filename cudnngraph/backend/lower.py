@@ -1730,7 +1730,8 @@ def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> 
     """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
     name = _port(node, "ragged")
     if name is None:  # cutting gives offsets to 16-bit data
-        if tensor.dtype in LOW_PRECISION and by_flash(node, spec.tensors):
+        q = spec.tensors[str(_port(node, "q"))]
+        if q.dtype in LOW_PRECISION and by_flash(node, spec.tensors):
             raise _Refused("torch's flash attention is faster where nothing is promised")
         raise _Refused("cuDNN attention takes float16 and bfloat16 only")
     batch = spec.tensors[name].shape[1] - 1

@@ -606,6 +606,7 @@ PACKED = [case for case in CASES if case.family == "sdpa_varlen"]
 def flash_run(monkeypatch: pytest.MonkeyPatch, spec: GraphSpec) -> eager.Run | None:
     """The torch step on a GPU, with a flash attention that runs here."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     fake = SimpleNamespace(_flash_attention_forward=flash_attention_forward)
     monkeypatch.setattr(eager, "_aten", fake)
     return eager._run_packed(spec, spec.nodes[0], torch.device("cuda"))
@@ -637,7 +638,7 @@ def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() ->
     def takes(
         width: int = 64,
         own: bool = True,
-        longest: int = 32,
+        longest: int | tuple[int, int] = 32,
         stride: int = 256,
         v_width: int | None = None,
         tokens: int = 64,
@@ -648,7 +649,8 @@ def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() ->
         v = g.input("v", (tokens, 4, v_width or width), F16)
         ends = g.input("ends", (5,), torch.int32)
         other = ends if own else g.input("other", (5,), torch.int32)
-        g.output("o", g.sdpa_varlen(q, q, v, ends, other, longest, longest, **options))
+        most = longest if isinstance(longest, tuple) else (longest, longest)
+        g.output("o", g.sdpa_varlen(q, q, v, ends, other, *most, **options))
         (node,) = g.spec().nodes
         return by_flash(node, g.spec().tensors)
 
@@ -657,7 +659,10 @@ def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() ->
     assert not takes(longest=1)  # torch folds heads into rows there
     assert takes(own=False) and not takes(own=False, is_causal=True)
     assert not takes(own=False, window=(3, None))
-    assert takes(own=False, is_causal=True, diagonal_alignment="bottom_right")
+    right = {"own": False, "diagonal_alignment": "bottom_right"}
+    assert takes(is_causal=True, **right) and takes(window=(3, None), **right)
+    assert not takes(longest=(40, 32), window=(3, None), **right)  # torch widens it to all keys
+    assert takes(longest=(40, 32), is_causal=True, window=(3, None), **right)
     assert takes(width=256, stride=1024) and not takes(width=264, stride=1056)
     assert not takes(width=60, stride=240) and not takes(v_width=32) and not takes(stride=260)
     assert not takes(tokens=0)
@@ -670,21 +675,28 @@ def test_without_flash_attention_packed_attention_is_the_references(
     spec = case.build().spec()
     assert flash_run(monkeypatch, spec) is not None
     assert eager._run_packed(spec, spec.nodes[0], CPU) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
 
 
-def test_packed_attention_at_an_odd_address_is_the_references(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("odd", range(3))
+def test_what_lies_at_an_odd_address_or_apart_is_copied_for_flash_attention(
+    odd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """q, k or v at an odd element; where sequences end in every second number."""
     case = next(case for case in PACKED if case.id == "sdpa_varlen-own-fp16")
     spec = case.build().spec()
     run = flash_run(monkeypatch, spec)
     assert run is not None
-    monkeypatch.setattr(eager._aten, "_flash_attention_forward", None)
     inputs, outputs = inputs_of(spec, make_inputs(case)), outputs_of(spec)
-    odd = torch.empty(inputs[0].numel() + 1, dtype=F16)[1:].view(inputs[0].shape)
-    run([odd.copy_(inputs[0]), *inputs[1:]], outputs)
+    apart = torch.empty(inputs[odd].numel() + 1, dtype=F16)[1:].view(inputs[odd].shape)
+    assert apart.data_ptr() % 16
+    ends = torch.stack([inputs[3], inputs[3]], 1)[:, 0]
+    given = [apart.copy_(x) if at == odd else x for at, x in enumerate(inputs[:3])]
+    run([*given, ends], outputs)
     want = reference.run(spec, inputs, torch.float64)[0]
     assert numerics.relative_error(outputs[0], want) <= numerics.bound(F16, terms=case.terms)
 
