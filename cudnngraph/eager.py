@@ -354,40 +354,37 @@ _LEAST_VARIANCE = 1e-30
 
 def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
     """By torch's kernel for the statistics of channels, of several GPUs' batch norm: one pass over
-    x as it lies, and as exact as those of a group at a time (Welford's sums). Those of a group are
-    of its channels' means and variances. None on a CPU, which has no such kernel, and for empty
-    images."""
+    x as it lies, and as exact as those of a group at a time (Welford's sums). None on a CPU, which
+    has no such kernel, and for empty images.
+
+    The mean and the variance of a group are those of its channels' mean + deviation and mean -
+    deviation: numbers of which torch's layer norm has them in one kernel.
+    """
     x = spec.tensors[node.operands[0]]
     if device.type != "cuda" or x.numel == 0 or x.dtype == torch.float64:
         return None
     place = {name: at for at, name in enumerate(spec.outputs)}
-    places = [None if name is None else place.get(name) for name in node.outputs]
+    shift_at, factor_at = (None if name is None else place.get(name) for name in node.outputs)
     operands = [None if name is None else spec.inputs.index(name) for name in node.inputs]
     groups, eps = node.attr("num_groups"), node.attr("eps")
+    signs = torch.tensor([1.0, -1.0], device=device).view(2, 1)
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
-        x, weight, bias = (None if at is None else inputs[at] for at in operands)
+        x, weight = (None if at is None else inputs[at] for at in operands)
         assert x is not None
-        means, inverses = (each.view(len(x), groups, -1) for each in _of_channels(x))
-        between, mean = torch.var_mean(means, -1, correction=0, keepdim=True)
-        within = inverses.pow(-2).mean(-1, keepdim=True)
-        inverse = between.add_(within).add_(eps).rsqrt_()
-        if places[0] is not None:
-            out = outputs[places[0]]
-            made = out if out.is_contiguous() else torch.empty(out.shape, device=out.device)
-            scale, shift = made.view(2, *means.shape)
+        means, inverses = (each.view(len(x), groups, 1, -1) for each in _of_channels(x))
+        points = torch.addcdiv(means, signs, inverses).flatten(2)
+        _, mean, inverse = _aten.native_layer_norm(points, points.shape[2:], None, None, eps)
+        each = (len(x), groups, -1)
+        if shift_at is not None:
+            shift = outputs[shift_at].view(each)
+            torch.neg(mean.expand_as(shift), out=shift)
+        if factor_at is not None:
+            factor = outputs[factor_at].view(each)
             if weight is None:
-                scale.copy_(inverse.expand_as(scale))
+                factor.copy_(inverse.expand_as(factor))
             else:
-                torch.mul(inverse, weight.view(means.shape[1:]), out=scale)
-            torch.mul(mean, scale, out=shift).neg_()
-            if bias is not None:
-                shift.add_(bias.view(means.shape[1:]))
-            if made is not out:
-                out.copy_(made)
-        for at, result in zip(places[1:], (mean, inverse), strict=True):
-            if at is not None:
-                outputs[at].copy_(result.squeeze(-1))
+                torch.mul(inverse, weight.view(each[1:]), out=factor)
 
     return run
 

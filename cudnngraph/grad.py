@@ -158,7 +158,7 @@ _FIXED = {"sdpa": ("alibi_slopes", "dropout_mask")}
 _STATISTICS = {
     "sdpa": "return_lse",
     "sdpa_varlen": "return_lse",
-    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm", "group_affine")},
+    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
 }
 
 

@@ -665,26 +665,18 @@ class Graph:
         x: Value,
         num_groups: int,
         weight: Value | None = None,
-        bias: Value | None = None,
         *,
         eps: float = 1e-5,
-        return_stats: bool = False,
         name: str | None = None,
     ) -> Any:
-        """What makes a group norm of each channel of each image: a factor, and what is added then.
+        """What makes a group norm of each channel of each image, ``(x + shift) * factor``.
 
-        x (N, C, ...), weight and bias (C,) in x's dtype or float32 → (2, N, C, 1, ...) in float32:
-        ``weight / sqrt(var + eps)`` of the channel's group, and ``bias - mean * factor``. With
-        ``return_stats=True`` mean and 1 / sqrt(var + eps) too, (N, num_groups). For inference:
+        x (N, C, ...), weight (C,) in x's dtype or float32 → shift and factor (N, C, 1, ...) in
+        float32: ``-mean`` of the channel's group, and ``weight / sqrt(var + eps)``. For inference:
         it has no gradient.
         """
-        outputs = self._apply(
-            "group_affine",
-            (x, weight, bias),
-            {"num_groups": num_groups, "eps": eps, "return_stats": return_stats},
-            name,
-        )
-        return tuple(outputs) if return_stats is True else outputs[0]
+        attrs = {"num_groups": num_groups, "eps": eps}
+        return tuple(self._apply("group_affine", (x, weight), attrs, name))
 
     def group_norm(
         self,

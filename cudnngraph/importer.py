@@ -1387,10 +1387,12 @@ def _group_norm(c: _Conversion, a: Arguments) -> Any:
     if not is_channels_last(x.shape, x.stride):
         raise _Skip
     weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
-    made = c.g.group_affine(x, int(a["num_groups"]), weight, bias, eps=float(a["eps"]))
+    shift, factor = c.g.group_affine(x, int(a["num_groups"]), weight, eps=float(a["eps"]))
+    y = c.g.scale(c.g.bias(x, shift), factor)
+    if bias is None:
+        return y
     column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
-    factor, shift = (c.g.reshape(c.g.slice(made, 0, at, at + 1), column) for at in range(2))
-    return c.g.bias(c.g.scale(x, factor), shift)
+    return c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
 
 
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:

@@ -659,20 +659,16 @@ def _group_affine(call: Call) -> list[Result | None] | None:
     before = len(call.problems)
     if not _has_channels(call):
         return None
-    for port in ("weight", "bias"):
-        if call.inputs.get(port) is not None:
-            _channels(call, port)
+    if call.inputs.get("weight") is not None:
+        _channels(call, "weight")
     x, groups = call["x"], call.attrs["num_groups"]
-    n, c = x.shape[:2]
+    c = x.shape[1]
     whole = isinstance(groups, int) and not isinstance(groups, bool)
     if not whole or groups < 1 or c % groups:
         call.problem(f"num_groups is {groups!r}", f"a divisor of the {c} channels of x")
-    wanted = _flag(call, "return_stats")
     if _eps(call) is None or len(call.problems) > before:
         return None
-    kind, shape = _statistics_dtype(x), (2, n, c, *(1,) * (len(x.shape) - 2))
-    stat = Result((n, groups), kind, (0, 1)) if wanted else None
-    return [Result(shape, kind, tuple(range(len(shape)))), stat, stat]
+    return [_image_statistic(x)] * 2
 
 
 def _instance_norm_backward(call: Call) -> list[Result | None] | None:
@@ -2239,13 +2235,12 @@ def _rows() -> list[Op]:
         op("concat", "x*", _concat, torch_only=True, dim=0),
         op(
             "group_affine",
-            "x weight? bias?",
+            "x weight?",
             _group_affine,
-            outputs="affine mean inv_std",
+            outputs="shift factor",
             torch_only=True,
             num_groups=REQUIRED,
             eps=1e-5,
-            return_stats=False,
         ),
         *(
             row

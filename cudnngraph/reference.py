@@ -216,19 +216,15 @@ def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Ten
 
 
 def _group_affine(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    x, (weight, bias), groups = _need(inputs[0]), inputs[1:], attrs["num_groups"]
+    x, weight, groups = _need(inputs[0]), inputs[1], attrs["num_groups"]
     n, c, *pixels = x.shape
     rows = x.reshape(n, groups, -1)
     mean = rows.mean(-1, keepdim=True)
     inverse = torch.rsqrt((rows - mean).square().mean(-1, keepdim=True) + attrs["eps"])
-    scale = inverse.expand(n, groups, c // groups)
-    scale = scale if weight is None else scale * weight.view(groups, -1)
-    shift = -mean * scale
-    shift = shift if bias is None else shift + bias.view(groups, -1)
-    affine = torch.stack((scale, shift)).view(2, n, c, *(1,) * len(pixels))
-    if not attrs["return_stats"]:
-        return affine, None, None
-    return affine, mean.squeeze(-1), inverse.squeeze(-1)
+    shift, factor = (each.expand(n, groups, c // groups) for each in (-mean, inverse))
+    factor = factor if weight is None else factor * weight.view(groups, -1)
+    column = (n, c, *(1,) * len(pixels))
+    return shift.reshape(column), factor.reshape(column)
 
 
 def _instance_norm_backward(

@@ -2022,10 +2022,11 @@ class ImageNorm:
             g.output("mean", mean)
             g.output("inv_std", inv_std)
         elif self.affine:
-            made = g.group_affine(x, self.groups, *params, eps=self.eps)
-            column = (*self.x[:2], *(1,) * (len(self.x) - 2))
-            factor, shift = (g.reshape(g.slice(made, 0, at, at + 1), column) for at in range(2))
-            y = g.bias(g.scale(x, factor), shift)
+            shift, factor = g.group_affine(x, self.groups, *params[:1], eps=self.eps)
+            y = g.scale(g.bias(x, shift), factor)
+            if params[1] is not None:
+                column = (*self.x[:2], *(1,) * (len(self.x) - 2))
+                y = g.bias(y, g.reshape(g.expand(params[1], self.x[:2], (1,)), column))
         elif self.groups:
             y = g.group_norm(x, self.groups, *params, eps=self.eps)
         else:

@@ -38,10 +38,9 @@ def declared(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, way: str) -> cg.
     given = {name: g.input(name, like=each) for name, each in (("x", x), ("w", w), ("b", b))}
     n, c, *_ = x.shape
     if way == "affine":
-        made = g.group_affine(given["x"], GROUPS, given["w"], given["b"])
-        parts = (g.slice(made, 0, at, at + 1) for at in range(2))
-        factor, shift = (g.reshape(part, (n, c, 1, 1)) for part in parts)
-        y = g.bias(g.scale(given["x"], factor), shift)
+        shift, factor = g.group_affine(given["x"], GROUPS, given["w"])
+        added = g.reshape(g.expand(given["b"], (n, c), (1,)), (n, c, 1, 1))
+        y = g.bias(g.scale(g.bias(given["x"], shift), factor), added)
     else:
         y = g.group_norm(given["x"], GROUPS, given["w"], given["b"])
     g.output("y", g.silu(y))

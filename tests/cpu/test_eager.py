@@ -532,16 +532,21 @@ def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.T
 
 def affine_step(spec: GraphSpec, monkeypatch: pytest.MonkeyPatch) -> eager.Run | None:
     """The torch step on a GPU of a graph of one op."""
-    monkeypatch.setattr(eager, "_aten", SimpleNamespace(batch_norm_stats=batch_norm_stats))
+    layer_norm = torch.ops.aten.native_layer_norm
+    kernels = SimpleNamespace(batch_norm_stats=batch_norm_stats, native_layer_norm=layer_norm)
+    monkeypatch.setattr(eager, "_aten", kernels)
     (node,) = spec.nodes
-    return eager._run_group_affine(spec, node, torch.device("cuda"))
+    make = torch.tensor
+    with monkeypatch.context() as here:
+        here.setattr(torch, "tensor", lambda data, device: make(data))
+        return eager._run_group_affine(spec, node, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "contiguous", "gaps"])
-@pytest.mark.parametrize("given", ["", "w", "b", "wb"])
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("shape", [(3, 16, 6, 5), (1, 16, 6, 5), (2, 16, 3, 4, 2)], ids=str)
 def test_what_makes_a_group_norm_is_of_its_channels_statistics(
-    shape: tuple[int, ...], given: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], weighed: bool, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     x = (
@@ -552,15 +557,15 @@ def test_what_makes_a_group_norm_is_of_its_channels_statistics(
         x = x.contiguous(memory_format=last)
     elif layout == "gaps":
         x = torch.cat([x, x], -1)[..., : shape[-1]]
-    vectors = {"w": torch.rand(16).half() + 0.5, "b": torch.randn(16)}
+    w = torch.rand(16).half() + 0.5 if weighed else None
     g = cg.Graph("affine")
-    values = [g.input("x", like=x)]
-    values += [g.input(name, like=vectors[name]) if name in given else None for name in "wb"]
-    made = g.group_affine(values[0], 4, *values[1:], eps=1e-3, return_stats=True)
-    for name, value in zip(("affine", "mean", "inv_std"), made, strict=True):
-        g.output(name, value)
+    value = None if w is None else g.input("w", like=w)
+    made = g.group_affine(g.input("x", like=x), 4, value, eps=1e-3)
+    for name, each in zip(("shift", "factor"), made, strict=True):
+        g.output(name, each)
     spec = g.spec()
-    inputs = [x, *(vectors[name] for name in given)]
+    given = {"x": x, "w": w}
+    inputs: list[Any] = [given[name] for name in spec.inputs]
     run = affine_step(spec, monkeypatch)
     assert run is not None
     outputs = outputs_of(spec)
@@ -568,22 +573,19 @@ def test_what_makes_a_group_norm_is_of_its_channels_statistics(
     wanted = reference.run(spec, inputs, torch.float64)
     for out, want in zip(outputs, wanted, strict=True):
         assert numerics.relative_error(out, want) < 1e-6
-    norm = F.group_norm(
-        x.double(), 4, *(vectors[n].double() if n in given else None for n in "wb"), 1e-3
-    )
-    assert numerics.relative_error(x.double() * outputs[0][0] + outputs[0][1], norm) < 1e-6
+    norm = F.group_norm(x.double(), 4, None if w is None else w.double(), None, 1e-3)
+    assert numerics.relative_error((x.double() + outputs[0]) * outputs[1], norm) < 1e-6
 
 
 def test_groups_of_one_number_have_no_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
     g = cg.Graph("affine")
     x = torch.full((2, 4, 3, 3), 7.0).contiguous(memory_format=torch.channels_last)
-    g.output("affine", g.group_affine(g.input("x", like=x), 2, eps=1e-4))
-    run, out = affine_step(g.spec(), monkeypatch), torch.empty(2, 2, 4, 1, 1)
+    g.output("factor", g.group_affine(g.input("x", like=x), 2, eps=1e-4)[1])
+    run, out = affine_step(g.spec(), monkeypatch), torch.empty(2, 4, 1, 1)
     assert run is not None
     for each in (x, x.contiguous()):
         run([each], [out])
-        torch.testing.assert_close(out[0], torch.full((2, 4, 1, 1), 100.0))
-        torch.testing.assert_close(out[1], torch.full((2, 4, 1, 1), -700.0))
+        torch.testing.assert_close(out, torch.full((2, 4, 1, 1), 100.0))
 
 
 def test_statistics_of_groups_are_the_references_where_torch_has_no_kernel(
@@ -591,10 +593,10 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_kernel(
 ) -> None:
     for shape, dtype in (((0, 4, 3, 3), F16), ((2, 4, 3, 3), torch.float64)):
         g = cg.Graph("affine")
-        g.output("affine", g.group_affine(g.input("x", shape, dtype), 2))
+        g.output("factor", g.group_affine(g.input("x", shape, dtype), 2)[1])
         assert affine_step(g.spec(), monkeypatch) is None
     g = cg.Graph("affine")
-    g.output("affine", g.group_affine(g.input("x", (2, 4, 3, 3), F16), 2))
+    g.output("factor", g.group_affine(g.input("x", (2, 4, 3, 3), F16), 2)[1])
     assert eager._run_group_affine(g.spec(), g.spec().nodes[0], CPU) is None
 
 

@@ -74,8 +74,8 @@ def test_group_norms_of_a_decoder_are_statistics_and_a_plan_and_copy_nothing(dri
     norms = found["group_affine", "torch"]
     assert norms == 10
     # Behind the statistics one pass over the images, with SiLU; without it in front of attention.
-    assert found["scale bias silu", "cuDNN"] == norms - 1
-    assert found["scale bias", "cuDNN"] == 1
+    assert found["bias scale bias silu", "cuDNN"] == norms - 1
+    assert found["bias scale bias", "cuDNN"] == 1
     moving = {ops for ops, runs in found if runs == "torch" and ops.split()[0] not in FREE}
     assert moving == {"group_affine", "interpolate"}
     assert not any("identity" in ops for ops, _ in found)
