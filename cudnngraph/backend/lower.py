@@ -43,7 +43,7 @@ _Place = tuple[Shape, Shape]  # shape and stride
 
 # Of the rules in this module. Serialized plans of another number are built again from their
 # records: raise it where a rule refuses what it took, or makes other numbers of it.
-LOWERING = 2
+LOWERING = 3
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
@@ -1470,16 +1470,14 @@ def _softplus(ctx: Context, node: Node) -> Any:
 
 
 def _clamp(ctx: Context, node: Node) -> Any:
-    (y,) = ctx.operands(node)
-    like = ctx.spec.tensors[str(node.inputs[0])]
+    """A ReLU that is clipped, of which NaN is NaN, unlike the larger and the smaller of two. It
+    has no lower clip that lets every number through: -inf becomes float32's smallest."""
+    (x,) = ctx.operands(node)
     low, high = node.attr("min"), node.attr("max")
-    if low == 0.0 and high is None:
-        return ctx.graph.relu(y, name=node.name)  # of NaN it is NaN, unlike the larger of the two
-    if low is not None:
-        y = ctx.graph.max(y, ctx.scalar(low))
-    if high is not None:
-        y = ctx.graph.min(y if low is None else ctx.temporary(y, like), ctx.scalar(high))
-    return y
+    if low is None:
+        return ctx.graph.min(x, ctx.scalar(high))
+    upper = {} if high is None else {"upper_clip": high}
+    return ctx.graph.relu(x, lower_clip=low, **upper, name=node.name)
 
 
 def _where(ctx: Context, node: Node) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -119,20 +121,30 @@ def test_engine_0_is_barred_from_products_in_true_float32() -> None:
     assert bad(conv(), 0) is None
 
 
-@pytest.mark.parametrize("op", ["leaky_relu", "gelu"])
-def test_engine_0_is_barred_from_products_that_bend(op: str) -> None:
-    def behind(kind: str, op: str) -> cg.GraphSpec:
+BENDS: dict[str, Callable[[cg.Graph, cg.Value], cg.Value]] = {
+    "leaky_relu": lambda g, y: g.leaky_relu(y),
+    "gelu": lambda g, y: g.gelu(y),
+    "relu6": lambda g, y: g.relu6(y),
+    "clamp_low": lambda g, y: g.clamp(y, -0.5, None),
+    "clamp_high": lambda g, y: g.clamp(y, None, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_engine_0_is_barred_from_products_that_bend(name: str) -> None:
+    def behind(kind: str, op: Callable[[cg.Graph, cg.Value], cg.Value]) -> cg.GraphSpec:
         g = cg.Graph("g")
         shapes = {"matmul": ((8, 16), (16, 8)), "conv": ((2, 8, 6, 6), (8, 8, 3, 3))}[kind]
         given = [g.input(*each, torch.float16) for each in zip("xw", shapes, strict=True)]
-        g.output("y", getattr(g, op)(getattr(g, kind)(*given)))
+        g.output("y", op(g, getattr(g, kind)(*given)))
         return g.spec()
 
-    reason = bad(behind("matmul", op), 0)
-    assert reason is not None and "makes a ReLU of a leaky one" in reason
-    assert bad(behind("matmul", op), 4) is None
-    assert bad(behind("matmul", "relu"), 0) is None
-    assert bad(behind("conv", op), 0) is None
+    reason = bad(behind("matmul", BENDS[name]), 0)
+    assert reason is not None and "makes a ReLU of a leaky and of a clipped one" in reason
+    assert bad(behind("matmul", BENDS[name]), 4) is None
+    assert bad(behind("matmul", lambda g, y: g.relu(y)), 0) is None
+    assert bad(behind("matmul", lambda g, y: g.clamp(y, 0.0, None)), 0) is None
+    assert bad(behind("conv", BENDS[name]), 0) is None
 
 
 def test_engine_4_is_barred_from_gradients_of_weights_beside_what_broadcasts() -> None:

@@ -174,6 +174,11 @@ KEPT = {
     "leaky_relu": lambda g, x: g.leaky_relu(x, 0.2),
     "steep": lambda g, x: g.leaky_relu(x, 2.0),
     "clamp from 0": lambda g, x: g.clamp(x, 0.0, None),
+    "clamp from below 0": lambda g, x: g.clamp(x, -1.5, None),
+    "clamp": lambda g, x: g.clamp(x, -0.5, 0.75),
+    "clamp above 0": lambda g, x: g.clamp(x, 0.5, 1.5),
+    "clamp below 0": lambda g, x: g.clamp(x, -1.5, 0.0),
+    "relu6": lambda g, x: g.relu6(2.5 * x),
 }
 
 
