@@ -1386,12 +1386,14 @@ def _group_norm(c: _Conversion, a: Arguments) -> Any:
         raise _Skip
     if not is_channels_last(x.shape, x.stride):
         raise _Skip
-    weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
+    weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
     shift, factor = c.g.group_affine(x, int(a["num_groups"]), weight, eps=float(a["eps"]))
     y = c.g.scale(c.g.bias(x, shift), factor)
     if bias is None:
         return y
     column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    if isinstance(bias, torch.Tensor):
+        return c.g.bias(y, c.value(bias.expand(x.shape[:2]).reshape(column)))
     return c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
 
 

@@ -518,35 +518,22 @@ def test_what_is_copied_into_another_dtype_is_converted(of: torch.dtype, to: tor
     assert torch.equal(whole[:, :32], x.to(to)) and not whole[:, 32:].any()
 
 
-# -- statistics of groups by torch's statistics of channels ----------------------------------------
+# -- statistics of groups by those of their channels -----------------------------------------------
 
 
-def batch_norm_stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's CUDA kernel, by its meaning: of contiguous images 1 / deviation is 0 where both the
-    variance and eps are."""
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    var, mean = torch.var_mean(x.double(), dims, correction=0)
-    inverse = torch.where(var + eps == 0, 0.0, (var + eps).rsqrt())
-    return mean.float(), inverse.float()
-
-
-def affine_step(spec: GraphSpec, monkeypatch: pytest.MonkeyPatch) -> eager.Run | None:
-    """The torch step on a GPU of a graph of one op."""
-    layer_norm = torch.ops.aten.native_layer_norm
-    kernels = SimpleNamespace(batch_norm_stats=batch_norm_stats, native_layer_norm=layer_norm)
-    monkeypatch.setattr(eager, "_aten", kernels)
+def affine_step(spec: GraphSpec) -> eager.Run | None:
+    """The torch step of a graph of one op."""
     (node,) = spec.nodes
-    make = torch.tensor
-    with monkeypatch.context() as here:
-        here.setattr(torch, "tensor", lambda data, device: make(data))
-        return eager._run_group_affine(spec, node, torch.device("cuda"))
+    return eager._run_group_affine(spec, node, CPU)
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "contiguous", "gaps"])
 @pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("shape", [(3, 16, 6, 5), (1, 16, 6, 5), (2, 16, 3, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 16, 6, 5), (1, 16, 6, 5), (2, 16, 8, 8), (2, 16, 3, 4, 2)], ids=str
+)
 def test_what_makes_a_group_norm_is_of_its_channels_statistics(
-    shape: tuple[int, ...], weighed: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], weighed: bool, layout: str
 ) -> None:
     torch.manual_seed(0)
     x = (
@@ -566,7 +553,7 @@ def test_what_makes_a_group_norm_is_of_its_channels_statistics(
     spec = g.spec()
     given = {"x": x, "w": w}
     inputs: list[Any] = [given[name] for name in spec.inputs]
-    run = affine_step(spec, monkeypatch)
+    run = affine_step(spec)
     assert run is not None
     outputs = outputs_of(spec)
     run(inputs, outputs)
@@ -577,27 +564,33 @@ def test_what_makes_a_group_norm_is_of_its_channels_statistics(
     assert numerics.relative_error((x.double() + outputs[0]) * outputs[1], norm) < 1e-6
 
 
-def test_groups_of_one_number_have_no_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_one_number_have_no_deviation() -> None:
     g = cg.Graph("affine")
     x = torch.full((2, 4, 3, 3), 7.0).contiguous(memory_format=torch.channels_last)
     g.output("factor", g.group_affine(g.input("x", like=x), 2, eps=1e-4)[1])
-    run, out = affine_step(g.spec(), monkeypatch), torch.empty(2, 4, 1, 1)
+    run, out = affine_step(g.spec()), torch.empty(2, 4, 1, 1)
     assert run is not None
     for each in (x, x.contiguous()):
         run([each], [out])
         torch.testing.assert_close(out, torch.full((2, 4, 1, 1), 100.0))
 
 
-def test_statistics_of_groups_are_the_references_where_torch_has_no_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_statistics_of_groups_are_the_references_where_torch_has_no_other() -> None:
     for shape, dtype in (((0, 4, 3, 3), F16), ((2, 4, 3, 3), torch.float64)):
         g = cg.Graph("affine")
         g.output("factor", g.group_affine(g.input("x", shape, dtype), 2)[1])
-        assert affine_step(g.spec(), monkeypatch) is None
-    g = cg.Graph("affine")
-    g.output("factor", g.group_affine(g.input("x", (2, 4, 3, 3), F16), 2)[1])
-    assert eager._run_group_affine(g.spec(), g.spec().nodes[0], CPU) is None
+        assert affine_step(g.spec()) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"), [((64, 64), 64), ((16, 16), 32), ((8, 8), 8), ((7, 7), 1), ((1, 1), 1)]
+)
+def test_rows_of_channels_are_cut_until_they_are_short(size: tuple[int, int], parts: int) -> None:
+    x = torch.randn(2, 12, *size).contiguous(memory_format=torch.channels_last)
+    rows = eager._by_channel(x, 3)
+    assert rows.shape == (2, size[0] * size[1] // parts, parts, 3, 4)
+    assert rows.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(rows.sum((1, 2)).flatten(1), x.sum((2, 3)))
 
 
 # -- packed attention by torch's flash attention ---------------------------------------------------

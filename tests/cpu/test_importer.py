@@ -203,6 +203,12 @@ def test_a_group_norm_of_images_with_channels_last_is_ours(
         assert imported.spec.nodes[-1].op == "silu" and not imported.opaque
 
 
+def test_a_group_norm_by_what_the_model_computes_is_ours() -> None:
+    norm = Of(lambda m, x: F.group_norm(x, 4, m.w.exp(), m.w * x.mean()), w=torch.randn(8))
+    imported = check(norm, image(2, 8, 6, 5), channels_last=True)
+    assert "group_affine" in ops(imported.spec) and "expand" in ops(imported.spec)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_ops_on_shapes_become_ours(name: str, channels_last: bool) -> None:
