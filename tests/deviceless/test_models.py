@@ -69,8 +69,11 @@ def test_a_u_net_joins_without_a_copy(driver: None) -> None:
     assert found["conv_transpose", "cuDNN"] == 3
 
 
-def test_group_norms_of_a_decoder_are_statistics_and_a_plan_and_copy_nothing(driver: None) -> None:
-    found = kinds(planned(models.LatentDecoder((128, 64), 1, heads=2), 1, 4, 16, 16))
+@pytest.mark.parametrize("images", [1, 2])
+def test_group_norms_of_a_decoder_are_statistics_and_a_plan_and_copy_nothing(
+    images: int, driver: None
+) -> None:
+    found = kinds(planned(models.LatentDecoder((128, 64), 1, heads=2), images, 4, 64, 64))
     norms = found["group_affine", "torch"]
     assert norms == 10
     # Behind the statistics one pass over the images, with SiLU; without it in front of attention.

@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     ),
     "decoder": (
         lambda: models.LatentDecoder((128, 64), 1, heads=2),
-        lambda: torch.randn(2, 4, 16, 16, device="cuda", dtype=F16),
+        lambda: torch.randn(2, 4, 64, 64, device="cuda", dtype=F16),
     ),
     "gpt": (
         lambda: models.GPT(97, 128, 2, 64),

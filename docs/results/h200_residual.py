@@ -1,0 +1,111 @@
+"""Measure residual blocks of group norms and convolutions by ``cudnngraph.fuse``, with our group
+norms and with torch's, and write the results page.
+
+    python docs/results/h200_residual.py --out docs/results/h200-residual.md
+
+float16, plans by heuristics, with empty caches; all contenders of a row are called in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from h200_groups import captured
+from h200_masks import sampler, write
+
+import cudnngraph as cg
+from cudnngraph import importer, timing
+from cudnngraph.bench.models import Residual
+from cudnngraph.fuse import Fused
+from cudnngraph.settings import override
+
+SHAPES = (  # N, C, H and W
+    *((2, 1280, 8), (1, 1280, 16), (2, 1280, 16), (1, 640, 32), (2, 640, 32), (1, 320, 64)),
+    *((2, 320, 64), (1, 512, 64), (8, 320, 64), (1, 512, 128), (1, 256, 256)),
+)
+LAYOUTS = ("channels_last", "contiguous")
+
+
+def fused(block: Residual, x: torch.Tensor, layout: str, fewest: float) -> Fused:
+    """The block, with our group norms of images of at least ``fewest`` elements."""
+    before = dict(importer.FEWEST_NORMALIZED)
+    importer.FEWEST_NORMALIZED.update(dict.fromkeys(LAYOUTS, fewest))
+    cg.cache_clear()
+    try:
+        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+            made = cg.fuse(block, (x,), channels_last=layout == "channels_last")
+            made(x)
+    finally:
+        importer.FEWEST_NORMALIZED.update(before)
+    return made
+
+
+def line(shape: tuple[int, int, int], layout: str) -> list[str]:
+    """One line of the table."""
+    n, c, size = shape
+    torch.manual_seed(0)
+    kind = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}[layout]
+    block = Residual(c, c).eval().cuda().half().to(memory_format=kind)
+    x = torch.randn(n, c, size, size, device="cuda").half().contiguous(memory_format=kind)
+    calls, steps = [], []
+    with torch.no_grad():
+        for fewest in (0, math.inf):
+            made = fused(block, x, layout, fewest)
+            calls.append(captured(lambda made=made: made(x)))  # type: ignore[misc]
+            steps.append(str(len([row for row in made.report.rows() if row[0] != "view"])))
+        calls.append(captured(lambda: block(x)))
+    times = timing.interleave([sampler(call) for call in calls], rounds=11, drop_over=math.inf)
+    ours = x.numel() >= importer.FEWEST_NORMALIZED[layout]
+    return [
+        "x".join(map(str, (n, c, size, size))),
+        layout,
+        *(f"{time:.1f}" for time in times),
+        f"{times[1] / times[0]:.2f}",
+        " and ".join(steps),
+        "ours" if ours else "torch's",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    head = ("images", "layout", "ours", "torch's", "eager", "torch's / ours", "steps", "taken")
+    lines = [
+        "# Residual blocks of group norms",
+        "",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
+        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
+        "",
+        "```",
+        "python docs/results/h200_residual.py --out docs/results/h200-residual.md",
+        "```",
+        "",
+        "Microseconds in a CUDA graph, medians, of twice a group norm of 32 groups, SiLU and a "
+        "3 x 3 convolution, and what came in added, in float16, by `fuse` with plans by heuristics "
+        "and our group norms or torch's, and of torch itself. Then how many steps each has that "
+        "run something, and whose group norms `fuse` takes by itself.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+    ]
+    for shape in SHAPES:
+        for layout in LAYOUTS:
+            try:
+                lines.append(f"| {' | '.join(line(shape, layout))} |")
+            except Exception as error:  # the other rows are worth having
+                lines.append(f"| {shape} | {layout} | {type(error).__name__}: {str(error)[:200]} |")
+            print(lines[-1], flush=True)
+    if args.out:
+        write(lines, args.out)
+
+
+if __name__ == "__main__":
+    main()
