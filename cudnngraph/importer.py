@@ -319,7 +319,7 @@ class _Conversion:
         image = not any(map(self._lies_in_order, graph_values))
         if _goes_by_layout(str(target)):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
-        wanted = _first_wanted(target, args)
+        wanted = _meant(target, args)
         return self.left_to_torch(str(target), wanted, kwargs, node, image=image)
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
@@ -1011,9 +1011,13 @@ def _goes_by_layout(name: str) -> bool:
     return rest.startswith(("_", "native_", "pdist")) and not rest.startswith(_ANY_LAYOUT)
 
 
-def _first_wanted(target: Any, args: Any) -> Any:
-    """Arguments that ask a gradient's op for its first result too: a graph has none without."""
+def _meant(target: Any, args: Any) -> Any:
+    """Arguments without the one of a group norm that torch ignores, which torch.export may set
+    otherwise than the model, and that ask a gradient's op for its first result too: a graph has
+    none without."""
     names = [argument.name for argument in target._schema.arguments]
+    if str(target) == "aten.group_norm.default":
+        return args[: names.index("cudnn_enabled")]
     place = names.index("output_mask") if "output_mask" in names else len(args)
     if place >= len(args) or args[place][0]:
         return args
