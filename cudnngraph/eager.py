@@ -309,14 +309,11 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
-    """Packed attention by torch's flash attention; None where :func:`by_flash` says no, or torch
-    was built without it."""
-    available: Any = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+    """Packed attention by torch's flash attention; None where :func:`by_flash` says no, and on a
+    GPU that is too old for it."""
     kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
     narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
     if device.type != "cuda" or not narrow or not by_flash(node, spec.tensors):
-        return None
-    if available is None or not available():
         return None
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return None
@@ -333,7 +330,8 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         given = [inputs[at] for at in operands]
-        data = (x.contiguous().clone() if x.data_ptr() % 16 else x for x in given[:3])
+        whole = torch.contiguous_format
+        data = (x.clone(memory_format=whole) if x.data_ptr() % 16 else x for x in given[:3])
         given = [*data, *(ends.contiguous() for ends in given[3:])]
         o, lse, *_ = _aten._flash_attention_forward(
             *given, *longest, 0.0, causal, False, scale=scale, **band
@@ -343,8 +341,7 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
         if places[1] is not None:
             # Its lse of a row without a key, and of one of NaN, is inf; o is 0 there, or NaN.
             lse = lse.t()
-            made = o[..., 0] - math.inf
-            torch.where(lse == math.inf, made, lse, out=outputs[places[1]])
+            outputs[places[1]].copy_(torch.where(lse == math.inf, o[..., 0] - math.inf, lse))
 
     return run
 
@@ -363,7 +360,7 @@ def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run 
     shift_at, factor_at = (None if name is None else place.get(name) for name in node.outputs)
     operands = [None if name is None else spec.inputs.index(name) for name in node.inputs]
     groups, eps = node.attr("num_groups"), node.attr("eps")
-    signs = torch.tensor([1.0, -1.0], device=device).view(2, 1, 1, 1, 1)
+    signs = _signs(device)
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         x, weight = (None if at is None else inputs[at] for at in operands)
@@ -377,7 +374,7 @@ def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run 
         _, mean, inverse = _aten.native_layer_norm(points, points.shape[2:], None, None, eps)
         if shift_at is not None:
             shift = outputs[shift_at].view(n, groups, width)
-            torch.neg(mean.view(n, groups, 1).expand_as(shift), out=shift)
+            torch.mul(mean.view(n, groups, 1).expand_as(shift), -1.0, out=shift)
         if factor_at is not None:
             factor, inverse = outputs[factor_at].view(n, groups, width), inverse.view(n, groups, 1)
             if weight is None:
@@ -388,8 +385,8 @@ def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run 
     return run
 
 
-# Of torch's reductions many short ones are faster than few long ones (an H200, 67 MB of 128
-# channels: 544 us as they are, 83 with 64 pixels of each in a row).
+# Of torch's reductions many short ones are faster than few long ones (by hand on an H200, 67 MB of
+# 128 channels: mean and deviation take 544 us as they lie, 83 with 64 pixels of each in a row).
 _MOST_FOLDED, _FEWEST_ROWS = 64, 8
 
 
@@ -619,6 +616,12 @@ def _choosing(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | No
         return torch.where(inputs[0], x, y, out=out)
 
     return run
+
+
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """1 and -1 on a device, for good, as below."""
+    return lasting(device, lambda: torch.tensor([1.0, -1.0], device=device).view(2, 1, 1, 1, 1))
 
 
 @cache

@@ -1317,7 +1317,8 @@ def varlen_attention(
 
     Arguments are those of :meth:`cudnngraph.Graph.sdpa_varlen`. The sequences may change from call
     to call; another number of them, of tokens, or another longest one is another graph. One tensor
-    for both ``cu_seqlens`` says that those of q and k are the same, for which there is more.
+    for both ``cu_seqlens`` says that those of q and k are the same: torch's flash attention then
+    serves causal masks and windows from the top left too.
     """
     query, key, value = cast(query, key, value)
     band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)

@@ -672,8 +672,8 @@ class Graph:
         """What makes a group norm of each channel of each image, ``(x + shift) * factor``.
 
         x (N, C, ...), weight (C,) in x's dtype or float32 → shift and factor (N, C, 1, ...) in
-        float32: ``-mean`` of the channel's group, and ``weight / sqrt(var + eps)``. For inference:
-        it has no gradient.
+        float32, or float64 of such an x: ``-mean`` of the channel's group, and ``weight / sqrt(var
+        + eps)``. For inference: it has no gradient.
         """
         attrs = {"num_groups": num_groups, "eps": eps}
         return tuple(self._apply("group_affine", (x, weight), attrs, name))

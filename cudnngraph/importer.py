@@ -1389,6 +1389,9 @@ FEWEST_NORMALIZED: dict[str, float] = {"channels_last": 2**19, "contiguous": 2**
 def _group_norm(c: _Conversion, a: Arguments) -> Any:
     """Of large images by a shift and a factor for each channel, in their strides; of small ones
     torch's own has less to launch. It copies those that lie channels last."""
+    many = _many(c.node)
+    if many and (_reads(c.node, 1) or _reads(c.node, 2)):
+        raise _Skip  # its statistics are wanted too
     x = c.value(a["input"])
     contiguous = is_contiguous(x.shape, x.stride)
     if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
@@ -1396,14 +1399,15 @@ def _group_norm(c: _Conversion, a: Arguments) -> Any:
     if math.prod(x.shape) < FEWEST_NORMALIZED["contiguous" if contiguous else "channels_last"]:
         raise _Skip
     weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
-    shift, factor = c.g.group_affine(x, int(a["num_groups"]), weight, eps=float(a["eps"]))
+    groups = int(a["group" if many else "num_groups"])
+    shift, factor = c.g.group_affine(x, groups, weight, eps=float(a["eps"]))
     y = c.g.scale(c.g.bias(x, shift), factor)
-    if bias is None:
-        return y
     column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
     if isinstance(bias, torch.Tensor):
-        return c.g.bias(y, c.value(bias.repeat(x.shape[0]).view(column)))
-    return c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
+        y = c.g.bias(y, c.value(bias.repeat(x.shape[0]).view(column)))
+    elif bias is not None:
+        y = c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
+    return (y, None, None) if many else y
 
 
 def _rms_norm(c: _Conversion, a: Arguments) -> Value:
@@ -1710,7 +1714,7 @@ RULES: Mapping[str, Rule] = {
         "linear": _linear,
         "addmm": _addmm,
         **dict.fromkeys(("mm", "bmm", "matmul"), _matmul),
-        "group_norm": _group_norm,
+        **dict.fromkeys(("group_norm", "native_group_norm"), _group_norm),
         "layer_norm": _layer_norm,
         "native_layer_norm": _layer_norm,
         "rms_norm": _rms_norm,

@@ -218,7 +218,7 @@ def _instance_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Ten
 def _group_affine(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     x, weight, groups = _need(inputs[0]), inputs[1], attrs["num_groups"]
     n, c, *pixels = x.shape
-    rows = x.reshape(n, groups, -1)
+    rows = x.reshape(n, groups, c // groups * math.prod(pixels))
     mean = rows.mean(-1, keepdim=True)
     inverse = torch.rsqrt((rows - mean).square().mean(-1, keepdim=True) + attrs["eps"])
     shift, factor = (each.expand(n, groups, c // groups) for each in (-mean, inverse))

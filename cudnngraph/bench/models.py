@@ -209,7 +209,8 @@ class PixelAttention(nn.Module):
 
 class LatentDecoder(nn.Module):
     """Latents (N, 4, H, W) → images (N, 3, 8 H, 8 W), as latent diffusion's decoders are built:
-    residual blocks from wide to narrow, attention at the smallest size, nearest neighbours between.
+    residual blocks from wide to narrow, attention at the smallest size (here of several heads),
+    nearest neighbours between.
     """
 
     def __init__(
@@ -350,8 +351,8 @@ class ConvNeXt(nn.Module):
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model, for inference, with numbers as a trained one has some in its batch norms, and in
-    weights that begin as zeros."""
+    """The model, for inference, with numbers as a trained one has some in its batch and group
+    norms, and in weights that begin as zeros."""
     generator = torch.Generator().manual_seed(seed)
 
     def fill(tensor: torch.Tensor | None, low: float, high: float) -> None:
@@ -363,6 +364,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
         if isinstance(module, nn.BatchNorm2d):
             fill(module.running_mean, -0.2, 0.2)
             fill(module.running_var, 0.7, 1.3)
+        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)) and module.affine:
             fill(module.weight, 0.7, 1.3)
             fill(module.bias, -0.2, 0.2)
     for parameter in model.parameters():

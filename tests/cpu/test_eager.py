@@ -564,6 +564,21 @@ def test_what_makes_a_group_norm_is_of_its_channels_statistics(
     assert numerics.relative_error((x.double() + outputs[0]) * outputs[1], norm) < 1e-6
 
 
+def test_statistics_of_groups_are_written_in_16_bits_too() -> None:
+    g = cg.Graph("affine")
+    x = torch.randn(2, 8, 4, 3).half()
+    for name, each in zip(
+        ("shift", "factor"), g.group_affine(g.input("x", like=x), 2), strict=True
+    ):
+        g.output(name, each, dtype=F16)
+    spec = g.spec()
+    run, outputs = affine_step(spec), outputs_of(spec)
+    assert run is not None and {out.dtype for out in outputs} == {F16}
+    run([x], outputs)
+    for out, want in zip(outputs, reference.run(spec, [x], torch.float64), strict=True):
+        assert numerics.relative_error(out, want) < 1e-3
+
+
 def test_groups_of_one_number_have_no_deviation() -> None:
     g = cg.Graph("affine")
     x = torch.full((2, 4, 3, 3), 7.0).contiguous(memory_format=torch.channels_last)
@@ -580,6 +595,7 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_other() -> N
         g = cg.Graph("affine")
         g.output("factor", g.group_affine(g.input("x", shape, dtype), 2)[1])
         assert affine_step(g.spec()) is None
+        assert g.compile("cpu")(x=torch.randn(shape, dtype=dtype)).shape == (shape[0], 4, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -600,7 +616,6 @@ PACKED = [case for case in CASES if case.family == "sdpa_varlen"]
 
 def flash_run(monkeypatch: pytest.MonkeyPatch, spec: GraphSpec) -> eager.Run | None:
     """The torch step on a GPU, with a flash attention that runs here."""
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     fake = SimpleNamespace(_flash_attention_forward=flash_attention_forward)
     monkeypatch.setattr(eager, "_aten", fake)
@@ -627,9 +642,14 @@ def test_packed_attention_by_flash_attention_is_the_references(
         assert torch.equal(torch.isneginf(out), ends)
         error = numerics.relative_error(out.masked_fill(ends, 0.0), want.masked_fill(ends, 0.0))
         assert error <= numerics.bound(case.dtype, terms=case.terms)
+    low = [torch.empty_like(out, dtype=F16) for out in outputs]
+    run(inputs, low)
+    assert all(torch.equal(each, out.to(F16)) for each, out in zip(low, outputs, strict=True))
 
 
-def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() -> None:
+def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def takes(
         width: int = 64,
         own: bool = True,
@@ -650,6 +670,12 @@ def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised() ->
         return by_flash(node, g.spec().tensors)
 
     assert takes() and takes(is_causal=True) and takes(window=(3, 0))
+    with monkeypatch.context() as built:  # for a GPU, without it
+        built.setattr(torch.version, "cuda", "13.0")
+        built.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+        assert not takes()
+        built.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        assert takes()
     assert not takes(finite_padding=True)  # a plan is faster
     assert not takes(longest=1)  # torch folds heads into rows there
     assert takes(own=False) and not takes(own=False, is_causal=True)
@@ -671,9 +697,6 @@ def test_without_flash_attention_packed_attention_is_the_references(
     assert flash_run(monkeypatch, spec) is not None
     assert eager._run_packed(spec, spec.nodes[0], CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
 
 

@@ -203,13 +203,30 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_norm_of_large_images_is_ours(
     channels_last: bool, affine: bool, images: int
 ) -> None:
-    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.GroupNorm(4, 8, affine=affine), nn.SiLU())
+    norm = nn.GroupNorm(4, 8, affine=affine)
+    model = models.randomized(nn.Sequential(nn.Conv2d(6, 8, 3), norm, nn.SiLU()))
+    assert not affine or bool(norm.bias.any())
     imported = check(model, image(images, 6, 9, 8), channels_last=channels_last)
     assert "group_affine" in ops(imported.spec) and not imported.opaque
     assert imported.spec is not None and imported.spec.nodes[-1].op == "silu"
     for each in imported.spec.inputs:
         spec = imported.spec.tensors[each]
         assert is_contiguous(spec.shape, spec.stride) or is_channels_last(spec.shape, spec.stride)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_group_norm_of_torch_compile_is_ours_where_its_statistics_are_not_wanted(
+    channels_last: bool, statistics: bool
+) -> None:
+    def norm(m: Any, x: torch.Tensor) -> Any:
+        made = torch.native_group_norm(x, m.w, m.b, 2, 8, 30, 4, 1e-5)
+        return made[:2] if statistics else made[0]
+
+    model = Of(norm, w=torch.randn(8), b=torch.randn(8))
+    found = ops(check(model, image(2, 8, 6, 5), channels_last=channels_last).spec)
+    assert ("group_affine" in found, "aten" in found) == (not statistics, statistics)
 
 
 @pytest.mark.parametrize(("channels_last", "least"), [(True, 2**19), (False, 2**22)])

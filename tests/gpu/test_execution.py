@@ -269,6 +269,31 @@ def test_a_captured_enlargement_outlives_its_executable(layout: torch.memory_for
     del fill
 
 
+def test_a_captured_group_norm_outlives_its_executable() -> None:
+    """The signs that its statistics are made with were on the GPU before, and stay there."""
+    g = cg.Graph("groups")
+    x = torch.randn(2, 64, 32, 32, device="cuda").half().to(memory_format=torch.channels_last)
+    value = g.input("x", like=x)
+    shift, factor = g.group_affine(value, 8)
+    g.output("y", g.scale(g.bias(value, shift), factor))
+    exe = g.compile("cuda")
+    out = exe(x=x)
+    call = exe.bind(x=x, y=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    del exe, call, g
+    cg.cache_clear()
+    fill = [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(512)]
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    theirs = F.group_norm(x, 8)
+    numerics.check(out, F.group_norm(x.cpu().double(), 8), torch.float16, theirs, terms=8192)
+    del fill
+
+
 def test_building_during_capture_is_refused_by_a_clear_error() -> None:
     g = conv_graph("gelu_tanh")
     graph = torch.cuda.CUDAGraph()
