@@ -7,8 +7,6 @@ float16, autotuned, with empty caches; all contenders of a row are called in tur
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_masks import sampler, write
+from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
 from cudnngraph import timing
@@ -106,39 +104,17 @@ def line(shape: tuple[int, int, int]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
     head = (
         *("images", "ours, channels last", "eager", "torch.compile"),
         *("ours, contiguous", "by its affine", "eager", "torch.compile"),
         *("one pass", "steps of ours", "errors"),
     )
-    lines = [
-        "# Group norms",
-        "",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
-        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
-        "",
-        "```",
-        "python docs/results/h200_groups.py --out docs/results/h200-groups.md",
-        "```",
-        "",
+    text = (
         f"Microseconds of a group norm of {GROUPS} groups with weights, and SiLU, in float16, in a "
         "CUDA graph, medians; of channels_last images, then of contiguous ones. One pass: what "
-        "reading and writing the images once takes at 4.2 TB/s. Errors are relative to float64.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-    ]
-    for shape in SHAPES:
-        try:
-            lines.append(f"| {' | '.join(line(shape))} |")
-        except Exception as error:  # the other rows are worth having
-            lines.append(f"| {shape} | {type(error).__name__}: {str(error)[:200]} |")
-        print(lines[-1], flush=True)
-    if args.out:
-        write(lines, args.out)
+        "reading and writing the images once takes at 4.2 TB/s. Errors are relative to float64."
+    )
+    page("groups", "Group norms", text, head, measured_rows(SHAPES, line), arguments)
 
 
 if __name__ == "__main__":

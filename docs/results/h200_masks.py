@@ -11,8 +11,9 @@ import argparse
 import datetime
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,9 +114,6 @@ def sampler(call: Callable[[], object]) -> timing.Sample:
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
     head = (
         "q, k, v",
         "mask",
@@ -127,28 +125,64 @@ def main() -> None:
         "as it lies / by the engine",
         "largest error",
     )
+    text = (
+        "Microseconds of a call in float16, autotuned, medians. The engine copies a mask to rows "
+        "that start at multiples of 16 bytes where that pays; given aligned: by the caller, so "
+        "that there is nothing to copy. The error is relative to the largest result, to float64."
+    )
+    page(
+        "masks",
+        "Masks of attention whose rows start at odd elements",
+        text,
+        head,
+        (row(*case) for case in CASES),
+    )
+
+
+def page(
+    name: str,
+    title: str,
+    text: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Print the rows of a table as they come, and write the page of the script h200_NAME.py to
+    ``--out``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
     lines = [
-        "# Masks of attention whose rows start at odd elements",
+        f"# {title}",
         "",
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
         f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
         "",
         "```",
-        "python docs/results/h200_masks.py --out docs/results/h200-masks.md",
+        f"python docs/results/h200_{name}.py --out docs/results/h200-{name}.md",
         "```",
         "",
-        "Microseconds of a call in float16, autotuned, medians. The engine copies a mask to rows "
-        "that start at multiples of 16 bytes where that pays; given aligned: by the caller, so "
-        "that there is nothing to copy. The error is relative to the largest result, to float64.",
+        text,
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
     ]
-    for case in CASES:
-        lines.append(f"| {' | '.join(row(*case))} |")
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
         print(lines[-1], flush=True)
     if args.out:
         write(lines, args.out)
+
+
+def measured_rows(
+    cases: Iterable[Any], line: Callable[[Any], Sequence[str]]
+) -> Iterator[Sequence[str]]:
+    """The row of each case, or what went wrong in it: the others are worth having."""
+    for case in cases:
+        try:
+            yield line(case)
+        except Exception as error:
+            yield str(case), f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def write(lines: Sequence[str], path: Path) -> None:

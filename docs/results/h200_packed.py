@@ -8,8 +8,6 @@ bfloat16, autotuned, with empty caches; all contenders of a row are called in tu
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_masks import sampler, write
+from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
 from cudnngraph import rewrites, timing
@@ -120,39 +118,24 @@ def line(case: tuple[Any, ...]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
     head = (
         *("sequences", "nothing promised", "by cuDNN", "finite", "torch flash"),
         *("cuDNN / the first", "torch / the first", "by", "by", "by", "errors"),
     )
-    lines = [
-        "# Attention within packed sequences",
-        "",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
-        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
-        "",
-        "```",
-        "python docs/results/h200_packed.py --out docs/results/h200-packed.md",
-        "```",
-        "",
+    text = (
         "Microseconds of a call in bfloat16, autotuned, medians: where nothing is promised of "
         "other sequences' numbers, as it runs, and by the engines of cuDNN that keep NaN in its "
         "sequence; with `finite_padding=True`; torch's own call of its flash attention. Then what "
-        "the first three ran by, and their relative errors to float64.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-    ]
-    for case in CASES:
-        try:
-            lines.append(f"| {' | '.join(line(case))} |")
-        except Exception as error:  # the other rows are worth having
-            lines.append(f"| {case[1:]} | {type(error).__name__}: {str(error)[:200]} |")
-        print(lines[-1], flush=True)
-    if args.out:
-        write(lines, args.out)
+        "the first three ran by, and their relative errors to float64."
+    )
+    page(
+        "packed",
+        "Attention within packed sequences",
+        text,
+        head,
+        measured_rows(CASES, line),
+        arguments,
+    )
 
 
 if __name__ == "__main__":

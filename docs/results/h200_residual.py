@@ -8,16 +8,15 @@ float16, plans by heuristics, with empty caches; all contenders of a row are cal
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
 from h200_groups import captured
-from h200_masks import sampler, write
+from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
 from cudnngraph import importer, timing
@@ -74,37 +73,15 @@ def line(shape: tuple[int, int, int], layout: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
     head = ("images", "layout", "ours", "torch's", "eager", "torch's / ours", "steps", "taken")
-    lines = [
-        "# Residual blocks of group norms",
-        "",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
-        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
-        "",
-        "```",
-        "python docs/results/h200_residual.py --out docs/results/h200-residual.md",
-        "```",
-        "",
+    text = (
         "Microseconds in a CUDA graph, medians, of twice a group norm of 32 groups, SiLU and a "
         "3 x 3 convolution, and what came in added, in float16, by `fuse` with plans by heuristics "
         "and our group norms or torch's, and of torch itself. Then how many steps each has that "
-        "run something, and whose group norms `fuse` takes by itself.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-    ]
-    for shape in SHAPES:
-        for layout in LAYOUTS:
-            try:
-                lines.append(f"| {' | '.join(line(shape, layout))} |")
-            except Exception as error:  # the other rows are worth having
-                lines.append(f"| {shape} | {layout} | {type(error).__name__}: {str(error)[:200]} |")
-            print(lines[-1], flush=True)
-    if args.out:
-        write(lines, args.out)
+        "run something, and whose group norms `fuse` takes by itself."
+    )
+    rows = measured_rows(product(SHAPES, LAYOUTS), lambda case: line(*case))
+    page("residual", "Residual blocks of group norms", text, head, rows, arguments)
 
 
 if __name__ == "__main__":

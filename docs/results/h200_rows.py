@@ -8,8 +8,6 @@ float16, autotuned, with empty caches; all contenders of a row are called in tur
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_masks import sampler, write
+from h200_masks import page, sampler
 
 import cudnngraph as cg
 from cudnngraph import timing
@@ -117,36 +115,18 @@ def cases() -> Iterator[Case]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
     head = (
         *("case", "product, or convolution", "by", "cuDNN's norm", "by", "torch"),
         *("torch / the first", "error of the first", "error, torch"),
     )
-    lines = [
-        "# Norms of short rows, averages of images",
-        "",
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
-        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
-        "",
-        "```",
-        "python docs/results/h200_rows.py --out docs/results/h200-rows.md",
-        "```",
-        "",
+    text = (
         "Microseconds of a call in float16, autotuned, medians, and by which engine of cuDNN, or "
         "torch where no plan builds. Norms by a product of the rows' squares with ones, beside "
         "which stands cuDNN's own RMS norm; averages by a convolution of each channel. A call "
-        "takes the host about 9 us. Errors are relative to float64.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-    ]
-    for case in cases():
-        lines.append(f"| {' | '.join(line(case))} |")
-        print(lines[-1], flush=True)
-    if args.out:
-        write(lines, args.out)
+        "takes the host about 9 us. Errors are relative to float64."
+    )
+    title = "Norms of short rows, averages of images"
+    page("rows", title, text, head, map(line, cases()), arguments)
 
 
 if __name__ == "__main__":
