@@ -33,6 +33,7 @@ from .views import is_view, slots
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 HALVED = 6  # pointwise ops, from which on halves of a group are tried before single ops
 Group = tuple[Node, ...]
+_OF_CHANNELS = ("bias", "scale", "batch_norm", "batch_norm_apply")  # of vectors, along dim 1
 _GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
 
 # Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
@@ -329,14 +330,78 @@ def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
     if len(nodes) <= 1:
         return ()
     found: list[tuple[Group, ...]] = []
-    if any(map(graph.is_anchor, nodes)):
+    anchors = sum(map(graph.is_anchor, nodes))
+    if anchors:
         apart = _apart(graph, nodes)
         found += [_fused(graph, apart, own=True), _fused(graph, apart, own=False)]
+        if anchors == 1:
+            found.append(_by_pattern(graph, [node for _, _, group in apart for node in group]))
         found.append(tuple(group for _, _, group in apart))
-    elif len(nodes) >= HALVED:
-        found += [_by_size(graph, nodes), _halves(graph, nodes)]
+    else:
+        found.append(_by_pattern(graph, nodes))
+        if len(nodes) >= HALVED:
+            found += [_by_size(graph, nodes), _halves(graph, nodes)]
     found.append(tuple((node,) for node in nodes))
     return tuple(groups for groups in dict.fromkeys(found) if len(groups) > 1)
+
+
+def _by_pattern(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
+    """Runs of ops whose operands are repeated along the same dims, or as a matrix's row and column:
+    a plan takes no more ways to repeat than these.
+
+    What computes less than a whole tensor runs with the first op that reads it.
+    """
+    small = on_numbers(graph.spec, nodes)
+    made = {name: node for node in nodes for name in node.results if node.name in small}
+    runs: list[list[str]] = []
+    placed: set[str] = set()
+    patterns: set[frozenset[int]] = set()
+    for node in nodes:
+        if node.name in small:
+            continue
+        patterns |= _repeated(graph, node)
+        if not runs or not _row_and_column(graph, node, patterns):
+            runs.append([])
+            patterns = _repeated(graph, node)
+        group = [node]
+        for each in group:  # it grows by what small ops hand on
+            group += [made[name] for name in each.operands if name in made]
+        runs[-1] += [each.name for each in group if each.name not in placed]
+        placed |= {each.name for each in group}
+    for node in nodes:  # what nothing here reads
+        if node.name not in placed:
+            runs[0].append(node.name)
+    return tuple(tuple(node for node in nodes if node.name in run) for run in map(set, runs))
+
+
+def _repeated(graph: Graph, node: Node) -> set[frozenset[int]]:
+    """The sets of dims along which a pointwise op repeats its operands, numbers left out."""
+    if not OPS[node.op].pointwise:
+        return set()
+    made = graph.spec.tensors[node.results[0]].shape
+    real = frozenset(dim for dim, extent in enumerate(made) if extent > 1)
+    found = set()
+    for name in node.operands:
+        shape = graph.spec.tensors[name].shape
+        if len(shape) == 1 and node.op in _OF_CHANNELS:
+            found.add(real - {1})
+        elif len(shape) == 1 and node.op in ("quantize", "dequantize"):
+            found.add(real - {node.attr("dim")})
+        else:
+            shape = (1,) * (len(made) - len(shape)) + shape
+            found.add(frozenset(dim for dim in real if shape[dim] == 1))
+    return found - {frozenset(), real}
+
+
+def _row_and_column(graph: Graph, node: Node, patterns: set[frozenset[int]]) -> bool:
+    """Whether there is one pattern at most, or two that share no dim and leave none out."""
+    made = graph.spec.tensors[node.results[0]].shape
+    real = sum(extent > 1 for extent in made)
+    return len(patterns) < 2 or (
+        len(patterns) == 2
+        and not frozenset.intersection(*patterns)
+        and sum(map(len, patterns)) == real
+    )
 
 
 def _by_size(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:

@@ -311,6 +311,33 @@ def test_many_pointwise_ops_are_parted_where_the_least_crosses() -> None:
     assert singles == [[op] for half in halves for op in half]
 
 
+def test_a_group_is_parted_where_operands_are_repeated_in_a_third_way() -> None:
+    """The embedding of a diffusion model's block, behind a convolution and its bias."""
+    g = cg.Graph("g")
+    x, w = g.input("x", (2, 8, 6, 6), F16), g.input("w", (8, 8, 3, 3), F16)
+    pixel, embedding = g.input("p", (2, 1, 6, 6), F16), g.input("t", (2, 8, 1, 1), F16)
+    y = g.bias(g.conv(x, w, padding=1), g.input("b", (8,), F16)) * pixel
+    g.output("y", g.silu(y + g.silu(embedding) * 2.0))
+    by_pattern, *_ = cut_ops(g.spec())
+    assert by_pattern == [["conv", "bias", "mul"], ["silu", "mul", "add", "silu"]]
+
+
+def test_pointwise_ops_are_parted_by_what_they_repeat_too() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (2, 6, 8), F32)
+    y = x * g.input("v", (2, 1, 8), F32) + g.input("c", (8,), F32)
+    g.output("y", g.relu(y))
+    assert cut_ops(g.spec()) == [[["mul"], ["add", "relu"]], [["mul"], ["add"], ["relu"]]]
+
+
+def test_what_only_an_output_reads_is_in_the_first_of_the_parts() -> None:
+    g = cg.Graph("g")
+    x, v = g.input("x", (2, 6, 8), F32), g.input("v", (2, 1, 8), F32)
+    g.output("s", g.exp(v))
+    g.output("y", x * v + g.input("c", (8,), F32))
+    assert cut_ops(g.spec())[0] == [["exp", "mul"], ["add"]]
+
+
 def test_a_single_op_does_not_fall_further() -> None:
     g = cg.Graph("g")
     g.output("y", g.input("x", (4,), F32) * 3.0)
