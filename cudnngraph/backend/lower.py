@@ -43,7 +43,7 @@ _Place = tuple[Shape, Shape]  # shape and stride
 
 # Of the rules in this module. Serialized plans of another number are built again from their
 # records: raise it where a rule refuses what it took, or makes other numbers of it.
-LOWERING = 3
+LOWERING = 4
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 FP8_CAPABILITY = (8, 9)
 MIN_ROW, MAX_ROW = 32, 1024
@@ -1817,8 +1817,55 @@ def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
         given = [spec.tensors[name] for name in node.operands]
         if any(x.numel < made.numel for x in given):
             raise _Refused("what broadcasts behind a batch norm, which cuDNN gets wrong")
-        if not all(same_layout(made.shape, x.stride, made.stride) for x in given):
+        places = [_padded(x.shape, x.stride, len(made.shape)) for x in given]
+        if not all(same_layout(made.shape, stride, made.stride) for _, stride in places):
             raise _Refused("what lies otherwise than the images behind a batch norm")
+
+
+def _check_beside_convolutions(ctx: Context) -> None:
+    """Refuse operands that are repeated in a way in which cuDNN's engines read them from the wrong
+    place, or from an address that faults (seen on 9.19, whatever strides they are given).
+
+    Right is what is as large as the result, one number a channel, one number for all, and behind a
+    forward convolution one number a pixel, unless the plan itself computes it.
+    """
+    spec = ctx.spec
+    ops = {node.op for node in spec.nodes} & {"conv", "conv_transpose"}
+    if not ops:
+        return
+    fused = [node for node in spec.nodes if OPS[node.op].pointwise and node.operands]
+    if fused and any(_mistakes_the_weight(spec, node) for node in spec.nodes if node.op in ops):
+        raise _Refused(
+            "images of one pixel beside a weight that is not channels_last, which the engines that "
+            "fuse read as if it were"
+        )
+    for node in fused:
+        if node.results[0] in ctx.as_is:
+            continue
+        made = ctx.values[node.results[0]].get_dim()
+        real = {dim for dim, extent in enumerate(made) if extent > 1}
+        for name in node.operands:
+            seen = ctx.values[name].get_dim()
+            repeated = {dim for dim in real if seen[dim] == 1}
+            if repeated in (set(), real, real - {1}):
+                continue
+            given = name in spec.inputs and spec.tensors[name].dtype != torch.bool
+            if repeated == {1} and given and "conv_transpose" not in ops:
+                continue
+            raise _Refused(
+                f"'{name}' of {seen} is repeated over {made} beside a convolution, which cuDNN "
+                "gets wrong"
+            )
+
+
+def _mistakes_the_weight(spec: GraphSpec, node: Node) -> bool:
+    """Whether a convolution's images lie both ways at once, so that only its weight tells how."""
+    x, weight = (spec.tensors[name] for name in node.operands)
+    images = (x, spec.tensors[node.results[0]])
+    return not is_channels_last(weight.shape, weight.stride) and all(
+        is_channels_last(shape, stride) and is_contiguous(shape, stride)
+        for shape, stride in ((image.shape, image.stride) for image in images)
+    )
 
 
 def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
@@ -1897,6 +1944,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 tensor = graph.binary_select(ctx.scalar(1.0), ctx.scalar(0.0), tensor)
                 ctx.declare(tensor, replace(spec.tensors[name], dtype=torch.int8))
             tensor.set_output(True).set_uid(uid)
+        _check_beside_convolutions(ctx)
         graph.validate()
         graph.build_operation_graph()
     except _Refused as refused:

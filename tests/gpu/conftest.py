@@ -10,6 +10,11 @@ import torch
 HERE = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--broadcasts", type=int, help="cases of test_broadcasts.py")
+    parser.addoption("--broadcasts-log", help="a file for what each engine made of them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: compares times, so it needs the GPU for itself")
 

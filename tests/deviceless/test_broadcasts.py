@@ -1,0 +1,69 @@
+"""Operands that are repeated along some dims beside a convolution: which of them cuDNN is asked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import cudnngraph as cg
+from cudnngraph.backend import env, plan
+from cudnngraph.backend.lower import lower
+from tests import broadcasts
+
+SIZE = (2, 16, 12)
+ANCHORS = ("conv 1x1", "conv 3x3", "conv 2 groups", "depthwise", "conv_transpose", "conv 3d")
+CASES = [
+    (anchor, "".join(whole))
+    for anchor in ANCHORS
+    for whole in itertools.product("w1", repeat=broadcasts.ANCHORS[anchor])
+]
+
+
+def taken(anchor: str, whole: str, computed: bool) -> bool:
+    """What the engines were right for when each of them was run (H200, cuDNN 9.19)."""
+    rank = len(whole)
+    pixel = "w1" + "w" * (rank - 2)
+    channel = "1w" + "1" * (rank - 2)
+    if whole == pixel:
+        return anchor != "conv_transpose" and not computed
+    return whole in ("w" * rank, "1" * rank, channel)
+
+
+@pytest.mark.parametrize(("anchor", "whole"), CASES)
+@pytest.mark.parametrize("chain", ["x + v", "x + silu(v)", "relu(x v + c)", "silu(x + c + v)"])
+def test_cudnn_is_asked_for_what_its_engines_get_right(anchor: str, whole: str, chain: str) -> None:
+    spec = broadcasts.Case(anchor, whole, chain, "float16", 64, SIZE).graph().spec()
+    if taken(anchor, whole, computed="silu(v)" in chain):
+        lower(spec, env.frontend(), sm_version=90)
+        return
+    with pytest.raises(cg.NotSupported) as refused:
+        lower(spec, env.frontend(), sm_version=90)
+    (reason,) = refused.value.reasons
+    assert "repeated over" in reason and reason.endswith(
+        "beside a convolution, which cuDNN gets wrong"
+    )
+
+
+@pytest.mark.parametrize("anchor", ANCHORS[:2])
+@pytest.mark.parametrize("channels", broadcasts.CHANNELS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.usefixtures("driver")
+def test_a_number_a_pixel_is_taken_by_the_engines_that_were_run(
+    anchor: str, channels: int, dtype: str
+) -> None:
+    """[N, 1, H, W], of which engines 2, 4, 7 and 8 are right: another one has to be tried first."""
+    spec = broadcasts.Case(anchor, "w1ww", "x + v", dtype, channels, SIZE).graph().spec()
+    _, candidates = plan.propose_for(spec, "nvidia-h200")
+    assert {each.choice.engine for each in candidates} <= {2, 4, 7, 8}
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_embedding_of_a_diffusion_models_block_is_one_plan_behind_the_convolutions() -> None:
+    """Its bias stays with the convolution, whatever the order."""
+    case = broadcasts.Case("conv 3x3", "ww11", "silu(x + c + v)", "float16", 320, SIZE)
+    steps = cg.explain(case.graph(), "nvidia-h200").steps
+    assert [(step.ops, step.runs_on) for step in steps] == [
+        (("conv", "add"), "cuDNN"),
+        (("add", "silu"), "cuDNN"),
+    ]

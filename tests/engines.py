@@ -1,0 +1,71 @@
+"""Every engine that cuDNN offers for a graph, run and compared on a GPU; for :mod:`tests.apart`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import cudnngraph as cg
+from cudnngraph import reference, trial
+from cudnngraph.autotune import GpuBench
+from cudnngraph.backend import env
+from tests import broadcasts
+
+WHOLE = "as compiled"  # the mark of the graph as heuristics compile it, cut or not
+
+if __name__ != "__main__":
+    env.frontend()  # in the server, so that a child need not
+
+
+def broadcast(described: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """A case of :mod:`tests.broadcasts`: each engine, and the graph as compiled."""
+    yield from engines(broadcasts.case(described).graph(), skip)
+
+
+def engines(graph: cg.Graph, skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """("engine N", "" or what is wrong) of the first plan of each engine that builds, then the same
+    of :data:`WHOLE`. What is barred says so."""
+    device, policy = torch.device("cuda", 0), cg.Policy(allow_tf32=False, tune="autotune")
+    spec = graph.spec()
+    bench = GpuBench(policy, device)
+    try:
+        proposals = bench.proposals(spec)
+    except cg.NotSupported:
+        proposals = None
+    settled = set(skip)
+    for candidate in proposals.candidates if proposals else ():
+        mark = f"engine {candidate.choice.engine}"
+        if mark in settled:
+            continue
+        yield mark, None
+        outcome, plan = proposals.build(candidate)
+        torch.cuda.synchronize()  # a fault stays, whatever was caught, and ends this process here
+        if plan is not None:
+            settled.add(mark)
+            yield mark, bench.why_wrong(spec, plan) or "right"
+        elif "known to be wrong" in outcome.reason:
+            settled.add(mark)
+            yield mark, "barred"
+        else:
+            launched = outcome.reason.startswith("does not launch")
+            yield mark, outcome.reason if launched else "not built"
+    if WHOLE not in settled:
+        yield WHOLE, None
+        yield WHOLE, _as_compiled(graph, device) or "right"
+
+
+def _as_compiled(graph: cg.Graph, device: torch.device) -> str:
+    """What is wrong with what heuristics compile, or nothing."""
+    exe = graph.compile(device, policy=cg.Policy(allow_tf32=False))
+    spec = graph.spec()
+    inputs = trial.random_inputs(spec, device, seed=1)
+    made = exe(**dict(zip(spec.inputs, inputs, strict=True)))
+    results = [made] if isinstance(made, torch.Tensor) else list(made)
+    wanted = reference.run(spec, inputs, torch.float64)
+    for name, out, want in zip(spec.outputs, results, wanted, strict=True):
+        error, bound = trial.relative_error(out, want), trial.tolerance(out.dtype, tf32=False)
+        if not error <= bound:
+            return f"wrong: '{name}' is off by {error:.2g}, at most {bound:.2g} is right"
+    return ""
