@@ -67,3 +67,32 @@ def test_the_embedding_of_a_diffusion_models_block_is_one_plan_behind_the_convol
         (("conv", "add"), "cuDNN"),
         (("add", "silu"), "cuDNN"),
     ]
+
+
+@pytest.mark.parametrize("chain", ["relu(x)", "x + v", "relu(x v + c)"])
+@pytest.mark.parametrize("anchor", ["conv 3x3", "conv 3x3 stride 2", "conv 2 groups"])
+def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
+    anchor: str, chain: str
+) -> None:
+    """Its images lie both ways at once; engines 4, 7 and 52 took the weight to be channels_last."""
+    one = broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1), "contiguous")
+    with pytest.raises(cg.NotSupported) as refused:
+        lower(one.graph().spec(), env.frontend(), sm_version=90)
+    (reason,) = refused.value.reasons
+    assert reason.startswith("images of one pixel beside a weight that is not channels_last")
+    for taken in (
+        broadcasts.Case(anchor, "wwww", "x", "float16", 64, (2, 1, 1), "contiguous"),
+        broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1)),
+        broadcasts.Case("conv 1x1", "wwww", chain, "float16", 64, (2, 1, 1), "contiguous"),
+    ):
+        lower(taken.graph().spec(), env.frontend(), sm_version=90)
+
+
+def test_what_is_computed_of_one_number_behind_a_batch_norm_in_training_is_a_step_before() -> None:
+    """Its rank is lower than the images', which ended in a bare ValueError."""
+    case = broadcasts.Case("batch_norm_train", "1111", "x / (|v| + 1)", "float16", 8, (2, 4, 4))
+    steps = cg.explain(case.graph(), "nvidia-h200").steps
+    assert steps[0].ops == ("batch_norm_train",)
+    assert sorted(op for step in steps[1:] for op in step.ops if op != "constant") == [
+        *("abs", "add", "div")
+    ]
