@@ -93,6 +93,87 @@ class Windows(nn.Module):
         return self.out(y.transpose(1, 2).reshape(-1, 10, width))
 
 
+class _Conditioned(nn.Module):
+    """A residual block whose images have an embedding of the time step added, a number for each
+    channel of each image, as scale and shift of its second norm where ``scale``."""
+
+    def __init__(self, c: int, k: int, wide: int, scale: bool) -> None:
+        super().__init__()
+        self.scale = scale
+        self.first, self.conv = nn.GroupNorm(8, c), nn.Conv2d(c, k, 3, padding=1)
+        self.embed = nn.Linear(wide, 2 * k if scale else k)
+        self.second, self.last = nn.GroupNorm(8, k), nn.Conv2d(k, k, 3, padding=1)
+        self.shortcut = nn.Conv2d(c, k, 1) if c != k else nn.Identity()
+
+    def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        h = self.conv(F.silu(self.first(x)))
+        e = self.embed(F.silu(embedding))[:, :, None, None]
+        if self.scale:
+            factor, shift = e.chunk(2, dim=1)
+            h = self.second(h) * (1 + factor) + shift
+        else:
+            h = self.second(h + e)
+        return self.shortcut(x) + self.last(F.silu(h))
+
+
+class _Attended(nn.Module):
+    """Pixels that attend to each other and to a context."""
+
+    def __init__(self, c: int, context: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(c) for _ in range(3)])
+        self.q = nn.ModuleList([nn.Linear(c, c, bias=False) for _ in range(2)])
+        self.kv = nn.ModuleList([nn.Linear(wide, 2 * c, bias=False) for wide in (c, context)])
+        self.out = nn.ModuleList([nn.Linear(c, c) for _ in range(2)])
+        self.up, self.down = nn.Linear(c, 8 * c), nn.Linear(4 * c, c)
+
+    def _attend(self, place: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def heads(t: torch.Tensor) -> torch.Tensor:
+            return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        k, v = self.kv[place](y).chunk(2, dim=-1)
+        o = F.scaled_dot_product_attention(heads(self.q[place](x)), heads(k), heads(v))
+        return self.out[place](o.transpose(1, 2).flatten(-2))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        n, c, h, w = x.shape
+        rows = x.permute(0, 2, 3, 1).reshape(n, h * w, c)
+        y = self.norms[0](rows)
+        rows = rows + self._attend(0, y, y)
+        rows = rows + self._attend(1, self.norms[1](rows), context)
+        value, gate = self.up(self.norms[2](rows)).chunk(2, dim=-1)
+        rows = rows + self.down(value * F.gelu(gate))
+        return rows.reshape(n, h, w, c).permute(0, 3, 1, 2)
+
+
+class DiffusionUNet(nn.Module):
+    """Images, time steps and a context → images, as a latent diffusion model's noise is found."""
+
+    def __init__(self, c: int = 32, context: int = 24) -> None:
+        super().__init__()
+        self.width = c
+        self.time = nn.Sequential(nn.Linear(c, 4 * c), nn.SiLU(), nn.Linear(4 * c, 4 * c))
+        self.enter = nn.Conv2d(4, c, 3, padding=1)
+        self.down = _Conditioned(c, c, 4 * c, scale=False)
+        self.smaller = nn.Conv2d(c, c, 3, stride=2, padding=1)
+        self.middle = _Conditioned(c, 2 * c, 4 * c, scale=True)
+        self.attend = _Attended(2 * c, context)
+        self.larger = nn.Conv2d(2 * c, c, 3, padding=1)
+        self.up = _Conditioned(2 * c, c, 4 * c, scale=False)
+        self.norm, self.leave = nn.GroupNorm(8, c), nn.Conv2d(c, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """(N, 4, H, W), (N,), (N, S, width) → (N, 4, H, W)."""
+        steps = torch.arange(self.width // 2, device=x.device, dtype=torch.float32)
+        angles = t[:, None].float() * torch.exp(-9.21 * steps / (self.width // 2))
+        embedding = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype))
+        one = self.down(self.enter(x), embedding)
+        two = self.attend(self.middle(self.smaller(one), embedding), context)
+        back = self.larger(F.interpolate(two, scale_factor=2.0, mode="nearest"))
+        return self.leave(F.silu(self.norm(self.up(torch.cat([back, one], dim=1), embedding))))
+
+
 def turned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of copies that lie as torch's kernels want them, of operands that do not."""
     data = [t.transpose(2, 3).contiguous() for t in (q, k, v)]

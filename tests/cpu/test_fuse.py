@@ -30,6 +30,7 @@ from cudnngraph.trial import Chain
 from tests import numerics
 from tests.cpu.test_importer import NETS, Of, image
 from tests.fakes import builder
+from tests.models import DiffusionUNet
 
 fusing: Any = importlib.import_module("cudnngraph.fuse")
 CPU = torch.device("cpu")
@@ -55,6 +56,20 @@ def test_a_fused_model_gives_the_models_results() -> None:
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-6)
     assert isinstance(fused, nn.Module) and not fused.training
     assert not fused(x).requires_grad
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_diffusion_model_takes_its_time_steps_and_context(last: bool) -> None:
+    torch.manual_seed(0)
+    model = DiffusionUNet().eval()
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    given = (torch.randn(3, 4, 12, 12), torch.tensor([1, 40, 900]), torch.randn(3, 7, 24))
+    fused = cg.fuse(model, given)
+    others = (torch.randn(3, 4, 12, 12), torch.tensor([7, 3, 0]), torch.randn(3, 7, 24))
+    again = cg.fuse(model, others)  # which compares with float64
+    assert again.report is not None and again.report.errors
+    torch.testing.assert_close(fused(*others), again(*others), rtol=1e-6, atol=1e-6)
 
 
 def test_our_own_blocks_are_imported_as_torchs_modules() -> None:

@@ -16,7 +16,7 @@ import cudnngraph as cg
 from cudnngraph import importer
 from cudnngraph.bench import models
 from cudnngraph.fuse import Fused, backend
-from tests.models import Attends, Windows, WritesAttention, turned
+from tests.models import Attends, DiffusionUNet, Windows, WritesAttention, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -94,6 +94,23 @@ def test_a_model_is_as_near_to_float64_as_torch(
     assert torch.equal(again, fused(x)), "a replay gives the same"
     other = torch.flip(x, (0,))
     torch.testing.assert_close(fused(other), torch.flip(again, (0,)), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
+def test_a_diffusion_models_embedding_is_added_where_it_belongs(
+    tune: Any, dtype: torch.dtype, record_property: Any
+) -> None:
+    """A number for each channel of each image behind a convolution, which cuDNN's engines read from
+    the wrong place, or at an address that faults; check=True compares with float64."""
+    torch.manual_seed(0)
+    model = DiffusionUNet(64).cuda().to(dtype).eval()
+    x, context = (torch.randn(shape, device="cuda") for shape in ((3, 4, 32, 32), (3, 7, 24)))
+    given = (x.to(dtype), torch.tensor([1, 40, 900], device="cuda"), context.to(dtype))
+    fused = cg.fuse(model, given, policy=cg.Policy(tune=tune, budget_s=2.0))
+    assert fused.report is not None and fused.report.errors
+    record_property("summary", str(fused.report))
+    torch.testing.assert_close(fused(*given), model(*given), rtol=5e-2, atol=5e-2)
 
 
 def test_windows_of_an_example_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
