@@ -189,12 +189,17 @@ def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
 def _torch_dtypes(spec: GraphSpec) -> dict[str, torch.dtype]:
     """The dtype that each tensor has in torch's own chain of ops: 16 bits for 16-bit data."""
     known = {name: spec.tensors[name] for name in spec.inputs}
+    constants: set[str | None] = set()
     for node in spec.nodes:
+        if node.op == "constant":
+            constants.update(node.outputs)
+        ports = OPS[node.op].ports_of(len(node.inputs))
         operands = {
             port: None if name is None else known[name]
-            for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True)
+            for port, name in zip(ports, node.inputs, strict=True)
         }
-        results = check_node(node.op, node.name, operands, dict(node.attrs)).results
+        numbers = [p for p, name in zip(ports, node.inputs, strict=True) if name in constants]
+        results = check_node(node.op, node.name, operands, dict(node.attrs), numbers).results
         for name, result in zip(node.outputs, results, strict=True):
             if name is not None:
                 known[name] = spec.tensors[name]

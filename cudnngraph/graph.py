@@ -167,6 +167,7 @@ class Graph:
         self._frozen: tuple[tuple[int, ...], GraphSpec] | None = None
         self._values: dict[str, Value] = {}
         self._scalars: dict[str, Value] = {}
+        self._numbers: set[str] = set()  # their names
         self._tables: dict[tuple[str, str, bool], tuple[Value, Value]] = {}  # of rope
 
     # -- tensors -------------------------------------------------------------------------------
@@ -335,7 +336,8 @@ class Graph:
     def _scalar(self, number: float) -> Value:
         bits = number.hex()  # tells 0.0 from -0.0
         if bits not in self._scalars:
-            self._scalars[bits] = self._apply("constant", (), {"value": number})[0]
+            value = self._scalars[bits] = self._apply("constant", (), {"value": number})[0]
+            self._numbers.add(value.name)
         return self._scalars[bits]
 
     def _unique(self, name: str) -> str:
@@ -370,7 +372,12 @@ class Graph:
             results: tuple[TensorSpec | None, ...] = (None,) * len(row.outputs)
             node_attrs: tuple[tuple[str, Any], ...] = ()
         else:
-            checked = check_node(op, label, specs, attrs)
+            numbers = [
+                port
+                for port, value in zip(ports, values, strict=True)
+                if value is not None and value.name in self._numbers
+            ]
+            checked = check_node(op, label, specs, attrs, numbers)
             problems += checked.problems
             results, node_attrs = checked.results, checked.attrs
         self.problems += problems
@@ -428,6 +435,7 @@ class Graph:
         self._scalars = {
             bits: value for bits, value in self._scalars.items() if value.name in self._values
         }
+        self._numbers &= set(self._values)
         del self._nodes[mark[0] :], self.problems[mark[1] :]
 
     def drop_unused_inputs(self) -> None:
@@ -983,7 +991,11 @@ class Graph:
     # -- arithmetic ----------------------------------------------------------------------------
 
     def add(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:
-        """x + y, broadcasting as torch does; so for the other arithmetic."""
+        """x + y, broadcasting as torch does; so for the other arithmetic.
+
+        The result's dtype is torch's: operands with dims decide it, then those without, then
+        numbers. Of those that decide, float32 may stand beside one 16-bit dtype, no others mix.
+        """
         return self._one("add", x, y, name=name)
 
     def sub(self, x: Operand, y: Operand, *, name: str | None = None) -> Value:

@@ -63,13 +63,17 @@ class Result:
 
 @dataclass
 class Call:
-    """One op with its operands, as a rule sees it. ``attrs`` is brought into canonical form."""
+    """One op with its operands, as a rule sees it. ``attrs`` is brought into canonical form.
+
+    ``numbers`` are the ports at which a Python number stands, which has no dtype of its own.
+    """
 
     op: str
     name: str
     inputs: Mapping[str, TensorSpec | None]
     attrs: dict[str, Any]
     problems: list[Problem] = field(default_factory=list)
+    numbers: frozenset[str] = frozenset()
 
     def problem(self, what: str, expected: str = "", mend: str = "") -> None:
         """Report one mistake of this op."""
@@ -906,10 +910,15 @@ def _broadcast(call: Call, ports: Sequence[str]) -> tuple[tuple[int, ...], tuple
 
 
 def _promoted(call: Call, ports: Sequence[str]) -> torch.dtype | None:
-    """float32 beside a 16-bit dtype gives float32; no other mix has a rule. Scalars always mix."""
+    """float32 beside a 16-bit dtype gives float32; no other mix has a rule.
+
+    As in torch, values that have dims decide; where there is none, those of no dims; where there is
+    none of these either, Python numbers.
+    """
     if not all([_float_operand(call, port) for port in ports]):
         return None
-    solid = [port for port in ports if call[port].shape != ()] or list(ports)
+    given = [port for port in ports if port not in call.numbers] or list(ports)
+    solid = [port for port in given if call[port].shape != ()] or given
     dtypes = dict.fromkeys(call[port].dtype for port in solid)
     if len(dtypes) == 1:
         return next(iter(dtypes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
 from numbers import Integral
@@ -25,11 +25,18 @@ class Checked:
 
 
 def check_node(
-    op: str, name: str, inputs: Mapping[str, TensorSpec | None], attrs: Mapping[str, Any]
+    op: str,
+    name: str,
+    inputs: Mapping[str, TensorSpec | None],
+    attrs: Mapping[str, Any],
+    numbers: Collection[str] = (),
 ) -> Checked:
-    """Infer one op. Result specs carry the op's name; they are all None when anything was wrong."""
+    """Infer one op. Result specs carry the op's name; they are all None when anything was wrong.
+
+    ``numbers`` are the ports at which a Python number stands.
+    """
     row = OPS[op]
-    call = Call(op, name, inputs, {**row.attrs, **attrs})
+    call = Call(op, name, inputs, {**row.attrs, **attrs}, numbers=frozenset(numbers))
     for attr in attrs:
         if attr not in row.attrs:
             known = ", ".join(row.attrs) or "none"
