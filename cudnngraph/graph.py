@@ -1261,7 +1261,8 @@ class Graph:
         """The largest element of each window (F.max_pool2d), in 1, 2 or 3 spatial dims.
 
         x (N, C, spatial...) → (N, C, out...), channels_last where x is. ``stride`` defaults to the
-        kernel's size; ``ceil_mode`` rounds the number of windows up.
+        kernel's size; ``ceil_mode`` rounds the number of windows up. A window that holds nothing
+        but padding, as a dilation may make one, is a mistake.
         """
         return self._one(
             "max_pool",

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from . import aten, forms
-from .errors import CannotImport, GraphError
+from .errors import CannotImport, FeatureMissing, GraphError
 from .exported import HasGraph, export, last_line
 from .graph import Graph, Value
 from .ir import (
@@ -41,7 +41,7 @@ from .ir import (
     same_layout,
     view_strides,
 )
-from .ops import FLOATS, SOFTPLUS_THRESHOLD
+from .ops import FLOATS, SOFTPLUS_THRESHOLD, in_padding
 from .partition import LOW_PRECISION
 from .views import order
 from .written import Written, attention_before, least_norm_before, rms_norm_before
@@ -1597,6 +1597,26 @@ def _max_pool(rank: int) -> Rule:
     return rule
 
 
+def _max_pool_backward(rank: int) -> Rule:
+    """torch's own, where it does no harm."""
+
+    def rule(c: _Conversion, a: Arguments) -> Any:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        window, padding, dilation = (
+            _spread(a[name], rank) for name in ("kernel_size", "padding", "dilation")
+        )
+        stride = _spread(a["stride"] or window, rank)
+        many = zip(x.shape[-rank:], dy.shape[-rank:], stride, padding, dilation, strict=True)
+        if any(in_padding(*each) for each in many):
+            raise FeatureMissing(
+                f"{c.name}: {c.node.target}: a window lies in the padding alone, and torch's "
+                "gradient would write outside of its result: dilate less, or pad less"
+            )
+        raise _Skip
+
+    return rule
+
+
 def _ints(value: tuple[int, ...] | None) -> tuple[int, ...]:
     assert value is not None
     return value
@@ -1746,6 +1766,7 @@ RULES: Mapping[str, Rule] = {
         **{name: _upsample(mode) for name, mode in _UPSAMPLES.items()},
         **{f"max_pool{rank}d": _max_pool(rank) for rank in (1, 2, 3)},
         **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
+        **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
         **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
     }.items()
 }

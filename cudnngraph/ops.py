@@ -1844,6 +1844,17 @@ def _image_order(x: TensorSpec) -> tuple[int, ...]:
     return _conv_order(x, x)
 
 
+def in_padding(size: int, windows: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether one of the windows over a dim of ``size`` holds nothing of it.
+
+    Only one that begins before the dim can, by a step over all of it: its first tap from 0 on comes
+    too late. Of such a window torch's max pooling says an index that is not there, and its gradient
+    writes to that place.
+    """
+    first = range(-padding, 0, stride)[:windows] if size < dilation else ()
+    return any(start % dilation >= size for start in first)
+
+
 def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     """The spatial sizes of what a pool makes of an image; its attributes in canonical form."""
     rank = len(shape)
@@ -1868,6 +1879,12 @@ def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
                 f"kernel_size={kernel[dim]}",
                 f"padding <= {kernel[dim] // 2}",
             )
+        if rank == 3 and "count_include_pad" in call.attrs and kernel[dim] > shape[dim]:
+            call.problem(  # torch asks it of averages of volumes alone
+                f"kernel_size={kernel[dim]} over spatial dim {dim} is more than the size "
+                f"{shape[dim]} of a volume",
+                f"kernel_size <= {shape[dim]}, whatever the padding",
+            )
         steps, rest = divmod(size - reach, stride[dim])
         # A window that begins in the padding behind the image is left out, as torch does.
         steps += ceil and rest > 0 and (steps + 1) * stride[dim] < shape[dim] + padding[dim]
@@ -1876,6 +1893,15 @@ def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
                 f"the window reaches {reach} (kernel_size {kernel[dim]}, dilation {dilation[dim]}) "
                 f"over spatial dim {dim}, the padded input is {size}",
                 "a window no larger than the padded input",
+            )
+        elif not call.problems and in_padding(
+            shape[dim], steps + 1, stride[dim], padding[dim], dilation[dim]
+        ):
+            call.problem(
+                f"a window over spatial dim {dim} lies in the padding alone (size {shape[dim]}, "
+                f"kernel_size {kernel[dim]}, padding {padding[dim]}, dilation {dilation[dim]})",
+                "an element of x in every window",
+                "dilate less, or pad less",
             )
         out.append(steps + 1)
     return None if call.problems else tuple(out)
