@@ -397,9 +397,12 @@ class _Backward:
             ctx = Context(self, node, grad)
             for port, gradient in rule(ctx).items():
                 operand = ctx.name(port)
-                if operand is not None and operand in self.active:
-                    shape = self.spec.tensors[operand].shape
-                    self._grads.setdefault(operand, []).append(ctx.fit(gradient(), shape))
+                if operand is None or operand not in self.active:
+                    continue
+                shape = self.spec.tensors[operand].shape
+                # Of no elements it is known, and its rule may have no op that makes none.
+                value = ctx.nothing(shape) if 0 in shape else ctx.fit(gradient(), shape)
+                self._grads.setdefault(operand, []).append(value)
         problems = []
         declared: set[str] = set()
         for name in self.wrt:
@@ -554,6 +557,11 @@ class Context:
             return self.build.wide(value)
         return self.build.wide(self.g.reduction(value, dims, "sum", keepdim=repeated))
 
+    def nothing(self, shape: Sequence[int]) -> Value:
+        """The gradient of ``shape``, one of no elements: none of those of dy."""
+        value = self.dy if self.dy.shape else self.g.reshape(self.dy, (1,))
+        return self.build.wide(self.g.reshape(self.g.slice(value, 0, 0, 0), shape))
+
     def per_channel(self, value: Value, port: str) -> Value:
         """``value`` summed to the shape of a per-channel operand."""
         shape = self.spec(port).shape
@@ -628,10 +636,19 @@ def _conv_transpose(ctx: Context) -> Gradients:
     options = _geometry(ctx.node)
     kernel = ctx.spec("weight").shape[2:]
     padding, cut = [], []
-    many = zip(options["padding"], ctx.node.attr("output_padding"), options["stride"], strict=True)
-    for (before, after), extra, stride in many:
+    many = zip(
+        ctx.spec("x").shape[2:],
+        ctx.dy.shape[2:],
+        kernel,
+        *(options[key] for key in ("stride", "padding", "dilation")),
+        ctx.node.attr("output_padding"),
+        strict=True,
+    )
+    for n, rows, r, stride, (before, after), d, extra in many:
         # Rows that output_padding has added behind the last tap; a stride of them would count.
         after -= extra // stride * stride
+        if -after > rows:  # those are all that is left: the padding has cut off every tap
+            before, after = (n - 1) * stride + d * (r - 1) + 1, -rows
         cut.append(max(-after, 0))
         padding.append((before, max(after, 0)))
     options["padding"] = tuple(padding)

@@ -46,23 +46,33 @@ def _exactly(rule: Callable[[Tensors, Mapping[str, Any]], torch.Tensor]) -> Rule
     return run
 
 
+def _framed(x: torch.Tensor, sides: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """x with so many zeros (before, after) each spatial dim; below 0, without so many elements.
+
+    The zeros come first: what is cut at one end may be more than x has, and ``F.pad``, which cuts
+    first, then fails.
+    """
+    added = [max(side, 0) for pair in reversed(sides) for side in pair]
+    x = F.pad(x, added) if any(added) else x
+    for dim, (before, after) in enumerate(sides, 2):
+        start, stop = max(-before, 0), x.shape[dim] + min(after, 0)
+        x = x.narrow(dim, start, stop - start)
+    return x
+
+
 def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     x, weight = _need(inputs[0]), _need(inputs[1])
-    padding = attrs["padding"]
+    padding, stride, dilation = list(attrs["padding"]), list(attrs["stride"]), attrs["dilation"]
+    sizes = []
+    for dim, (before, after) in enumerate(padding):
+        n, reach = x.shape[2 + dim], dilation[dim] * (weight.shape[2 + dim] - 1) + 1
+        sizes.append((n + before + after - reach) // stride[dim] + 1)
     if x.numel() == 0 or weight.numel() == 0:  # torch refuses some; no tap meets an element
-        many = zip(
-            x.shape[2:], padding, attrs["dilation"], weight.shape[2:], attrs["stride"], strict=True
-        )
-        sizes = [(n + sum(pad) - d * (r - 1) - 1) // s + 1 for n, pad, d, r, s in many]
         return x.new_zeros((x.shape[0], weight.shape[0], *sizes))
-    if all(before == after for before, after in padding):
-        same = [before for before, _ in padding]
-    else:
-        x = F.pad(x, [side for pair in reversed(padding) for side in pair])
-        same = [0] * len(padding)
-    return _CONV[len(padding) - 1](
-        x, weight, None, attrs["stride"], same, attrs["dilation"], attrs["groups"]
-    )
+    same = [before for before, _ in padding]
+    if any(before != after for before, after in padding):
+        x, same = _framed(x, padding), [0] * len(padding)
+    return _CONV[len(padding) - 1](x, weight, None, stride, same, dilation, attrs["groups"])
 
 
 def _conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -75,17 +85,11 @@ def _conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
         many = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, extra, strict=True)
         sizes = [(n - 1) * s - sum(pad) + d * (r - 1) + e + 1 for n, pad, d, r, s, e in many]
         return x.new_zeros((x.shape[0], weight.shape[1] * groups, *sizes))
-    if all(before == after for before, after in padding):
-        same = [before for before, _ in padding]
-        return run(x, weight, None, stride, same, attrs["output_padding"], groups, dilation)
-    # The whole result, then cut before and after; output_padding lengthens the far end.
-    full = run(x, weight, None, stride, [0] * len(padding), [0] * len(padding), groups, dilation)
-    cut = [
-        side
-        for (before, after), extra in zip(padding[::-1], attrs["output_padding"][::-1], strict=True)
-        for side in (-before, extra - after)
-    ]
-    return F.pad(full, cut)
+    same = [min(pair) for pair in padding]
+    y = run(x, weight, None, stride, same, attrs["output_padding"], groups, dilation)
+    return _framed(
+        y, [(n - before, n - after) for (before, after), n in zip(padding, same, strict=True)]
+    )
 
 
 def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
@@ -100,7 +104,7 @@ def _conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
         (before, (out - 1) * s + d * (r - 1) + 1 - n - before)
         for out, s, d, r, n, (before, _) in many
     ]
-    x = F.pad(x, [side for pair in reversed(sides) for side in pair])
+    x = _framed(x, sides)
     none = [0] * len(kernel)
     _, weight, _ = torch.ops.aten.convolution_backward(
         dy,

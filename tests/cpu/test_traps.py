@@ -269,7 +269,6 @@ def test_images_of_no_height_with_padding_train_weights() -> None:
     assert not dw.any() and torch.equal(db, torch.full((4,), 20.0, dtype=F64))
 
 
-@pytest.mark.xfail(raises=cg.GraphError, reason="a transposed convolution gives no empty result")
 def test_images_of_no_height_with_padding_have_a_gradient() -> None:
     """pytorch#31425: it is as empty as they are."""
     y, leaves = no_height("x")
