@@ -67,6 +67,10 @@ def _conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     for dim, (before, after) in enumerate(padding):
         n, reach = x.shape[2 + dim], dilation[dim] * (weight.shape[2 + dim] - 1) + 1
         sizes.append((n + before + after - reach) // stride[dim] + 1)
+        if sizes[dim] == 1 < stride[dim]:
+            # No stride is taken; with one oneDNN's result is garbage (float32 of one channel, where
+            # the last dim is such a one; of bfloat16 see pytorch#169688).
+            padding[dim], stride[dim] = (before, reach - n - before), 1
     if x.numel() == 0 or weight.numel() == 0:  # torch refuses some; no tap meets an element
         return x.new_zeros((x.shape[0], weight.shape[0], *sizes))
     same = [before for before, _ in padding]

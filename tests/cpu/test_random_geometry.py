@@ -99,6 +99,22 @@ def test_lopsided_lines_are_torchs(name: str) -> None:
     check_convolution(LINES[name], name)
 
 
+@pytest.mark.parametrize("last", [torch.channels_last, torch.channels_last_3d], ids=str)
+def test_a_dim_of_one_window_takes_no_stride(last: torch.memory_format) -> None:
+    """By one, oneDNN's float32 results of one channel are garbage (torch 2.13, AVX-512)."""
+    lead = (1,) * (last == torch.channels_last_3d)
+    gen = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=gen).to(memory_format=last)
+        for shape in ((3, 1, *lead, 4, 5), (3, 1, *lead, 2, 4))
+    )
+    run = getattr(cg.functional, f"conv{2 + len(lead)}d")
+    options = {"stride": (*lead, 1, 2)}
+    exact = run(x.double(), weight.double(), **options)
+    assert exact.shape[-1] == 1
+    numerics.check(run(x, weight, **options), exact, torch.float32, terms=8)
+
+
 def declared(case: Convolution, x: torch.Tensor, weight: torch.Tensor) -> cg.GraphSpec:
     g = cg.Graph("conv")
     given = g.input("x", like=x), g.input("weight", like=weight)
