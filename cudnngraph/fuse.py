@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from . import files
 from .backend import env
 from .errors import CannotImport, GraphError, PolicyError, WrongResult
 from .exported import Exported, export
@@ -243,7 +244,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the picture to a file, as SVG."""
-        Path(path).write_text(self.svg(), encoding="utf-8")
+        files.write(path, self.svg())
 
 
 # -- fuse ------------------------------------------------------------------------------------------

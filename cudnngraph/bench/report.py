@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..errors import FeatureMissing
 from .measure import Ceilings, Row
 
@@ -302,5 +303,8 @@ def to_picture(report: Report, file: Path) -> None:
     if any(row.flops for row in report.rows):
         _draw_roofline(right, report)
     figure.suptitle(heading(report)[0])
+    kind = file.suffix.lower().removeprefix(".")
+    drawn = io.BytesIO()  # matplotlib needs a stream in which it can go back
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    files.write(file, drawn.getvalue())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from cudnngraph import files
 from cudnngraph.backend.env import distribution_version
 from cudnngraph.bench.measure import CeilingsOf, Row, measured
 from cudnngraph.bench.report import (
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     failed += _write(args, report)  # before the table: who reads that may stop
     if args.json == "-":
         print(json.dumps(to_json(report), indent=1))
-    else:
+    elif not any(map(files.is_standard_output, _files(args).values())):
         _print(report)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
@@ -164,42 +165,31 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
 
 def _check_files(args: argparse.Namespace) -> None:
     """Raise now for what cannot be written when all is measured."""
-    files = _files(args)
-    for option, file in files.items():
-        problem = _why_not(file)
-        if problem:
-            raise UsageError(f"{option} {file}: {problem}")
-    picture = files.get("--picture")
+    given = _files(args)
+    for option, file in given.items():
+        if str(file) == "-":
+            why = "only --json can be printed; give the name of a file"
+            raise UsageError(f"{option} {file}: {why}")
+        try:
+            files.check(file)
+        except OSError as error:
+            raise UsageError(f"{option} {file}: {error.strerror or error}") from None
+    picture = given.get("--picture")
     if picture is not None and picture.suffix.lower() not in PICTURES:
         raise UsageError(f"--picture {picture}: expected a name that ends in {', '.join(PICTURES)}")
-    if len({os.path.realpath(file) for file in files.values()}) < len(files):
-        raise UsageError(f"{' and '.join(files)} need a file each")
-    if "--html" in files:
+    if len({os.path.realpath(file) for file in given.values()}) < len(given):
+        raise UsageError(f"{' and '.join(given)} need a file each")
+    if "--html" in given:
         check_matplotlib("the page")
     if picture is not None:
         check_matplotlib("the picture")
 
 
-def _why_not(file: Path) -> str:
-    """Why nothing can be written to ``file``; empty where it can."""
-    if str(file) == "-":
-        return "only --json can be printed; give the name of a file"
-    if os.path.isdir(file):
-        return "is a folder; give the name of a file"
-    if not os.path.isdir(file.parent):
-        return f"there is no folder {file.parent}"
-    if not os.access(file if os.path.lexists(file) else file.parent, os.W_OK):
-        return "cannot be written: permission denied"
-    return ""
-
-
 def _write(args: argparse.Namespace, report: Report) -> list[str]:
     """Write every file; a line for each that could not be."""
     makers: dict[str, Callable[[Path], object]] = {
-        "--json": lambda file: file.write_text(
-            json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8"
-        ),
-        "--html": lambda file: file.write_text(to_html(report), encoding="utf-8"),
+        "--json": lambda file: files.write(file, json.dumps(to_json(report), indent=1) + "\n"),
+        "--html": lambda file: files.write(file, to_html(report)),
         "--picture": lambda file: to_picture(report, file),
     }
     failed = []

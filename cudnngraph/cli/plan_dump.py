@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cudnngraph import files
 from cudnngraph.cli import draw, entries
 from cudnngraph.cli.entries import (
     COLUMNS,
@@ -204,7 +206,8 @@ def bar(time_us: float | None, slowest_us: float) -> str:
 def _draw(entry: Stored, file: Path) -> None:
     text = draw.FORMATS[file.suffix](entry.record)
     try:
-        file.write_text(text, encoding="utf-8")
+        files.write(file, text)
     except OSError as error:
-        raise CacheError(f"{file} cannot be written: {error.strerror}") from None
-    print(f"{entry.short_id} drawn into {file}")
+        raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
+    told = sys.stderr if files.is_standard_output(file) else sys.stdout
+    print(f"{entry.short_id} drawn into {file}", file=told)

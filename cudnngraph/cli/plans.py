@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cudnngraph import files
 from cudnngraph.backend import env
 from cudnngraph.cli import compare, entries, explain, transfer, verify
 from cudnngraph.cli.entries import (
@@ -496,7 +497,9 @@ def _export(args: argparse.Namespace) -> int:
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs
     tail = f", {left_out} blobs left out" if left_out else ""
-    print(f"{len(found)} records and {blobs} blobs written to {args.file}{tail}")
+    # What goes to standard output is the file then, and nothing else.
+    told = sys.stderr if files.is_standard_output(args.file) else sys.stdout
+    print(f"{len(found)} records and {blobs} blobs written to {args.file}{tail}", file=told)
     return 1 if damaged else 0
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 import re
-import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from cudnngraph import files
 from cudnngraph.cli.entries import CacheError, Stored, clean
 from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES
@@ -36,11 +34,10 @@ _MAX_BLOB_LINE_BYTES = len(_BLOB) + -(-MAX_BLOB_BYTES // 3) * 4 + len(_BLOB_END)
 
 
 def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: bool) -> int:
-    """Write ``entries`` into ``file``, which is whole or not there; how many went with a blob."""
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
+    """Write ``entries`` into ``file``; how many went with a blob."""
     blobs = 0
     try:
-        with open(temporary, "xb") as stream:
+        with files.writing(file) as stream:
             stream.write(HEAD + b"\n")
             for entry in entries:
                 blob = store.check(entry.id).blob if with_blobs else None
@@ -50,10 +47,7 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
                 if blob is not None:
                     stream.write(_BLOB + base64.b64encode(blob) + _BLOB_END + b"\n")
                     blobs += 1
-        os.replace(temporary, file)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
     return blobs
 
@@ -64,17 +58,11 @@ def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
     Without serialized plans, which are never taken from a seed.
     """
     for entry in entries:
-        place = folder / seed_folder(entry.gpu)
-        file = place / f"{entry.id}.json"
-        temporary = place / f".{file.name}.{secrets.token_hex(6)}.tmp"
+        file = folder / seed_folder(entry.gpu) / f"{entry.id}.json"
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "xb") as stream:
-                stream.write(entry.record.with_blob(None).to_json().encode())
-            os.replace(temporary, file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write(file, entry.record.with_blob(None).to_json())
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
     return len(entries)
 

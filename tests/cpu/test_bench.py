@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -357,15 +359,20 @@ def command_arguments(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(["bench", *argv])
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 def test_a_full_disk_costs_one_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def write(file: Path, content: str) -> None:
+        if file.suffix == ".json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write_text(content)
+
     quick_norm(monkeypatch)
-    html = tmp_path / "x.html"
-    assert main(["bench", "norm", "--quick", "--json", "/dev/full", "--html", str(html)]) == 1
+    monkeypatch.setattr(command.files, "write", write)
+    full, html = tmp_path / "x.json", tmp_path / "x.html"
+    assert main(["bench", "norm", "--quick", "--json", str(full), "--html", str(html)]) == 1
     out, err = capsys.readouterr()
-    assert err == "error: --json /dev/full cannot be written: No space left on device\n"
+    assert err == f"error: --json {full} cannot be written: No space left on device\n"
     assert "good: ours" in out and "<svg" in html.read_text()
 
 

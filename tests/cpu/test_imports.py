@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
     ("lasting",),
-    ("errors", "timing", "memory", "progress", "ranks", "resample"),
+    ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
     ("forms",),
     ("aten", "tracer", "written"),
