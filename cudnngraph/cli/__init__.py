@@ -86,12 +86,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(argv: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(argv)
+        args = parse(words)
     except SystemExit as stop:  # argparse ends --help and wrong calls so
         return stop.code if isinstance(stop.code, int) else 0
     code: int = args.run(args)
     return code
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a call. SystemExit, with the help printed, for one that makes no sense."""
+    parser = build_parser()
+    arguments: Sequence[str] = ()
+    if words and words[0] == "tune":
+        own, arguments = tune.divide(words[1:])
+        words = ["tune", *own]
+    args, left = parser.parse_known_args(words)
+    if "suites" in args and not any(word.startswith("-") for word in left):
+        args.suites += left  # argparse takes only those that stand together
+    elif left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if arguments:
+        args.arguments = arguments
+    return args
 
 
 def _ready_output() -> None:

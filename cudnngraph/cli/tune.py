@@ -33,6 +33,7 @@ from cudnngraph.policy import Policy
 from cudnngraph.runtime import compile as compile_spec
 from plans_cache import PlanRecord
 
+_WITH_VALUE = ("--graphs", "--jobs", "--share")
 _COLUMNS = ["graph", "steps", "time", "plans tried"]
 
 
@@ -40,6 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``tune`` and its arguments."""
     parser = subparsers.add_parser(
         "tune",
+        usage="%(prog)s [-h] [--jobs N] (SCRIPT [ARGS] | -m MODULE [ARGS] | "
+        "--graphs FILE[:NAME] | MANIFEST.json)",
         help="measure plans ahead of time and keep them in the cache",
         description="Tune every graph that a script compiles, that a Python file declares, or that "
         "a manifest lists, on the GPU, and keep the plans in the cache.",
@@ -61,14 +64,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="build plans in N processes; they take turns at the GPU to measure (--graphs and "
         "manifests)",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
     parser.add_argument(
-        "target", nargs="?", metavar="SCRIPT|MANIFEST.json", help="what to run, or a manifest"
+        "-m",
+        dest="module",
+        metavar="MODULE",
+        help="run a module as a script; what comes behind it are its arguments",
     )
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"
+        "target",
+        nargs="?",
+        metavar="SCRIPT|MANIFEST.json",
+        help="what to run, or a manifest; what comes behind a script are its arguments",
     )
     parser.add_argument("--share", help=argparse.SUPPRESS)  # of a process of --jobs: "0/4"
+    parser.set_defaults(arguments=[])
+
+
+def divide(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words of a call up to ``-m MODULE`` or SCRIPT, and the script's own arguments.
+
+    Divided as python divides its call. argparse would take an option behind them for one of ours.
+    """
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word == "--":
+            end = place + 2
+        elif word.startswith("-m"):
+            end = place + (2 if word == "-m" else 1)
+        elif not word.startswith("-") or word == "-":  # python reads a script from its input
+            end = len(words) if word.endswith(".json") else place + 1
+        else:
+            with_value = "=" not in word and any(each.startswith(word) for each in _WITH_VALUE)
+            place += 2 if with_value else 1
+            continue
+        return words[:end], words[end:]
+    return words, []
 
 
 @dataclass(frozen=True)
@@ -97,13 +128,13 @@ def _wanted(args: argparse.Namespace) -> list[Wanted] | None:
     if args.jobs < 1:
         raise UsageError(f"--jobs {args.jobs}; expected 1 or more")
     given = [bool(args.graphs), args.module is not None, args.target is not None]
-    if args.module is not None and args.target is not None:
-        args.arguments, given[2] = [args.target, *args.arguments], False
     if sum(given) != 1:
         raise UsageError("expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs")
     if args.graphs:
         return [Wanted(place) for place in args.graphs]
     if args.target is not None and args.target.endswith(".json"):
+        if args.arguments:
+            raise UsageError(f"{args.target} is a manifest, which takes no arguments")
         return _manifest(Path(args.target))
     if args.jobs > 1:
         raise UsageError("--jobs is for --graphs and manifests: a script is one process")

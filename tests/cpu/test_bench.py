@@ -25,7 +25,7 @@ from cudnngraph.bench.report import Report
 from cudnngraph.bench.suites import SUITES, Options
 from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.cli import bench as command
-from cudnngraph.cli import build_parser, main
+from cudnngraph.cli import build_parser, main, parse
 
 CPU = torch.device("cpu")
 F16, F32 = torch.float16, torch.float32
@@ -314,6 +314,14 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert main(["bench", "norm", "--quick", *arguments]) == 2
     assert capsys.readouterr() == ("", f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["conv norm --quick", "conv --quick norm", "--quick conv --only x norm"],
+)
+def test_suites_may_stand_on_both_sides_of_an_option(words: str) -> None:
+    assert parse(["bench", *words.split()]).suites == ["conv", "norm"]
 
 
 def test_without_plots_a_page_is_refused_before_anything_is_measured(

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -275,6 +276,17 @@ def test_every_command_is_named_and_every_named_command_exists() -> None:
     )
     named = set(re.findall(r"(?:`|^    )cudnngraph ([a-z-]+)", README, flags=re.MULTILINE))
     assert named == set(choices)
+
+
+def test_every_call_that_is_shown_is_one_that_the_commands_take() -> None:
+    shown = re.findall(r"^    cudnngraph (.+)$", README, flags=re.MULTILINE)
+    assert len(shown) > 10
+    for line in shown:
+        words = shlex.split(line, comments=True)
+        args = vars(cli.parse(words))
+        if words[0] == "tune":  # what a script sees is no option of ours, and the other way round
+            assert args["arguments"] == (["--steps", "10"] if "--steps" in words else []), line
+            assert (args["jobs"] == 4) == ("--jobs" in words), line
 
 
 def test_every_python_file_that_is_named_to_be_run_exists() -> None:

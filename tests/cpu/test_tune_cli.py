@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -112,6 +113,12 @@ ONE_OF = "error: expected one of SCRIPT, MANIFEST.json, -m MODULE and --graphs\n
             "error: --jobs is for --graphs and manifests: a script is one process\n",
         ),
         (["--jobs", "two", "script.py"], "argument --jobs: invalid int value: 'two'\n"),
+        (["-m"], "argument -m: expected one argument\n"),
+        (["fleet.json", "--steps", "10"], "error: unrecognized arguments: --steps 10\n"),
+        (
+            ["--", "fleet.json", "--steps", "10"],
+            "error: fleet.json is a manifest, which takes no arguments\n",
+        ),
     ],
     ids=" ".join,
 )
@@ -325,6 +332,92 @@ def test_a_script_runs_with_its_arguments_and_the_setting_and_gives_its_code(
     assert json.loads(first) == ["autotune", [str(code), "--graphs", "x", "-m"], "__main__"]
     why = "" if code else ": every graph has a tuned plan in the cache"
     assert rest == [f"nothing new was tuned{why}"]
+
+
+def python(*words: str, folder: Path) -> list[object]:
+    """What a script or a module sees that python itself runs so."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    seen: list[object] = json.loads(done.stdout)
+    return seen
+
+
+REPORT = "import json, sys; print(json.dumps([__name__, *sys.argv[1:]]))\n"
+ARGUMENTS: list[list[str]] = [
+    [],
+    ["--steps", "10"],
+    ["--", "--steps", "10"],
+    ["--steps=10", "--", "x"],
+    ["x", "--", "y"],
+    ["--graphs", "x", "--jobs", "4", "-m", "other"],
+    ["-h", "--version", "--share=0/1"],
+    ["--sh", "-", "--", "--", "fleet.json"],
+]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("what", [["-m", "package.train"], ["-mpackage.train"], ["train.py"]])
+@pytest.mark.parametrize("before", [[], ["--jobs", "1"], ["--job=1"]], ids=" ".join)
+def test_a_script_sees_the_arguments_that_python_would_give_it(
+    what: list[str],
+    before: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "package").mkdir()
+    for name in ("package/__init__.py", "package/train.py", "train.py"):
+        (tmp_path / name).write_text("" if "init" in name else REPORT)
+    monkeypatch.chdir(tmp_path)
+    called: list[list[str]] = []
+    monkeypatch.setattr(tune.subprocess, "run", lambda command, **_: called.append(command) or DONE)
+    for arguments in ARGUMENTS:
+        assert cli.main(["tune", *before, *what, *arguments]) == 0
+        assert capfd.readouterr().err == ""
+    monkeypatch.undo()
+    separate = ["-m", "package.train"] if what[0].startswith("-m") else what
+    assert called == [[sys.executable, *separate, *arguments] for arguments in ARGUMENTS]
+    for command, arguments in list(zip(called, ARGUMENTS, strict=True))[1:4]:
+        assert python(*command[1:], folder=tmp_path) == ["__main__", *arguments]
+        assert python(*what, *arguments, folder=tmp_path) == ["__main__", *arguments]
+
+
+DONE = subprocess.CompletedProcess([], 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_behind_two_dashes_is_a_script_whatever_it_is_called(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(REPORT)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("--", "train.py", "--steps", "10")
+    assert (code, err) == (0, "")
+    assert json.loads(out.splitlines()[0]) == ["__main__", "--steps", "10"]
+    assert tune.divide(["--", "-m", "--steps"]) == (["--", "-m"], ["--steps"])
+    assert tune.divide(["-", "--steps"]) == (["-"], ["--steps"])
+
+
+@pytest.mark.usefixtures("gpu", "source")
+def test_options_may_stand_behind_a_manifest(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README has it: there is no script that they could be of."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        tune.subprocess, "Popen", lambda command: started.append(command) or Process(0)
+    )
+    file = manifest(tmp_path, {"file": "graphs.py"})
+    assert run(file, "--jobs", 3)[0] == 0
+    assert len(started) == 3
+
+
+def test_every_option_with_a_value_is_known_where_the_call_is_divided() -> None:
+    (action,) = (each for each in cli.build_parser()._actions if isinstance(each.choices, dict))
+    options = action.choices["tune"]._actions  # type: ignore[union-attr, call-overload, index]
+    found = {name for each in options if each.nargs is None for name in each.option_strings}
+    assert found - {"-m"} == set(tune._WITH_VALUE)
 
 
 # -- what was found --------------------------------------------------------------------------------
