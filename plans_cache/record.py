@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 MAX_RECORD_BYTES = 4 << 20  # a graph of 50 steps with 40 candidates each takes 1 MiB
 MAX_DEPTH = 24  # records nest 6 deep; unknown fields may nest deeper
 MAX_INT = 2**63 - 1
+MAX_CREATED = 253402300799  # the year 9999 ends; seconds since 1970
+MAX_TIME_US = 1e12  # 12 days; far enough from the largest float that sums and ratios are finite
 
 Components = tuple[tuple[str, str], ...]
 T = TypeVar("T")
@@ -349,10 +351,15 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _positive_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise _wrong(value, "a number >= 0")
-    return float(value)
+def _number(most: float) -> Read[float]:
+    def of(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise _wrong(value, "a number >= 0")
+        if value > most:
+            raise _wrong(value, f"at most {most:g}")
+        return float(value)
+
+    return of
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -419,7 +426,8 @@ _TEXTS = _list(_text)
 _NAMED_TEXTS = _named(_text)
 _KNOBS = _named(_integer)
 _NATURAL_OR_NONE = _optional(_natural)
-_TIME = _optional(_positive_float)
+_CREATED = _number(MAX_CREATED)
+_TIME = _optional(_number(MAX_TIME_US))
 
 
 def _candidate(value: Any) -> Candidate:
@@ -486,9 +494,10 @@ def from_json(text: str | bytes) -> PlanRecord:
     """The record that ``text`` holds.
 
     Raises :class:`RecordError`, which says what is wrong and where, for anything else: a text that
-    is too long or nested too deep, a number beyond 64 bits or not finite, a field that is missing,
-    there twice or of a wrong type, another schema, a digest that is not that of its components, a
-    checksum that does not match.
+    is too long or nested too deep, a number beyond 64 bits or not finite, a time over
+    :data:`MAX_CREATED` or :data:`MAX_TIME_US`, a field that is missing, there twice or of a wrong
+    type, another schema, a digest that is not that of its components, a checksum that does not
+    match.
     """
     try:
         return _record(_load(text))
@@ -517,7 +526,7 @@ def _record(whole: Any) -> PlanRecord:
         steps=fields.take("steps", _STEPS),
         policy=fields.take("policy", _mapping),
         versions=dict(fields.take("versions", _NAMED_TEXTS)),
-        created=fields.take("created", _positive_float),
+        created=fields.take("created", _CREATED),
         blob=fields.take("blob", _BLOB_OR_NONE),
         schema=schema,
         extra=fields.rest,

@@ -12,6 +12,7 @@ import base64
 import binascii
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from plans_cache.store import MAX_BLOB_BYTES
 
 HEAD = b'{"cudnngraph_plans":1}'
 MAX_FILE_BYTES = 4 << 30
+_CLOCKS_DIFFER_S = 86400.0  # those of the machines of a fleet, at most
 _BLOB = b'{"blob":"'
 _BLOB_END = b'"}'
 _MAX_BLOB_LINE_BYTES = len(_BLOB) + -(-MAX_BLOB_BYTES // 3) * 4 + len(_BLOB_END)
@@ -93,7 +95,8 @@ def import_(
 ) -> Report:
     """Put the records of ``file`` into ``store``. A record that is none is reported and left out.
 
-    What is in the store stays where it is as new or newer, unless ``replace``.
+    What is in the store stays where it is as new or newer, unless ``replace``. A time to come
+    counts as none: a record could block all that come after it.
     """
     report = Report()
     try:
@@ -187,7 +190,7 @@ def _put(
     if here is not None and here == record and (blob is None or has_blob):
         report.same.append(record.id)
         return
-    if here is not None and here != record and here.created >= record.created and not replace:
+    if here is not None and here != record and _made(here) >= _made(record) and not replace:
         report.kept.append(record.id)
         return
     if not store.put(record, blob):
@@ -195,3 +198,8 @@ def _put(
         return
     (report.new if here is None else report.replaced).append(record.id)
     report.blobs += blob is not None
+
+
+def _made(record: PlanRecord) -> float:
+    """When a record was made, as far as that can be true; 0 for what is not made yet."""
+    return record.created if record.created <= time.time() + _CLOCKS_DIFFER_S else 0.0

@@ -20,6 +20,7 @@ from cudnngraph import cli
 from cudnngraph.cli import draw, entries
 from cudnngraph.cli.plan_dump import bar
 from plans_cache import PlanRecord, PlanStore, StepRecord
+from plans_cache.record import MAX_TIME_US
 from plans_cache.store import Entry
 from tests.cpu import cache_example
 
@@ -228,6 +229,25 @@ def test_full_shows_code_candidates_with_bars_and_the_key(dump: Dump, ids: dict[
     ]
     assert "policy.allow_tf32: false" in lines
     assert "sm_count: 132" in lines
+
+
+def test_full_shows_the_longest_times_that_a_record_may_have(dump: Dump, tmp_path: Path) -> None:
+    made = cache_example.records(time.time())["tuned"]
+    (step,) = made.steps
+    times = (0.0, MAX_TIME_US, 5e-324, None, 1.0)
+    candidates = tuple(
+        dataclasses.replace(each, time_us=time_us)
+        for each, time_us in zip(step.candidates, times, strict=True)
+    )
+    longest = dataclasses.replace(step, time_us=MAX_TIME_US, candidates=candidates)
+    made = dataclasses.replace(made, steps=(longest,) * 3)
+    assert PlanStore(tmp_path / "plans", seeds=None).put(made)
+    code, out, err = dump("--full", made.id, folder=tmp_path / "plans")
+    assert (code, err) == (0, "")
+    assert "time 3000000000000.0 µs\n" in out
+    assert out.count("█" * 30) == 3 and "█" * 31 not in out
+    body = json.loads(dump("--json", folder=tmp_path / "plans")[1])
+    assert body["entries"][0]["time_us"] == 3 * MAX_TIME_US
 
 
 def test_full_shows_each_step_and_why_the_graph_was_cut(dump: Dump, ids: dict[str, str]) -> None:

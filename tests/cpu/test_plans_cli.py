@@ -29,7 +29,9 @@ from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
 from cudnngraph.trial import random_inputs
 from plans_cache import Hit, PlanRecord, PlanStore
+from plans_cache.record import MAX_CREATED
 from tests.cpu import cache_example
+from tests.cpu.test_record import signed
 from tests.fakes import builder
 from tests.samples import enumerate_cases
 
@@ -760,6 +762,33 @@ def test_an_import_keeps_what_is_newer_here_and_says_so(
     assert isinstance(found, Hit) and found.record == newer
     assert "1 replaced, 6 the same, 0 kept" in run("import", exported, "--replace")[1]
     found = PlanStore(folder, seeds=None).get(ids["cut"])
+    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+
+
+@pytest.mark.parametrize(
+    "created", [1e308, MAX_CREATED, time.time() + 1e9], ids=["1e308", "year 9999", "in 30 years"]
+)
+def test_a_record_of_a_time_to_come_blocks_no_import(
+    created: float, run: Cli, ids: dict[str, str], exported: Path, folder: Path, tmp_path: Path
+) -> None:
+    id = ids["cut"]
+    (file,) = folder.rglob(f"{id}.json")
+    body = json.loads(file.read_bytes())
+    body["created"] = created
+    body["versions"] = {"torch": "0.0"}
+    file.write_text(signed(body))
+    head, *lines = exported.read_bytes().splitlines()
+    code, out, err = run("import", exported)
+    assert code == 0, err
+    assert ", 6 the same, 0 kept, 0 refused" in out
+    found = PlanStore(folder, seeds=None).get(id)
+    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+    # The other way round: it takes the place of nothing.
+    exported.write_bytes(b"\n".join([head, signed(body).encode(), *lines]))
+    code, out, err = run("import", exported)
+    assert (code, created == 1e308) in ((0, False), (1, True)), err
+    assert "0 new, 0 replaced" in out
+    found = PlanStore(folder, seeds=None).get(id)
     assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
 
 

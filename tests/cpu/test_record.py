@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cudnngraph.key import Key
 from plans_cache import Candidate, PlanRecord, RecordError, StepRecord, entry_id, from_json
-from plans_cache.record import MAX_DEPTH, MAX_RECORD_BYTES, BlobRef
+from plans_cache.record import MAX_CREATED, MAX_DEPTH, MAX_RECORD_BYTES, MAX_TIME_US, BlobRef
 from tests.cpu.store_worker import record
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ def test_order_that_means_nothing_does_not_change_the_text() -> None:
 
 texts = st.text(max_size=20)
 names = st.dictionaries(texts, st.integers(-(2**63) + 1, 2**63 - 1), max_size=3)
-numbers = st.none() | st.floats(0, 1e9)
+numbers = st.none() | st.floats(0, MAX_TIME_US)
 candidates = st.builds(
     Candidate,
     subject=texts,
@@ -92,7 +92,7 @@ records = st.builds(
     steps=st.lists(steps, max_size=3).map(tuple),
     policy=st.dictionaries(texts, st.none() | st.booleans() | st.integers(0, 9) | texts),
     versions=st.dictionaries(texts, texts),
-    created=st.floats(0, 4e9),
+    created=st.floats(0, MAX_CREATED),
     blob=st.none() | st.just(BlobRef(3, "0" * 64)),
 )
 
@@ -173,6 +173,9 @@ WRONG: list[tuple[Callable[[Json], Any], str]] = [
     (put("created", -1), "record.created: -1, expected a number >= 0"),
     (put("created", "now"), "record.created: 'now', expected a number >= 0"),
     (put("created", False), "record.created: False, expected a number >= 0"),
+    (put("created", 1e308), "record.created: 1e+308, expected at most 2.53402e+11"),
+    (put("created", MAX_CREATED + 1), "record.created: 253402300800, expected at most"),
+    (put("created", 2**63 - 1), "record.created: 9223372036854775807, expected at most"),
     (put("key", [["schema"]]), "record.key[0]: 1 texts, expected a name and a value"),
     (put("key", {"schema": "1"}), "record.key: dict, expected a list"),
     (put("key.1.1", '["conv", 8]'), "record.id: is not that of the components"),
@@ -216,6 +219,12 @@ WRONG: list[tuple[Callable[[Json], Any], str]] = [
         put("steps.0.candidates.1.time_us", "fast"),
         "record.steps[0].candidates[1].time_us: 'fast', expected a number >= 0",
     ),
+    (
+        put("steps.0.candidates.1.time_us", 1e308),
+        "record.steps[0].candidates[1].time_us: 1e+308, expected at most 1e+12",
+    ),
+    (put("steps.0.time_us", 1e13), "record.steps[0].time_us: 10000000000000.0, expected at most"),
+    (put("steps.0.time_us", -1e308), "record.steps[0].time_us: -1e+308, expected a number >= 0"),
     (put("extra", {"a": [1, {"b": -(2**63)}]}), "record: the number -9223372036854775808 does not"),
     (put("policy", {"1" * 30: 2**63}), "record: the number 9223372036854775808 does not fit"),
     (put("extra", 2**63), "record: the number 9223372036854775808 does not fit 64 bits"),
@@ -292,6 +301,7 @@ def test_a_text_that_is_no_record_is_refused(text: str | bytes, message: str) ->
         ({"created": math.nan}, "record cannot be written: Out of range float values"),
         ({"policy": {"limit": {1, 2}}}, "record cannot be written: Object of type set"),
         ({"created": -1.0}, "record.created: -1.0, expected a number >= 0"),
+        ({"created": 1e308}, "record.created: 1e+308, expected at most 2.53402e+11"),
         ({"schema": 2}, "record.schema: 2, expected 1"),
         ({"graph": "x" * MAX_RECORD_BYTES}, f"record: over {MAX_RECORD_BYTES} bytes long"),
         ({"summary": "\udfff"}, "record cannot be written: 'utf-8' codec can't encode"),
