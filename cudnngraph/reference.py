@@ -18,6 +18,13 @@ import torch.nn.functional as F
 from . import aten, resample
 from .ir import GraphSpec, Node, TensorSpec, overlaps_itself, same_layout
 
+# MKL's vector math looks up the CPU in its first call and keeps the raw answer for a moment before
+# the one that it means, without a lock. If that call is a parallel one, another of its threads may
+# take a kernel of low accuracy for it: exp, sqrt, tanh, erf, log, sin and cos off by 1e-4, in
+# float64 by 3e-9 (pytorch#188792). A call on one element has one thread. The dtype and the device
+# are given because a user may have set others, by which MKL would not be called.
+torch.exp(torch.zeros(1, dtype=torch.float32, device="cpu"))
+
 Tensors = Sequence["torch.Tensor | None"]
 _Prepare = Callable[[Tensors], "list[torch.Tensor | None]"]
 Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor | None, ...]"]

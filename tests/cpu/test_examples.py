@@ -194,12 +194,19 @@ def test_a_gpu_by_its_number_has_to_be_there(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("x.foo", "expected a name like picture.png, got 'x.foo'"),
         ("x", "expected a name like picture.png, got 'x'"),
-        ("/dev/null/x.png", "no folder /dev/null can be made: File exists"),
+        ("file/x.png", "no folder file can be made: File exists"),
     ],
 )
 def test_the_demo_refuses_a_picture_that_it_cannot_write_before_any_work(
-    place: str, said: str, demo: ModuleType, capsys: pytest.CaptureFixture[str]
+    place: str,
+    said: str,
+    demo: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         demo.main(["--device", "cpu", "--out", place])
     assert stop.value.code == 2
