@@ -292,7 +292,13 @@ def _restored(
         if like in made:
             plans.append(made[like])
             continue
-        bad = why_bad(step.spec, step.choice.engine, env.cudnn_version(), allow_tf32=tf32)
+        bad = why_bad(
+            step.spec,
+            step.choice.engine,
+            env.cudnn_version(),
+            capability=env.capability(device_index),
+            allow_tf32=tf32,
+        )
         if bad is not None:
             raise StaleRecord(bad)
         try:

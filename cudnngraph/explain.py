@@ -14,7 +14,7 @@ from typing import Any, cast
 from . import select
 from .backend import env, libraries
 from .backend.listed import Listed, examine, gpu_name
-from .backend.plan import Choice, Outcome, Plan, propose_for, targets
+from .backend.plan import Choice, Outcome, Plan, propose_for, target_capability, targets
 from .errors import NotSupported
 from .graph import Graph
 from .ir import GraphSpec, print_spec
@@ -223,7 +223,8 @@ class _Walk:
                 self._unasked.append((part, refusal.reasons))
                 return cast(Plan, _Proposal(None, 0)), ()
             raise
-        listed = examine(lowered, candidates, part, self._policy, env.frontend())
+        capability = target_capability(self._target)
+        listed = examine(lowered, candidates, part, self._policy, capability, env.frontend())
         self._plans.append((part, listed))
         outcomes = []
         for plan in listed:

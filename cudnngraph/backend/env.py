@@ -30,6 +30,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "DeviceIdentity",
     "EnvKey",
+    "capability",
     "cudnn_version",
     "device_identity",
     "distribution_version",
@@ -229,6 +230,12 @@ def env_key(index: int) -> EnvKey:
         sm_count=device.sm_count,
         schema=SCHEMA_VERSION,
     )
+
+
+def capability(index: int) -> int:
+    """Compute capability of the CUDA device ``index``: 90 for 9.0."""
+    major, minor = env_key(index).compute_capability
+    return 10 * major + minor
 
 
 # -- handles and streams -----------------------------------------------------------------------

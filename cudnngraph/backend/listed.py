@@ -49,9 +49,13 @@ def examine(
     candidates: Sequence[Candidate],
     spec: GraphSpec,
     policy: Policy,
+    capability: int,
     frontend: Any,
 ) -> tuple[Listed, ...]:
-    """What is known of each candidate. Bars every plan of ``lowered``: use it no further."""
+    """What is known of each candidate on GPUs of ``capability``, 90 for 9.0.
+
+    Bars every plan of ``lowered``: use it no further.
+    """
     graph = lowered.graph
     refused = (frontend.cudnnGraphNotSupportedError, RuntimeError)
     restrict(lowered, spec, replace(policy, workspace_limit=None), frontend)
@@ -76,7 +80,8 @@ def examine(
             need = None if size is None else int(size.group(1))
             if _DESELECTED in str(error) and not message:
                 message = str(error)
-        reason = why_passed_over(candidate, spec, policy) or _why_not(message, need, policy)
+        passed_over = why_passed_over(candidate, spec, policy, capability)
+        reason = passed_over or _why_not(message, need, policy)
         listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
     return tuple(listed)
 

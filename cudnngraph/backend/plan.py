@@ -382,7 +382,8 @@ class Proposals:
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
         """Build one, and launch it once; there is a plan when the outcome is accepted."""
         choice, graph = candidate.choice, self._lowered.graph
-        why = why_passed_over(candidate, self.spec, self._policy)
+        capability = env.capability(self._device_index)
+        why = why_passed_over(candidate, self.spec, self._policy, capability)
         if why is not None:
             return Outcome(candidate, False, why), None
         try:
@@ -401,10 +402,16 @@ class Proposals:
         return Outcome(candidate, True, "", need), plan
 
 
-def why_passed_over(candidate: Candidate, spec: GraphSpec, policy: Policy) -> str | None:
+def why_passed_over(
+    candidate: Candidate, spec: GraphSpec, policy: Policy, capability: int
+) -> str | None:
     """Why a candidate is not even built: the policy bars it, or it is known to be wrong."""
     return why_excluded(candidate, policy) or why_bad(
-        spec, candidate.choice.engine, env.cudnn_version(), allow_tf32=bool(policy.allow_tf32)
+        spec,
+        candidate.choice.engine,
+        env.cudnn_version(),
+        capability=capability,
+        allow_tf32=bool(policy.allow_tf32),
     )
 
 
@@ -489,11 +496,20 @@ def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]
     frontend = env.frontend()
     if target not in targets():
         raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
-    text = (resources.files(__package__) / "targets" / f"{target}.json").read_text()
+    text = _target_text(target)
     lowered = lower(
         spec,
         frontend,
         device_property=frontend.create_device_properties(text),
-        sm_version=json.loads(text)["deviceVer"] // 10,
+        sm_version=target_capability(target),
     )
     return lowered, propose(lowered, frontend)
+
+
+def target_capability(target: str) -> int:
+    """Compute capability of the described GPU ``target``: 90 for 9.0."""
+    return int(json.loads(_target_text(target))["deviceVer"]) // 10
+
+
+def _target_text(target: str) -> str:
+    return (resources.files(__package__) / "targets" / f"{target}.json").read_text()

@@ -11,6 +11,7 @@ import cudnngraph as cg
 from cudnngraph.backend.known_bad import TABLE, why_bad
 
 V919 = 91900
+H200 = 90
 
 
 def conv(y_layout: str = "channels_last", act: str | None = "silu") -> cg.GraphSpec:
@@ -60,8 +61,14 @@ def two_scaled(bias_first: bool) -> cg.GraphSpec:
     return g.spec()
 
 
-def bad(spec: cg.GraphSpec, engine: int, version: int = V919) -> str | None:
-    return why_bad(spec, engine, version)
+def bad(
+    spec: cg.GraphSpec,
+    engine: int,
+    version: int = V919,
+    capability: int = H200,
+    allow_tf32: bool = False,
+) -> str | None:
+    return why_bad(spec, engine, version, capability=capability, allow_tf32=allow_tf32)
 
 
 def test_engine_8_is_barred_where_the_output_is_not_channels_last() -> None:
@@ -184,15 +191,88 @@ def test_engines_0_and_28_are_barred_from_the_sums_of_int8_convolutions() -> Non
 
 
 def test_what_is_wrong_for_its_tf32_alone_is_right_where_tf32_is_allowed() -> None:
-    assert why_bad(product(torch.float32), 0, V919, allow_tf32=True) is None
-    assert [entry.with_tf32 for entry in TABLE].count(False) == 1
+    assert bad(product(torch.float32), 0, allow_tf32=True) is None
+    assert [entry.tf32 for entry in TABLE].count(False) == 1
     for allowed in (False, True):
-        assert why_bad(conv("contiguous"), 8, V919, allow_tf32=allowed) is not None
+        assert bad(conv("contiguous"), 8, allow_tf32=allowed) is not None
 
 
-def test_entries_hold_from_their_version_on() -> None:
-    assert bad(conv("contiguous"), 8, version=91800) is None
-    assert all(entry.since <= V919 and entry.source and entry.reason for entry in TABLE)
+def test_what_is_not_known_of_a_release_or_a_gpu_counts_as_wrong() -> None:
+    for version in (91002, V919, 92600, 92801):
+        for capability in (80, H200, 100, 120):
+            assert bad(conv("contiguous"), 8, version, capability) is not None
+
+
+def test_an_entry_covers_what_it_was_measured_on_and_says_where_it_is_from() -> None:
+    for entry in TABLE:
+        assert entry.source and entry.reason
+        for version, capability in entry.measured:
+            engine = min(entry.engines or {0})
+            assert entry.covers(engine, version, capability, entry.tf32 is True), entry.reason
+        assert entry.measured or entry.until or entry.gpus, "of others' reports the scope is known"
+
+
+def gapped(gap: int, op: str = "matmul") -> cg.GraphSpec:
+    """A product, or a convolution, that reads rows with ``gap`` elements between them."""
+    g = cg.Graph("g")
+    if op == "matmul":
+        x = g.input("x", (64, 32), torch.float16, stride=(32 + gap, 1))
+        g.output("y", g.relu(x @ g.input("w", (32, 16), torch.float16)))
+    else:
+        stride = (64 * (32 + gap), 1, 8 * (32 + gap), 32 + gap)
+        x = g.input("x", (2, 32, 8, 8), torch.float16, stride=stride)
+        g.output("y", g.conv(x, g.input("w", (16, 32, 3, 3), torch.float16)))
+    return g.spec()
+
+
+def test_engine_11_is_barred_from_products_with_gaps_below_9_24() -> None:
+    reason = bad(gapped(8), 11)
+    assert reason is not None and "operands with gaps for dense ones" in reason
+    assert bad(gapped(8), 11, version=92400) is None
+    assert bad(gapped(0), 11) is None
+    assert bad(gapped(8), 4) is None
+    assert bad(gapped(8, "conv"), 11) is None
+    g = cg.Graph("repeated")
+    x = g.input("x", (4, 8, 16), torch.float16, stride=(0, 16, 1))
+    g.output("y", x @ g.input("w", (4, 16, 8), torch.float16))
+    assert bad(g.spec(), 11) is None, "what is repeated has no gaps"
+
+
+def test_products_with_pointwise_ops_are_barred_on_one_architecture_below_9_23_1() -> None:
+    for engine in (0, 4, 11):
+        reason = bad(product(torch.float16), engine, capability=120)
+        assert reason is not None and "read outside of their operands" in reason
+        assert bad(product(torch.float16), engine, version=92301, capability=120) is None
+        assert bad(product(torch.float16), engine) is None
+        assert bad(product(torch.int8), engine, capability=120) is None
+
+
+def volumes(op: str, dtype: torch.dtype, kernel: int = 3) -> cg.GraphSpec:
+    g = cg.Graph("g")
+    x = g.input("x", (1, 8, 6, 6, 6), dtype)
+    if op == "conv_wgrad":
+        g.output("y", g.conv_wgrad(x, x, kernel=kernel, padding=kernel // 2))
+    else:
+        g.output("y", getattr(g, op)(x, g.input("w", (8, 8, *(kernel,) * 3), dtype)))
+    return g.spec()
+
+
+@pytest.mark.parametrize("op", ["conv", "conv_transpose", "conv_wgrad"])
+def test_convolutions_of_volumes_are_barred_on_the_releases_that_have_them_wrong(op: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for engine in (0, 4, 28):
+            reason = bad(volumes(op, dtype), engine, version=91002)
+            assert reason is not None and "large 16-bit volumes" in reason
+        versions = {90701: False, 90800: True, 91499: True, 91500: False, V919: False}
+        for version, wrong in versions.items():
+            assert (bad(volumes(op, dtype), 4, version) is not None) is wrong
+        assert bad(volumes(op, dtype, kernel=1), 4, version=91002) is None
+    wide = volumes(op, torch.float32)
+    reason = bad(wide, 4, version=91501, allow_tf32=True)
+    assert reason is not None and "TF32 kernel for convolutions of volumes" in reason
+    assert bad(wide, 4, version=91501) is None, "without TF32 the kernel is not asked"
+    assert bad(wide, 4, version=91600, allow_tf32=True) is None
+    assert bad(conv(), 4, version=91002) is None
 
 
 def test_the_composition_with_both_factors_avoids_the_crashing_pattern() -> None:
