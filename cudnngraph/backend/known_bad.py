@@ -274,6 +274,7 @@ TABLE: tuple[KnownBad, ...] = (
         measured=_H200,
     ),
     KnownBad(
+        since=91901,  # in 9.19.0 products have no engine of that id
         until=92400,
         engines=frozenset({11}),
         applies=_multiplies_with_gaps,

@@ -9,6 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.known_bad import TABLE, why_bad
+from tests.reported import EXAMPLES
 
 V919 = 91900
 H200 = 90
@@ -212,6 +213,13 @@ def test_an_entry_covers_what_it_was_measured_on_and_says_where_it_is_from() -> 
         assert entry.measured or entry.until or entry.gpus, "of others' reports the scope is known"
 
 
+def test_an_entry_that_was_measured_has_an_example_that_the_gpu_tier_runs() -> None:
+    specs = [graph.spec() for example in EXAMPLES for graph in example.build()]
+    for entry in TABLE:
+        if entry.measured:
+            assert any(map(entry.applies, specs)), f"tests/reported.py has no graph: {entry.reason}"
+
+
 def gapped(gap: int, op: str = "matmul") -> cg.GraphSpec:
     """A product, or a convolution, that reads rows with ``gap`` elements between them."""
     g = cg.Graph("g")
@@ -226,16 +234,17 @@ def gapped(gap: int, op: str = "matmul") -> cg.GraphSpec:
 
 
 def test_engine_11_is_barred_from_products_with_gaps_below_9_24() -> None:
-    reason = bad(gapped(8), 11)
+    reason = bad(gapped(8), 11, 92000)
     assert reason is not None and "operands with gaps for dense ones" in reason
-    assert bad(gapped(8), 11, version=92400) is None
-    assert bad(gapped(0), 11) is None
-    assert bad(gapped(8), 4) is None
-    assert bad(gapped(8, "conv"), 11) is None
+    assert bad(gapped(8), 11, V919) is None, "has no such engine"
+    assert bad(gapped(8), 11, 92400) is None
+    assert bad(gapped(0), 11, 92000) is None
+    assert bad(gapped(8), 4, 92000) is None
+    assert bad(gapped(8, "conv"), 11, 92000) is None
     g = cg.Graph("repeated")
     x = g.input("x", (4, 8, 16), torch.float16, stride=(0, 16, 1))
     g.output("y", x @ g.input("w", (4, 16, 8), torch.float16))
-    assert bad(g.spec(), 11) is None, "what is repeated has no gaps"
+    assert bad(g.spec(), 11, 92000) is None, "what is repeated has no gaps"
 
 
 def test_products_with_pointwise_ops_are_barred_on_one_architecture_below_9_23_1() -> None:
