@@ -1092,15 +1092,14 @@ def _div(ctx: Context) -> Gradients:
 
 
 def _clamp(ctx: Context) -> Gradients:
-    """Where x is within the bounds, themselves included unless they are strict."""
+    """Where x is between the bounds; 0 at them, as of relu at 0."""
 
     def dx() -> Value:
         g, low, high = ctx.g, ctx.node.attr("min"), ctx.node.attr("max")
         x = ctx["x"]
-        over, under = (g.gt, g.lt) if ctx.node.attr("strict") else (g.ge, g.le)
-        inside = over(x, low) if low is not None else under(x, high)
+        inside = g.gt(x, low) if low is not None else g.lt(x, high)
         if low is not None and high is not None:
-            inside = g.logical_and(inside, under(x, high))
+            inside = g.logical_and(inside, g.lt(x, high))
         return g.where(inside, ctx.dy, 0.0)
 
     return {"x": dx}

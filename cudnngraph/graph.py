@@ -952,15 +952,14 @@ class Graph:
         min: float | None = None,
         max: float | None = None,
         *,
-        strict: bool = False,
         name: str | None = None,
     ) -> Value:
         """x held within [min, max]; either bound may be None.
 
-        The gradient at a bound is dy, as of torch.clamp; where ``strict`` 0, as of torch's
-        hardtanh.
+        The gradient at a bound is 0, whichever torch is installed, as of its relu, relu6 and
+        hardtanh. torch.clamp's is 0 from 2.14 on, and was dy before.
         """
-        return self._one("clamp", x, min=min, max=max, strict=strict, name=name)
+        return self._one("clamp", x, min=min, max=max, name=name)
 
     def relu_backward(
         self, dy: Value, y: Value, negative_slope: float = 0.0, *, name: str | None = None
@@ -982,7 +981,7 @@ class Graph:
 
     def relu6(self, x: Value) -> Value:
         """x held within [0, 6]."""
-        return self.clamp(x, 0.0, 6.0, strict=True)
+        return self.clamp(x, 0.0, 6.0)
 
     def hardswish(self, x: Value) -> Value:
         """x * relu6(x + 3) / 6, as a composition."""
@@ -1843,8 +1842,6 @@ class Graph:
                 )
             )
             return self._unknown(x)
-        if kind == "clamp":  # torch's module is Hardtanh
-            attrs = {"strict": True, **attrs}
         if kind in OPS:
             return self._one(kind, x, **attrs)
         if attrs:

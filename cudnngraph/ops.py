@@ -960,7 +960,6 @@ def _clamp(call: Call) -> list[Result] | None:
         call.problem("min and max are both None", "at least one of them")
         return None
     limits = [_number(call, attr) for attr in given]
-    _flag(call, "strict")
     x = call["x"]
     return [Result(x.shape, x.dtype, _like_order(x))] if ok and None not in limits else None
 
@@ -2220,7 +2219,7 @@ def _rows() -> list[Op]:
         unary("sigmoid"),
         unary("tanh"),
         op("softplus", "x", _softplus, pointwise=True, beta=1.0),
-        op("clamp", "x", _clamp, pointwise=True, min=None, max=None, strict=False),
+        op("clamp", "x", _clamp, pointwise=True, min=None, max=None),
         op(
             "relu_backward",
             "dy y",

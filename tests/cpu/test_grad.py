@@ -796,8 +796,10 @@ def test_a_power_of_zero_has_no_gradient() -> None:
 KINKS: dict[str, tuple[Any, Any]] = {
     "relu6": (lambda g, x: g.relu6(x), F.relu6),
     "hardswish": (lambda g, x: g.hardswish(x), F.hardswish),
-    "clamp": (lambda g, x: g.clamp(x, -1.0, 2.0), lambda x: x.clamp(-1.0, 2.0)),
-    "hardtanh": (
+    "clamp": (lambda g, x: g.clamp(x, -1.0, 2.0), lambda x: F.hardtanh(x, -1.0, 2.0)),
+    "clamp_low": (lambda g, x: g.clamp(x, 2.0), lambda x: F.threshold(x, 2.0, 2.0)),
+    "clamp_high": (lambda g, x: g.clamp(x, max=2.0), lambda x: -F.threshold(-x, -2.0, -2.0)),
+    "activation": (
         lambda g, x: g.activation(x, "clamp", min=-1.0, max=2.0),
         lambda x: F.hardtanh(x, -1.0, 2.0),
     ),
@@ -815,6 +817,19 @@ def test_gradients_at_kinks_are_torchs(name: str) -> None:
     (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x), x, dy)
     (want,) = torch.autograd.grad(run(x), x, dy)
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="its gradient at a bound was dy")
+@pytest.mark.parametrize("bounds", [(-1.0, 2.0), (2.0, None), (None, 2.0)], ids=str)
+def test_the_gradient_of_a_clamp_is_that_of_torchs_own_from_2_14_on(
+    bounds: tuple[float | None, float | None],
+) -> None:
+    x = torch.tensor([-3.0, -1, 0, 1, 2, 3, 6, 7], dtype=torch.float64, requires_grad=True)
+    g = cg.Graph("g")
+    g.output("y", g.clamp(g.input("x", (8,), torch.float64), *bounds))
+    (found,) = torch.autograd.grad(g.compile("cpu", training=True)(x=x).sum(), x)
+    (want,) = torch.autograd.grad(x.clamp(*bounds).sum(), x)
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("op", ["bias", "scale"])
