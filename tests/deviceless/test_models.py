@@ -66,7 +66,9 @@ def test_a_u_net_joins_without_a_copy(driver: None) -> None:
     found = kinds(planned(models.UNet(32, 3), 2, 3, 64, 64))
     assert found["concat", "view"] == 3
     assert found["conv bias relu", "cuDNN"] == 14
-    assert found["conv_transpose", "cuDNN"] == 3
+    # With its bias as one plan from cuDNN 9.26 on; in 9.19 the bias is a plan of its own.
+    assert sum(n for (ops, _), n in found.items() if ops.startswith("conv_transpose")) == 3
+    assert {runs for ops, runs in found if ops.startswith("conv_transpose")} == {"cuDNN"}
 
 
 @pytest.mark.parametrize("images", [1, 2])
