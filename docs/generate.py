@@ -2,8 +2,9 @@
 
 README.md holds the table of environment variables, its first numbers and two tables of what was
 measured, plans and whole models, from the JSON in docs/results, and one of what the sample graphs
-run as, from docs/coverage.json; docs/ops.md the table of ops. Each stands between a pair of
-markers; a test holds that they say what the code and the files say.
+run as, from docs/coverage.json; docs/ops.md the table of ops, docs/versions.md that of the releases
+that the tests ran with. Each stands between a pair of markers; a test holds that they say what the
+code and the files say.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cudnngraph import Graph, settings
+from cudnngraph.backend import tested
 from cudnngraph.ops import OPS, REQUIRED, Op
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +180,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("README.md", "whole models"): whole_models,
     ("README.md", "coverage"): coverage,
     ("docs/ops.md", "ops"): ops_table,
+    ("docs/versions.md", "versions"): tested.markdown_table,
 }
 
 

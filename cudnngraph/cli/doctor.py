@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from cudnngraph import settings
-from cudnngraph.backend import env, libraries
+from cudnngraph.backend import env, libraries, tested
 from cudnngraph.backend.libraries import Library
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import BackendUnavailable, SettingsError
@@ -169,7 +169,7 @@ def _cudnn() -> Iterator[Check]:
         mend = "keep one: clear LD_LIBRARY_PATH, or pip uninstall the copy that torch does not use"
         yield Check("cudnn", "fail", "two copies are loaded: " + ", ".join(copies), mend)
         return
-    detail = f"{_dotted_cudnn(libraries.cudnn_library_version())}, {library.path}"
+    detail = f"{_cudnn_text()}, {library.path}"
     folder = Path(library.path).parent
     wheels = [wheel for wheel in libraries.wheel_folders() if not _same(wheel, folder)]
     if wheels and any(_same(folder, entry) for entry in libraries.library_path_folders()):
@@ -260,6 +260,48 @@ def _gpu() -> Iterator[Check]:
         yield Check(f"gpu {index}", "pass", detail)
 
 
+def _tested() -> Iterator[Check]:
+    """What the tests have run with of what is installed: nothing is said where it is broken."""
+    release = str(torch.__version__)
+    cudnn = libraries.cudnn_library_version() if _load_cudnn().usable else None
+    try:
+        env.frontend()
+        frontend = env.frontend_version()
+    except BackendUnavailable:
+        frontend = None
+    on_gpu = "; ".join(str(row) for row in tested.TESTED if row.gpus)
+    if cudnn is None or frontend is None:
+        detail = f"torch {release} by itself: "
+        if tested.tested_torch(release):
+            yield Check("tested", "pass", detail + "the tests of the reference ran with it")
+        else:
+            yield Check("tested", "warn", detail + "no test ran with it", f"tested: {on_gpu}")
+        return
+    row = tested.standing(release, cudnn, frontend)
+    capabilities = {
+        "sm_{}{}".format(*env.device_identity(index).compute_capability): index
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    }
+    if row is None:
+        these = f"torch {release}, cuDNN {tested.dotted(cudnn)}, frontend {frontend}"
+        detail = f"no test ever ran with {these}"
+        yield Check("tested", "warn", detail, f"a GPU ran the tests with {on_gpu}")
+        return
+    names = ", ".join(name for name, _ in row.gpus)
+    others = sorted(set(capabilities) - {f"sm_{number}" for _, number in row.gpus})
+    if not row.gpus:
+        detail = f"{row}: tested without a GPU, never run on one"
+        if capabilities:
+            yield Check("tested", "warn", detail, f"a GPU ran the tests with {on_gpu}")
+        else:
+            yield Check("tested", "pass", detail)
+    elif others:
+        detail = f"{row}: tested on {names}, never on a GPU of {', '.join(others)}"
+        yield Check("tested", "warn", detail, "compare results with those of device='cpu'")
+    else:
+        yield Check("tested", "pass", f"{row}: tested on {names}")
+
+
 def _cache() -> Iterator[Check]:
     try:
         folder = settings.Settings.from_environ(os.environ).cache_dir
@@ -300,6 +342,7 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("driver", _driver),
     ("nvrtc", _nvrtc),
     ("gpu", _gpu),
+    ("tested", _tested),
     ("cache", _cache),
 )
 
@@ -321,7 +364,7 @@ def _versions() -> dict[str, str | None]:
         "cudnngraph": env.distribution_version("cudnngraph"),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "cudnn": probe(lambda: _dotted_cudnn(libraries.cudnn_library_version())),
+        "cudnn": probe(_cudnn_text),
         "cudnn_frontend": env.distribution_version("nvidia-cudnn-frontend"),
         "cuda_python": env.distribution_version("cuda-python"),
         "driver": probe(lambda: libraries.load_driver().version),
@@ -354,11 +397,9 @@ def _major(library: Library) -> str:
     return library.name.rpartition(".")[2]
 
 
-def _dotted_cudnn(version: int | None) -> str | None:
-    """91900 → "9.19.0"."""
-    if version is None:
-        return None
-    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+def _cudnn_text() -> str | None:
+    version = libraries.cudnn_library_version()
+    return None if version is None else tested.dotted(version)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cudnngraph import cli
-from cudnngraph.backend import env, libraries
+from cudnngraph.backend import env, libraries, tested
 from cudnngraph.backend.libraries import CUDNN, CUDNN_PARTS, Library
 from cudnngraph.cli import doctor
 from cudnngraph.cli.table import plain_table
@@ -47,6 +47,8 @@ class Machine:
         self.wheels = [WHEEL]
         self.search: list[Path] = []
         self.gpus = 1
+        self.release = 91900
+        self.capability = (9, 0)
 
     def module(self) -> SimpleNamespace:
         if isinstance(self.frontend, BackendUnavailable):
@@ -56,6 +58,7 @@ class Machine:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put this machine in the place of the real one."""
         patch.setattr(env, "frontend", self.module)
+        patch.setattr(env, "frontend_version", lambda: self.module().__version__)
         patch.setattr(env, "has_wheels", lambda: True)
         patch.setattr(env, "distribution_version", self.distributions.get)
         patch.setattr(env, "loaded_libraries", lambda: {n: c[0] for n, c in self.copies.items()})
@@ -67,14 +70,14 @@ class Machine:
         patch.setattr(libraries, "load_driver", lambda: self.driver)
         patch.setattr(libraries, "load_nvrtc", lambda major: self.nvrtc)
         patch.setattr(libraries, "cudnn_cuda_version", lambda: (13, 0) if found else None)
-        patch.setattr(libraries, "cudnn_library_version", lambda: 91900 if found else None)
+        patch.setattr(libraries, "cudnn_library_version", lambda: self.release if found else None)
         patch.setattr(libraries, "wheel_folders", lambda: self.wheels)
         patch.setattr(libraries, "library_path_folders", lambda: self.search)
         patch.setattr(torch.cuda, "is_available", lambda: self.gpus > 0)
         patch.setattr(torch.cuda, "device_count", lambda: self.gpus)
         properties = SimpleNamespace(total_memory=139 * 2**30)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        h200 = env.DeviceIdentity("NVIDIA H200", (9, 0), 132, 0)
+        h200 = env.DeviceIdentity("NVIDIA H200", self.capability, 132, 0)
         patch.setattr(env, "device_identity", lambda index: replace(h200, index=index))
 
 
@@ -143,6 +146,69 @@ def test_a_cpu_machine_without_cudnn_warns_and_does_not_fail(
     assert "pip install 'nvidia-cudnn-frontend>=1.28,<1.33'" in checks["cudnn-frontend"].mend
     assert checks["cudnn"].mend == "pip install nvidia-cudnn-cu13==9.19.0.56"
     assert checks["gpu"].detail == "torch sees none: the reference executor runs graphs"
+    assert checks["tested"].detail == (
+        "torch 2.13.0+cpu by itself: the tests of the reference ran with it"
+    )
+
+
+ON_A_GPU = "torch 2.11, cuDNN 9.19.0, frontend 1.28; torch 2.11, cuDNN 9.19.0, frontend 1.32"
+
+
+def test_releases_that_no_test_ran_with_are_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.release = 92700
+    check = examine(machine, monkeypatch)["tested"]
+    assert (check.status, check.detail, check.mend) == (
+        "warn",
+        "no test ever ran with torch 2.11.0+cu130, cuDNN 9.27.0, frontend 1.28.0",
+        f"a GPU ran the tests with {ON_A_GPU}",
+    )
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(0, "pass"), (1, "warn")])
+def test_releases_that_ran_without_a_gpu_alone_warn_where_there_is_one(
+    gpus: int, status: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    machine.gpus = gpus
+    check = examine(machine, monkeypatch)["tested"]
+    assert (check.status, check.mend) == (
+        status,
+        f"a GPU ran the tests with {ON_A_GPU}" if gpus else "",
+    )
+    assert check.detail == (
+        "torch 2.13, cuDNN 9.19.0, frontend 1.28: tested without a GPU, never run on one"
+    )
+
+
+def test_a_gpu_of_an_architecture_that_no_test_ran_on_warns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.capability = (12, 0)
+    check = examine(machine, monkeypatch)["tested"]
+    assert (check.status, check.mend) == ("warn", "compare results with those of device='cpu'")
+    assert check.detail.endswith("tested on NVIDIA H200, NVIDIA H100, never on a GPU of sm_120")
+
+
+def test_a_torch_that_no_test_ran_with_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    machine.frontend = BackendUnavailable("the cuDNN frontend is not installed; …")
+    machine.gpus = 0
+    check = examine(machine, monkeypatch)["tested"]
+    assert (check.status, check.detail) == ("warn", "torch 2.9.1 by itself: no test ran with it")
+    assert check.mend == f"tested: {ON_A_GPU}"
+
+
+def test_what_is_installed_is_what_the_table_is_asked_for() -> None:
+    """Three releases, patch releases of torch and the frontend aside."""
+    for row in tested.TESTED:
+        assert tested.standing(f"{row.torch}.3+cpu", row.cudnn, f"{row.frontend}.1") is row
+    assert tested.standing("2.11.0", 91901, "1.28.0") is None
+    assert tested.standing("2.1", 91900, "1.28.0") is None
+    assert len({str(row) for row in tested.TESTED}) == len(tested.TESTED)
 
 
 def test_an_old_torch_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
