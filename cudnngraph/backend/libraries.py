@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CUDNN = "libcudnn.so.9"
+DRIVER = "libcuda.so.1"
 CUDNN_PARTS = (
     "libcudnn_graph.so.9",
     "libcudnn_ops.so.9",
@@ -26,8 +27,8 @@ CUDNN_PARTS = (
     "libcudnn_engines_runtime_compiled.so.9",
     "libcudnn_heuristic.so.9",
 )
-# Came with cuDNN 9.x releases later than the one this is tested with: looked at where it exists.
-CUDNN_OPTIONAL_PARTS = ("libcudnn_ext.so.9",)
+# Came with later releases than 9.19: looked at where they exist.
+CUDNN_OPTIONAL_PARTS = ("libcudnn_ext.so.9", "libcudnn_engines_tensor_ir.so.9")
 
 _OF_INTEREST = re.compile(r"lib(cudnn(_\w+)?|cuda|nvrtc(-builtins)?|cudart|cublas(Lt)?)\.so[.\d]*$")
 _MAPS = Path("/proc/self/maps")
@@ -138,12 +139,12 @@ def load_cudnn_parts() -> list[Library]:
 
 def load_driver() -> Library:
     """The CUDA driver, with the CUDA version that it supports ("13.0"). Needs no GPU."""
-    library = load("libcuda.so.1")
+    library = load(DRIVER)
     if not library.usable:
         return library
     number = ctypes.c_int(0)
     try:
-        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        status = ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(number))
     except AttributeError as error:
         return Library(library.name, library.path, f"it is no CUDA driver: {error}")
     if status != 0 or number.value == 0:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError, NotSupported
+from ..errors import BackendUnavailable, CaptureError, NotSupported
 from ..ir import GraphSpec
 from ..lasting import lasting
 from ..ops import OPS
@@ -26,6 +26,7 @@ from ..policy import Policy
 from . import env
 from .known_bad import why_bad
 from .lower import LOWERING, Alias, Constant, Extra, Lowered, first_line, lower
+from .tested import dotted
 
 PYTHON_ENGINES_FROM = (
     10_000  # ids of the frontend's own engines, which need toolchains of their own
@@ -496,13 +497,16 @@ def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]
     frontend = env.frontend()
     if target not in targets():
         raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
-    text = _target_text(target)
-    lowered = lower(
-        spec,
-        frontend,
-        device_property=frontend.create_device_properties(text),
-        sm_version=target_capability(target),
-    )
+    try:
+        described = frontend.create_device_properties(_target_text(target))
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
+        version = dotted(env.cudnn_version())
+        raise BackendUnavailable(
+            f"cuDNN {version} does not take the description of '{target}' "
+            f"({first_line(str(error))}); from 9.28 on it needs a CUDA driver library "
+            "(libcuda.so.1) for it, also without a GPU: install NVIDIA's driver, or an older cuDNN"
+        ) from error
+    lowered = lower(spec, frontend, device_property=described, sm_version=target_capability(target))
     return lowered, propose(lowered, frontend)
 
 

@@ -30,6 +30,7 @@ TORCH_MIN = (2, 9)
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
 
+_DRIVER_MEND = "install NVIDIA's driver to use a GPU"
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -193,6 +194,10 @@ def _cudnn_parts() -> Iterator[Check]:
         elif not _same(Path(part.path).parent, home):
             mend = "clear LD_LIBRARY_PATH, so that all parts of cuDNN come from one folder"
             yield Check(name, "fail", f"{detail}, the rest is in {home}", mend)
+        elif (
+            part.error is not None and libraries.DRIVER in part.error
+        ):  # from 9.28 on it is linked to it
+            yield Check(name, "warn", f"{part.path}: {part.error}", _DRIVER_MEND)
         elif part.error is not None:
             yield Check(name, "fail", f"{part.path}: {part.error}", _mend_of(part))
         elif part.version is not None and len(versions) > 1:
@@ -211,13 +216,13 @@ def _driver() -> Iterator[Check]:
     library = libraries.load_driver()
     wanted = torch.version.cuda
     if library.path is None:
-        yield Check("driver", "warn", "no libcuda.so.1", "install NVIDIA's driver to use a GPU")
+        yield Check("driver", "warn", f"no {libraries.DRIVER}", _DRIVER_MEND)
     elif library.error is not None:
         mend = "reinstall NVIDIA's driver"
         yield Check("driver", "fail", f"{library.path}: {library.error}", mend)
     elif library.version is None:
         detail = f"{library.path} names no CUDA version, as a stub does"
-        yield Check("driver", "warn", detail, "install NVIDIA's driver to use a GPU")
+        yield Check("driver", "warn", detail, _DRIVER_MEND)
     elif wanted is not None and not torch.cuda.is_available():
         detail = f"CUDA {library.version}, {library.path}; torch is built for CUDA {wanted}"
         if _release(library.version)[0] < _release(wanted)[0]:

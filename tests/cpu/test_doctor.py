@@ -309,6 +309,19 @@ def test_a_part_that_fails_its_version_check_fails(
     assert message in checks["libcudnn_adv"].detail
 
 
+def test_a_part_that_only_wants_the_driver_warns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From cuDNN 9.28 on, whose runtime-compiled engines are linked to it."""
+    message = "libcuda.so.1: cannot open shared object file: No such file or directory"
+    machine.parts[5] = replace(machine.parts[5], error=message)
+    checks = examine(machine, monkeypatch)
+    assert statuses(checks, "fail") == []
+    found = checks["libcudnn_engines_runtime_compiled"]
+    assert (found.status, found.mend) == ("warn", "install NVIDIA's driver to use a GPU")
+    assert message in found.detail
+
+
 def test_parts_of_two_releases_in_one_folder_fail(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+import cudnngraph as cg
 from cudnngraph.backend import env, libraries
+from cudnngraph.backend.plan import propose_for
 from cudnngraph.errors import BackendUnavailable, CaptureError
 
 
@@ -402,3 +404,25 @@ def test_an_absent_library_is_told_apart_from_one_that_cannot_be_loaded(tmp_path
     assert broken.error is not None
     assert "too short" in broken.error
     assert not broken.usable
+
+
+def test_a_description_that_cudnn_does_not_take_is_an_error_that_says_why(
+    cudnn: FakeCudnn,
+) -> None:
+    """cuDNN 9.28 makes none where no driver's library can be loaded."""
+
+    def refuse(text: str) -> None:
+        raise RuntimeError("finalize failed, and code: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED\nat")
+
+    cudnn.library = 92801
+    cudnn.create_device_properties = refuse
+    cudnn.cudnnGraphNotSupportedError = RuntimeError
+    g = cg.Graph("g")
+    g.output("y", g.relu(g.input("x", (4,), torch.float16)))
+    with pytest.raises(BackendUnavailable) as caught:
+        propose_for(g.spec(), "nvidia-h200")
+    assert str(caught.value) == (
+        "cuDNN 9.28.1 does not take the description of 'nvidia-h200' (finalize failed, and code: "
+        "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED); from 9.28 on it needs a CUDA driver library "
+        "(libcuda.so.1) for it, also without a GPU: install NVIDIA's driver, or an older cuDNN"
+    )

@@ -27,14 +27,16 @@ from tests import coverage
 
 DRIVER = "libcuda.so.1"
 
-# What the runtime-compiled engines of cuDNN 9.19 to 9.26 look up in the driver.
+# What the runtime-compiled engines of cuDNN 9.19 to 9.28 look up in the driver.
 STUB_FUNCTIONS = (
     "cuGetErrorName cuGetErrorString cuInit cuDriverGetVersion cuGetProcAddress "
     "cuGetProcAddress_v2 cuDeviceGet cuDeviceGetCount cuCtxGetCurrent cuCtxGetLimit "
     "cuCtxPopCurrent cuCtxPushCurrent cuStreamGetCtx cuLinkCreate cuLinkAddData cuLinkComplete "
     "cuLinkDestroy cuLibraryLoadData cuLibraryLoadFromFile cuLibraryGetKernel cuLibraryUnload "
     "cuKernelGetAttribute cuKernelSetAttribute cuOccupancyMaxPotentialClusterSize "
-    "cuLaunchKernel cuLaunchKernelEx cuLaunchCooperativeKernel cuKernelGetFunction"
+    "cuLaunchKernel cuLaunchKernelEx cuLaunchCooperativeKernel cuKernelGetFunction "
+    "cuModuleGetFunction cuModuleLoadData cuModuleUnload cuTensorMapEncodeIm2col "
+    "cuTensorMapEncodeTiled"
 )
 STUB_SOURCE = "".join(f"int {name}(void) {{ return 100; }}\n" for name in STUB_FUNCTIONS.split())
 
