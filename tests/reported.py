@@ -1,19 +1,22 @@
 """Graphs of which cuDNN's plans are, or were reported to be, wrong: one for each claim.
 
 Each entry of ``known_bad.TABLE`` that this project measured has an example here, which
-``tests/cpu/test_known_bad.py`` holds. ``tests/gpu/test_reported.py`` runs every plan of every
-example, those that an entry bars among them, in a process of its own.
+``tests/cpu/test_known_bad.py`` holds. :func:`plans` runs those that an entry bars too; it is a case
+for :mod:`tests.apart`, of ``tests/gpu/test_reported.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import cudnngraph as cg
 from cudnngraph import reference
+from cudnngraph.backend import env, plan
+from cudnngraph.ir import GraphSpec
+from tests import numerics
 
 F16, BF16, F32, I8, I32 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32
 F64 = torch.float64
@@ -232,3 +235,135 @@ EXAMPLES: tuple[Example, ...] = (
 )
 
 BY_ID: Mapping[str, Example] = {example.id: example for example in EXAMPLES}
+
+
+# -- their plans, on a GPU -------------------------------------------------------------------------
+
+CONFIGURATIONS = 3  # of each engine
+ROUNDS = 3
+
+
+def plans(id: str, skip: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(plan, what became of it) of an example: "right", "wrong: …" or "not built: …".
+
+    What is known to be wrong is let through. Where an example has several graphs, their plans by
+    one engine are launched in turn.
+    """
+    example = BY_ID[id]
+    plan.why_bad = lambda *args, **options: None  # type: ignore[assignment]
+    policy = cg.Policy(allow_tf32=example.allow_tf32)
+    specs = [graph.spec() for graph in example.build()]
+    try:
+        proposals = [plan.Proposals(spec, policy, 0, more=True) for spec in specs]
+    except cg.NotSupported:
+        return
+    given = [inputs_of(example, spec) for spec in specs]
+    wanted = [float64(spec, tensors) for spec, tensors in zip(specs, given, strict=True)]
+    offered = [
+        [[c for c in each.candidates if c.choice.engine == engine] for each in proposals]
+        for engine in dict.fromkeys(c.choice.engine for c in proposals[0].candidates)
+    ]
+    for lists in (lists for lists in offered if all(lists)):
+        engine = lists[0][0].choice.engine
+        for number in range(min(CONFIGURATIONS, len(lists[0]))):
+            mark = f"engine {engine}, configuration {number}"
+            if mark in skip:
+                continue
+            yield mark, None
+            built = [
+                each.build(found[min(number, len(found) - 1)])
+                for each, found in zip(proposals, lists, strict=True)
+            ]
+            torch.cuda.synchronize()  # a launch on zeros may have failed for good
+            made = [one for _, one in built if one is not None]
+            if len(made) < len(specs):
+                reasons = [outcome.reason for outcome, one in built if one is None]
+                yield mark, f"not built: {reasons[0]}"
+                continue
+            fault = fault_of(example, specs, launched(made, specs, given), wanted)
+            yield mark, f"wrong: {fault}" if fault else "right"
+
+
+def inputs_of(example: Example, spec: GraphSpec) -> dict[str, torch.Tensor]:
+    """Inputs on the CPU, strides as declared; gaps between elements hold NaN."""
+    made = {}
+    torch.manual_seed(0)
+    for name in spec.inputs:
+        tensor = spec.tensors[name]
+        floating = tensor.dtype.is_floating_point
+        memory = torch.full((tensor.extent,), float("nan") if floating else 0, dtype=tensor.dtype)
+        made[name] = memory.as_strided(tensor.shape, tensor.stride)
+        made[name].copy_(torch.randn(tensor.shape) * (1 if floating else 20))
+    if example.fill is not None:
+        example.fill(made)
+    return made
+
+
+def on_gpu(value: torch.Tensor) -> torch.Tensor:
+    """The same memory on the GPU, gaps included."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((extent,), (1,)).to("cuda").as_strided(value.shape, value.stride())
+
+
+def float64(spec: GraphSpec, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    wide = [given[name] for name in spec.inputs]
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in wide]
+    return reference.run(spec, wide, torch.float64)
+
+
+def launched(
+    plans: list[plan.Plan], specs: list[GraphSpec], given: list[dict[str, torch.Tensor]]
+) -> list[list[list[torch.Tensor]]]:
+    """Launch the plans in turn, :data:`ROUNDS` times over; the outputs by round and graph.
+
+    Nothing is waited for between launches. Outputs and workspace hold NaN before.
+    """
+    there = [{name: on_gpu(value) for name, value in tensors.items()} for tensors in given]
+    need = max(1, *(each.workspace_bytes for each in plans))
+    workspace = torch.full((need,), 255, dtype=torch.uint8, device="cuda")
+    rounds: list[list[list[torch.Tensor]]] = []
+    for _ in range(ROUNDS):
+        outputs = []
+        for spec in specs:
+            made = []
+            for tensor in (spec.tensors[name] for name in spec.outputs):
+                blank = float("nan") if tensor.dtype.is_floating_point else 77
+                memory = torch.full((tensor.extent,), blank, dtype=tensor.dtype, device="cuda")
+                made.append(memory.as_strided(tensor.shape, tensor.stride))
+            outputs.append(made)
+        rounds.append(outputs)
+    torch.cuda.synchronize()
+    handle = env.handle_on_current_stream(0)
+    for outputs in rounds:
+        for each, spec, tensors, made in zip(plans, specs, there, outputs, strict=True):
+            data = [*(tensors[name] for name in spec.inputs), *made]
+            pointers = each.pointers([tensor.data_ptr() for tensor in data])
+            each.execute(pointers, workspace.data_ptr(), handle)
+    torch.cuda.synchronize()
+    return rounds
+
+
+def fault_of(
+    example: Example,
+    specs: list[GraphSpec],
+    rounds: list[list[list[torch.Tensor]]],
+    wanted: list[list[torch.Tensor]],
+) -> str:
+    """What is wrong with the outputs, empty if nothing is."""
+    for outputs in rounds:
+        for spec, made, references in zip(specs, outputs, wanted, strict=True):
+            dtype = spec.tensors[spec.inputs[0]].dtype
+            for name, output, right in zip(spec.outputs, made, references, strict=True):
+                tf32 = example.allow_tf32 and dtype == torch.float32
+                try:
+                    numerics.check(
+                        output,
+                        right,
+                        dtype,
+                        tf32=tf32,
+                        terms=example.terms,
+                        what=f"{name} of {spec.name}",
+                    )
+                except AssertionError as error:
+                    return str(error).splitlines()[0]
+    return ""
