@@ -1,4 +1,5 @@
 # make demo, make test: each sets up .venv on its first run, then does its job. `make help` lists the rest.
+# make test-newest does the same in .venv-newest, with the newest torch and the cuDNN that it brings.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or newer)
 #   DEVICELESS=0        leave out the deviceless tier and the 1.3 GB cuDNN library that it needs
@@ -10,8 +11,17 @@ DEVICELESS ?= 1
 JOBS       ?= 2
 FRONTEND   ?= 1.28.0
 TORCH      ?= 2.13.0
+# What pip installs beside PyPI's newest torch: its own cuDNN (9.26), and the newest frontend.
+NEWEST_TORCH    ?= 2.15.0
+NEWEST_FRONTEND ?= 1.32.0
+
+# What the versions of torch and cuDNN can change on a CPU: what is traced, what autograd says, numbers, imports.
+VERSIONED := $(patsubst %,tests/cpu/test_%.py,aliases compiled doctor env functional fuse grad importer imports \
+  known_bad op_table plan_dump plans_cli specialize torch_ops tracer)
 
 VENV  := .venv
+OWN   := 0
+CPU   := tests/cpu
 PY    := $(VENV)/bin/python
 BARE  := $(VENV)/.stamp-torch
 BASE  := $(VENV)/.stamp-base
@@ -27,14 +37,16 @@ SITE       := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test test-newest lint venv clean
 
 help:
 	@echo 'make demo    set up, run the main job on a photograph, print one table, write the picture'
 	@echo 'make test    set up, run the tests: tests/cpu, tests/deviceless, and tests/gpu where a GPU is'
 	@echo '             (DEVICELESS=0 leaves out a tier and the 1.3 GB library that it needs)'
+	@echo 'make test-newest  with the newest torch, its cuDNN and the newest frontend (6 GB in .venv-newest):'
+	@echo '             the tests that their versions can change'
 	@echo 'make lint    ruff check, ruff format --check, mypy --strict'
-	@echo 'make clean   remove .venv and what the tools wrote'
+	@echo 'make clean   remove .venv, .venv-newest and what the tools wrote'
 
 venv: $(BASE)
 
@@ -43,19 +55,19 @@ $(BARE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'error: $(PYTHON) is missing or older than 3.10; try make PYTHON=python3.12' >&2; exit 1; }
 	@rm -rf $(VENV)
-	@if $(PYTHON) $(CUDA_TORCH); then \
-	  echo 'set-up: $(PYTHON) has a CUDA build of torch; .venv uses it'; \
+	@if [ $(OWN) = 0 ] && $(PYTHON) $(CUDA_TORCH); then \
+	  echo 'set-up: $(PYTHON) has a CUDA build of torch; $(VENV) uses it'; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
 	  $(PYTHON) $(TORCH_HOME) > "$$($(PY) $(SITE))/torch-of-the-system.pth"; \
 	else \
-	  echo 'set-up: installing torch $(TORCH) into .venv'; \
+	  echo 'set-up: installing torch $(TORCH) into $(VENV)'; \
 	  $(PYTHON) -m venv $(VENV) && $(PIP) install 'torch==$(TORCH)'; \
 	fi
 	@touch $@
 
 # The constraints keep torch as it is, and the frontend at its slim release.
 $(BASE): pyproject.toml | $(BARE)
-	@echo 'set-up: installing cudnngraph and its tools into .venv'
+	@echo 'set-up: installing cudnngraph and its tools into $(VENV)'
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  > $(VENV)/constraints.txt
 	@echo 'nvidia-cudnn-frontend==$(FRONTEND)' >> $(VENV)/constraints.txt
@@ -83,14 +95,18 @@ test: $(BASE) $(if $(filter 0,$(DEVICELESS)),,$(CUDNN))
 	  tier=$$1; shift; \
 	  if ! has_tests $$tier; then echo "== $$tier: left out, it has no tests"; return; fi; \
 	  echo "== $$tier"; \
-	  $(PY) -m pytest $$tier -q "$$@" || failed="$$failed $$tier"; \
+	  $(PY) -m pytest -q "$$@" || failed="$$failed $$tier"; \
 	}; \
-	run tests/cpu -n $(JOBS); \
+	run tests/cpu $(CPU) -n $(JOBS); \
 	if [ '$(DEVICELESS)' = 0 ]; then echo '== tests/deviceless: left out, DEVICELESS=0'; \
-	else run tests/deviceless -n $(JOBS); fi; \
-	if $(PY) $(CUDA_READY); then run tests/gpu; \
+	else run tests/deviceless tests/deviceless -n $(JOBS); fi; \
+	if $(PY) $(CUDA_READY); then run tests/gpu tests/gpu; \
 	else echo '== tests/gpu: left out, torch sees no CUDA device'; fi; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+test-newest:
+	@$(MAKE) --no-print-directory test VENV=.venv-newest OWN=1 TORCH='$(NEWEST_TORCH)' \
+	  FRONTEND='$(NEWEST_FRONTEND)' CPU='$(VERSIONED)'
 
 lint: $(BASE)
 	@$(PY) -m ruff check .
@@ -98,5 +114,5 @@ lint: $(BASE)
 	@$(PY) -m mypy --strict -p cudnngraph -p plans_cache
 
 clean:
-	@rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-newest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
