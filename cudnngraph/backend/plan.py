@@ -494,6 +494,12 @@ def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]
 
     Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded.
     """
+    lowered = lower_for(spec, target)
+    return lowered, propose(lowered, env.frontend())
+
+
+def lower_for(spec: GraphSpec, target: str) -> Lowered:
+    """The frontend's graph for ``spec`` on the described GPU ``target``."""
     frontend = env.frontend()
     if target not in targets():
         raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
@@ -506,8 +512,7 @@ def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]
             f"({first_line(str(error))}); from 9.28 on it needs a CUDA driver library "
             "(libcuda.so.1) for it, also without a GPU: install NVIDIA's driver, or an older cuDNN"
         ) from error
-    lowered = lower(spec, frontend, device_property=described, sm_version=target_capability(target))
-    return lowered, propose(lowered, frontend)
+    return lower(spec, frontend, device_property=described, sm_version=target_capability(target))
 
 
 def target_capability(target: str) -> int:

@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.backend import env, plan
-from cudnngraph.backend.lower import lower
+from cudnngraph.backend import plan
 from tests import broadcasts
 
 SIZE = (2, 16, 12)
@@ -35,10 +34,10 @@ def taken(anchor: str, whole: str, computed: bool) -> bool:
 def test_cudnn_is_asked_for_what_its_engines_get_right(anchor: str, whole: str, chain: str) -> None:
     spec = broadcasts.Case(anchor, whole, chain, "float16", 64, SIZE).graph().spec()
     if taken(anchor, whole, computed="silu(v)" in chain):
-        lower(spec, env.frontend(), sm_version=90)
+        plan.lower_for(spec, "nvidia-h200")
         return
     with pytest.raises(cg.NotSupported) as refused:
-        lower(spec, env.frontend(), sm_version=90)
+        plan.lower_for(spec, "nvidia-h200")
     (reason,) = refused.value.reasons
     assert "repeated over" in reason and reason.endswith(
         "beside a convolution, which cuDNN gets wrong"
@@ -77,7 +76,7 @@ def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
     """Its images lie both ways at once; engines 4, 7 and 52 took the weight to be channels_last."""
     one = broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1), "contiguous")
     with pytest.raises(cg.NotSupported) as refused:
-        lower(one.graph().spec(), env.frontend(), sm_version=90)
+        plan.lower_for(one.graph().spec(), "nvidia-h200")
     (reason,) = refused.value.reasons
     assert reason.startswith("images of one pixel beside a weight that is not channels_last")
     for taken in (
@@ -85,7 +84,7 @@ def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
         broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1)),
         broadcasts.Case("conv 1x1", "wwww", chain, "float16", 64, (2, 1, 1), "contiguous"),
     ):
-        lower(taken.graph().spec(), env.frontend(), sm_version=90)
+        plan.lower_for(taken.graph().spec(), "nvidia-h200")
 
 
 def test_what_is_computed_of_one_number_behind_a_batch_norm_in_training_is_a_step_before() -> None:
