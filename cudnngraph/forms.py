@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .ir import is_dense
+from .resample import UPSAMPLE
 
 Form = Callable[[Mapping[str, Any]], torch.Tensor | None]
 
@@ -35,8 +36,10 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def packet(node: Any) -> str:
-    """ "softmax" of a graph's node of aten.softmax.int."""
-    return str(node.target).removeprefix("aten.").rpartition(".")[0]
+    """ "softmax" of a graph's node of aten.softmax.int, "users::softmax" of another's op of that
+    name, "" of what is no op."""
+    op = node.target
+    return op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
@@ -45,8 +48,8 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = named(op, args, kwargs)
-    chances = (given[name] for name in ("dropout_p", "dropout", "train") if name in given)
-    return all(chances)
+    chances = ("dropout_p", "dropout", "train", "training")
+    return all(given[name] for name in chances if name in given)
 
 
 def _like(a: Mapping[str, Any]) -> torch.Tensor | None:
@@ -234,14 +237,14 @@ FORMS: Mapping[str, Form] = {
     "aten::cat": _of_cat,
     **{f"aten::max_pool{rank}d": _of_max(rank) for rank in (1, 2, 3)},
     **{f"aten::adaptive_avg_pool{rank}d": _of_adaptive(rank) for rank in (2, 3)},
+    **{f"aten::{name}": _of_upsample for name in UPSAMPLE.values()},
 }
 
 
 def of(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What an overload makes of meta tensors."""
     name = op._schema.name
-    upsamples = "upsample" in name and "_aa" not in name and not name.endswith("_backward")
-    rule = _of_upsample if upsamples else FORMS.get(name)
+    rule = FORMS.get(name)
     result = None if rule is None else rule(named(op, args, kwargs))
     made = op(*args, **kwargs) if result is None else result
     if not isinstance(made, tuple):

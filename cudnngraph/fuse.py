@@ -28,7 +28,7 @@ from . import files
 from .backend import env
 from .errors import CannotImport, GraphError, PolicyError, WrongResult
 from .exported import Exported, export
-from .importer import Imported, convert
+from .importer import CONVOLUTIONS, Imported, convert
 from .ir import TensorSpec, is_dense
 from .partition import LOW_PRECISION
 from .policy import Policy
@@ -418,7 +418,7 @@ def _has_images(exported: Exported) -> bool:
     """Whether a model convolves images: their channels are best the fastest dim."""
     return any(
         node.op == "call_function"
-        and str(node.target).startswith("aten.conv")
+        and getattr(node.target, "overloadpacket", None) in CONVOLUTIONS
         and isinstance(node.meta.get("val"), torch.Tensor)
         and node.meta["val"].dim() in (4, 5)
         for node in exported.module.graph.nodes

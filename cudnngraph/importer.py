@@ -43,6 +43,7 @@ from .ir import (
 )
 from .ops import FLOATS, SOFTPLUS_THRESHOLD, in_padding
 from .partition import LOW_PRECISION
+from .resample import UPSAMPLE
 from .views import order
 from .written import Written, attention_before, least_norm_before, rms_norm_before
 
@@ -183,7 +184,7 @@ class _Conversion:
     def run(self) -> Imported:
         graph = self.module.graph
         for node in list(graph.nodes):
-            if node.op == "call_function" and str(node.target) in _ASSERTIONS:
+            if node.op == "call_function" and node.target in _ASSERTIONS:
                 node.replace_all_uses_with(None)
                 graph.erase_node(node)
         graph.eliminate_dead_code()
@@ -240,7 +241,7 @@ class _Conversion:
 
     def _convolves(self, user: torch.fx.Node, image: torch.fx.Node) -> bool:
         """Whether a node is a convolution of the image by a weight that is constant."""
-        if str(user.target) != "aten.conv2d.default" or user.all_input_nodes.count(image) > 1:
+        if user.target is not _aten.conv2d.default or user.all_input_nodes.count(image) > 1:
             return False
         given = forms.named(user.target, user.args, user.kwargs)
         weight = given["weight"]
@@ -292,13 +293,6 @@ class _Conversion:
             )
         if target._schema.is_mutable:
             raise self._refused("it writes over its operands")
-        if str(target).startswith("aten.as_strided") and isinstance(args[0], Value):
-            source: Any = node.args[0]
-            seen, spec = source.meta["val"], args[0].spec
-            if _relabels(seen, node.meta.get("val")):
-                return args[0]
-            if spec is None or not same_layout(spec.shape, spec.stride, seen.stride()):
-                raise self._refused("it reads memory as it lies, and here it lies otherwise")
         graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
         draws = forms.draws(target, args, kwargs)
         if not graph_values and not draws:
@@ -309,15 +303,17 @@ class _Conversion:
                 self._known_shape(seen)
             elif isinstance(seen, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._refused("its result depends on the numbers in a tensor")
-        rule = RULES.get(str(target).rpartition(".")[0])
+        rule = RULES.get(target.overloadpacket)
         if rule is not None:
             made = self._by_rule(rule, node, target, args, kwargs)
             if made is not None:
                 return made
         if draws:
             raise self._refused("it draws random numbers (call model.eval()?)")
+        if target.overloadpacket in _OF_MEMORY:
+            raise self._refused("it reaches memory that none of its operands fills")
         image = not any(map(self._lies_in_order, graph_values))
-        if _goes_by_layout(str(target)):
+        if _goes_by_layout(target):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._as_traced)
         wanted = _meant(target, args)
         return self.left_to_torch(str(target), wanted, kwargs, node, image=image)
@@ -331,12 +327,16 @@ class _Conversion:
         if tuple(seen.shape) != shape or same_layout(shape, value.spec.stride, wanted):
             return value
         if value.spec.dtype not in FLOATS:
-            form = (("memory_format", ("memory_format", "contiguous_format")),)
-            return self.g.aten([value], "aten.clone.default", (("tensor", 0),), form)
+            return self._clone(value)
         made = self.g.identity(value)
         stride = wanted if is_dense(shape, wanted) else contiguous_strides(shape)
         made.spec = replace(value.spec, name=made.name, stride=stride)
         return made
+
+    def _clone(self, value: Value) -> Any:
+        """A contiguous copy of what our own ops do not take."""
+        form = (("memory_format", ("memory_format", "contiguous_format")),)
+        return self.g.aten([value], "aten.clone.default", (("tensor", 0),), form)
 
     def _filled(self, value: Any) -> Any:
         """Arguments with what the nodes in them stand for."""
@@ -354,7 +354,7 @@ class _Conversion:
             made = None
         seen = node.meta.get("val")
         if made is not None and len(self.g.problems) == mark[1] and _agrees(made, seen):
-            if str(target).startswith(_MAKE_IMAGES):
+            if target.overloadpacket in _MAKE_IMAGES:
                 self._settle(made)
             return made
         self.g.undo(mark)
@@ -505,7 +505,7 @@ class _Conversion:
             return None
         rest = self._filled((None, *user.args[1:]))
         given = forms.named(target, rest, self._filled(dict(user.kwargs)))
-        norm = _norm_of(str(target).rpartition(".")[0], given)
+        norm = _norm_of(target.overloadpacket, given)
         return None if norm is None else (user, norm)
 
     def preceding_norm(self) -> tuple[torch.fx.Node, _Norm, Any] | None:
@@ -521,7 +521,7 @@ class _Conversion:
             if not isinstance(node.target, torch._ops.OpOverload):
                 return None
             given = forms.named(node.target, self._filled(node.args), self._filled(node.kwargs))
-            norm = _norm_of(str(node.target).rpartition(".")[0], given)
+            norm = _norm_of(node.target.overloadpacket, given)
             return None if norm is None else (node, norm, given["input"])
         return None
 
@@ -554,7 +554,8 @@ class _Conversion:
                     results.append(known.get(stride) or next(iter(known.values())))
                     continue
                 name = self._free(f"out{len(self.g._outputs)}")
-                value = self.g.identity(value) if copied or known else value
+                if copied or known:
+                    value = self.g.identity(value) if floats else self._clone(value)
                 mark = self.g.mark()
                 self.g.output(name, value, stride=stride)
                 if len(self.g.problems) > mark[1]:
@@ -628,16 +629,61 @@ def _agrees(made: Any, seen: Any) -> bool:
     )
 
 
-#: Ops whose results are images: they get the layout of images where nothing says otherwise.
-_MAKE_IMAGES = ("aten.conv", "aten.upsample", "aten._upsample", "aten.adaptive_avg_pool")
+# -- ops by what they are --------------------------------------------------------------------------
+
+_aten: Any = torch.ops.aten
+
+
+def _packets(*names: str) -> frozenset[Any]:
+    """Ops of torch's, each with all of its overloads, as far as this torch has them. An op is known
+    by itself alone: names that begin or end like its own are other ops'."""
+    return frozenset(getattr(_aten, name) for name in names if hasattr(_aten, name))
+
 
 _ASSERTIONS = frozenset(
-    {
-        "aten._assert_tensor_metadata.default",
-        "aten._assert_async.default",
-        "aten._assert_async.msg",
-        "aten._assert_scalar.default",
-    }
+    getattr(packet, which)
+    for packet in _packets("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
+    for which in packet.overloads()
+    if not getattr(packet, which)._schema.returns
+)
+_CONVOLUTIONS = (
+    *("conv1d", "conv2d", "conv3d", "convolution"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+CONVOLUTIONS = _packets(*_CONVOLUTIONS)
+_UPSAMPLES = {name: mode for (mode, _), name in UPSAMPLE.items()}
+_MEANS = (
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+)
+#: Ops whose results are images: they get the layout of images where nothing says otherwise.
+_MAKE_IMAGES = _packets(*_CONVOLUTIONS, *_UPSAMPLES, *_MEANS)
+
+_OF_BATCHES = (
+    *("batch_norm", "_native_batch_norm_legit_no_training", "native_batch_norm"),
+    "cudnn_batch_norm",
+)
+_NORMS = _packets(*_OF_BATCHES)
+
+#: Ops whose results go by the strides of their operands and by where those begin, which are the
+#: graph's own: never called as they are.
+_OF_MEMORY = _packets("as_strided", "as_strided_copy", "as_strided_scatter")
+
+#: Inner ops of torch's that take operands of any strides.
+_ANY_LAYOUT = _packets(
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    *(*_MEANS, *(f"{name}_backward" for name in _MEANS)),
+    *(*_UPSAMPLES, *(f"{name}_backward" for name in _UPSAMPLES)),
+    *("avg_pool2d_backward", "avg_pool3d_backward"),
+    *("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"),
+    *("convolution", "convolution_backward"),
+    *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+    *("_native_batch_norm_legit_no_training", "native_batch_norm", "native_batch_norm_backward"),
+    *("native_dropout", "native_dropout_backward"),
+    *("_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_view", "_to_copy"),
+    *("hardswish_backward", "hardsigmoid_backward", "hardtanh_backward", "leaky_relu_backward"),
+    *("elu_backward", "softplus_backward", "log_sigmoid_backward", "mse_loss_backward"),
+    *("_fft_r2c", "_fft_c2r", "_fft_c2c"),
 )
 
 
@@ -662,7 +708,7 @@ class _Norm:
         return self.offset - self.mean * self.scale
 
 
-def _norm_of(packet: str, a: Arguments) -> _Norm | None:
+def _norm_of(packet: Any, a: Arguments) -> _Norm | None:
     if packet not in _NORMS or a.get("training", a.get("train", False)):
         return None
     mean, var = a["running_mean"], a["running_var"]
@@ -679,19 +725,9 @@ def _norm_of(packet: str, a: Arguments) -> _Norm | None:
     return _Norm(mean.double(), inverse * gain, offset, gain)
 
 
-_NORMS = frozenset(
-    {
-        "aten.batch_norm",
-        "aten._native_batch_norm_legit_no_training",
-        "aten.native_batch_norm",
-        "aten.cudnn_batch_norm",
-    }
-)
-
-
 def _batch_norm(c: _Conversion, a: Arguments) -> Any:
     """One that no convolution took in: a scale and a bias."""
-    norm = _norm_of(str(c.node.target).rpartition(".")[0], a)
+    norm = _norm_of(c.node.target.overloadpacket, a)
     if norm is None:
         raise _Skip
     x = c.value(a["input"])
@@ -994,21 +1030,25 @@ def _is_tensor(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-#: Ops of torch's own that take operands of any strides, though their names say that they are not
-#: for everyone.
-_ANY_LAYOUT = (
-    *("_softmax", "_log_softmax", "_adaptive_avg_pool", "_upsample", "_unsafe", "_to_copy", "_fft"),
-    *("_native_batch_norm", "native_batch_norm", "native_dropout", "_assert"),
-)
-
-
-def _goes_by_layout(name: str) -> bool:
+def _goes_by_layout(op: Any) -> bool:
     """Whether an op may read memory as it lay when the model was traced: torch's own inner ones
-    (attention, weight norm, what norms have saved for their gradient) often do not ask."""
-    namespace, _, rest = name.partition(".")
-    if namespace != "aten":
+    (attention, weight norm, gradients, what norms have saved for theirs) often do not ask."""
+    if op.namespace != "aten":
         return True
-    return rest.startswith(("_", "native_", "pdist")) and not rest.startswith(_ANY_LAYOUT)
+    if torch.Tag.pointwise in op.tags or op.overloadpacket in _ANY_LAYOUT:
+        return False
+    return op is _aten.view.dtype or not _is_public(op.overloadpacket.__name__)
+
+
+def _is_public(name: str) -> bool:
+    """Whether an op is a function of torch's: those take operands of any strides."""
+    if name in ("native_layer_norm", "native_group_norm", "native_channel_shuffle", "pdist"):
+        return False
+    _, _, of_module = name.partition("_")  # as in linalg_qr
+    places = ((torch, name), (torch.Tensor, name), (nn.functional, name))
+    more = ((torch.linalg, of_module), (torch.fft, name), (torch.special, of_module))
+    public = any(hasattr(place, each) for place, each in (*places, *more))
+    return public and name[:1] != "_"
 
 
 def _meant(target: Any, args: Any) -> Any:
@@ -1016,7 +1056,7 @@ def _meant(target: Any, args: Any) -> Any:
     otherwise than the model, and that ask a gradient's op for its first result too: a graph has
     none without."""
     names = [argument.name for argument in target._schema.arguments]
-    if str(target) == "aten.group_norm.default":
+    if target is _aten.group_norm.default:
         return args[: names.index("cudnn_enabled")]
     place = names.index("output_mask") if "output_mask" in names else len(args)
     if place >= len(args) or args[place][0]:
@@ -1034,19 +1074,79 @@ def _relabels(source: torch.Tensor, made: Any) -> bool:
     )
 
 
+MOST_PLACED = 1 << 24  # places in memory that are gone through
+
+
+def _places(seen: torch.Tensor, a: Arguments) -> torch.Tensor:
+    """Which elements of a tensor, counted in its order, lie where ``as_strided`` is to read."""
+    start = seen.storage_offset() if a["storage_offset"] is None else int(a["storage_offset"])
+    size, stride = list(a["size"]), list(a["stride"])
+    first = min(start, seen.storage_offset())
+    forms = (
+        (list(seen.shape), list(seen.stride()), seen.storage_offset() - first),
+        (size, stride, start - first),
+    )
+    extent = max(
+        1 + begin + sum((n - 1) * step for n, step in zip(*form, strict=True))
+        if all(form[0])
+        else 0
+        for *form, begin in forms
+    )
+    if extent > MOST_PLACED or not seen.numel():
+        raise _Skip
+    elements = torch.full((extent,), -1)
+    torch.as_strided(elements, *forms[0]).copy_(torch.arange(seen.numel()).view(seen.shape))
+    found = torch.as_strided(elements, *forms[1])
+    if bool((found < 0).any()):
+        raise _Skip  # it is memory of something else
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def _in_order(places: torch.Tensor) -> bool:
+    return bool((places.flatten() == torch.arange(places.numel())).all())
+
+
+def _as_strided(c: _Conversion, a: Arguments) -> Any:
+    """The elements that lay there when the model was traced."""
+    seen, x = c.node.args[0].meta["val"], c.value(a["self"])
+    if _relabels(seen, c.node.meta["val"]):
+        return x
+    places = _places(seen, a)
+    if places.numel() == seen.numel() and _in_order(places) and x.dtype in FLOATS:
+        return c.g.reshape(x, tuple(places.shape))
+    places = places.to(c.device)
+    return c.left_to_torch("aten.take.default", [x, places], {}, c.node, image=False)
+
+
+def _as_strided_scatter(c: _Conversion, a: Arguments) -> Any:
+    """A copy in which others stand for the elements that lay there when the model was traced."""
+    seen, x, others = c.node.args[0].meta["val"], a["self"], c.value(a["src"])
+    places = _places(seen, a)
+    if places.unique().numel() < places.numel() or overlaps_itself(
+        tuple(seen.shape), tuple(seen.stride())
+    ):
+        raise _Skip
+    if others.shape != tuple(places.shape):
+        raise _Skip
+    if places.numel() == seen.numel() and _in_order(places) and others.dtype in FLOATS:
+        return c.g.reshape(others, tuple(seen.shape))
+    given = [c.value(x), places.to(c.device), others]
+    return c.left_to_torch("aten.put.default", given, {}, c.node, image=False)
+
+
 def _is_laid_out(node: Any) -> bool:
     """Whether a result's strides are asked for, by ``contiguous`` or a copy of that form."""
     if not isinstance(node, torch.fx.Node):
         return False
     form = node.kwargs.get("memory_format")
     asked = form is not None and form != torch.preserve_format
-    return str(node.target).startswith("aten.contiguous") or asked
+    return node.target is _aten.contiguous.default or asked
 
 
 def _hands_on(node: torch.fx.Node) -> bool:
     """Whether torch gives the very tensor that a placeholder stands for, or its memory."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._schema.name.partition("::")[2]
+        name = forms.packet(node)
         source = node.args[0] if node.args else None
         if name not in forms.SAME or name in _COPIES or not isinstance(source, torch.fx.Node):
             return False
@@ -1460,9 +1560,18 @@ def _reshape(c: _Conversion, a: Arguments) -> Value:
     return y
 
 
-_READ_IMAGES = ("conv", "batch_norm", "avg_pool", "max_pool", "adaptive_", "upsample")
+_READ_IMAGES = frozenset(
+    (
+        *(*_CONVOLUTIONS, *_OF_BATCHES, *_MEANS, *_UPSAMPLES),
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    )
+)
 _READ_ALIKE = frozenset({"add", "sub", "mul", "relu", "gelu", "silu", "sigmoid", "tanh"})
-_READ_ROWS = ("layer_norm", "native_layer_norm", "rms_norm", "linear", "mm", "addmm", "matmul")
+_READ_ROWS = frozenset(
+    ("layer_norm", "native_layer_norm", "rms_norm", "linear", "mm", "addmm", "matmul")
+)
 
 
 def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
@@ -1478,7 +1587,7 @@ def _order_of_copy(c: _Conversion, x: Value, shape: tuple[int, ...]) -> Sequence
     if len(users) == 1 and (packet := forms.packet(users[0])) in ("permute", "transpose"):
         user = users[0]
         dims = order(packet, forms.named(user.target, user.args, user.kwargs), rank)
-        by_rows = any(forms.packet(each).startswith(_READ_ROWS) for each in user.users)
+        by_rows = any(forms.packet(each) in _READ_ROWS for each in user.users)
         return dims if by_rows and dims is not None and dims[-1] == rank - 1 else None
     if not c.channels_last or rank not in (4, 5) or spec.dtype not in FLOATS:
         return None
@@ -1497,7 +1606,7 @@ def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
     seen, packet = user.meta.get("val"), forms.packet(user)
     if packet in forms.RESHAPES and isinstance(seen, torch.Tensor):
         return seen.dim() > len(shape) and tuple(seen.shape[:2]) == shape[:2]
-    return packet.startswith(_READ_IMAGES)
+    return packet in _READ_IMAGES
 
 
 def _expand(c: _Conversion, a: Arguments) -> Value:
@@ -1530,6 +1639,8 @@ def _slice(c: _Conversion, a: Arguments) -> Value:
 
 
 def _narrow(c: _Conversion, a: Arguments) -> Value:
+    if not isinstance(a["start"], int):
+        raise _Skip
     return _part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
 
 
@@ -1684,23 +1795,14 @@ _ATTENTION = (
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
     "_scaled_dot_product_attention_math",
 )
-_UPSAMPLES = {
-    **{f"upsample_nearest{rank}d": "nearest" for rank in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{rank}d": "nearest-exact" for rank in (1, 2, 3)},
-    "upsample_linear1d": "linear",
-    "upsample_bilinear2d": "bilinear",
-    "upsample_bicubic2d": "bicubic",
-    "upsample_trilinear3d": "trilinear",
-}
-
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
-RULES: Mapping[str, Rule] = {
-    f"aten.{name}": rule
+RULES: Mapping[Any, Rule] = {
+    packet: rule
     for name, rule in {
         **{f"conv{rank}d": _conv(rank) for rank in (1, 2, 3)},
         **{f"conv_transpose{rank}d": _conv_transpose(rank) for rank in (1, 2, 3)},
         "convolution": _convolution,
-        **{name.removeprefix("aten."): _batch_norm for name in _NORMS},
+        **dict.fromkeys(_OF_BATCHES, _batch_norm),
         **{
             name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
             for name in (
@@ -1754,7 +1856,11 @@ RULES: Mapping[str, Rule] = {
         "narrow": _narrow,
         "select": _select,
         **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
-        "unbind": _unbind,
+        **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split),
+        **dict.fromkeys(("split_copy", "split_with_sizes_copy"), _split),
+        **dict.fromkeys(("unbind", "unbind_copy"), _unbind),
+        **dict.fromkeys(("as_strided", "as_strided_copy"), _as_strided),
+        "as_strided_scatter": _as_strided_scatter,
         "cat": _cat,
         "stack": _stack,
         "mean": _reduced("mean"),
@@ -1769,4 +1875,5 @@ RULES: Mapping[str, Rule] = {
         **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
         **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
     }.items()
+    for packet in _packets(name)
 }

@@ -473,6 +473,9 @@ def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec
 
 
+_CONVOLUTIONS = frozenset({"conv", "conv_transpose", "conv_wgrad"})
+
+
 def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> GraphSpec:
     """A graph of convolutions with every image channels last, copied at the graph's edges; or only
     those named in ``images``.
@@ -480,7 +483,7 @@ def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> Gra
     Another graph, and one that lies so already, is given back as it is.
     """
     anchors = [node for node in spec.nodes if is_anchor(node, spec.tensors)]
-    if not anchors or not all(node.op.startswith("conv") for node in anchors):
+    if not anchors or not all(node.op in _CONVOLUTIONS for node in anchors):
         return spec
     rank = len(spec.tensors[anchors[0].operands[0]].shape)
 

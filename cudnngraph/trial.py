@@ -131,7 +131,7 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
-        if node.op.startswith("nll_loss") and str(_port(node, "target")) in given:
+        if node.op in ("nll_loss", "nll_loss_backward") and str(_port(node, "target")) in given:
             given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
@@ -140,7 +140,7 @@ def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[
             _set_lengths(spec, node, given)
         if node.op == "sdpa_fp8":
             _set_scales(node, given)
-        if node.op.endswith("varlen") or node.op == "sdpa_varlen_backward":
+        if node.op in ("sdpa_varlen", "sdpa_varlen_backward"):
             _set_sequences(spec, node, given)
         if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
             _set_results(node, given)

@@ -316,7 +316,7 @@ def _by_root(node: Any) -> tuple[Node, float] | None:
 
 def _squared(mean: Any) -> Any:
     """What ``mean`` has the mean square of, along the last dim, which is kept; else None."""
-    if not _is_call(mean) or str(mean.target) != "aten.mean.dim":
+    if not _is_call(mean) or mean.target is not torch.ops.aten.mean.dim:
         return None
     given = forms.named(mean.target, mean.args, mean.kwargs)
     square, dims = _source(given["self"]), given["dim"]

@@ -57,6 +57,7 @@ _SPREAD = (
     *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
     "instance_norm",
 )
+_BATCH_NORMS = ("batch_norm", "batch_norm_train", "batch_norm_apply", "batch_norm_backward")
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def _view_of(spec: GraphSpec) -> _View:
     strict = any(a and not b for a, b in zip(last, rows, strict=True))
     if anchors[0].op in _SPREAD and last == rows:
         strict = True  # all are of one pixel; read as rows, engines that fuse get them wrong (9.19)
-    flat = rank == 2 and anchors[0].op.startswith("batch_norm")
+    flat = rank == 2 and anchors[0].op in _BATCH_NORMS
     return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
 
 
@@ -1778,6 +1779,9 @@ def _check_places(spec: GraphSpec) -> None:
                 raise _Refused(f"'{name}' is computed and used with its dims in different places")
 
 
+_GRADIENTS = frozenset({"relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"})
+
+
 def _check_beside_norms(spec: GraphSpec, view: _View) -> None:
     """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19)."""
     ops = {node.op for node in spec.nodes}
@@ -1805,7 +1809,7 @@ def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
             raise _Refused(
                 f"{node.op} with the norm's result second: cuDNN does not take it, or crashes"
             )
-        if node.op.endswith("_backward"):
+        if node.op in _GRADIENTS:
             raise _Refused(f"{node.op} beside a norm: cuDNN does not take it, or crashes")
 
 
