@@ -1122,10 +1122,9 @@ def _as_strided_scatter(c: _Conversion, a: Arguments) -> Any:
     """A copy in which others stand for the elements that lay there when the model was traced."""
     seen, x, others = c.node.args[0].meta["val"], a["self"], c.value(a["src"])
     places = _places(seen, a)
-    if places.unique().numel() < places.numel() or overlaps_itself(
-        tuple(seen.shape), tuple(seen.stride())
-    ):
-        raise _Skip
+    twice = bool((places.flatten().bincount() > 1).any())
+    if twice or overlaps_itself(tuple(seen.shape), tuple(seen.stride())):
+        raise _Skip  # what is written last is not said
     if others.shape != tuple(places.shape):
         raise _Skip
     if places.numel() == seen.numel() and _in_order(places) and others.dtype in FLOATS:

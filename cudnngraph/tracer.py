@@ -36,7 +36,7 @@ from .resample import UPSAMPLE
 _aten: Any = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
 
-#: Functions that are one node each, though torch makes them of other ops.
+#: Ops that are one node each, though torch makes them of others.
 WHOLE = frozenset(
     {
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -47,12 +47,24 @@ WHOLE = frozenset(
         "interpolate",
     }
 )
-_OF_MEMORY = frozenset({"data_ptr", "storage", "_typed_storage", "untyped_storage"})
+#: The functions that are such an op, and those that tell where memory is.
+_FUNCTIONS: Mapping[Any, str] = {
+    **{
+        getattr(place, name): name
+        for name in WHOLE
+        for place in (torch, torch.Tensor, torch._C._nn, F)
+        if hasattr(place, name)
+    },
+    torch.Tensor.__matmul__: "matmul",
+}
+_OF_MEMORY: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
+)
 #: Ops whose result may be a view or a copy, as the strides are: what writes over it is given up.
 _MAY_COPY = frozenset(
     f"aten::{name}" for name in ("reshape", "flatten", "clone", "_to_copy", "_unsafe_view")
 )
-_OTHER_NAMES = {"__matmul__": "matmul"}
 _NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
 _POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
 #: Those that are written in Python: their arguments may have other places than the op's.
@@ -233,14 +245,13 @@ class Traced:
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What Python calls: an op of :data:`WHOLE`, or more calls."""
-        name = getattr(function, "__name__", "")
-        if name in _OF_MEMORY:
-            raise GivenUp(f"it asks for {name}")
-        name = _OTHER_NAMES.get(name, name)
+        if function in _OF_MEMORY:
+            raise GivenUp(f"it asks for {function.__name__}")
+        name = _FUNCTIONS.get(function)
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
             function, name, args, kwargs = torch.matmul, "matmul", pair, {}
-        if name not in WHOLE:
+        if name is None:
             return function(*args, **kwargs)
         if torch.is_grad_enabled() or _casts():
             raise GivenUp(f"{name} under autocast, or to be differentiated")

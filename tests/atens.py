@@ -7,10 +7,9 @@ takes them apart, are calls that the importer may meet.
 
 from __future__ import annotations
 
-import operator
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
