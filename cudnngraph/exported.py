@@ -6,15 +6,17 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from . import tracer
 from .errors import CannotImport
+from .state import Held, check_kept
 
 _TORCH = Path(torch.__file__).parent
 
@@ -44,14 +46,36 @@ def export(
 ) -> Exported:
     """``model`` called with ``args`` as a graph of ATen ops, without a gradient.
 
-    Raises :class:`CannotImport` for a model that changes its buffers or its inputs, and for one
-    whose ops depend on the numbers in its tensors.
+    Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
+    whose ops depend on the numbers in its tensors. The model is left as it was.
     """
-    with _exporting():
-        traced = tracer.trace(model, args, kwargs or {})
-        if traced is not None:
-            return Exported(traced, traced.constants, tuple(traced.placeholders), traced.out_spec)
-        return by_torch(model, args, kwargs)
+    held = Held(model)
+    try:
+        with _exporting():
+            traced = tracer.trace(model, args, kwargs or {})
+            if traced is None:
+                held.restore()
+                made, changed = by_torch(model, args, kwargs)
+            else:
+                names = tuple(traced.placeholders)
+                made = Exported(traced, traced.constants, names, traced.out_spec)
+                changed = [*traced.exchanged, *held.changes()]
+    except tracer.Writes as error:
+        raise CannotImport(
+            f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
+        ) from error
+    finally:
+        held.restore()
+    if changed:
+        check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
+    return made
+
+
+#: What is to be said of a model that changes something in place.
+_NO_GRAPH = (
+    "which a graph does not (a batch norm in training mode, a counter, a cache?); "
+    "call model.eval(), or return the new value"
+)
 
 
 _exporters: list[int] = []
@@ -72,28 +96,63 @@ def is_exporting() -> bool:
     return bool(_exporters) and threading.get_ident() in _exporters
 
 
+@dataclass
+class _Changes:
+    """Whether a call has changed its arguments, and what it has of the model's state."""
+
+    arguments: bool = False
+    state: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Changes]:
+    """What calls of the model change: torch.export does not notice what becomes of lists and
+    dicts, and puts attributes back."""
+    before: list[Any] = []
+    found = _Changes()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append((*pytree.tree_flatten((args, kwargs)), Held(model)))
+
+    def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        leaves, form, held = before.pop()
+        now, now_form = pytree.tree_flatten((args, kwargs))
+        if form != now_form or any(a is not b for a, b in zip(now, leaves, strict=True)):
+            found.arguments = True
+        found.state += held.changes()
+
+    hooks = (
+        model.register_forward_pre_hook(note, with_kwargs=True),
+        model.register_forward_hook(compare, with_kwargs=True),
+    )
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def by_torch(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Exported:
-    """:func:`export`, by torch.export."""
+) -> tuple[Exported, list[str]]:
+    """:func:`export`, by torch.export, and the names of the state that a call has changed."""
     from torch.export.graph_signature import InputKind
 
     name = type(model).__name__
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _watched(model) as changes:
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
+    if changes.arguments:
+        raise CannotImport(f"{name} changes its arguments, which a graph does not")
     signature = program.graph_signature
     changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
     changed += getattr(signature, "parameters_to_mutate", {}).values()
     if changed:
         what = ", ".join(f"'{each}'" for each in changed)
-        raise CannotImport(
-            f"{name} changes {what} in place, which a graph does not (a batch norm in training "
-            "mode, a counter, a cache?); call model.eval(), or return the new value"
-        )
+        raise CannotImport(f"{name} changes {what} in place, {_NO_GRAPH}")
     constants: dict[str, torch.Tensor] = {}
     placeholders: list[str] = []
     for each in signature.input_specs:
@@ -105,9 +164,10 @@ def by_torch(
             constants[each.arg.name] = held[each.target].detach()
         else:
             raise CannotImport(f"{name} takes a {each.kind.name.lower()}, which no graph has")
-    return Exported(
+    made = Exported(
         program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
     )
+    return made, changes.state
 
 
 def _export_failure(error: Exception) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .policy import Policy
 from .recorded import to_record
 from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile, strided_copy
 from .select import FREE, Selection, StepPlan
+from .state import Held, agree
 from .trial import TOLERANCE, relative_error
 
 _log = logging.getLogger(__name__)
@@ -270,11 +272,13 @@ class Fused(nn.Module):
         max_shapes: int = MAX_SHAPES,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise PolicyError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         if model.training:
             raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
-        if max_shapes < 1:
+        if not isinstance(max_shapes, int) or isinstance(max_shapes, bool) or max_shapes < 1:
             raise PolicyError(f"max_shapes={max_shapes!r}; expected a whole number >= 1")
-        self.model = model if dtype is None else copy.deepcopy(model).to(dtype)
+        self.model = model if dtype is None else _copied(model).to(dtype)
         self._dtype = dtype
         self._policy = policy
         self._channels_last = channels_last
@@ -320,6 +324,9 @@ class Fused(nn.Module):
 
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, Hashable)):
+                raise PolicyError(_no_argument(leaf))
         casts = (
             (kind, torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
@@ -400,6 +407,17 @@ class Fused(nn.Module):
         return f"{len(self)} of {self._max_shapes} forms" + (", captured" * self._capture)
 
 
+def _no_argument(leaf: Any) -> str:
+    """Why something cannot be an argument of a fused model, and what can."""
+    kind = type(leaf).__name__
+    if isinstance(leaf, Mapping):
+        return (
+            f"an argument is a {kind}, a mapping that torch does not take apart; give its tensors, "
+            "as model(**inputs) does: fuse(model, (), kwargs=dict(inputs)), fused(**inputs)"
+        )
+    return f"an argument is a {kind}, which has no hash: forms are told apart by the arguments"
+
+
 def _floats(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
@@ -464,6 +482,8 @@ def fuse(
         max_shapes=max_shapes,
     )
     fused.eval()
+    if not isinstance(kwargs, (Mapping, NoneType)):
+        raise PolicyError(f"kwargs={kwargs!r}; expected a mapping of arguments by name")
     results = fused(*args, **(kwargs or {}))
     if check and fused.report is not None:
         errors = _checked(fused, args, dict(kwargs or {}), results)
@@ -477,9 +497,19 @@ def _checked(
     """The errors of the results and of the model itself; raises where ours are too large."""
     args, kwargs = fused.cast((args, kwargs))
     name = type(fused.model).__name__
-    with torch.no_grad():
-        own = pytree.tree_leaves(fused.model(*args, **kwargs))
-        exact = _in_float64(fused.model, args, kwargs)
+    held = Held(fused.model)
+    try:
+        with torch.no_grad():
+            own, again = (_results(fused.model, args, kwargs) for _ in range(2))
+            exact = _in_float64(fused.model, args, kwargs, own)
+    finally:
+        held.restore()
+    for number, (first, second) in enumerate(zip(own, again, strict=True)):
+        if not agree(second, first):
+            raise CannotImport(
+                f"{name}: result {number} is another in a second call with the same inputs, which "
+                "a graph's is not: it depends on what is outside of the model"
+            )
     ours = pytree.tree_leaves(results)
     coarsest = _coarsest(fused)
     errors: list[tuple[float, float | None]] = []
@@ -535,16 +565,47 @@ def _coarsest(fused: Fused) -> float:
     return max((TOLERANCE[t.dtype] for t in tensors if t.dtype in LOW_PRECISION), default=0.0)
 
 
-def _in_float64(model: nn.Module, args: Any, kwargs: Any) -> list[Any] | None:
-    """The results of the model in float64; None for a model that does not run in it."""
+def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """What a model gives, in tensors that a later call does not write over."""
+    made = pytree.tree_leaves(model(*args, **kwargs))
+    return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, each module of it in evaluation if that of the model is: some are in
+    training when they have been copied, and have other graphs then."""
+    made = copy.deepcopy(model).eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in made.named_modules():
+        module.training = modes.get(name, False)
+    return made
+
+
+FARTHEST = 0.1  # from float64 that a model may be before the copy that is run in it is doubted
+
+
+def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) -> list[Any] | None:
+    """The results of the model in float64, which gives its ``own``; None for a model that does not
+    run in it, or whose copy is another model."""
     try:
-        wide = copy.deepcopy(model).double()
+        wide = _copied(model).double()
         wide_args, wide_kwargs = pytree.tree_map(
             lambda leaf: leaf.double() if _floats(leaf) else leaf, (args, kwargs)
         )
-        return list(pytree.tree_leaves(wide(*wide_args, **wide_kwargs)))
+        exact = _results(wide, wide_args, wide_kwargs)
+        if any(map(_is_far, own, exact)):
+            alike = _results(_copied(model), args, kwargs)
+            if not all(map(agree, alike, own)):
+                return None
+        return exact
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
+
+
+def _is_far(mine: Any, exact: Any) -> bool:
+    if not _floats(mine) or not isinstance(exact, torch.Tensor):
+        return False
+    return mine.shape != exact.shape or not relative_error(mine, exact) <= FARTHEST
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

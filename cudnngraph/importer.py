@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
 from types import NoneType
 from typing import Any
 
@@ -1040,15 +1040,17 @@ def _goes_by_layout(op: Any) -> bool:
     return op is _aten.view.dtype or not _is_public(op.overloadpacket.__name__)
 
 
+@cache
 def _is_public(name: str) -> bool:
-    """Whether an op is a function of torch's: those take operands of any strides."""
-    if name in ("native_layer_norm", "native_group_norm", "native_channel_shuffle", "pdist"):
-        return False
+    """Whether an op is a function that torch documents: those take operands of any strides, all
+    but one."""
     _, _, of_module = name.partition("_")  # as in linalg_qr
-    places = ((torch, name), (torch.Tensor, name), (nn.functional, name))
-    more = ((torch.linalg, of_module), (torch.fft, name), (torch.special, of_module))
-    public = any(hasattr(place, each) for place, each in (*places, *more))
-    return public and name[:1] != "_"
+    places: tuple[tuple[Any, str], ...] = (
+        *((torch, name), (torch.Tensor, name), (nn.functional, name), (torch.fft, name)),
+        *((torch.linalg, of_module), (torch.special, of_module)),
+    )
+    known = (getattr(place, each, None) for place, each in places)
+    return name != "pdist" and any(bool(getattr(each, "__doc__", None)) for each in known)
 
 
 def _meant(target: Any, args: Any) -> Any:

@@ -10,13 +10,12 @@ then torch.export is to say what there is to say.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import linecache
 import operator
 import sys
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ WHOLE = frozenset(
         *("linear", "matmul", "flatten", "reshape", "softmax", "log_softmax", "chunk"),
         *("scaled_dot_product_attention", "max_pool1d", "max_pool2d", "max_pool3d"),
         *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-        "interpolate",
+        *("lstm", "gru", "rnn_tanh", "rnn_relu", "interpolate"),
     }
 )
 #: The functions that are such an op, and those that tell where memory is.
@@ -82,6 +81,14 @@ _LEAVES = (
 
 class GivenUp(Exception):
     """Why a model is not for this."""
+
+
+class Writes(GivenUp):
+    """It writes over ``tensor``, which it holds."""
+
+    def __init__(self, op: Any, tensor: torch.Tensor) -> None:
+        super().__init__(f"{op} writes over what the model holds")
+        self.tensor = tensor
 
 
 class Shape(torch.Tensor):
@@ -122,7 +129,8 @@ class Shape(torch.Tensor):
 
 
 class Traced:
-    """The graph of a run, its constants by placeholder, the placeholders of its arguments."""
+    """The graph of a run, its constants by placeholder, the placeholders of its arguments. What
+    the run has changed of the model is for the caller to put back."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.graph = torch.fx.Graph()
@@ -134,6 +142,7 @@ class Traced:
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._views: Counter[int] = Counter()  # how many of them see one memory
         self._failed = False
+        self.exchanged: list[str] = []  # parameters and buffers with other tensors in their place
         self._run(model, args, dict(kwargs))
 
     # -- the run -----------------------------------------------------------------------------------
@@ -152,14 +161,12 @@ class Traced:
             for leaf, name in zip(leaves, names, strict=True)
         ]
         shaped_args, shaped_kwargs = pytree.tree_unflatten(leaves, form)
-        before = _attributes(model)
-        try:
-            with torch.no_grad(), _Dispatched(self), _Called(self):
-                result = torch.func.functional_call(model, state, shaped_args, shaped_kwargs)
-        finally:
-            changed = _restored(model, before)
-        if changed or self._failed:
-            raise GivenUp("it changes its attributes, or catches what an op has raised")
+        given = dict(state)
+        with torch.no_grad(), _Dispatched(self), _Called(self):
+            result = torch.func.functional_call(model, state, shaped_args, shaped_kwargs)
+        if self._failed:
+            raise GivenUp("it catches what an op has raised")
+        self.exchanged = [name for name, tensor in given.items() if state[name] is not tensor]
         now, now_form = pytree.tree_flatten((shaped_args, shaped_kwargs))
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             raise GivenUp("it changes its arguments")
@@ -305,6 +312,8 @@ class Traced:
         if [a.name for a in schema.arguments] != [a.name for a in pure._schema.arguments]:
             raise GivenUp(f"{op} is no other form of {pure}")
         target = args[0]
+        if not isinstance(target, Shape) or id(target) in self._real:
+            raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
         before = self._nodes.get(id(target))
         if before is None or before.op == "placeholder" or self._views[_memory(target)] != 1:
             raise GivenUp(f"{op} writes over what is seen elsewhere")
@@ -465,50 +474,6 @@ def _names(model: nn.Module, form: Any, leaves: Sequence[Any]) -> Iterator[str]:
     return (named.get(place, f"args_{place}") for place in range(len(leaves)))
 
 
-#: A container of a module, and a copy of it.
-Attributes = list[tuple[Any, Any]]
-
-
-def _attributes(model: nn.Module) -> Attributes:
-    """What the modules hold, in containers and in objects of their own too, to be put back."""
-    held: Attributes = []
-    seen: set[int] = set()
-    todo: list[Any] = [vars(module) for module in model.modules()]
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        held.append((each, copy.copy(each)))
-        for inner in each.values() if isinstance(each, dict) else each:
-            if isinstance(inner, (list, dict, deque)):
-                todo.append(inner)
-            elif _is_plain(inner):
-                todo.append(vars(inner))
-    return held
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is an object with attributes: no part of torch, no function, no class."""
-    kinds = (nn.Module, torch.Tensor, type, list, dict, deque)
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, kinds)
-
-
-def _restored(model: nn.Module, before: Attributes) -> bool:
-    """Put back what a run has changed; whether it had."""
-    changed = [each for each in before if not _same(*each)]
-    for now, then in changed:
-        now.clear()
-        now.update(then) if isinstance(now, dict) else now.extend(then)
-    return bool(changed)
-
-
-def _same(now: Any, then: Any) -> bool:
-    if isinstance(now, dict):
-        return now.keys() == then.keys() and all(now[name] is then[name] for name in then)
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-
-
 class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -581,7 +546,8 @@ _COMPILER = "torch._dynamo"
 
 
 def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced | None:
-    """``model`` called so; None where it is not for this.
+    """``model`` called so; None where it is not for this. Raises :class:`Writes` where that is
+    because it writes over what it holds.
 
     What a model compiles within itself, control flow among it, must not meet the modes of the run:
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
@@ -596,6 +562,8 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
+        except Writes:
+            raise
         except Exception:
             if not guard.asked:
                 return None
@@ -604,5 +572,7 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     try:
         with torch.compiler.set_stance("force_eager"):
             return Traced(model, args, kwargs)
+    except Writes:
+        raise
     except Exception:  # whatever it is, torch.export is to say so
         return None

@@ -19,7 +19,7 @@ LAYERS = (
     ("lasting",),
     ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
     ("ir", "settings", "policy"),
-    ("forms",),
+    ("forms", "state"),
     ("aten", "tracer", "written"),
     ("ops", "key", "exported"),
     ("views",),
