@@ -1826,6 +1826,29 @@ def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
             raise _Refused("what lies otherwise than the images behind a batch norm")
 
 
+def _check_beside_products(ctx: Context) -> None:
+    """Refuse what the plan of a batch of products computes for some of their dims and repeats along
+    others, unless it is as large as one product, a row or a number: a column that all of a batch
+    share was read from the wrong place (seen on 9.19)."""
+    spec = ctx.spec
+    if all(node.op != "matmul" for node in spec.nodes):
+        return
+    for node in spec.nodes:
+        if not OPS[node.op].pointwise or not node.operands or node.results[0] in ctx.as_is:
+            continue
+        made = ctx.values[node.results[0]].get_dim()
+        real = {dim for dim, extent in enumerate(made) if extent > 1}
+        for name in node.operands:
+            seen = ctx.values[name].get_dim()
+            repeated = {dim for dim in real if seen[dim] == 1}
+            given = name in spec.inputs and spec.tensors[name].dtype != torch.bool
+            if not given and {0, 2} <= repeated < real:
+                raise _Refused(
+                    f"'{name}' of {seen} is computed and repeated over {made} beside a product, "
+                    "which cuDNN gets wrong"
+                )
+
+
 def _check_beside_convolutions(ctx: Context) -> None:
     """Refuse operands that are repeated in a way in which cuDNN's engines read them from the wrong
     place, or from an address that faults (seen on 9.19, whatever strides they are given).
@@ -1949,6 +1972,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
                 ctx.declare(tensor, replace(spec.tensors[name], dtype=torch.int8))
             tensor.set_output(True).set_uid(uid)
         _check_beside_convolutions(ctx)
+        _check_beside_products(ctx)
         graph.validate()
         graph.build_operation_graph()
     except _Refused as refused:

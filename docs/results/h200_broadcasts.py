@@ -108,10 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cases", type=int, default=1200)
+    parser.add_argument("--behind", type=int, default=0, help="leave out so many of the cases")
     parser.add_argument("--limit", type=float, default=330.0, help="seconds of the first part")
     parser.add_argument("--log", type=Path, help="a file for every outcome, as it comes")
     args = parser.parse_args(arguments)
-    whole = broadcasts.drawn(args.cases)
+    whole = broadcasts.drawn(args.cases)[args.behind :]
     first = run("tests.engines:broadcast", whole, args.limit, args.log)
     ways = ["".join(way) for way in itertools.product("w1", repeat=4)]
     more = [

@@ -87,6 +87,20 @@ def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
         plan.lower_for(taken.graph().spec(), "nvidia-h200")
 
 
+@pytest.mark.parametrize("whole", ["".join(way) for way in itertools.product("w1", repeat=3)])
+@pytest.mark.parametrize("chain", ["x + v", "x + silu(v)", "x / (|v| + 1)"])
+def test_a_computed_column_of_a_batch_of_products_is_a_step_before(whole: str, chain: str) -> None:
+    case = broadcasts.Case("matmul, batch", whole, chain, "float16", 64, SIZE)
+    spec = case.graph().spec()
+    if whole == "1w1" and chain != "x + v":
+        with pytest.raises(cg.NotSupported, match="is computed and repeated over"):
+            plan.lower_for(spec, "nvidia-h200")
+        steps = cg.explain(case.graph(), "nvidia-h200").steps
+        assert any(step.ops[0] == "matmul" for step in steps) and len(steps) > 1
+    else:
+        plan.lower_for(spec, "nvidia-h200")
+
+
 def test_what_is_computed_of_one_number_behind_a_batch_norm_in_training_is_a_step_before() -> None:
     """Its rank is lower than the images', which ended in a bare ValueError."""
     case = broadcasts.Case("batch_norm_train", "1111", "x / (|v| + 1)", "float16", 8, (2, 4, 4))
