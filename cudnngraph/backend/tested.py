@@ -32,12 +32,14 @@ class Tested:
         return f"torch {self.torch}, cuDNN {dotted(self.cudnn)}, frontend {self.frontend}"
 
 
-_HOPPER = (("NVIDIA H200", 90), ("NVIDIA H100", 90))
+_H200, _H100 = ("NVIDIA H200", 90), ("NVIDIA H100", 90)
 
 TESTED: tuple[Tested, ...] = (
-    Tested("2.11", 91900, "1.28", _HOPPER, "the GPU tier, by hand"),
-    Tested("2.11", 91900, "1.32", _HOPPER, "the GPU tier, by hand"),
-    Tested("2.13", 91900, "1.28", (), "every tier that needs no GPU, at each change"),
+    Tested("2.11", 91900, "1.28", (_H200, _H100), "tests/gpu, before each set of results"),
+    Tested("2.11", 91900, "1.32", (_H200,), "tests/gpu, before each set of results"),
+    Tested("2.13", 91900, "1.28", (), "`make test`, at each change"),
+    Tested("2.15", 92600, "1.32", (), "`make test-newest`, at each change; once tests/cpu whole"),
+    Tested("2.15", 92801, "1.32", (), "tests/deviceless, once"),
 )
 
 
