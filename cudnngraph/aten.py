@@ -79,11 +79,13 @@ def places(value: Any) -> list[int]:
     return [place for item in value for place in places(item)]
 
 
-def names_dtypes(value: Any) -> bool:
-    """Whether an argument says in which dtype an op works."""
+def named_dtypes(value: Any) -> frozenset[torch.dtype]:
+    """The dtypes in which an argument says that an op works."""
     if not isinstance(value, tuple):
-        return False
-    return value[:1] == ("dtype",) or any(map(names_dtypes, value))
+        return frozenset()
+    if value[:1] == ("dtype",) and isinstance(value[1], str):  # no argument of that name
+        return frozenset({getattr(torch, value[1])})
+    return frozenset[torch.dtype]().union(*map(named_dtypes, value))
 
 
 def call(

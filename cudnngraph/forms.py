@@ -249,14 +249,34 @@ def of(op: Any, *args: Any, **kwargs: Any) -> Any:
     made = op(*args, **kwargs) if result is None else result
     if not isinstance(made, tuple):
         return made
+    given = [each.dtype for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     return tuple(
-        each.to(dtype_made(op, number, each.dtype)) if isinstance(each, torch.Tensor) else each
+        each.to(dtype_made(op, number, each.dtype, given))
+        if isinstance(each, torch.Tensor)
+        else each
         for number, each in enumerate(made)
     )
 
 
-def dtype_made(op: Any, number: int, traced: torch.dtype) -> torch.dtype:
-    """The dtype of result ``number`` of an op, of which torch's meta kernel says ``traced``: the
-    norms of a weight norm are float32 for float16 weights, and its gradient takes no others."""
-    norms = (str(op), number) == ("aten._weight_norm_interface.default", 1)
-    return torch.float32 if norms and traced == torch.float16 else traced
+#: Ops that give statistics behind their first result.
+_GIVE_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("native_layer_norm", "native_group_norm", "native_batch_norm"),
+        *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+    )
+)
+
+
+def dtype_made(
+    op: Any, number: int, traced: torch.dtype, given: Sequence[torch.dtype]
+) -> torch.dtype:
+    """The dtype of result ``number`` of an op of operands of the dtypes ``given``, where torch's
+    meta kernels say ``traced``. They are wrong of the norms of a weight norm, float32 for float16
+    weights, and of the statistics of 16-bit data, float32 beside weights of float32; gradients
+    take no others."""
+    norms = op is torch.ops.aten._weight_norm_interface.default and number == 1
+    if norms and traced == torch.float16:
+        return torch.float32
+    statistics = op._schema.name in _GIVE_STATISTICS and number in (1, 2)
+    return torch.float32 if statistics and torch.float32 in given else traced

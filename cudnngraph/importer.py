@@ -352,7 +352,7 @@ class _Conversion:
             made = rule(self, given)
         except (_Skip, GraphError):
             made = None
-        seen = node.meta.get("val")
+        seen = _stated(target, node.meta.get("val"), given, known=self._as_told(node))
         if made is not None and len(self.g.problems) == mark[1] and _agrees(made, seen):
             if target.overloadpacket in _MAKE_IMAGES:
                 self._settle(made)
@@ -388,16 +388,28 @@ class _Conversion:
         results = made if isinstance(made, tuple) else (made,)
         seen = node.meta.get("val")
         several = seen if isinstance(seen, (tuple, list)) else (seen,)
+        op, dtypes = aten.overload(name), [value.dtype for value in operands]
+        known = self._as_told(node)
         for number, (result, right) in enumerate(zip(results, several, strict=False)):
             if not isinstance(right, torch.Tensor) or not isinstance(result, Value):
                 continue
-            spec, dtype = result.spec, forms.dtype_made(name, number, right.dtype)
-            same = spec is None or (spec.shape, spec.dtype) == (tuple(right.shape), dtype)
+            spec, dtype = result.spec, forms.dtype_made(op, number, right.dtype, dtypes)
+            same = spec is None or spec.shape == tuple(right.shape)
+            same = same and (spec is None or spec.dtype == dtype or not known)
             if not same and (not _many(node) or _reads(node, number)):
                 raise self._refused("its results have other shapes or dtypes on this device")
         if image:
             self._settle(results[0])
         return results if _many(node) else results[0]
+
+    def _as_told(self, node: torch.fx.Node) -> bool:
+        """Whether the operands of a node have the dtypes that torch says, and so its results."""
+        pairs = ((self.env[each], each.meta.get("val")) for each in node.all_input_nodes)
+        return all(
+            value.dtype == seen.dtype
+            for value, seen in pairs
+            if isinstance(value, Value) and isinstance(seen, torch.Tensor)
+        )
 
     def _lies_in_order(self, x: Value) -> bool:
         """Whether x has the rank of an image and lies contiguous, as an image here does not: what a
@@ -613,20 +625,34 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _agrees(made: Any, seen: Any) -> bool:
-    """Whether results have the shapes and dtypes that torch says; None is a result unused."""
+def _stated(op: Any, seen: Any, given: Arguments, *, known: bool) -> Any:
+    """The shapes and dtypes of an op's results, as torch says and as they are; the dtypes are
+    None where they are not ``known``."""
+    dtypes = [each.dtype for each in _leaves(given) if isinstance(each, (Value, torch.Tensor))]
+
+    def stated(number: int, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        dtype = forms.dtype_made(op, number, tensor.dtype, dtypes) if known else None
+        return tuple(tensor.shape), dtype
+
     if isinstance(seen, (tuple, list)):
+        return [stated(number, each) for number, each in enumerate(seen)]
+    return stated(0, seen)
+
+
+def _agrees(made: Any, seen: Any) -> bool:
+    """Whether results have the shapes and dtypes of what torch makes; None is a result unused."""
+    if isinstance(seen, list):
         return isinstance(made, tuple) and all(
             mine is None or _agrees(mine, theirs) for mine, theirs in zip(made, seen, strict=False)
         )
     if isinstance(made, torch.Tensor):
         return True
-    return (
-        isinstance(made, Value)
-        and made.spec is not None
-        and isinstance(seen, torch.Tensor)
-        and (made.shape, made.dtype) == (tuple(seen.shape), seen.dtype)
-    )
+    if not isinstance(made, Value) or made.spec is None or not isinstance(seen, tuple):
+        return False
+    shape, dtype = seen
+    return made.shape == shape and dtype in (None, made.dtype)
 
 
 # -- ops by what they are --------------------------------------------------------------------------
@@ -1172,20 +1198,32 @@ def _same(c: _Conversion, a: Arguments) -> Value:
 # -- gradients, as torch.compile traces them -------------------------------------------------------
 
 
+def _affine(c: _Conversion, a: Arguments, name: str, number: float) -> Value:
+    """The weight or the bias of a batch norm; ``number`` for every channel where it has none."""
+    if a[name] is not None:
+        return c.value(a[name])
+    channels, dtype = c.value(a["input"]).shape[1], c.value(a["input"]).dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    return c.constant(torch.full((channels,), number, dtype=wide, device=c.device))
+
+
 def _batch_norm_train(c: _Conversion, a: Arguments) -> tuple[Value, ...]:
-    if not a["training"] or a["weight"] is None or a["running_mean"] is None:
+    if not a["training"] or a["running_mean"] is None:
         raise _Skip
-    names = ("input", "weight", "bias", "running_mean", "running_var")
-    return c.g.batch_norm_train(
-        *(c.value(a[name]) for name in names), eps=float(a["eps"]), momentum=float(a["momentum"])
-    )
+    affine = _affine(c, a, "weight", 1.0), _affine(c, a, "bias", 0.0)
+    running = c.value(a["running_mean"]), c.value(a["running_var"])
+    eps, momentum = float(a["eps"]), float(a["momentum"])
+    x = c.value(a["input"])
+    return c.g.batch_norm_train(x, *affine, *running, eps=eps, momentum=momentum)
 
 
 def _batch_norm_backward(c: _Conversion, a: Arguments) -> tuple[Any, ...]:
-    if not a["train"] or a["weight"] is None:
+    if not a["train"]:
         raise _Skip
-    names = ("grad_out", "input", "weight", "save_mean", "save_invstd")
-    made = c.g.batch_norm_backward(*(c.value(a[name]) for name in names))
+    dy, x, mean, deviation = (
+        c.value(a[name]) for name in ("grad_out", "input", "save_mean", "save_invstd")
+    )
+    made = c.g.batch_norm_backward(dy, x, _affine(c, a, "weight", 1.0), mean, deviation)
     return tuple(
         value if wanted else None for value, wanted in zip(made, a["output_mask"], strict=True)
     )

@@ -936,17 +936,28 @@ def _prepare(
     return run
 
 
+_NARROW = (torch.float16, torch.bfloat16)
+
+
 def _for_torch(
     spec: GraphSpec, node: Node, compute: torch.dtype, *, named_dtypes: bool
 ) -> _Prepare:
     """What makes operands those of an op of torch's own: widened, unless the op itself names the
-    dtypes that it works in, and in memory as declared, since it may go by that."""
+    dtypes that it works in, and in memory as declared, since it may go by that. What lies between
+    the ops of a graph is float32 then where torch has the 16 bits that the op names."""
     declared = [None if name is None else spec.tensors[name] for name in node.inputs]
+    between = [name is not None and name not in spec.inputs for name in node.inputs]
     attrs = dict(node.attrs)
-    as_given = named_dtypes and aten.names_dtypes((attrs["args"], attrs["kwargs"]))
+    named = aten.named_dtypes((attrs["args"], attrs["kwargs"])) if named_dtypes else frozenset()
+    narrow = next(iter(named)) if len(named) == 1 and named <= {*_NARROW} else None
+
+    def rounded(value: torch.Tensor | None, made: bool) -> torch.Tensor | None:
+        if value is None or narrow is None or not made or value.dtype is not torch.float32:
+            return value
+        return value.to(narrow)
 
     def prepare(values: Tensors) -> list[torch.Tensor | None]:
-        wide = list(values) if as_given else _widened(values, compute)
+        wide = list(map(rounded, values, between)) if named else _widened(values, compute)
         return [
             value if value is None or form is None else _laid_out(value, form)
             for value, form in zip(wide, declared, strict=True)
