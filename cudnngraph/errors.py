@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,19 @@ class Problem:
 
 
 class CudnnGraphError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Can be copied and pickled with all its fields, whatever a class takes to make one: errors cross
+    the borders of processes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), *self.args), self.__dict__
+
+
+def _remade(kind: type[CudnnGraphError], *args: Any) -> CudnnGraphError:
+    """An error as its ``args`` say, which holds what else it had when its state is set."""
+    return kind.__new__(kind, *args)
 
 
 class _ProblemsError(CudnnGraphError, ValueError):
