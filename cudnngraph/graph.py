@@ -6,13 +6,27 @@ marked unknown so that it causes no further ones, and ``spec()`` or ``compile()`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Union, overload
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, overload
 
 import torch
 
-from .errors import GraphError, Problem
+from .arguments import (
+    NotPlain,
+    expected,
+    is_a,
+    items,
+    neutral,
+    plain,
+    real,
+    shown,
+    unreadable,
+    wrong_kind,
+)
+from .errors import GraphError, PolicyError, Problem
 from .ir import (
     GraphSpec,
     Node,
@@ -130,11 +144,101 @@ class Value:
         return self.graph.ge(self, other)
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+# The annotation of an operand → whether there has to be one.
+_OPERANDS = {"Value": True, "Operand": True, "Value | None": False}
+
+
+def _reads(method: Method) -> Method:
+    """A method of the builder that gets plain arguments (:mod:`~cudnngraph.arguments`), and
+    operands that are values of its graph.
+
+    What is none is reported here. In the place of an operand then stands an unknown value, in that
+    of an attribute its default beside unknown operands, so that no further mistakes are found.
+    """
+    own = list(inspect.signature(method).parameters.values())[1:]
+    order = [each.name for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+    annotations = {each.name: str(each.annotation) for each in own}
+    op = method.__name__
+    defaults = {
+        each.name: neutral(annotations[each.name]) if each.default is each.empty else each.default
+        for each in own
+    }
+    operands = {name for name, annotation in annotations.items() if annotation in _OPERANDS}
+    # The rule of an op checks its attributes, and a declaration what it declares.
+    checks_kinds = op not in (*OPS, "input", "output")
+
+    @wraps(method)
+    def read(self: Graph, /, *args: Any, **named: Any) -> Any:
+        if len(args) > len(order) or not named.keys().isdisjoint(order[: len(args)]):
+            return method(self, *args, **named)  # Python says what is wrong
+        given = {**dict(zip(order, args, strict=False)), **named}
+        problems: list[Problem] = []
+        attributes_fit = True
+        for name, value in given.items():
+            if (type(value) is Value and value.graph is self) or (op, name) == ("output", "value"):
+                continue
+            annotation = annotations.get(name, "Any")
+            if name in operands:
+                needed = _OPERANDS[annotation]
+                where = self._place(op, given)
+                given[name] = self._operand(where, name, value, problems, needed=needed)
+                continue
+            try:
+                if annotation == "Sequence[Value]":
+                    given[name] = [
+                        self._operand(
+                            self._place(op, given), f"{name}{at}", item, problems, needed=True
+                        )
+                        for at, item in enumerate(items(value))
+                    ]
+                    continue
+                given[name] = plain(value, (torch.Tensor,) if "torch.Tensor" in annotation else ())
+                found = wrong_kind("", name, given[name], annotation) if checks_kinds else []
+            except NotPlain as reason:
+                found = [Problem("", f"{name} {reason}", expected(annotation))]
+            if found:
+                problems += [replace(each, where=self._place(op, given)) for each in found]
+                given[name] = defaults.get(name)
+                attributes_fit = False
+        self.problems += problems
+        if not attributes_fit:
+            if not operands:  # the declaration of one
+                return Value(self, "?", None)
+            given = {name: _unknown_of(self, value) for name, value in given.items()}
+        return method(self, **given)
+
+    return read  # type: ignore[return-value]
+
+
+def _unknown_of(graph: Graph, value: Any) -> Any:
+    """An operand, or a row of them, of which nothing is known."""
+    if type(value) is list:
+        return [_unknown_of(graph, each) if isinstance(each, Value) else each for each in value]
+    if not isinstance(value, Value):
+        return value
+    return Value(graph, value.name if value.graph is graph else "?", None)
+
+
+# Methods that take no part in declaring a graph.
+_OTHERS = frozenset({"compile", "spec", "mark", "undo", "drop_unused_inputs"})
+
+
+def _declares(kind: type[Graph]) -> type[Graph]:
+    """A class whose public methods, but for some, read their arguments by :func:`_reads`."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and not name.startswith("_") and name not in _OTHERS:
+            setattr(kind, name, _reads(method))
+    return kind
+
+
 def _of_one_dtype(*values: Value | None) -> bool:
     """Whether those that are given, and known, are."""
     return len({value.spec.dtype for value in values if value is not None and value.spec}) < 2
 
 
+@_declares
 class Graph:
     """A graph under construction.
 
@@ -150,8 +254,12 @@ class Graph:
         compute_dtype: torch.dtype | None = None,
         intermediate_dtype: torch.dtype | None = None,
     ) -> None:
-        self.name = name
-        self.problems: list[Problem] = list(check_name("graph", name))
+        try:
+            self.name = plain(name)
+            self.problems: list[Problem] = list(check_name("graph", self.name))
+        except NotPlain as reason:
+            self.name = "graph"
+            self.problems = [Problem("graph", f"name {reason}", "a Python identifier")]
         self._compute_dtype = compute_dtype
         self._intermediate_dtype = intermediate_dtype
         for label, dtype in (("compute", compute_dtype), ("intermediate", intermediate_dtype)):
@@ -159,7 +267,9 @@ class Graph:
                 not isinstance(dtype, torch.dtype) or not dtype.is_floating_point
             ):
                 self.problems.append(
-                    Problem("graph", f"{label}_dtype={dtype!r}", "a floating-point torch.dtype")
+                    Problem(
+                        "graph", f"{label}_dtype={shown(dtype)}", "a floating-point torch.dtype"
+                    )
                 )
         self._inputs: dict[str, Value] = {}
         self._outputs: list[tuple[str, Value, TensorSpec | None]] = []
@@ -190,11 +300,13 @@ class Graph:
         """
         where = f"input '{name}'"
         problems = check_name(where, name)
-        if name in self._inputs:
+        if not problems and name in self._inputs:
             problems.append(Problem(where, "is declared twice", "a name of its own"))
         if like is not None:
             if not isinstance(like, torch.Tensor):
                 problems.append(Problem(where, f"like={type(like).__name__}", "a torch.Tensor"))
+            elif found := unreadable(f"{where}, like", like):
+                problems += found
             else:
                 shape = tuple(like.shape) if shape is None else shape
                 dtype = like.dtype if dtype is None else dtype
@@ -316,8 +428,17 @@ class Graph:
 
     # -- applying an op ------------------------------------------------------------------------
 
-    def _operand(self, where: str, port: str, value: Any, problems: list[Problem]) -> Value | None:
-        if value is None:
+    def _operand(
+        self, where: str, port: str, value: Any, problems: list[Problem], *, needed: bool = False
+    ) -> Value | None:
+        """A value of this graph; an unknown one for what is none, which is reported."""
+        try:
+            value = plain(value, (Value,))
+        except NotPlain as reason:
+            mend = "declare it with g.input" if isinstance(value, torch.Tensor) else ""
+            problems.append(Problem(where, f"{port} {reason}", "a value of this graph", mend))
+            return Value(self, "?", None)
+        if value is None and not needed:
             return None
         if isinstance(value, Value):
             if value.graph is self:
@@ -325,13 +446,20 @@ class Graph:
             problems.append(
                 Problem(where, f"{port} '{value.name.lstrip('%')}' belongs to another graph")
             )
-        elif isinstance(value, Real) and not isinstance(value, bool):
+        elif real(value):
             return self._scalar(float(value))
+        elif value is None:
+            problems.append(Problem(where, f"{port} is missing", f"a value for {port}"))
         else:
-            kind = type(value).__name__
-            mend = "declare it with g.input" if isinstance(value, torch.Tensor) else ""
-            problems.append(Problem(where, f"{port} is a {kind}", "a value of this graph", mend))
+            problems.append(Problem(where, f"{port} {is_a(value)}", "a value of this graph"))
         return Value(self, "?", None)
+
+    def _place(self, op: str, given: Mapping[str, Any]) -> str:
+        """How a problem with an argument names the op: by its label, or as that is to be."""
+        name = given.get("name")
+        if type(name) is str and op in (*OPS, "input", "output"):
+            return f"{op} '{name}'"
+        return f"{op} '{self._unique(op)}'" if op in OPS else op
 
     def _scalar(self, number: float) -> Value:
         bits = number.hex()  # tells 0.0 from -0.0
@@ -418,7 +546,7 @@ class Graph:
             return Value(self, "?", None)
         return self._apply("concat", operands, {"dim": 0})[0]
 
-    def _one(self, op: str, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
+    def _one(self, op: str, /, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
         return self._apply(op, operands, attrs, name)[0]
 
     # -- taking back ---------------------------------------------------------------------------
@@ -702,8 +830,7 @@ class Graph:
         for it, and y is contiguous. For inference :meth:`group_affine` copies nothing.
         """
         spec = x.spec
-        ok = isinstance(num_groups, int) and not isinstance(num_groups, bool) and num_groups > 0
-        if spec is None or len(spec.shape) < 2 or not ok or spec.shape[1] % num_groups:
+        if spec is None or len(spec.shape) < 2 or num_groups < 1 or spec.shape[1] % num_groups:
             if spec is not None:
                 what = f"x '{spec.name}' has shape {spec.shape}, num_groups={num_groups!r}"
                 self.problems.append(
@@ -1139,14 +1266,13 @@ class Graph:
         The result lies in memory as they do where all lie alike (channels_last, say), else
         contiguous.
         """
-        many = tuple(x) if isinstance(x, (tuple, list)) else ()
-        if not many:
+        if not x:
             label = name or "concat"
             self.problems.append(
                 Problem(f"concat '{label}'", f"x is {x!r}", "a list of one value or more")
             )
             return Value(self, "?", None)
-        return self._one("concat", *many, dim=dim, name=name)
+        return self._one("concat", *x, dim=dim, name=name)
 
     # -- softmax and its loss ------------------------------------------------------------------
 
@@ -1232,15 +1358,14 @@ class Graph:
         arguments as plain values, ``("tensor", 0)`` for the first of the list x (see
         :mod:`cudnngraph.aten`). → the result, or a tuple of up to 4.
         """
-        many = tuple(x) if isinstance(x, (tuple, list)) else ()
-        if not many:
+        if not x:
             label = name or "aten"
             self.problems.append(
                 Problem(f"aten '{label}'", f"x is {x!r}", "a list of one value or more")
             )
             return Value(self, "?", None)
         attrs = {"overload": overload, "args": args, "kwargs": kwargs}
-        outputs = self._apply("aten", many, attrs, name)
+        outputs = self._apply("aten", x, attrs, name)
         made = [value for value in outputs[1:] if value.spec is not None]
         return (outputs[0], *made) if made else outputs[0]
 
@@ -1462,8 +1587,7 @@ class Graph:
     def _shuffled(self, op: str, x: Value, factor: int, down: bool) -> Value:
         """Blocks of ``factor`` x ``factor`` pixels between channels and space, by views of x."""
         spec = x.spec
-        ok = isinstance(factor, int) and not isinstance(factor, bool) and factor > 0
-        if spec is None or not ok or len(spec.shape) != 4:
+        if spec is None or factor < 1 or len(spec.shape) != 4:
             if spec is not None:
                 what = f"x '{spec.name}' {spec.shape} by factor {factor!r}"
                 self.problems.append(Problem(op, what, "(N, C, H, W) and a factor >= 1"))
@@ -2138,10 +2262,10 @@ class Graph:
 
         ``keep`` is drawn outside, true with probability 1 - p, so that the graph has no state.
         """
-        if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= float(p) < 1:
+        if not 0 <= p < 1:
             self.problems.append(Problem("dropout", f"p={p!r}", "0 <= p < 1"))
             return self._unknown(x)
-        return self.where(keep, self.mul(x, 1.0 / (1.0 - float(p))), 0.0)
+        return self.where(keep, self.mul(x, 1.0 / (1.0 - p)), 0.0)
 
     def normalize_images(self, x: Value, scale: Value, shift: Value) -> Value:
         """Pixels x (N, H, W, C) uint8 → x * scale + shift, (N, C, H, W) in the same memory order.
@@ -2302,6 +2426,8 @@ class Graph:
         Raises :class:`GraphError` with every mistake in the graph, :class:`NotSupported` with
         ``fallback="error"`` when cuDNN has no plan.
         """
+        if type(training) is not bool:
+            raise PolicyError(f"training {is_a(training)}; expected True or False")
         if training:
             from .training import compile_training
 

@@ -133,14 +133,23 @@ class Op:
 # -- attributes ------------------------------------------------------------------------------------
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _each_dim(value: Any, rank: int) -> tuple[Any, ...]:
+    """What is given for each spatial dim, or once for all of them, also in a tuple as torch's."""
+    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
+    return many * rank if len(many) == 1 else many
 
 
 def _int_tuple(call: Call, attr: str, rank: int, low: int) -> tuple[int, ...] | None:
     """Canonical form: one int a spatial dim."""
     value = call.attrs[attr]
-    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
+    many = _each_dim(value, rank)
     if not all(_whole(item) for item in many):
         call.problem(
             f"{attr}={value!r} is not made of whole numbers", "an int, or one per spatial dim"
@@ -155,9 +164,19 @@ def _int_tuple(call: Call, attr: str, rank: int, low: int) -> tuple[int, ...] | 
         sign = "negative" if low == 0 else "not positive"
         call.problem(f"{attr}={value!r} is {sign}", f"every {attr} >= {low}")
         return None
+    if not _fits_int(call, attr, many):
+        return None
     many = tuple(int(item) for item in many)
     call.attrs[attr] = many
     return many
+
+
+def _fits_int(call: Call, attr: str, many: Sequence[int]) -> bool:
+    """Torch and cuDNN hold the geometry of windows in 32 bits."""
+    if all(item < 1 << 31 for item in many):
+        return True
+    call.problem(f"{attr}={call.attrs[attr]!r} does not fit 32 bits", f"every {attr} < {1 << 31}")
+    return False
 
 
 def _padding(
@@ -183,7 +202,7 @@ def _padding(
             pairs = tuple((total // 2, total - total // 2) for total in reach)
         call.attrs["padding"] = pairs
         return pairs
-    many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,) * rank
+    many = _each_dim(value, rank)
     if any(isinstance(item, (tuple, list)) for item in many):
         listed = [tuple(item) if isinstance(item, (tuple, list)) else (item, item) for item in many]
     else:
@@ -201,6 +220,8 @@ def _padding(
         mend = "slice x instead" if call.op == "conv" else "pad the result instead"
         call.problem(f"padding={value!r} is negative", "every padding >= 0", mend)
         return None
+    if not _fits_int(call, "padding", [item for pair in listed for item in pair]):
+        return None
     pairs = tuple((int(before), int(after)) for before, after in listed)
     call.attrs["padding"] = pairs
     return pairs
@@ -214,6 +235,10 @@ def _number(call: Call, attr: str) -> float | None:
         return None
     if not math.isfinite(value):
         call.problem(f"{attr}={value!r} is not finite", "a finite number")
+        return None
+    given = [spec for spec in call.inputs.values() if spec is not None]
+    if given and abs(float(value)) > _FLOAT32_MAX and all(x.dtype != torch.float64 for x in given):
+        call.problem(f"{attr}={value!r} is no float32", f"at most {_FLOAT32_MAX:.7g} in size")
         return None
     call.attrs[attr] = float(value)
     return float(value)
@@ -1549,8 +1574,9 @@ def _varlen_checked(call: Call, *data: str) -> bool:
         value = call.attrs[attr]
         if not _whole(value) or value < 1:
             call.problem(f"{attr}={value!r}", "a whole number >= 1, the longest sequence")
-        else:
-            call.attrs[attr] = int(value)
+        else:  # which is no longer than all of them
+            tokens = call[attr.removeprefix("max_seqlen_").rstrip("v")].shape[0]
+            call.attrs[attr] = max(1, min(int(value), tokens))
     given = [call.get(port) for port in ("cu_seqlens_q", "cu_seqlens_kv", "ragged")]
     if given[2] is None:
         if given[0] is None or given[1] is None:
@@ -1919,7 +1945,7 @@ def _image_result(x: TensorSpec, sizes: Sequence[int]) -> Result:
 def _adaptive_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Canonical form: one size per spatial dim; None in its place stands for the input's own."""
     given = call.attrs["output_size"]
-    many = tuple(given) if isinstance(given, (tuple, list, torch.Size)) else (given,) * len(shape)
+    many = _each_dim(given, len(shape))
     if len(many) == len(shape):
         many = tuple(n if want is None else want for n, want in zip(shape, many, strict=True))
     call.attrs["output_size"] = many
@@ -1957,7 +1983,7 @@ def _resized(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     if scale is None:
         out = _int_tuple(call, "size", rank, 1)
         return None if call.problems else out
-    many = tuple(scale) if isinstance(scale, (tuple, list)) else (scale,) * rank
+    many = _each_dim(scale, rank)
     if len(many) != rank or not all(
         isinstance(f, numbers.Real) and not isinstance(f, bool) and 0 < float(f) < math.inf
         for f in many

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from .arguments import NotPlain, plain
 from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
@@ -46,6 +47,11 @@ class Policy:
     budget_s: float = 8.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            try:
+                object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+            except NotPlain as reason:
+                raise PolicyError(f"{field.name} {reason}; expected {field.type}") from None
         if self.tune not in (None, "heuristic", "autotune", "cached"):
             raise PolicyError(
                 f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"
@@ -66,7 +72,7 @@ class Policy:
                 f"fallback={self.fallback!r} is unknown; expected 'partition' or 'error'"
             )
         names = self.exclude_engines
-        if isinstance(names, str) or not all(
+        if not isinstance(names, (tuple, list)) or not all(
             isinstance(name, str) and _ENGINE.search(name) for name in names
         ):
             raise PolicyError(f"exclude_engines={names!r}; expected names like ('eng8',)")

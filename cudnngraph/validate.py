@@ -24,6 +24,15 @@ class Checked:
     problems: tuple[Problem, ...]
 
 
+_MOST_ELEMENTS = 1 << 60  # so that strides and sizes in bytes fit 64 bits
+_FEWER = f"fewer than 2^{_MOST_ELEMENTS.bit_length() - 1} elements"
+
+
+def _is_addressable(shape: Sequence[int]) -> bool:
+    """Whether strides tell the elements of a tensor apart, also of one that is empty."""
+    return numel(max(n, 1) for n in shape) < _MOST_ELEMENTS
+
+
 def check_node(
     op: str,
     name: str,
@@ -50,6 +59,10 @@ def check_node(
     results = None if call.problems else row.infer(call)
     if results is None or call.problems:
         return Checked((), (None,) * len(row.outputs), tuple(call.problems))
+    for result in results:
+        if result is not None and not _is_addressable(result.shape):
+            call.problem(f"its result has the shape {result.shape}", _FEWER)
+            return Checked((), (None,) * len(row.outputs), tuple(call.problems))
     specs = tuple(
         None
         if result is None
@@ -71,6 +84,8 @@ def check_shape(where: str, shape: Any) -> tuple[tuple[int, ...] | None, list[Pr
         return None, [Problem(where, f"shape={dims!r} is not made of whole numbers >= 0")]
     if len(dims) > MAX_RANK:
         return None, [Problem(where, f"shape has {len(dims)} dims", f"at most {MAX_RANK}")]
+    if not _is_addressable(dims):
+        return None, [Problem(where, f"has the shape {dims}", _FEWER)]
     return tuple(int(n) for n in dims), []
 
 
@@ -93,6 +108,10 @@ def check_stride(
                 f"{len(shape)}, one per dim of {tuple(shape)}",
             )
         ]
+    if sum(max(n - 1, 0) * s for n, s in zip(shape, steps, strict=True)) >= _MOST_ELEMENTS or any(
+        s >= _MOST_ELEMENTS for s in steps
+    ):
+        return None, [Problem(where, f"stride={steps} reaches too far", _FEWER)]
     if written and numel(shape) > 1 and overlaps_itself(shape, steps):
         return None, [
             Problem(where, f"stride={steps} makes elements overlap", "one place per element")

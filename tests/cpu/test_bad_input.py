@@ -303,7 +303,38 @@ TABLE = [
         "conv_padding_pair_negative",
         conv("padding=((0, 1), (-1, 0)) is negative", padding=((0, 1), (-1, 0))),
     ),
-    ("conv_padding_count", conv("padding=(1,) has 1 entries", "1 or 2", padding=(1,))),
+    (
+        "conv_padding_count",
+        conv("padding=(1, 1, 1) has 3 entries", "1 or 2", padding=(1, 1, 1)),
+    ),
+    ("conv_padding_none", conv("padding=() has 0 entries", "1 or 2", padding=())),
+    ("conv_stride_wide", conv("stride=2147483648 does not fit 32 bits", stride=2**31)),
+    ("conv_padding_wide", conv("padding=4294967296 does not fit 32 bits", padding=2**32)),
+    ("conv_stride_endless", conv("stride is an int that int64 does not hold", stride=10**5000)),
+    ("conv_stride_set", conv("stride is a set", "an int, or several", stride={1})),
+    ("conv_operand_none", pointwise(lambda g, x: g.conv(None, x), "x is missing")),
+    (
+        "group_norm_of_a_tensor",
+        pointwise(
+            lambda g, x: (g.output("z", g.relu(x)), g.group_norm(torch.ones(2, 4, 3), 2))[1],
+            "group_norm: x is a Tensor",
+            "declare it with g.input",
+        ),
+    ),
+    (
+        "elements_beyond_64_bits",
+        whole(lambda g: _relu_of(g, shape=(2**40, 2**40), dtype=F16), "fewer than 2^60 elements"),
+    ),
+    (
+        "result_beyond_64_bits",
+        pointwise(
+            lambda g, x: g.expand(g.reduction(x), (2**31, 2**31)), "fewer than 2^60 elements"
+        ),
+    ),
+    (
+        "alpha_beyond_float32",
+        pointwise(lambda g, x: x.elu(1e300), "alpha=1e+300 is no float32", "at most 3.402823e+38"),
+    ),
     ("conv_padding_triple", conv("whole numbers", "pairs", padding=((0, 1, 2), (0, 1)))),
     ("conv_padding_float", conv("padding=0.5", "whole numbers", padding=0.5)),
     ("conv_padding_unknown", conv("padding='full' is unknown", "'same'", padding="full")),

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     ("lasting",),
     ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
+    ("arguments",),
     ("ir", "settings", "policy"),
     ("forms", "state"),
     ("aten", "tracer", "written"),
@@ -33,7 +34,8 @@ LAYERS = (
     ("autotune", "recorded"),
     ("cache",),
     ("runtime",),
-    ("explain", "training"),
+    ("explain", "transforms"),
+    ("training",),
     ("specialize",),
     ("torch_ops",),
     ("functional",),
@@ -44,7 +46,7 @@ LAYERS = (
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Inside a function, so that the cycle is closed only when it is called: (importing, imported).
-LATE = {("graph", "runtime"), ("graph", "training"), ("fuse", "cli")}
+LATE = {("graph", "runtime"), ("graph", "training"), ("runtime", "transforms"), ("fuse", "cli")}
 # What the modules of selection may import, and nothing else of what lies below them.
 SELECTION = {
     "timing": set(),
