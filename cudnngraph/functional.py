@@ -20,13 +20,22 @@ from typing import Any
 import torch
 
 from . import torch_ops
+from .arguments import NotPlain, explained, items, number
 from .errors import BindError, GraphError, Problem
 from .forms import default_eps
 from .graph import Graph, Ints, Padding, Value
 from .lasting import lasting
 from .policy import Policy
-from .runtime import Over
-from .specialize import STATICS_KEPT, Build, Recent, Specialized, Static, static_of
+from .runtime import Over, transforming
+from .specialize import (
+    STATICS_KEPT,
+    Build,
+    Recent,
+    Specialized,
+    Static,
+    check_in_place,
+    static_of,
+)
 
 Tensor = torch.Tensor
 
@@ -60,7 +69,7 @@ __all__ = [
 # -- the graphs ------------------------------------------------------------------------------------
 
 
-@torch_ops.function
+@torch_ops.function("x", "residual")
 def conv_act(
     g: Graph,
     x: Value,
@@ -90,7 +99,7 @@ def conv_act(
     )
 
 
-@torch_ops.function
+@torch_ops.function("x", "residual")
 def conv_norm_act(
     g: Graph,
     x: Value,
@@ -135,7 +144,7 @@ def conv_norm_act(
     return (y, *batch) if batch else y
 
 
-@torch_ops.function
+@torch_ops.function("q", "k", "v", "attn_mask", "seq_len_q", "seq_len_kv")
 def attention(
     g: Graph,
     q: Value,
@@ -163,7 +172,7 @@ def attention(
     )
 
 
-@torch_ops.function
+@torch_ops.function()
 def attention_varlen(
     g: Graph,
     q: Value,
@@ -178,7 +187,7 @@ def attention_varlen(
     return g.sdpa_varlen(q, k, v, cu_seqlens_q, ends, **options)  # type: ignore[no-any-return]
 
 
-@torch_ops.function
+@torch_ops.function()
 def attention_paged(
     g: Graph,
     q: Value,
@@ -199,7 +208,7 @@ def attention_paged(
     )
 
 
-@torch_ops.function
+@torch_ops.function("x", "residual")
 def summed_norm_act(
     g: Graph,
     x: Value,
@@ -221,7 +230,7 @@ def summed_norm_act(
     return y if residual is None else (y, total)
 
 
-@torch_ops.function
+@torch_ops.function("x", "residual")
 def separable(
     g: Graph,
     x: Value,
@@ -261,7 +270,7 @@ def separable(
     return (x, *batch) if batch else x
 
 
-@torch_ops.function
+@torch_ops.function("x", "residual")
 def linear_act(
     g: Graph,
     x: Value,
@@ -278,7 +287,7 @@ def linear_act(
     return g.activation(y, activation, **dict(attrs))
 
 
-@torch_ops.function
+@torch_ops.function("x")
 def gated_mlp(
     g: Graph,
     x: Value,
@@ -382,7 +391,7 @@ def act_options(
         "attrs": attrs,
     }
     if alpha1 != 1 or alpha2 != 1:
-        made |= {"alpha1": float(alpha1), "alpha2": float(alpha2)}
+        made |= {"alpha1": number(alpha1), "alpha2": number(alpha2)}
     return made
 
 
@@ -398,7 +407,7 @@ def norm_options(
 
     A momentum is given where the graph is to update the running statistics in place.
     """
-    made = {**act_options(geometry, activation, attrs), "training": training, "eps": float(eps)}
+    made = {**act_options(geometry, activation, attrs), "training": training, "eps": number(eps)}
     return made if momentum is None else {**made, "momentum": momentum}
 
 
@@ -414,7 +423,7 @@ def fixed_momentum(momentum: float | Tensor, running: Tensor | None) -> float | 
     """
     if type(momentum) is not float or running is None or running.dtype.itemsize < 4:
         return None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transforming():
         return None
     if momentum not in _momenta:
         if len(_momenta) >= MOMENTA_KEPT:
@@ -431,7 +440,7 @@ def summed_norm_options(
     attrs: tuple[tuple[str, Any], ...],
 ) -> dict[str, Any]:
     """The options of :func:`summed_norm_act`."""
-    made = {"kind": kind, "eps": float(eps), **product_options(activation, attrs)}
+    made = {"kind": kind, "eps": number(eps), **product_options(activation, attrs)}
     return {**made, "num_groups": num_groups} if kind == "group_norm" else made
 
 
@@ -474,7 +483,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def one_layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both channels_last where either is, as torch's own convolutions do."""
     layout = _CHANNELS_LAST.get(x.dim())
-    if layout is None or weight.dim() != x.dim():
+    if layout is None or weight.dim() != x.dim() or transforming():  # which cannot tell
         return x, weight
     if x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout):
         return x, weight
@@ -533,6 +542,7 @@ def run_conv_act(
 # -- convolution -----------------------------------------------------------------------------------
 
 
+@explained
 def conv1d(
     input: Tensor,
     weight: Tensor,
@@ -555,6 +565,7 @@ def conv1d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv2d(
     input: Tensor,
     weight: Tensor,
@@ -577,6 +588,7 @@ def conv2d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv3d(
     input: Tensor,
     weight: Tensor,
@@ -599,6 +611,7 @@ def conv3d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_bias_act(
     input: Tensor,
     weight: Tensor,
@@ -622,6 +635,7 @@ def conv_bias_act(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -629,6 +643,7 @@ def conv_bias_act_into(
     return conv_bias_act(input, weight, bias, out=out, **options)
 
 
+@explained
 def conv_transpose1d(
     input: Tensor,
     weight: Tensor,
@@ -652,6 +667,7 @@ def conv_transpose1d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_transpose2d(
     input: Tensor,
     weight: Tensor,
@@ -675,6 +691,7 @@ def conv_transpose2d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_transpose3d(
     input: Tensor,
     weight: Tensor,
@@ -698,6 +715,7 @@ def conv_transpose3d(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_transpose_bias_act(
     input: Tensor,
     weight: Tensor,
@@ -722,6 +740,7 @@ def conv_transpose_bias_act(
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
+@explained
 def conv_transpose_bias_act_into(
     out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -776,6 +795,7 @@ def run_conv_norm_act(
     given = (x, weight, bias, mean, var, *rest)
     result: Tensor
     if tracks and not over:
+        check_in_place("conv_bn_act")
         result, now_mean, now_var = run_graph(conv_norm_act, policy, given, static, 3)
         update_running(mean, var, now_mean, now_var, momentum)  # type: ignore[arg-type]
         return result
@@ -837,7 +857,13 @@ def update_running(
         var.lerp_(now_var.to(var.dtype), momentum)
     else:
         now = (now_mean.to(mean.dtype), now_var.to(var.dtype))
-        torch._foreach_lerp_((mean, var), now, momentum)
+        try:
+            torch._foreach_lerp_((mean, var), now, momentum)
+        except RuntimeError as error:
+            if -1e38 < momentum < 1e38:
+                raise
+            problem = Problem("momentum", f"{momentum!r}: {error}", "a number that a float holds")
+            raise GraphError("running statistics", [problem]) from None
 
 
 _vectors: dict[Hashable, tuple[Tensor, Tensor]] = {}
@@ -879,6 +905,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+@explained
 def conv_bn_act(
     input: Tensor,
     weight: Tensor,
@@ -922,6 +949,7 @@ def conv_bn_act(
     return run_conv_norm_act(static, tensors, momentum, policy, out)
 
 
+@explained
 def conv_bn_act_into(
     out: Tensor,
     input: Tensor,
@@ -938,6 +966,7 @@ def conv_bn_act_into(
     )
 
 
+@explained
 def conv_transpose_bn_act(
     input: Tensor,
     weight: Tensor,
@@ -999,7 +1028,11 @@ def _norm(
 
 def _trailing(name: str, x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor:
     """The weight of a norm over the last dims of x, ones where there is none."""
-    sizes = tuple(shape)
+    try:
+        sizes = tuple(items(shape))
+    except NotPlain as reason:
+        problem = Problem(name, f"normalized_shape {reason}", "a tuple of whole numbers")
+        raise GraphError(name, [problem]) from None
     if weight is None:
         return x.new_ones(sizes)
     if tuple(weight.shape) != sizes:
@@ -1009,6 +1042,7 @@ def _trailing(name: str, x: Tensor, shape: Sequence[int], weight: Tensor | None)
     return weight
 
 
+@explained
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -1032,6 +1066,7 @@ def layer_norm(
     )
 
 
+@explained
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -1056,6 +1091,7 @@ def rms_norm(
     )
 
 
+@explained
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -1087,6 +1123,7 @@ def group_norm(
     )
 
 
+@explained
 def instance_norm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -1139,6 +1176,7 @@ def _broadcast(x: Tensor, residual: Tensor, features: int) -> tuple[Tensor, Tens
     return _rows_of(x, lead), _rows_of(residual, lead), shape
 
 
+@explained
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -1161,6 +1199,7 @@ def linear(
     return y.view(shape)
 
 
+@explained
 def mlp(
     input: Tensor,
     up: Tensor,
@@ -1213,6 +1252,7 @@ def attention_options(
     }
 
 
+@explained
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -1268,6 +1308,7 @@ def scaled_dot_product_attention(
     return tuple(result) if return_lse else result
 
 
+@explained
 def scaled_dot_product_attention_into(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
@@ -1296,6 +1337,7 @@ def _band_options(
     }
 
 
+@explained
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -1329,6 +1371,7 @@ def varlen_attention(
     return tuple(result) if return_lse else result
 
 
+@explained
 def paged_attention(
     query: Tensor,
     k_cache: Tensor,

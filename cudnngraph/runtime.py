@@ -17,10 +17,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from plans_cache.workspace import WorkspacePool
 
 from . import cache, direct, eager, lanes, reference, settings
+from .arguments import NotPlain, checked, is_a, items, shown, unreadable, without_memory
 from .autotune import GpuBench, autotune
 from .backend import env
 from .backend.plan import (
@@ -37,6 +39,7 @@ from .errors import (
     BackendUnavailable,
     BindError,
     CaptureError,
+    GraphError,
     NotSupported,
     PolicyError,
     Problem,
@@ -83,6 +86,8 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
     """The policy with keyword options applied; what it leaves open is read from the settings, and
     from torch's TF32 switches for ``spec``."""
     known = [field.name for field in fields(Policy)]
+    if not (policy is None or isinstance(policy, Policy)):
+        raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
     unknown = [name for name in options if name not in known]
     if unknown:
         raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
@@ -485,8 +490,9 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
 
 def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -> Iterator[Problem]:
     where = f"tensor '{spec.name}'"
-    if not isinstance(tensor, torch.Tensor):
-        yield Problem(where, f"is a {type(tensor).__name__}", "a torch.Tensor")
+    unfit = unreadable(where, tensor)
+    if unfit:
+        yield from unfit
         return
     if tensor.device != device:
         yield Problem(where, f"is on {tensor.device}", str(device), f"x.to('{device}')")
@@ -512,7 +518,9 @@ def _wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -
         yield Problem(
             where, f"has stride {tuple(tensor.stride())}", f"{spec.stride}, {layout}", mend
         )
-    if aligned and tensor.device.type == "cuda" and tensor.data_ptr() % ALIGNMENT_BYTES:
+    memory = without_memory(where, tensor)
+    yield from memory
+    if aligned and not memory and tensor.is_cuda and tensor.data_ptr() % ALIGNMENT_BYTES:
         past = tensor.data_ptr() % ALIGNMENT_BYTES
         yield Problem(
             where,
@@ -526,15 +534,18 @@ def _fit(tensors: Sequence[Any], forms: Sequence[direct.Form], device: torch.dev
     """Whether tensors have these shapes, strides and dtypes and are on the device."""
     if len(tensors) != len(forms):
         return False
-    for tensor, (shape, stride, dtype) in zip(tensors, forms, strict=True):
-        if (
-            not isinstance(tensor, torch.Tensor)
-            or tensor.dtype is not dtype
-            or tensor.shape != shape
-            or tensor.stride() != stride
-            or tensor.device != device
-        ):
-            return False
+    try:
+        for tensor, (shape, stride, dtype) in zip(tensors, forms, strict=True):
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.dtype is not dtype
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.device != device
+            ):
+                return False
+    except RuntimeError:  # it has no shape, or no strides
+        return False
     return True
 
 
@@ -589,6 +600,11 @@ def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:
 Over = tuple[tuple[int, int], ...]
 
 
+def transforming() -> bool:
+    """Whether a function transform of torch is at work, or forward-mode differentiation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 class _Calls(threading.local):
     """The short ways to call an executable, of this thread; None where there is none."""
 
@@ -635,6 +651,8 @@ class Executable:
         Returns the output, or a named tuple of them when there are several. Raises
         :class:`BindError` with every mistake.
         """
+        if transforming():
+            return self._transformed(args, tensors)
         if not tensors:
             result = self.again(args)
             if result is not None:
@@ -643,6 +661,27 @@ class Executable:
         if ordered is None:
             return self.call(self._checked(args, tensors))
         return self.call(ordered, checked=False)
+
+    def _transformed(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
+        from .transforms import Transformed
+
+        made = Transformed(self.spec, self.device, self.policy, trains=False)
+        results = made(self.fitting(args, tensors))
+        return results[0] if len(results) == 1 else self._result(*results)
+
+    def fitting(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The inputs in order, of any strides. Raises :class:`BindError` with every mistake."""
+        problems: list[Problem] = []
+        given = self._by_name(args, tensors, self.spec.inputs, problems)
+        for name in self.spec.inputs:
+            form, tensor = self.spec.tensors[name], given.get(name)
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                form = replace(form, stride=tensor.stride())
+            if name in given:
+                problems += _wrong(form, tensor, self.device, aligned=False)
+        if problems:
+            raise BindError(self.spec.name, problems)
+        return [given[name] for name in self.spec.inputs]
 
     def call(
         self, tensors: Sequence[torch.Tensor], *, checked: bool = True, over: Over = ()
@@ -1134,6 +1173,16 @@ def default_device() -> torch.device:
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """A device as torch understands one, None for the default. Raises :class:`PolicyError`."""
+    if device is None:
+        return default_device()
+    try:
+        return torch.device(device)
+    except Exception:
+        raise PolicyError(f"device={shown(device)}; expected a CPU or a CUDA device") from None
+
+
 def compile(
     spec: GraphSpec,
     device: torch.device | str | int | None = None,
@@ -1142,7 +1191,7 @@ def compile(
     **options: Any,
 ) -> Executable:
     """An :class:`Executable` for ``spec``; see :meth:`cudnngraph.Graph.compile`."""
-    place = default_device() if device is None else torch.device(device)
+    place = device_of(device)
     if place.type not in ("cpu", "cuda"):
         raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -1193,6 +1242,7 @@ class Declared(Protocol):
         """The frozen graph."""
 
 
+@checked
 def warm_up(
     graphs: Iterable[Declared | GraphSpec],
     device: torch.device | str | int | None = None,
@@ -1205,7 +1255,18 @@ def warm_up(
 
     ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards.
     """
-    specs = [graph if isinstance(graph, GraphSpec) else graph.spec() for graph in graphs]
+    try:
+        given = items(graphs)
+    except NotPlain as reason:
+        raise GraphError("warm_up", [Problem("graphs", str(reason), "several graphs")]) from None
+    wrong = [
+        Problem(f"graph {at}", is_a(graph), "a Graph or a GraphSpec")
+        for at, graph in enumerate(given)
+        if not isinstance(graph, GraphSpec) and not callable(getattr(type(graph), "spec", None))
+    ]
+    if wrong:
+        raise GraphError("warm_up", wrong)
+    specs = [graph if isinstance(graph, GraphSpec) else graph.spec() for graph in given]
     with progress_bar("compiling", show=progress) as tell:
         for done, spec in enumerate(specs):
             tell(done, len(specs))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from collections import namedtuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, overload
 
 import torch
 
+from .arguments import NotPlain, is_a, plain, unreadable, without_memory
+from .errors import BindError, FeatureMissing, GraphError, PolicyError, Problem
 from .graph import Graph, Value
+from .ir import dense_strides, memory_order
 from .policy import Policy
-from .runtime import Executable, Over
+from .runtime import Executable, Over, resolve_policy, transforming
 from .settings import overridden
 from .training import Trainable
+from .transforms import Transformed
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024
@@ -36,6 +41,13 @@ def _fixed(value: Any) -> Hashable:
     return tuple(_fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
+def _plain(option: Any) -> Any:
+    try:
+        return plain(option)
+    except NotPlain as reason:
+        raise TypeError(f"an option {reason}") from None
+
+
 @lru_cache(STATICS_KEPT, typed=True)
 def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     return Static(make(*options))
@@ -47,8 +59,8 @@ def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
         return Static(make(*[_fixed(option) for option in options]))
     try:
         return _static(make, *options)
-    except TypeError:  # there is a list in it
-        return _static(make, *[_fixed(option) for option in options])
+    except Exception:  # there is a list in it, or what cannot be part of a key
+        return _static(make, *[_fixed(_plain(option)) for option in options])
 
 
 class Recent:
@@ -108,7 +120,7 @@ class Recent:
 
 def _state() -> tuple[Hashable, ...] | None:
     """What a call depends on besides its arguments; None where it takes a closer look."""
-    if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+    if torch._C._is_any_autocast_enabled() or transforming():
         return None
     return (torch.are_deterministic_algorithms_enabled(), *_tf32_switches(), overridden())
 
@@ -121,11 +133,28 @@ class Specialized:
     :data:`EXECUTABLES_KEPT`. May be used from several threads.
     """
 
-    def __init__(self, build: Build, policy: Policy | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        policy: Policy | None,
+        options: dict[str, Any],
+        batched: Sequence[str] = (),
+    ) -> None:
+        """``batched`` are the parameters with a batch as their first dim, each image of which the
+        function takes by itself; the first parameter is one of them."""
+        try:
+            parameters = list(inspect.signature(build).parameters)
+        except Exception:
+            problem = Problem("specialize", f"build {is_a(build)}", "a function of a graph")
+            raise GraphError("specialize", [problem]) from None
+        if not (policy is None or isinstance(policy, Policy)):
+            raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
         self._build = build
         self._policy = policy
         self._options = options
-        self._names = [name for name in inspect.signature(build).parameters][1:]
+        self._batched = frozenset(batched)
+        self._transformed: dict[Hashable, Transformed] = {}
+        self._names = parameters[1:]
         given = (policy or Policy()).allow_tf32 if "allow_tf32" not in options else True
         self._follows_tf32 = given is None
         self._executables: dict[Hashable, Executable | Trainable] = {}
@@ -138,6 +167,8 @@ class Specialized:
 
         Returns what the function returned, as tensors: one, or a named tuple.
         """
+        if transforming():
+            return self._transform(tensors, _part(static), static)
         return self.lookup(*tensors, **static).call([t for t in tensors if t is not None])
 
     def lookup(self, *tensors: torch.Tensor | None, **static: Hashable) -> Executable | Trainable:
@@ -145,16 +176,17 @@ class Specialized:
 
         Raises :class:`GraphError` where the graph does not fit them.
         """
-        part: Hashable = None
-        if static:
-            part = tuple([(name, type(value), value) for name, value in sorted(static.items())])
-        return self._find(tensors, part, static)
+        return self._find(tensors, _part(static), static)
 
     def call(self, tensors: Sequence[torch.Tensor | None], static: Static, over: Over = ()) -> Any:
         """Like a call, with keyword arguments that are looked up by their identity.
 
         ``over`` as of :meth:`Executable.call`, of the tensors that are there.
         """
+        if transforming():
+            if over:
+                check_in_place(self.__name__)
+            return self._transform(tensors, static, static.values)
         executable = self._find(tensors, static, static.values)
         return executable.call([tensor for tensor in tensors if tensor is not None], over=over)
 
@@ -167,23 +199,69 @@ class Specialized:
     def _find(
         self, tensors: Sequence[torch.Tensor | None], part: Hashable, static: dict[str, Hashable]
     ) -> Executable | Trainable:
+        key = self._key(tensors, part)
+        try:
+            found = self._executables.get(key)
+        except Exception:
+            _check_options(self.__name__, static)
+            raise
+        return found if found is not None else self._compile(key, tensors, static)
+
+    def _key(self, tensors: Sequence[torch.Tensor | None], part: Hashable) -> Hashable:
         parts: list[Hashable] = [part]
         float32 = False
-        for tensor in tensors:
-            if tensor is None:
-                parts.append(None)
-                continue
-            dtype = tensor.dtype
-            float32 = float32 or dtype is torch.float32
-            parts += (tensor.shape, tensor.stride(), dtype, tensor.device)
+        try:
+            for tensor in tensors:
+                if tensor is None:
+                    parts.append(None)
+                    continue
+                dtype = tensor.dtype
+                float32 = float32 or dtype is torch.float32
+                parts += (tensor.shape, tensor.stride(), dtype, tensor.device)
+        except Exception:
+            self._check(tensors)
+            raise
         if float32 and self._follows_tf32:
             parts += _tf32_switches()
         special = overridden()
         if special is not None:
             parts += (special.backend, special.tune)
-        key = tuple(parts)
-        found = self._executables.get(key)
-        return found if found is not None else self._compile(key, tensors, static)
+        return tuple(parts)
+
+    def _check(self, tensors: Sequence[Any]) -> torch.device:
+        """The device of the tensors. Raises :class:`BindError` where they have not one of these
+        that is a CPU or a GPU, or one is no dense tensor of torch's own.
+
+        A key has the devices, so tensors of another key are checked anew, and those of one that is
+        known need not be.
+        """
+        given = [(n, t) for n, t in zip(self._names, tensors, strict=False) if t is not None]
+        wrong = [p for name, tensor in given for p in unreadable(f"tensor '{name}'", tensor)]
+        wrong = wrong or [
+            Problem(f"tensor '{name}'", f"is on {tensor.device}", "a CPU or a CUDA device")
+            for name, tensor in given
+            if tensor.device.type not in ("cpu", "cuda")
+        ]
+        if not given:
+            wrong = [Problem("call", "has no tensor", "at least one")]
+        if wrong:
+            raise BindError(self.__name__, wrong)
+        first = given[0][0]
+        device: torch.device = given[0][1].device
+        wrong = [
+            Problem(
+                f"tensor '{name}'",
+                f"is on {tensor.device}",
+                f"{device}, where '{first}' is",
+                f"{name}.to('{device}')",
+            )
+            for name, tensor in given
+            if tensor.device != device
+        ]
+        wrong = wrong or [p for n, tensor in given for p in without_memory(f"tensor '{n}'", tensor)]
+        if wrong:
+            raise BindError(self.__name__, wrong)
+        return device
 
     def graph(self, *tensors: torch.Tensor | None, **static: Hashable) -> Graph:
         """The graph for tensors like these, not compiled. Of the tensors only the form is read."""
@@ -207,8 +285,8 @@ class Specialized:
         tensors: Sequence[torch.Tensor | None],
         static: dict[str, Hashable],
     ) -> Executable | Trainable:
+        device = self._check(tensors)
         graph = self.graph(*tensors, **static)
-        device = next(tensor.device for tensor in tensors if tensor is not None)
         executable: Executable | Trainable = graph.compile(
             device, policy=self._policy, **self._options
         )
@@ -216,6 +294,81 @@ class Specialized:
             while len(self._executables) >= EXECUTABLES_KEPT:
                 del self._executables[next(iter(self._executables))]
             return self._executables.setdefault(key, executable)
+
+    def _transform(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        part: Hashable,
+        static: dict[str, Hashable],
+    ) -> Any:
+        """A call within a function transform of torch."""
+        key = self._key(tensors, part)
+        _check_options(self.__name__, static)
+        made = self._transformed.get(key)
+        if made is None:
+            device = self._check(tensors)
+            made = self._as_transformed(self.graph(*tensors, **static), device, tensors, static)
+            with self._lock:
+                while len(self._transformed) >= EXECUTABLES_KEPT:
+                    del self._transformed[next(iter(self._transformed))]
+                made = self._transformed.setdefault(key, made)
+        results = made([tensor for tensor in tensors if tensor is not None])
+        if len(results) == 1:
+            return results[0]
+        return namedtuple(f"{self.__name__}_result", made.spec.outputs)(*results)
+
+    def _as_transformed(
+        self,
+        graph: Graph,
+        device: torch.device,
+        tensors: Sequence[torch.Tensor | None],
+        static: dict[str, Hashable],
+    ) -> Transformed:
+        forms = [
+            None if tensor is None else (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+            for tensor in tensors
+        ]
+
+        @cache
+        def wider(many: int) -> Transformed | None:
+            like = self.wider(forms, many)
+            if like is None:
+                return None
+            try:
+                found = self.graph(*like, **static)
+                found.spec()
+            except GraphError:  # the first dim is no batch here
+                return None
+            return self._as_transformed(found, device, like, static)
+
+        trains = bool(self._options.get("training"))
+        spec, policy = graph.spec(), self._policy_for(graph)
+        return Transformed(spec, device, policy, trains=trains, wider=wider)
+
+    def _policy_for(self, graph: Graph) -> Policy:
+        options = {name: v for name, v in self._options.items() if name != "training"}
+        return resolve_policy(self._policy, options, graph.spec())
+
+    def wider(self, forms: Sequence[Any], many: int) -> list[torch.Tensor | None] | None:
+        """Tensors on ``meta`` of these shapes, strides and dtypes for a batch ``many`` times as
+        long; None for a function without a batch."""
+        if not self._batched or not forms or forms[0] is None or not forms[0][0]:
+            return None
+        rank, batch = len(forms[0][0]), forms[0][0][0]
+        made: list[torch.Tensor | None] = []
+        for name, form in zip(self._names, forms, strict=False):
+            if form is None:
+                made.append(None)
+                continue
+            shape, stride, dtype = form
+            # What has fewer dims broadcasts, or says the lengths of each sequence.
+            whole = len(shape) == (1 if name.startswith("seq_len") else rank)
+            if name in self._batched and whole and shape[0] == batch:
+                order = memory_order(shape, stride)
+                shape = (many * batch, *shape[1:])
+                stride = dense_strides(shape, order)
+            made.append(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+        return made
 
     def __len__(self) -> int:
         """How many executables are kept."""
@@ -225,9 +378,39 @@ class Specialized:
         """Forget the executables; plans stay in the cache."""
         with self._lock:
             self._executables.clear()
+            self._transformed.clear()
 
     def __repr__(self) -> str:
         return f"<specialized {self.__name__}, {len(self)} executable(s)>"
+
+
+def check_in_place(name: str) -> None:
+    """Raise :class:`FeatureMissing` where running statistics cannot be updated in place."""
+    if transforming():
+        raise FeatureMissing(
+            f"{name} updates running statistics in place, which no function transform of torch "
+            "allows; call eval(), or leave them out (track_running_stats=False)"
+        )
+
+
+def _check_options(name: str, static: Mapping[str, Any]) -> None:
+    """Raise :class:`GraphError` where a keyword argument cannot be part of a key."""
+    problems = []
+    for option, value in static.items():
+        try:
+            hash(value)
+        except Exception:
+            reason = f"{is_a(value)}, which has no hash"
+            problems.append(Problem(f"option '{option}'", reason, "a number, a text, a tuple"))
+    if problems:
+        raise GraphError(name, problems)
+
+
+def _part(static: dict[str, Hashable]) -> Hashable:
+    """What keyword arguments are in a key."""
+    if not static:
+        return None
+    return tuple([(name, type(value), value) for name, value in sorted(static.items())])
 
 
 def _tf32_switches() -> tuple[Hashable, ...]:

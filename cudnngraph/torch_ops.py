@@ -13,42 +13,49 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from . import reference
-from .errors import BindError, FeatureMissing
+from .errors import BindError, FeatureMissing, GraphError
 from .grad import Gradient, differentiable, differentiate
 from .ir import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from .policy import Policy
 from .runtime import Executable, _wrong
 from .runtime import compile as compile_spec
 from .specialize import Build, Specialized
-from .training import check_dropout, laid_out
+from .transforms import check_dropout, folded, laid_out, stacked, taken, unfolded
 
 Tensor = torch.Tensor
 _BUILDS: dict[str, Build] = {}
+_BATCHED: dict[str, tuple[str, ...]] = {}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-def function(build: Build) -> Build:
+def function(*batched: str) -> Callable[[Build], Build]:
     """Make a function of a graph callable through the ops, under its own name.
 
-    Raises :class:`ValueError` where another function has that name.
+    ``batched`` as of :class:`Specialized`. Raises :class:`ValueError` where another function has
+    that name.
     """
-    if build.__name__ in _BUILDS:
-        raise ValueError(f"two functions of graphs are named '{build.__name__}'")
-    _BUILDS[build.__name__] = build
-    return build
+
+    def add(build: Build) -> Build:
+        if build.__name__ in _BUILDS:
+            raise ValueError(f"two functions of graphs are named '{build.__name__}'")
+        _BUILDS[build.__name__] = build
+        _BATCHED[build.__name__] = batched
+        return build
+
+    return add
 
 
 @cache
 def specialized(build: Build, policy: Policy | None) -> Specialized:
     """The one :class:`Specialized` for a function and a policy."""
-    return Specialized(build, policy, {"training": True})
+    return Specialized(build, policy, {"training": True}, _BATCHED[build.__name__])
 
 
 def call(
@@ -397,6 +404,46 @@ def _no_second(ctx: Any, grads: Any) -> Any:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, *ctx.described = inputs
+
+
+# -- mapped by torch.vmap --------------------------------------------------------------------------
+
+
+@forward.register_vmap
+def _(info: Any, in_dims: Any, tensors: list[Tensor], build: str, *described: Any) -> Any:
+    many, dims = info.batch_size, in_dims[0]
+    one = taken(tensors, dims, 0) if many else tensors
+    made = _made(*_described(one, build, *described))
+    forms = iter([(tuple(t.shape), t.stride(), t.dtype) for t in one])
+    build_of = specialized(_BUILDS[build], made.policy)
+    like = build_of.wider([next(forms) if here else None for here in described[0]], many)
+    if like is not None:
+        try:
+            given = [tensor for tensor in like if tensor is not None]
+            wide = _made(*_described(given, build, *described))
+        except GraphError:  # the first dim is no batch here
+            wide = None
+        ready = wide and folded(made.forward, wide.forward, many, dims, tensors)
+        if ready is not None:
+            results = torch.ops.cudnngraph.forward(ready, build, *described)
+            return [unfolded(each, many) for each in results], [0] * len(results)
+    runs = [
+        torch.ops.cudnngraph.forward(taken(tensors, dims, at), build, *described)
+        for at in range(many)
+    ]
+    stack = stacked(runs, made.forward, tensors[0].device)
+    return list(stack), [0] * len(stack)
+
+
+@backward.register_vmap
+def _(info: Any, in_dims: Any, tensors: list[Tensor], *described: Any) -> Any:
+    dims = in_dims[0]
+    runs = [
+        torch.ops.cudnngraph.backward(taken(tensors, dims, at), *described)
+        for at in range(info.batch_size)
+    ]
+    stack = stacked(runs, _made(*described).backward.backward, tensors[0].device)
+    return list(stack), [0] * len(stack)
 
 
 forward.register_autograd(_differentiated, setup_context=_save)

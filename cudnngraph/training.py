@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from .dropped import draws
-from .errors import BindError, FeatureMissing, NotSupported
+from .arguments import checked
+from .errors import BindError, FeatureMissing
 from .grad import Gradient, differentiable, differentiate
-from .ir import GraphSpec, TensorSpec, same_layout
-from .ops import OPS
+from .ir import GraphSpec
 from .policy import Policy
-from .runtime import Executable, Over, default_device, resolve_policy
+from .runtime import Executable, Over, device_of, resolve_policy, transforming
 from .runtime import compile as compile_spec
+from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 
 @dataclass
@@ -92,6 +92,11 @@ class Trainable:
         """The plain graph, which keeps nothing for a gradient."""
         return compile_spec(self.spec, self.device, policy=self.policy)
 
+    @cached_property
+    def transformed(self) -> Transformed:
+        """The graph as torch's function transforms call it."""
+        return Transformed(self.spec, self.device, self.policy)
+
     def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
 
@@ -120,14 +125,14 @@ class Trainable:
 
         ``over`` as of :meth:`Executable.outputs_for`; with it the first output alone is returned.
         """
+        if transforming():
+            results = self.transformed(self.inference.fitting(tensors, {}))
+            return results[0] if len(results) == 1 else self._result(*results)
         wrt = self._wrt(tensors)
         if not wrt:
             return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
-        apply: Any = _Call.apply
-        if not torch._C._are_functorch_transforms_active():
-            apply = _apply  # the rest of Function.apply is about those
-        results = apply(pair, checked, over, *tensors)
+        results = _apply(pair, checked, over, *tensors)
         return results if over or pair.count == 1 else self._result(*results)
 
     def again(self, tensors: Sequence[torch.Tensor], over: Over = ()) -> Any:
@@ -151,13 +156,14 @@ class Trainable:
             return ()
         try:
             return tuple([name for at, name in self._floating if tensors[at].requires_grad])
-        except AttributeError:  # no tensor; the plain graph says so
+        except Exception:  # no tensor; the plain graph says so
             return ()
 
     def run(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> None:
         """Run on inputs and into outputs, all given, without a gradient."""
         self.inference.run(*args, **tensors)
 
+    @checked
     def pair(self, wrt: Sequence[str]) -> Pair:
         """The executables for gradients of the inputs ``wrt``.
 
@@ -183,26 +189,6 @@ class Trainable:
     def __repr__(self) -> str:
         made = [f"({', '.join(wrt)})" for wrt in self._pairs]
         return f"<Trainable {self.spec.name} on {self.device}, gradients of {', '.join(made)}>"
-
-
-def check_dropout(forward: Executable, backward: Executable) -> None:
-    """Raise :class:`NotSupported` where an attention and its gradient, which drop by one seed, run
-    one on cuDNN and the other as a torch step: they would drop different weights."""
-    places: dict[tuple[str | None, ...], bool] = {}
-    for step in (*forward.steps, *backward.steps):
-        for node in step.spec.nodes if draws(step.spec) else ():
-            ports = OPS[node.op].ports
-            if "dropout_seed" not in ports:
-                continue
-            seeds = tuple(node.inputs[ports.index(f"dropout_{of}")] for of in ("seed", "offset"))
-            if places.setdefault(seeds, step.choice is not None) != (step.choice is not None):
-                raise NotSupported(
-                    f"graph '{forward.spec.name}'",
-                    [
-                        "attention that drops by a seed has a plan one way and is a torch step the "
-                        "other way, which would drop different weights: give it a dropout_mask"
-                    ],
-                )
 
 
 def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:
@@ -249,6 +235,7 @@ class _Call(torch.autograd.Function):
         return (None, None, None, *[None if at is None else results[at] for at in pair.given])
 
 
+# What else Function.apply does is for function transforms, which do not come here.
 _apply: Any = super(torch.autograd.Function, _Call).apply
 
 
@@ -262,22 +249,7 @@ class _NoSecond(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise FeatureMissing(
-            f"graph '{ctx.name}': its gradient has no gradient of its own (double backward); "
-            "call autograd without create_graph=True, or use torch's own ops where second "
-            "derivatives are needed"
-        )
-
-
-def laid_out(spec: TensorSpec, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """An incoming gradient in the strides that the gradient graph declares; zeros for None.
-
-    autograd's may be expanded (stride 0, of ``y.sum().backward()``) or lie in another order.
-    """
-    if grad is not None and same_layout(spec.shape, grad.stride(), spec.stride):
-        return grad
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-    return made.zero_() if grad is None else made.copy_(grad)
+        raise FeatureMissing(f"graph '{ctx.name}': {NO_SECOND}")
 
 
 def compile_training(
@@ -288,7 +260,7 @@ def compile_training(
     options: Mapping[str, Any],
 ) -> Trainable:
     """A :class:`Trainable` for ``spec``."""
-    place = default_device() if device is None else torch.device(device)
+    place = device_of(device)
     made = Trainable(spec, place, resolve_policy(policy, options, spec))
     if place.type != "cuda" or not torch.cuda.is_available():
         made.inference  # noqa: B018  compiled at once where that is cheap, or says what is missing

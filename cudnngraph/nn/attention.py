@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..arguments import checked, explained
 from ..errors import FeatureMissing, GraphError, Problem
 from ..exported import is_exporting
 from ..functional import scaled_dot_product_attention
+from ..ops import dtype_name
 from ..policy import Policy
 
 Window = tuple[int | None, int | None]
@@ -25,6 +27,7 @@ class FusedSDPA(nn.Module):
     is no probability below 1.
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -50,6 +53,7 @@ class FusedSDPA(nn.Module):
         self.diagonal_alignment = diagonal_alignment
         self.policy = policy
 
+    @explained
     def forward(
         self,
         q: torch.Tensor,
@@ -119,6 +123,7 @@ class FusedMultiheadAttention(nn.Module):
     in_proj for k and v are fewer. q, k and v are slices of one product and are not copied.
     """
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -165,6 +170,7 @@ class FusedMultiheadAttention(nn.Module):
         if bias:
             nn.init.zeros_(self.out_proj.bias)
 
+    @explained
     def forward(
         self,
         x: torch.Tensor,
@@ -174,6 +180,15 @@ class FusedMultiheadAttention(nn.Module):
     ) -> torch.Tensor:
         """x (B, S, E) → (B, S, E). ``attn_mask`` broadcasts to (B, H, S, S): bool (True attends,
         as in scaled_dot_product_attention) or added to the scores. ``seq_len`` (B,) int32."""
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            wanted = f"(B, S, E) with E = {self.embed_dim}"
+            problem = Problem("attention", f"x has shape {tuple(x.shape)}", wanted)
+            raise GraphError(type(self).__name__, [problem])
+        weight = self.in_proj_weight
+        if x.dtype != weight.dtype and not torch._C._is_any_autocast_enabled():
+            what = f"x is {dtype_name(x.dtype)}, in_proj_weight is {dtype_name(weight.dtype)}"
+            problem = Problem("attention", what, "one dtype", "convert x")
+            raise GraphError(type(self).__name__, [problem])
         batch, length, _ = x.shape
         heads, shared, dim = self.num_heads, self.num_kv_heads, self.head_dim
         packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
@@ -184,6 +199,7 @@ class FusedMultiheadAttention(nn.Module):
         return out
 
     @classmethod
+    @checked
     def from_torch(
         cls,
         module: nn.MultiheadAttention,

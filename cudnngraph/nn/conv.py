@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from .. import functional
+from ..arguments import NotPlain, checked, explained, items
 from ..errors import GraphError, Problem
 from ..graph import ACTIVATIONS
 from ..ops import SOFTPLUS_THRESHOLD
 from ..policy import Policy
-from ..specialize import Recent
+from ..specialize import Recent, check_in_place
 from . import sync
 from .children import has_hooks, wants_calls
 
@@ -165,6 +166,7 @@ class _Block(nn.Module):
             self.add_module(str(place), child)
 
     @classmethod
+    @checked
     def from_torch(
         cls,
         conv: nn.Module,
@@ -243,6 +245,7 @@ class _Block(nn.Module):
         mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
         tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
         if tracks:
+            check_in_place(type(self).__name__)
             count = _held(bn, "num_batches_tracked")
             if count is not None:
                 count.add_(1)
@@ -324,6 +327,7 @@ class FusedConvBlock(_Block):
 
     _kinds, _places = CONVS, _places_of(CONVS)
 
+    @checked
     def __init__(
         self,
         in_channels: int,
@@ -374,6 +378,7 @@ class FusedConvBlock(_Block):
         )
         self._hold(*modules, policy)
 
+    @explained
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...), without a norm also (C, spatial...); ``residual`` has the result's
         shape."""
@@ -391,6 +396,7 @@ class FusedConvTransposeBlock(_Block):
 
     _kinds, _places = TRANSPOSED, _places_of(TRANSPOSED)
 
+    @checked
     def __init__(
         self,
         in_channels: int,
@@ -443,6 +449,7 @@ class FusedConvTransposeBlock(_Block):
         )
         self._hold(*modules, policy)
 
+    @explained
     def forward(
         self,
         x: torch.Tensor,
@@ -457,14 +464,11 @@ class FusedConvTransposeBlock(_Block):
         extra = conv.output_padding
         if output_size is not None:
             dims = len(conv.kernel_size)
-            extra = conv._output_padding(
-                x,
-                list(output_size),
-                conv.stride,
-                conv.padding,
-                conv.kernel_size,
-                dims,
-                conv.dilation,
-            )
+            geometry = (conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation)
+            try:
+                extra = conv._output_padding(x, items(output_size), *geometry)
+            except (NotPlain, ValueError) as error:  # torch's own words
+                problem = Problem("output_size", str(error))
+                raise GraphError(type(self).__name__, [problem]) from None
         geometry = (conv.stride, conv.padding, tuple(extra), conv.groups, conv.dilation)
         return self._run(geometry, x, residual)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import functional
+from ..arguments import checked, explained
 from ..errors import GraphError, Problem
 from ..policy import Policy
 from .children import wants_calls
@@ -26,6 +27,7 @@ class FusedMLP(nn.Module):
     ``activation="silu", gated=True`` is SwiGLU, ``"gelu"`` GeGLU.
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -51,6 +53,7 @@ class FusedMLP(nn.Module):
         self.activation_attrs = activation_attrs
         self.policy = policy
 
+    @explained
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) → (..., out_features)."""
         up, down, gate = self.up_proj, self.down_proj, self.gate_proj
@@ -105,6 +108,7 @@ class FusedMLP(nn.Module):
         return made
 
     @classmethod
+    @checked
     def from_torch(cls, module: nn.Sequential, *, policy: Policy | None = None) -> FusedMLP:
         """The module for ``nn.Sequential(Linear, activation, Linear)``; parameters are shared.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import functional
+from ..arguments import checked, explained
 from ..exported import is_exporting
 from ..policy import Policy
 
@@ -26,10 +27,23 @@ def _by_torch(
 class FusedLayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with a residual: constructor, parameters and state dict are torch's."""
 
-    def __init__(self, *args: Any, policy: Policy | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    @checked
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, **place)
         self.policy = policy
 
+    @explained
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = layer_norm(x), or with a residual the pair (layer_norm(x + residual), the sum)."""
         if is_exporting():
@@ -45,6 +59,7 @@ class FusedLayerNorm(nn.LayerNorm):
         )
 
     @classmethod
+    @checked
     def from_torch(cls, module: nn.LayerNorm, *, policy: Policy | None = None) -> FusedLayerNorm:
         """The module that stands for torch's; parameters are shared."""
         affine = module.elementwise_affine
@@ -57,10 +72,21 @@ class FusedLayerNorm(nn.LayerNorm):
 class FusedRMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` with a residual: constructor, parameters and state dict are torch's."""
 
-    def __init__(self, *args: Any, policy: Policy | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    @checked
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.policy = policy
 
+    @explained
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y = rms_norm(x), or with a residual the pair (rms_norm(x + residual), the sum)."""
         if is_exporting():
@@ -75,6 +101,7 @@ class FusedRMSNorm(nn.RMSNorm):
         )
 
     @classmethod
+    @checked
     def from_torch(cls, module: nn.RMSNorm, *, policy: Policy | None = None) -> FusedRMSNorm:
         """The module that stands for torch's; parameters are shared."""
         affine = module.elementwise_affine

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from .. import functional
+from ..arguments import checked, explained
 from ..errors import GraphError, Problem
 from ..policy import Policy
-from ..specialize import static_of
+from ..specialize import check_in_place, static_of
 from . import sync
 from .children import wants_calls
 from .conv import FusedConvBlock, _held, _named
@@ -29,6 +30,7 @@ class FusedDepthwiseSeparable(nn.Module):
     may be another, or None.
     """
 
+    @checked
     def __init__(
         self,
         in_channels: int,
@@ -123,6 +125,7 @@ class FusedDepthwiseSeparable(nn.Module):
             return True
         return any(block._calls_children() or _is_synchronised(block.norm) for block in blocks)
 
+    @explained
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x (N, C, spatial...) → (N, K, out...); ``residual`` is added before the last activation.
 
@@ -164,6 +167,8 @@ def _stage(
         return (geometry, kind, attrs, False, 0.0), (*weights, None, None, None, None), None
     mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
     tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
+    if tracks:
+        check_in_place(type(block).__name__)
     if tracks and (count := _held(bn, "num_batches_tracked")) is not None:
         count.add_(1)
         if momentum is None:  # a cumulative average; stays on the device

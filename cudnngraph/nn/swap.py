@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import checked
 from ..policy import Policy
 from .conv import ACTIVATION_OF, CONVS, TRANSPOSED, FusedConvBlock, FusedConvTransposeBlock, why_not
 
@@ -38,6 +39,7 @@ class Report:
         return "\n".join(map(str, (*self.swapped, *self.left)))
 
 
+@checked
 def replace(model: nn.Module, *, policy: Policy | None = None) -> Report:
     """Swap every Conv (+ batch norm) (+ activation) of the Sequentials in ``model`` for a block.
 

@@ -84,7 +84,7 @@ BAD_INPUTS: list[tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = [
     ("missing", drop("w"), ("input 'w': is missing", "f32[16, 8, 3, 3]")),
     ("extra", put("z", torch.zeros(1)), ("tensor 'z': is not of this graph", "x, w, b")),
     ("not_a_tensor", put("b", [1.0] * 16), ("tensor 'b': is a list", "a torch.Tensor")),
-    ("none", put("b", None), ("tensor 'b': is a NoneType",)),
+    ("none", put("b", None), ("tensor 'b': is None",)),
     (
         "shape",
         put("b", torch.zeros(15)),

@@ -146,8 +146,80 @@ def test_a_tensor_without_data_is_not_taken_for_one_on_the_cpu() -> None:
     f = cg.specialize(lambda g, x: g.relu(x))
     x = torch.ones(2)
     f(x)
-    with pytest.raises(cg.PolicyError, match="device='meta'; expected a CPU or a CUDA device"):
+    with pytest.raises(cg.BindError, match="'x': is on meta; expected a CPU or a CUDA device"):
         f(x.to("meta"))
+
+
+SPARSE = torch.eye(4).to_sparse()
+QUANTIZED = torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        (torch.ones(4, 4, device="meta"), "'w': is on meta; expected a CPU or a CUDA device"),
+        (None, "w is missing"),
+        ("a text", "'w': is a str; expected a torch.Tensor"),
+        (SPARSE, r"'w': has the layout torch.sparse_coo; expected torch.strided \(to_dense"),
+        (SPARSE.to_sparse_csr(), "'w': has the layout torch.sparse_csr"),
+        (QUANTIZED, r"'w': is qint8; expected plain numbers \(dequantize"),
+        (torch.nested.nested_tensor([torch.ones(4, 4)]), "'w': is a nested tensor"),
+        (torch.nn.UninitializedParameter(), "'w': is not initialized"),
+    ],
+    ids=["meta", "none", "text", "sparse", "csr", "quantized", "nested", "lazy"],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_an_operand_that_cannot_be_read_is_named(
+    weight: Any, says: str, training: bool, known: bool
+) -> None:
+    def product(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:
+        if w is None:
+            raise cg.GraphError("product", [cg.Problem("matmul", "w is missing")])
+        return g.matmul(x, w)
+
+    f = cg.specialize(training=training)(product)
+    if known:
+        f(torch.ones(4, 4), torch.ones(4, 4))
+    with pytest.raises((cg.BindError, cg.GraphError), match=says):
+        f(torch.ones(4, 4), weight)
+    x = torch.ones(4, 4)
+    assert float(f(x, x).sum()) == 64
+
+
+def test_operands_of_several_devices_are_named() -> None:
+    f = cg.specialize(lambda g, x, w, b: g.linear(x, w, b))
+    x, w, b = torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)
+    f(x, w, b)
+    elsewhere = _on("cuda:0", b)
+    with pytest.raises(cg.BindError) as caught:
+        f(x, w, elsewhere)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "tensor 'b': is on cuda:0; expected cpu, where 'x' is (b.to('cpu'))"
+    ]
+    with pytest.raises(cg.BindError, match="2 problems"):
+        f(_on("cuda:0", x), w, b)
+
+
+def _on(device: str, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that says that it is on a device, which need not be there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def test_a_tensor_without_memory_is_no_operand_on_a_gpu() -> None:
+    f = cg.specialize(lambda g, x: g.relu(x))
+    with pytest.raises(cg.BindError, match="'x': is a FakeTensor; expected a tensor with memory"):
+        f(_on("cuda:0", torch.ones(2)))
+
+
+def test_what_is_no_function_of_a_graph_is_named() -> None:
+    with pytest.raises(cg.GraphError, match="build is an int; expected a function of a graph"):
+        cg.specialize(3)  # type: ignore[call-overload]
+    with pytest.raises(cg.PolicyError, match=r"policy is a str; expected a cudnngraph\.Policy"):
+        cg.specialize(lambda g, x: x, policy="autotune")  # type: ignore[call-overload]
 
 
 def test_static_arguments_belong_to_the_call_whatever_their_order() -> None:
@@ -164,7 +236,7 @@ def test_static_arguments_belong_to_the_call_whatever_their_order() -> None:
     assert scaled(x, a=3, b=2).tolist() == [5.0] * 3
     assert scaled(x, a=2).tolist() == [3.0] * 3
     assert seen == [{"a": 2, "b": 3}, {"a": 3, "b": 2}, {"a": 2, "b": 1}]
-    with pytest.raises(TypeError, match="unhashable type: 'list'"):
+    with pytest.raises(cg.GraphError, match="option 'a': is a list, which has no hash; expected"):
         scaled(x, a=[2])  # type: ignore[arg-type]
 
 

@@ -47,7 +47,7 @@ def test_a_name_stands_for_one_function() -> None:
         return g.relu(x)
 
     with pytest.raises(ValueError, match="two functions of graphs are named 'attention'"):
-        torch_ops.function(attention)
+        torch_ops.function()(attention)
 
 
 def test_opcheck_of_the_backward() -> None:
