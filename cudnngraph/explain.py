@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from . import select
+from .arguments import checked
 from .backend import env, libraries
 from .backend.listed import Listed, examine, gpu_name
 from .backend.plan import Choice, Outcome, Plan, propose_for, target_capability, targets
@@ -266,6 +267,7 @@ class _Walk:
         return PlannedStep(part, runs_on, plans, tuple(refusals))
 
 
+@checked
 def explain(
     graph: Graph | GraphSpec,
     target: str = "nvidia-h200",

@@ -26,8 +26,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import files
+from .arguments import shown, unreadable
 from .backend import env
-from .errors import CannotImport, GraphError, PolicyError, WrongResult
+from .errors import BindError, CannotImport, GraphError, PolicyError, Problem, WrongResult
 from .exported import Exported, export
 from .importer import CONVOLUTIONS, Imported, convert
 from .ir import TensorSpec, is_dense
@@ -276,8 +277,15 @@ class Fused(nn.Module):
             raise PolicyError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         if model.training:
             raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
-        if not isinstance(max_shapes, int) or isinstance(max_shapes, bool) or max_shapes < 1:
-            raise PolicyError(f"max_shapes={max_shapes!r}; expected a whole number >= 1")
+        if type(max_shapes) is not int or max_shapes < 1:
+            raise PolicyError(f"max_shapes={shown(max_shapes)}; expected a whole number >= 1")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise PolicyError(f"dtype={shown(dtype)}; expected a floating-point torch.dtype")
+        if not (channels_last is None or type(channels_last) is bool):
+            raise PolicyError(f"channels_last={shown(channels_last)}; expected True, False or None")
+        for name, flag in (("capture", capture), ("reuse_results", reuse_results)):
+            if type(flag) is not bool:
+                raise PolicyError(f"{name}={shown(flag)}; expected True or False")
         self.model = model if dtype is None else _copied(model).to(dtype)
         self._dtype = dtype
         self._policy = policy
@@ -323,7 +331,11 @@ class Fused(nn.Module):
             self._forms.clear()
 
     def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        try:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+        except RecursionError:
+            problem = Problem("arguments", "are nested too deeply, or hold themselves")
+            raise BindError(type(self.model).__name__, [problem]) from None
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, Hashable)):
                 raise PolicyError(_no_argument(leaf))
@@ -336,15 +348,22 @@ class Fused(nn.Module):
         first: dict[int, int] = {}  # where a tensor stands: a model may ask which ones are the same
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
+                if torch.nn.parameter.is_lazy(leaf):
+                    where = f"tensor {place}"
+                    raise BindError(type(self.model).__name__, unreadable(where, leaf))
                 dtype = leaf.dtype if self._dtype is None or not _floats(leaf) else self._dtype
                 same = first.setdefault(id(leaf), place)
-                parts.append((tuple(leaf.shape), dtype, leaf.device, same))
+                parts.append((tuple(leaf.shape), dtype, leaf.device, leaf.layout, same))
             else:
                 parts.append((type(leaf), leaf))
         return leaves, tuple(parts)
 
     def _form(self, form: Hashable, args: Any, kwargs: Any) -> tuple[Bound, Any]:
-        found = self._forms.get(form)
+        try:
+            found = self._forms.get(form)
+        except Exception as error:
+            problem = Problem("arguments", f"have no hash ({error})", "tensors and plain values")
+            raise BindError(type(self.model).__name__, [problem]) from None
         if found is None:
             found = self._made(args, kwargs)
             self._forms[form] = found
@@ -356,6 +375,10 @@ class Fused(nn.Module):
     # -- making ------------------------------------------------------------------------------------
 
     def _made(self, args: Any, kwargs: Any) -> tuple[Bound, Any]:
+        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+        given = [(f"tensor {at}", each) for at, each in leaves if isinstance(each, torch.Tensor)]
+        if problems := [problem for where, each in given for problem in unreadable(where, each)]:
+            raise BindError(type(self.model).__name__, problems)
         args, kwargs = self.cast(_apart_from(self.model, (args, kwargs)))
         device = _device_of((args, kwargs), self.model)
         exported = export(self.model, args, kwargs)
@@ -483,7 +506,9 @@ def fuse(
     )
     fused.eval()
     if not isinstance(kwargs, (Mapping, NoneType)):
-        raise PolicyError(f"kwargs={kwargs!r}; expected a mapping of arguments by name")
+        raise PolicyError(f"kwargs={shown(kwargs)}; expected a mapping of arguments by name")
+    if type(check) is not bool:
+        raise PolicyError(f"check={shown(check)}; expected True or False")
     results = fused(*args, **(kwargs or {}))
     if check and fused.report is not None:
         errors = _checked(fused, args, dict(kwargs or {}), results)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .arguments import checked
 from .errors import GraphError, Problem
 from .graph import Graph, Value
 from .ir import GraphSpec, Node, TensorSpec, dense_strides, memory_order
@@ -45,6 +46,7 @@ class Gradient:
     outgoing: Mapping[str, str]
 
 
+@checked
 def differentiate(graph: Graph | GraphSpec, wrt: Sequence[str]) -> Gradient:
     """The gradient of every floating output of ``graph`` for the inputs ``wrt``.
 
