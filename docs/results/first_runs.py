@@ -115,14 +115,14 @@ def page(found: Found, taken: tuple[int, int] | None, command: str) -> str:
     if taken is not None:
         settled, raw = taken
         differ = (
-            "A first call by several threads can go wrong on this CPU."
+            "On this CPU a first call by several threads can go wrong."
             if settled != raw
-            else "They are the same on this CPU: a first call by several threads takes the right "
-            "kernels here, with `cudnngraph` or without."
+            else "They are the same: on this CPU no run could show the fault, with the call or "
+            "without."
         )
         lines += [
-            f"MKL's vector math takes kernels {settled} on this CPU, of which it first keeps the "
-            f"type {raw}. {differ}",
+            f"MKL's vector math first keeps the CPU's type, {raw}, and then the kernels that it "
+            f"takes for it, {settled}. {differ}",
             "",
         ]
     return "\n".join([*lines, *(f"Failed: {line}" for line in found.said)]).rstrip() + "\n"
