@@ -2147,6 +2147,11 @@ class Graph:
 
     def linear(self, x: Value, weight: Value, bias: Value | None = None) -> Value:
         """x weight^T + bias (F.linear): x (..., K), weight (N, K), bias (N,) → (..., N)."""
+        spec = weight.spec
+        if spec is not None and len(spec.shape) != 2:
+            what = f"weight '{spec.name}' has shape {spec.shape}"
+            self.problems.append(Problem("linear", what, "(N, K)"))
+            return self._unknown(x, weight, bias)
         y = self.matmul(x, self.transpose(weight, 0, 1))
         return y if bias is None else self.add(y, bias)
 
