@@ -786,9 +786,9 @@ def run_conv_norm_act(
         return _into(conv_norm_act, policy, out, (x, weight, bias, mean, var, *rest), static)
     x, weight = one_layout(x, weight)
     if training and (rest[0] is None or rest[1] is None):
-        channels = weight.shape[0]
+        channels = sum(weight.shape[:1])
         if values["transposed"]:
-            channels = weight.shape[1] * dict(values["geometry"])["groups"]  # type: ignore[call-overload]
+            channels = sum(weight.shape[1:2]) * dict(values["geometry"])["groups"]  # type: ignore[call-overload]
         ones, zeros = _no_affine(channels, x)
         rest[0] = ones if rest[0] is None else rest[0]
         rest[1] = zeros if rest[1] is None else rest[1]
@@ -827,7 +827,7 @@ def run_separable(
     stages: Any = static.values["stages"]
     for options, norm, weight in zip(stages, norms, (w, w_1), strict=True):
         if dict(options)["training"]:
-            ones, zeros = _no_affine(weight.shape[0], x)
+            ones, zeros = _no_affine(sum(weight.shape[:1]), x)
             norm[2:] = [
                 given if given is not None else other
                 for given, other in zip(norm[2:], (ones, zeros), strict=True)
@@ -1161,9 +1161,11 @@ def _rows_of(x: Tensor, lead: Sequence[int]) -> Tensor:
     return x.expand(*lead, x.shape[-1]).flatten(0, -2)
 
 
-def _broadcast(x: Tensor, residual: Tensor, features: int) -> tuple[Tensor, Tensor, Sequence[int]]:
+def _broadcast(
+    x: Tensor, residual: Tensor, features: Sequence[int]
+) -> tuple[Tensor, Tensor, Sequence[int]]:
     """Rows of x and of a residual that broadcasts with the product, and the shape of the result."""
-    made = (*x.shape[:-1], features)
+    made = (*x.shape[:-1], *features)
     try:
         shape: Sequence[int] = torch.broadcast_shapes(made, residual.shape)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -1190,11 +1192,12 @@ def linear(
     """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
     x, weight, bias, residual = cast(input, weight, bias, residual)
     static = static_of(product_options, activation, _sorted(activation_attrs))
-    shape: Sequence[int] = (*x.shape[:-1], weight.shape[0])
+    features = weight.shape[:1]  # of a weight without dims the graph says what is wrong
+    shape: Sequence[int] = (*x.shape[:-1], *features)
     if residual is None or residual.shape == shape:
         rows, added = _rows(x), None if residual is None else _rows(residual)
     else:
-        rows, added, shape = _broadcast(x, residual, weight.shape[0])
+        rows, added, shape = _broadcast(x, residual, features)
     y: Tensor = run_graph(linear_act, policy, (rows, weight, bias, added), static)
     return y.view(shape)
 
@@ -1221,7 +1224,7 @@ def mlp(
     tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
     static = static_of(product_options, activation, _sorted(activation_attrs))
     y: Tensor = run_graph(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
-    return y.view(*input.shape[:-1], down.shape[0])
+    return y.view(*input.shape[:-1], *down.shape[:1])
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -277,8 +277,9 @@ class Fused(nn.Module):
             raise PolicyError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         if model.training:
             raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
-        if type(max_shapes) is not int or max_shapes < 1:
-            raise PolicyError(f"max_shapes={shown(max_shapes)}; expected a whole number >= 1")
+        if type(max_shapes) is not int or not 1 <= max_shapes < 1 << 31:
+            expected = "a whole number >= 1 that fits 32 bits"
+            raise PolicyError(f"max_shapes={shown(max_shapes)}; expected {expected}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise PolicyError(f"dtype={shown(dtype)}; expected a floating-point torch.dtype")
         if not (channels_last is None or type(channels_last) is bool):
