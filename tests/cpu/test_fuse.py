@@ -387,7 +387,7 @@ def test_the_check_holds_a_model_against_itself_in_evaluation(
     assert own is not None and ours < 1e-6 and own < 1e-6
     torch.testing.assert_close(cg.fuse(model, x, dtype=torch.float64)(x), model(x).double())
     break_constants(monkeypatch)
-    with pytest.raises(cg.WrongResult, match=r"Extractor: result 0 is off by .*, at most .* is"):
+    with pytest.raises(cg.WrongResult, match=r"result 0 is off by .*, at most .* is"):
         cg.fuse(model, x)
 
 
