@@ -380,7 +380,13 @@ def test_an_exported_model_has_the_op_and_computes_the_same() -> None:
     assert program.module()(x).dtype == F32
 
 
-@pytest.mark.parametrize("name", ["block", "attention"])
+NO_MINIMUM = pytest.mark.xfail(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not know that min(4 n, 8 n) is 4 n, and refuses n",
+)
+
+
+@pytest.mark.parametrize("name", ["block", pytest.param("attention", marks=NO_MINIMUM)])
 def test_a_model_is_exported_with_a_size_left_open(name: str) -> None:
     build, shape = MODELS[name]
     model = build().eval()
