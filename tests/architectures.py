@@ -350,10 +350,14 @@ class Mixer(nn.Module):
 
 
 def autoencoder() -> nn.Module:
-    """Convolutions down, transposed ones up; leaky ReLU, ELU, tanh."""
+    """Convolutions down, transposed ones up; leaky ReLU, ELU, tanh; a norm without weights."""
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 12, 4, 2, 1)),
-        *(nn.BatchNorm2d(12), nn.ELU(), nn.ConvTranspose2d(12, 8, 4, 2, 1, bias=False)),
+        *(
+            nn.BatchNorm2d(12, affine=False),
+            nn.ELU(),
+            nn.ConvTranspose2d(12, 8, 4, 2, 1, bias=False),
+        ),
         *(nn.BatchNorm2d(8), nn.Softplus(), nn.ConvTranspose2d(8, 3, 3, 2, 1, 1), nn.Tanh()),
     )
 

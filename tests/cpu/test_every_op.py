@@ -10,6 +10,7 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,8 +152,10 @@ def imported_alike(call: atens.Call, channels_last: bool) -> bool:
 
 @pytest.fixture(scope="module")
 def calls() -> atens.Calls:
-    """What torch's table of operators leads to, with results that can be compared."""
-    return atens.of_torchs_table(SAMPLES, SAMPLES)
+    """What torch's table of operators leads to: in a thread, for torch's test tools look at every
+    frame of the stack again and again, and pytest's are many."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(atens.of_torchs_table, SAMPLES, SAMPLES).result()
 
 
 def is_comparable(call: atens.Call) -> bool:
