@@ -7,6 +7,7 @@ A record that made a command fail is named by its seed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -66,7 +67,7 @@ def hostile(draw: random.Random) -> Any:
     if kind < 0.75:
         return draw.choice(TEXTS)
     if kind < 0.95:
-        return draw.choice(OTHERS)
+        return copy.deepcopy(draw.choice(OTHERS))  # what is damaged next may be within it
     value: Any = draw.choice(NUMBERS)
     for _ in range(draw.choice((2, 10, 30, 400))):
         value = [value] if draw.random() < 0.5 else {draw.choice(TEXTS): value}
@@ -77,7 +78,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value within ``value``."""
     if path:
         yield path
-    if isinstance(value, (dict, list)):
+    if isinstance(value, (dict, list)) and len(path) < 30:  # deeper ones are there as a whole
         for key in value if isinstance(value, dict) else range(len(value)):
             yield from places(value[key], (*path, key))
 
@@ -102,9 +103,11 @@ def damage(value: Any, draw: random.Random) -> None:
         elif kind < 0.8:
             del place[last]
         elif isinstance(place, dict):
-            place[draw.choice(TEXTS)] = place.pop(last) if kind < 0.9 else place[last]
+            place[draw.choice(TEXTS)] = (
+                place.pop(last) if kind < 0.9 else copy.deepcopy(place[last])
+            )
         else:
-            place.insert(last, place[last] if kind < 0.9 else draw.choice(DIMS))
+            place.insert(last, copy.deepcopy(place[last] if kind < 0.9 else draw.choice(DIMS)))
 
 
 def stretch(value: Any, draw: random.Random) -> None:
