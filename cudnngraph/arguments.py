@@ -267,6 +267,8 @@ def checked(function: Function) -> Function:
 
     @wraps(function)
     def checks(*args: Any, **named: Any) -> Any:
+        args = tuple(map(_kept, args))
+        named = {key: _kept(value) for key, value in named.items()}
         problems = _wrong_arguments(own, args, named, first=True)
         if problems and _fit(own, args, named):
             raise GraphError(_called(name, own, args), problems)
@@ -284,6 +286,16 @@ def checked(function: Function) -> Function:
             raise GraphError(_called(name, own, args), [problem]) from error
 
     return checks  # type: ignore[return-value]
+
+
+def _kept(value: Any) -> Any:
+    """What an iterator gives, as a list: whoever looks at it first would use it up."""
+    if not hasattr(type(value), "__next__"):
+        return value
+    try:
+        return items(value)
+    except NotPlain:  # it is named by the check
+        return value
 
 
 def _as_plain(own: Mapping[str, inspect.Parameter], name: str, value: Any) -> Any:

@@ -540,3 +540,10 @@ def test_an_empty_batch_has_an_empty_result_and_zero_gradients() -> None:
     assert y.shape == (0, 4, 4, 4)
     y.sum().backward()
     assert w.grad is not None and not w.grad.any() and x.grad is not None
+
+
+def test_an_iterator_is_read_once() -> None:
+    """Looking at an argument must not use it up."""
+    block = cg.FusedConvBlock(4, 8, iter((3, 3)), padding=iter((1, 1)))
+    assert block(torch.randn(2, 4, 6, 6)).shape == (2, 8, 6, 6)
+    assert cg.warm_up(iter([]), "cpu", progress=False) is not None
