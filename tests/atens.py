@@ -169,8 +169,11 @@ def of_torchs_table(samples: int, most: int, seed: int = 0) -> Calls:
     pytest.importorskip("expecttest", reason="torch's table of operators needs it")
     from torch.testing._internal.common_methods_invocations import op_db
 
-    # Its import forbids to set flags outside of a context, which is other tests' own matter.
-    torch.backends.__allow_nonbracketed_mutation_flag = True
+    # Its import forbids to set flags outside of a context, which is other tests' own matter. What
+    # is called torch.backends is no module, so that the name has to be set where its functions are.
+    inside = torch.backends.disable_global_flags.__globals__
+    inside["__allow_nonbracketed_mutation_flag"] = True
+    assert not torch.backends.flags_frozen()
     random.seed(seed)
     torch.manual_seed(seed)
     calls = Calls(most)
