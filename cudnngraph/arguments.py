@@ -205,13 +205,15 @@ def neutral(annotation: str) -> Any:
 # -- tensors ---------------------------------------------------------------------------------------
 
 _HAS_MEMORY = torch.Tensor.__torch_dispatch__
+# What torch.nn.parameter.is_lazy asks for, which torch.compile does not trace from torch 2.15 on.
+LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 def unreadable(where: str, tensor: Any) -> list[Problem]:
     """Why a tensor cannot be read by its address, whatever its form and place."""
     if not issubclass(type(tensor), torch.Tensor):
         return [Problem(where, is_a(tensor), "a torch.Tensor")]
-    if torch.nn.parameter.is_lazy(tensor):
+    if isinstance(tensor, LAZY):
         return [Problem(where, "is not initialized", "one of a shape", "run its module once")]
     if tensor.is_nested:
         mend = "torch.nested.to_padded_tensor"

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import files
-from .arguments import shown, unreadable
+from .arguments import LAZY, shown, unreadable
 from .backend import env
 from .errors import BindError, CannotImport, GraphError, PolicyError, Problem, WrongResult
 from .exported import Exported, export
@@ -349,7 +349,7 @@ class Fused(nn.Module):
         first: dict[int, int] = {}  # where a tensor stands: a model may ask which ones are the same
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if torch.nn.parameter.is_lazy(leaf):
+                if isinstance(leaf, LAZY):
                     where = f"tensor {place}"
                     raise BindError(type(self.model).__name__, unreadable(where, leaf))
                 dtype = leaf.dtype if self._dtype is None or not _floats(leaf) else self._dtype
