@@ -87,6 +87,8 @@ def _number(value: Any, kind: type) -> bool | int | float | None:
 def items(value: Any) -> list[Any]:
     """What a tuple, a list or an iterator holds, as it is. Raises :class:`NotPlain`."""
     kind = type(value)
+    if kind in (tuple, list, torch.Size):  # as torch.compile traces it, in torch 2.11 too
+        return list(value)
     for own in (tuple, list):
         if issubclass(kind, own):
             return list(own.__iter__(value))
