@@ -365,8 +365,9 @@ class _Search:
 
     def explore(self, roots: Sequence[_Part], deadline: float) -> Iterator[tuple[int, int]]:
         """Try plans until nothing can win any more or the time is up; yields (done, known)."""
-        for part in self.order:
+        for part in self.order:  # all of them first: what builds elsewhere has begun then
             self.open(part)
+        for part in self.order:
             self.advance(part.step)
             yield self.progress()
         while time.perf_counter() < deadline:
@@ -574,7 +575,10 @@ def autotune(
             decisions = (*compared, *_of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         time_us = _measured(way.time_us)
-        steps.append(StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us))
+        verified = None if plan is None else plan.verified
+        steps.append(
+            StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
+        )
         built.append(plan)
     return Selection(tuple(steps), tuple(built))
 
@@ -644,11 +648,11 @@ class _Regions:
                 kinds, count = len(found), len(self._borders)
                 reason = f"cut at its anchors into {count} regions, {kinds} of them different"
                 decisions = (Decision("the whole graph", True, reason), *decisions)
-            way = place.way
+            way, plan = place.way, self._plan(place)
+            verified = None if plan is None else plan.verified
+            time_us = _measured(way.time_us)
             steps.append(
-                StepPlan(
-                    place.spec, way.choice, way.workspace_bytes, decisions, _measured(way.time_us)
-                )
+                StepPlan(place.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
             )
         return Selection(tuple(steps), tuple(self._plan(place) for place in places))
 

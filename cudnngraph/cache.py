@@ -14,32 +14,34 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
+from plans_cache.rejections import Rejections
 from plans_cache.store import Hit, PlanStore, Stats
 
-from . import ranks, settings
+from . import guard, ranks, settings
 from .backend import env
 from .backend.env import EnvKey
 from .backend.known_bad import why_bad
-from .backend.plan import Choice, Plan, load, replay
-from .errors import NotSupported, PlanNotCached
+from .backend.plan import Choice, Plan, Verified, load, replay
+from .errors import NotSupported, PlanNotCached, UnkeyableError
 from .ir import GraphSpec
-from .key import Key, nearest, step_digest
+from .key import Key, graph_key, nearest, step_digest
 from .policy import Policy
 from .recorded import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
-from .select import Selection
+from .select import Selection, StepPlan
 
 _log = logging.getLogger(__name__)
 
 _stores: dict[Path, PlanStore] = {}
+_rejected: dict[Path, Rejections] = {}
 _lock = threading.Lock()
 
 
@@ -50,6 +52,40 @@ def store() -> PlanStore:
         if directory not in _stores:
             _stores[directory] = PlanStore(directory)
         return _stores[directory]
+
+
+class Rejected:
+    """What is not to be tried again, in the store's directory (:class:`~cudnngraph.guard.Kept`)."""
+
+    def __init__(self, device_index: int) -> None:
+        self._env = digest(env_components(env.env_key(device_index)))
+
+    def of(self, spec: GraphSpec, policy: Policy) -> dict[Choice, str]:
+        """The choices that were rejected for a step, with the reasons."""
+        id = self._id(spec, policy)
+        found = {} if id is None else _rejections().of(id)
+        return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
+
+    def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
+        """Keep more of them."""
+        id = self._id(spec, policy)
+        if id is not None:
+            plans = {(choice.engine, choice.knobs): why for choice, why in rejected.items()}
+            _rejections().add(id, plans)
+
+    def _id(self, spec: GraphSpec, policy: Policy) -> str | None:
+        try:
+            return entry_id(graph_key(spec, policy).digest, self._env)
+        except UnkeyableError:
+            return None
+
+
+def _rejections() -> Rejections:
+    directory = settings.current().cache_dir
+    with _lock:
+        if directory not in _rejected:
+            _rejected[directory] = Rejections(directory)
+        return _rejected[directory]
 
 
 # -- counters and hooks ----------------------------------------------------------------------------
@@ -165,7 +201,7 @@ def selection_for(
         record = from_json(text)
         if record.id != id:
             raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
-        return _restored(record, None, "another rank", spec, device_index)
+        return _restored(record, None, "another rank", spec, policy, device_index)[:2]
 
     if ranks.several():
         try:
@@ -198,10 +234,14 @@ def _served(
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            selection, tier = _restored(*_parts(found), spec, device_index)
-            if "replayed" in tier and (found.blob is not None or found.blob_problem):
-                plans.put(found.record, _serialized(selection, id))
-            return selection, tier, found.record
+            selection, tier, checked = _restored(*_parts(found), spec, policy, device_index)
+            kept = found.record
+            if checked:
+                kept = to_record(spec, key, environment, policy, selection)
+                kept = replace(kept, policy=found.record.policy, created=found.record.created)
+            if checked or ("replayed" in tier and (found.blob is not None or found.blob_problem)):
+                plans.put(kept, _serialized(selection, id))
+            return selection, tier, kept
         except StaleRecord as stale:
             reason, useless = f"stale: {stale}", found.record
     else:
@@ -240,7 +280,7 @@ def _served(
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return (*_restored(*_parts(hit), spec, device_index), hit.record)
+            return (*_restored(*_parts(hit), spec, policy, device_index)[:2], hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -270,11 +310,19 @@ def _parts(hit: Hit) -> tuple[PlanRecord, bytes | None, str]:
 
 
 def _restored(
-    record: PlanRecord, blob: bytes | None, tier: str, spec: GraphSpec, device_index: int
-) -> tuple[Selection, str]:
-    """A selection from a record. Raises :class:`StaleRecord` when it cannot be had from it."""
+    record: PlanRecord,
+    blob: bytes | None,
+    tier: str,
+    spec: GraphSpec,
+    policy: Policy,
+    device_index: int,
+) -> tuple[Selection, str, bool]:
+    """A selection from a record, the tier, and whether plans of it were checked that had not been.
+
+    Raises :class:`StaleRecord` when it cannot be had from it.
+    """
     start = time.perf_counter()
-    steps = steps_of(record, spec)
+    steps, checked = _verified(steps_of(record, spec), policy, device_index)
     try:
         parts = None if blob is None else unpack(blob, len(steps))
     except ValueError as error:
@@ -319,7 +367,33 @@ def _restored(
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    return Selection(steps, tuple(plans)), f"{tier}, {detail}"
+    return Selection(steps, tuple(plans)), f"{tier}, {detail}", checked
+
+
+def _verified(
+    steps: tuple[StepPlan, ...], policy: Policy, device_index: int
+) -> tuple[tuple[StepPlan, ...], bool]:
+    """The steps of a record, those checked that nobody has checked, and whether there were any."""
+    if guard.how(policy) == "off" or all(s.choice is None or s.verified for s in steps):
+        return steps, False
+    kept = Rejected(device_index)
+    done: dict[tuple[str, Choice], Verified] = {}
+    found: list[StepPlan] = []
+    for step in steps:
+        if step.choice is None or step.verified is not None:
+            found.append(step)
+            continue
+        like = (step_digest(step.spec), step.choice)
+        if like not in done:
+            try:
+                why, passed = guard.check(step.spec, policy, step.choice, device_index, kept)
+            except NotSupported as error:
+                why, passed = f"it is not to be had: {error.reasons[0]}", None
+            if passed is None:
+                raise StaleRecord(f"{step.choice}: {why}")
+            done[like] = passed
+        found.append(replace(step, verified=done[like]))
+    return tuple(found), True
 
 
 def _not_cached(

@@ -11,6 +11,7 @@ from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
 Fallback = Literal["partition", "error"]
+Verify = Literal["isolated", "inprocess", "off"]
 
 _ENGINE = re.compile(r"(^|_)eng\d+(_|$)")  # in what cuDNN calls its plans
 
@@ -32,6 +33,11 @@ class Policy:
     - ``fallback``: "partition" cuts a graph that cuDNN refuses as one plan into smaller steps, down
       to torch ops; "error" raises ``NotSupported`` instead.
     - ``exclude_engines``: engines not to use, as "eng8" or by cuDNN's own tag ("ConvFwd_eng8").
+    - ``verify``: "isolated" runs every plan once on random data, between guard bytes, against the
+      reference, in a process of its own, before it computes anything for you: one that is wrong,
+      faults or hangs harms nothing, and is not tried again. "inprocess" does it in this process,
+      and is taken where a second one cannot have the GPU. "off" looks at what "autotune" takes
+      alone. None follows the setting ``CUDNNGRAPH_VERIFY``, which is "off" unless it is set.
     - ``max_candidates``: how many plans of a step autotuning builds at most.
     - ``budget_s``: seconds that autotuning may take for each convolution, matmul, norm or attention
       of the graph; every step's first plan is tried however long that takes.
@@ -43,6 +49,7 @@ class Policy:
     workspace_limit: int | None = None
     fallback: Fallback = "partition"
     exclude_engines: tuple[str, ...] = ()
+    verify: Verify | None = None
     max_candidates: int = 12
     budget_s: float = 8.0
 
@@ -71,6 +78,10 @@ class Policy:
             raise PolicyError(
                 f"fallback={self.fallback!r} is unknown; expected 'partition' or 'error'"
             )
+        if self.verify not in (None, "isolated", "inprocess", "off"):
+            raise PolicyError(
+                f"verify={self.verify!r} is unknown; expected 'isolated', 'inprocess' or 'off'"
+            )
         names = self.exclude_engines
         if not isinstance(names, (tuple, list)) or not all(
             isinstance(name, str) and _ENGINE.search(name) for name in names
@@ -90,4 +101,4 @@ class Policy:
 
 
 # What says how plans are looked for, and changes nothing about those that may be found.
-SEARCH_FIELDS = frozenset({"tune", "max_candidates", "budget_s"})
+SEARCH_FIELDS = frozenset({"tune", "verify", "max_candidates", "budget_s"})

@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from plans_cache.record import Candidate, PlanRecord, StepRecord
 
 from .backend.env import EnvKey
-from .backend.plan import Choice, Plan
+from .backend.plan import Choice, Plan, Verified
 from .ir import GraphSpec, print_spec
 from .key import Key, encode
 from .ops import is_default
@@ -25,6 +26,8 @@ from .partition import Graph, piece, work
 from .policy import Policy
 from .rewrites import channels_last, marked, prepared
 from .select import Decision, Selection, StepPlan
+
+VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
 
 class StaleRecord(ValueError):
@@ -82,6 +85,7 @@ def _step(step: StepPlan) -> StepRecord:
         workspace_bytes=step.workspace_bytes,
         time_us=step.time_us,
         candidates=tuple(map(_candidate, step.decisions)),
+        extra={} if step.verified is None else {VERIFIED: asdict(step.verified)},
     )
 
 
@@ -143,10 +147,25 @@ def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
         made |= set(part.outputs)
         choice = None if step.engine is None else Choice(step.engine, step.knobs)
         decisions = tuple(map(_decision, step.candidates))
-        steps.append(StepPlan(part, choice, step.workspace_bytes, decisions, step.time_us))
+        verified = None if choice is None else _verified(step.extra.get(VERIFIED))
+        steps.append(
+            StepPlan(part, choice, step.workspace_bytes, decisions, step.time_us, verified)
+        )
     if left:
         raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
     return tuple(steps)
+
+
+def _verified(data: Any) -> Verified | None:
+    """What a record says of a check, None where that is nothing, or nothing that it could say."""
+    try:
+        found = Verified(**data)
+    except TypeError:
+        return None
+    texts = (found.gpu, found.frontend, found.torch)
+    number = found.error is None or isinstance(found.error, float)
+    whole = type(found.cudnn) is int and all(isinstance(text, str) for text in texts)
+    return found if number and whole else None
 
 
 def pack(plans: Sequence[Plan | None]) -> bytes:

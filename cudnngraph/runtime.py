@@ -23,13 +23,11 @@ from plans_cache.workspace import WorkspacePool
 
 from . import cache, direct, eager, lanes, reference, settings
 from .arguments import NotPlain, checked, is_a, items, shown, unreadable, without_memory
-from .autotune import GpuBench, autotune
+from .autotune import autotune
 from .backend import env
 from .backend.plan import (
     Choice,
-    Outcome,
     Plan,
-    build_first,
     multiplies_float32,
     refuse_during_capture,
     replay,
@@ -40,10 +38,10 @@ from .errors import (
     BindError,
     CaptureError,
     GraphError,
-    NotSupported,
     PolicyError,
     Problem,
 )
+from .guard import Builder, GuardedBench
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
 from .lasting import lasting
@@ -51,7 +49,7 @@ from .layout import Laid, Layout
 from .ops import ATTENTION, OPS, dtype_name, is_default
 from .policy import Policy
 from .progress import progress_bar
-from .select import Build, Decision, Selection, StepPlan, heuristic, reference_only, torch_only
+from .select import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
 
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 _PROGRAMS_KEPT = 1024
@@ -94,6 +92,8 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
     policy = replace(policy or Policy(), **options)
     if policy.tune is None:
         policy = replace(policy, tune=settings.current().tune)
+    if policy.verify is None:
+        policy = replace(policy, verify=settings.current().verify)
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
@@ -425,25 +425,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _once_each(policy: Policy, index: int) -> Build:
-    """Builds the first plan of a step; of steps that are equal, once."""
-    known: dict[str, tuple[Plan, tuple[Outcome, ...]] | NotSupported] = {}
-
-    def build(part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
-        digest = step_digest(part)
-        if digest not in known:
-            try:
-                known[digest] = build_first(part, policy, index)
-            except NotSupported as refusal:
-                known[digest] = refusal
-        found = known[digest]
-        if isinstance(found, NotSupported):
-            raise found
-        return found
-
-    return build
-
-
 def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
     by_reference = settings.current().backend == "reference"
     place = (key.digest, device, by_reference)
@@ -462,13 +443,15 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
     else:
         index = device.index
         refuse_during_capture()
+        kept = cache.Rejected(index)
 
         def build() -> Selection:
             if policy.tune == "autotune" and torch_only(spec) is None:
                 with progress_bar("tuning", after_s=2.0) as tell:
-                    bench = GpuBench(policy, device, partial(cache.alone_on, index))
+                    bench = GuardedBench(policy, device, kept, partial(cache.alone_on, index))
                     return autotune(spec, policy, bench, tell)
-            return heuristic(spec, policy, _once_each(policy, index))
+            first = Builder(policy, index, kept)
+            return heuristic(spec, policy, first, first.expect)
 
         with torch.cuda.device(device):
             if torch_only(spec) is None:
@@ -985,11 +968,23 @@ class Executable:
                 plan = "reference"
             lines.append(f"step {number}: {' → '.join(node.op for node in step.spec.nodes)}")
             lines.append(f"  plan: {plan}, workspace {step.workspace_bytes} bytes")
+            if step.choice is not None:
+                lines.append(f"  {_checked(step)}")
             lines += [f"  {line}" for line in _decided(step.decisions)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+
+def _checked(step: StepPlan) -> str:
+    """Whether a plan was run on random data before its first use, in a line."""
+    if step.verified is None:
+        return "not checked: verify='off'"
+    by = f"{step.verified.gpu}, cuDNN {step.verified.cudnn}"
+    if step.verified.error is None:
+        return f"ran on random data on {by}; there was no memory to compare its results"
+    return f"checked on {by}: off by {step.verified.error:.1e} from float64 on random data"
 
 
 def _decided(decisions: Sequence[Decision]) -> Iterator[str]:

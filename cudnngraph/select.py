@@ -8,12 +8,12 @@ decisions. Nothing here touches the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .backend.plan import Choice, Outcome, Plan
+from .backend.plan import Choice, Outcome, Plan, Verified
 from .dropped import draws
 from .errors import NotSupported
 from .ir import GraphSpec, Node
@@ -41,7 +41,8 @@ class Decision:
 class StepPlan:
     """One step: a subgraph and the plan that runs it; ``choice`` is None for a torch step.
 
-    ``time_us`` is what was measured of it, None where nothing was.
+    ``time_us`` is what was measured of it, None where nothing was; ``verified`` that the plan was
+    right on random data, None where it was not run on any.
     """
 
     spec: GraphSpec
@@ -49,6 +50,7 @@ class StepPlan:
     workspace_bytes: int
     decisions: tuple[Decision, ...]
     time_us: float | None = None
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,18 @@ def _depthwise(spec: GraphSpec, node: Node) -> bool:
     return groups > 1 and groups == spec.tensors[node.operands[0]].shape[1]
 
 
-def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
-    """Choose without measuring. ``build(spec)`` gives the first plan that the policy allows.
+def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
+    """Every step is built when it is asked for."""
+
+
+def heuristic(
+    spec: GraphSpec,
+    policy: Policy,
+    build: Build,
+    expect: Callable[[Iterable[GraphSpec]], None] = _nothing_ahead,
+) -> Selection:
+    """Choose without measuring. ``build(spec)`` gives the first plan that the policy allows;
+    ``expect(specs)`` is told what will be asked of it soon, so that it can build several at a time.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
@@ -178,14 +190,25 @@ def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
             built.append(plan)
             return
         below = cuts(graph, nodes)
+        if below:
+            ahead(graph, below[0])
         if not below:
             steps.append(StepPlan(part, None, 0, (*earlier, *refused)))
             built.append(None)
         for index, group in enumerate(below[0] if below else ()):
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
+    def ahead(graph: Graph, groups: Iterable[Group]) -> None:
+        whole = (
+            piece(graph, group)
+            for group in groups
+            if not (len(group) == 1 and graph.is_free(group[0]))
+        )
+        expect([part for part in whole if why_apart(part) is None])
+
     graph = Graph(prepared(spec))
     parts = regions(graph)
+    ahead(graph, parts)
     whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]
     for number, group in enumerate(parts):
         resolve(graph, group, tuple(whole) if number == 0 else ())
@@ -207,7 +230,13 @@ def _planned(
         )
         for outcome in outcomes
     )
-    return StepPlan(part, plan.choice, plan.workspace_bytes, (*earlier, *decided))
+    return StepPlan(
+        part,
+        plan.choice,
+        plan.workspace_bytes,
+        (*earlier, *decided),
+        verified=plan.verified,
+    )
 
 
 def reference_only(spec: GraphSpec, reason: str) -> Selection:

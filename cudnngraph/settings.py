@@ -25,6 +25,7 @@ from cudnngraph.errors import SettingsError
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BACKENDS = ("auto", "reference")
 TUNES = ("heuristic", "autotune", "cached")
+VERIFIES = ("isolated", "inprocess", "off")
 
 _LOGGERS = (logging.getLogger("cudnngraph"), logging.getLogger("plans_cache"))
 
@@ -37,6 +38,7 @@ class Settings:
     log: str | None
     backend: Literal["auto", "reference"]
     tune: Literal["heuristic", "autotune", "cached"]
+    verify: Literal["isolated", "inprocess", "off"]
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -149,6 +151,16 @@ VARIABLES: tuple[Variable, ...] = (
         "cache does not have, `cached` never builds by search.",
         parse=_one_of(TUNES),
         default=lambda environ: "heuristic",
+    ),
+    Variable(
+        name="CUDNNGRAPH_VERIFY",
+        field="verify",
+        type_text=", ".join(f"`{verify}`" for verify in VERIFIES),
+        default_text="`off`",
+        meaning="How plans are checked before they compute anything, for a policy that does not "
+        "say: in processes of their own, in this one, or not at all.",
+        parse=_one_of(VERIFIES),
+        default=lambda environ: "off",
     ),
 )
 

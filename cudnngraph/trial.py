@@ -297,6 +297,7 @@ class Trial:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wanted: list[torch.Tensor] | None = None
         self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
+        self.error = 0.0  # the largest relative error of the results of the last check
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
         """What runs ``plan``, or for None the torch step, once on the current stream."""
@@ -310,6 +311,7 @@ class Trial:
 
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
+        self.error = 0.0
         if draws(self.spec):
             why = self._learn_what_is_dropped(plan)
             if why is not None:
@@ -374,6 +376,7 @@ class Trial:
         for spec, out, want in self._compared(made):
             bound = tolerance(out.dtype, tf32=tf32, fp8=fp8)
             error = relative_error(out, want)
+            self.error = max(self.error, error)
             if not error <= bound:
                 return f"wrong: '{spec.name}' is off by {error:.2g}, at most {bound:.2g} is right"
         return None

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, runtime, select, settings
+from cudnngraph import cache, guard, runtime, select, settings
 from cudnngraph.backend import env
 from cudnngraph.backend.env import EnvKey
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir import GraphSpec
 from cudnngraph.recorded import env_components
@@ -38,6 +38,7 @@ class FakePlan:
     def __init__(self, choice: Choice, workspace_bytes: int = 0) -> None:
         self.choice = choice
         self.workspace_bytes = workspace_bytes
+        self.verified: Verified | None = None
 
     def serialize(self) -> bytes:
         return f"plan of {self.choice}".encode()
@@ -139,9 +140,9 @@ class World:
         monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version, **options: self.bad)
         monkeypatch.setattr(env, "env_key", lambda index: self.environment)
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
-        monkeypatch.setattr(runtime, "build_first", self.build_first)
+        monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(runtime, "autotune", self.autotune)
-        monkeypatch.setattr(runtime, "GpuBench", lambda *args: None)
+        monkeypatch.setattr(runtime, "GuardedBench", lambda *args: None)
         monkeypatch.setattr(runtime, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(runtime, "_programs", type(runtime._programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

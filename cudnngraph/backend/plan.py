@@ -57,12 +57,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate: accepted, or rejected with the reason."""
+    """What became of a candidate: accepted, or rejected with the reason.
+
+    ``wrong``: it was run, and is not to be tried again.
+    """
 
     candidate: Candidate
     accepted: bool
     reason: str = ""
     workspace_bytes: int | None = None
+    wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Verified:
+    """That a plan ran on random data and was right: the largest relative error of its results (None
+    where there was no memory to compare them), on which GPU, with which versions."""
+
+    error: float | None
+    gpu: str
+    cudnn: int
+    frontend: str
+    torch: str
+
+    @classmethod
+    def here(cls, device_index: int, error: float | None) -> Verified:
+        """On this GPU, by what is loaded."""
+        name = env.device_identity(device_index).name
+        return cls(error, name, env.cudnn_version(), env.frontend_version(), torch.__version__)
 
 
 class Plan:
@@ -83,6 +105,8 @@ class Plan:
         extras: Sequence[Extra],
     ) -> None:
         self._graph = graph
+        self.blob: bytes | None = None  # what it was loaded from
+        self.verified: Verified | None = None
         self.choice = choice
         self.device_index = device_index
         self.workspace_bytes = int(
@@ -152,6 +176,8 @@ class Plan:
 
     def serialize(self) -> bytes:
         """The plan with its compiled code, for :func:`load`. The plan built last on its graph."""
+        if self.blob is not None:
+            return self.blob
         head = {
             "lowering": LOWERING,
             "choice": str(self.choice),
@@ -199,7 +225,9 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)
         graph.deserialize(list(body))
-        return Plan(graph, None, choice, device_index, uids, extras)
+        plan = Plan(graph, None, choice, device_index, uids, extras)
+        plan.blob = blob
+        return plan
     except (frontend.cudnnGraphNotSupportedError, RuntimeError, ValueError, KeyError) as error:
         raise NotSupported("a serialized plan", [first_line(str(error))], str(error)) from None
     except (TypeError, AttributeError) as error:
@@ -380,8 +408,9 @@ class Proposals:
         self.candidates = propose(self._lowered, self._frontend, more=more)
         restrict(self._lowered, spec, policy, self._frontend)
 
-    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
-        """Build one, and launch it once; there is a plan when the outcome is accepted."""
+    def build(self, candidate: Candidate, *, launch: bool = True) -> tuple[Outcome, Plan | None]:
+        """Build one, and with ``launch`` launch it once, on zeros; there is a plan when the outcome
+        is accepted."""
         choice, graph = candidate.choice, self._lowered.graph
         capability = env.capability(self._device_index)
         why = why_passed_over(candidate, self.spec, self._policy, capability)
@@ -397,7 +426,7 @@ class Proposals:
             reason = f"needs {need} bytes of workspace, over {limit}"
             return Outcome(candidate, False, reason, need), None
         plan = _plan_of(self._lowered, candidate.index, choice, self._device_index)
-        failure = _why_no_launch(plan, self.spec)
+        failure = _why_no_launch(plan, self.spec) if launch else None
         if failure is not None:
             return Outcome(candidate, False, failure, need), None
         return Outcome(candidate, True, "", need), plan

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, partition, runtime, select, settings
+from cudnngraph import cache, guard, partition, runtime, select, settings
 from cudnngraph.ir import GraphSpec
 from cudnngraph.recorded import env_components
 from plans_cache.record import PlanRecord, from_json
@@ -582,7 +582,7 @@ def test_a_build_that_fails_as_a_disk_would_is_not_tried_twice(
         tried.append(spec.name)
         raise OSError("no such library")
 
-    monkeypatch.setattr(runtime, "build_first", fail)
+    monkeypatch.setattr(guard, "build_first", fail)
     with pytest.raises(OSError, match="no such library"):
         compiled()
     assert len(tried) == 1

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
     ("arguments",),
     ("ir", "settings", "policy"),
-    ("forms", "state"),
+    ("forms", "wire", "state"),
     ("aten", "tracer", "written"),
     ("ops", "key", "exported"),
     ("views",),
@@ -31,7 +31,10 @@ LAYERS = (
     ("eager",),
     ("layout",),
     ("grad", "importer", "select", "trial", "direct", "lanes"),
-    ("autotune", "recorded"),
+    ("autotune", "recorded", "verification"),
+    ("worker",),
+    ("workers",),
+    ("guard",),
     ("cache",),
     ("runtime",),
     ("explain", "transforms"),
@@ -77,12 +80,17 @@ SELECTION = {
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
     "recorded": {"record"},
-    "cache": {"record", "store", "lock"},
+    "cache": {"record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
     "cli": {"", "record", "store"},
 }
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
-STORE_LAYERS = (("record", "files", "workspace"), ("lock",), ("store",), ("",))
+STORE_LAYERS = (
+    ("record", "files", "workspace"),
+    ("lock", "rejections"),
+    ("store",),
+    ("",),
+)
 STORE_LAYER = {part: number for number, parts in enumerate(STORE_LAYERS) for part in parts}
 
 

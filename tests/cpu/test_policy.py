@@ -36,6 +36,7 @@ def test_the_defaults_ask_for_nothing_special() -> None:
         "workspace_limit": None,
         "fallback": "partition",
         "exclude_engines": (),
+        "verify": None,
         "max_candidates": 12,
         "budget_s": 8.0,
     }

@@ -34,7 +34,7 @@ def builder(takes: Callable[[tuple[str, ...]], bool]) -> Any:
             Outcome(Candidate(0, first, "a"), False, "needs 99 bytes of workspace"),
             Outcome(Candidate(1, second, "b"), True, "", 64),
         )
-        return SimpleNamespace(choice=second, workspace_bytes=64), outcomes
+        return SimpleNamespace(choice=second, workspace_bytes=64, verified=None), outcomes
 
     return build
 

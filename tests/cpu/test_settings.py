@@ -39,7 +39,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_defaults_follow_the_xdg_cache_home() -> None:
     got = Settings.from_environ({"XDG_CACHE_HOME": "/var/x"})
     assert got == Settings(
-        cache_dir=Path("/var/x/cudnngraph"), log=None, backend="auto", tune="heuristic"
+        cache_dir=Path("/var/x/cudnngraph"),
+        log=None,
+        backend="auto",
+        tune="heuristic",
+        verify="off",
     )
 
 
@@ -71,9 +75,14 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_LOG": " DEBUG ",
         "CUDNNGRAPH_BACKEND": "Reference",
         "CUDNNGRAPH_TUNE": "Autotune",
+        "CUDNNGRAPH_VERIFY": "InProcess",
     }
     want = Settings(
-        cache_dir=Path("/data/plans"), log="debug", backend="reference", tune="autotune"
+        cache_dir=Path("/data/plans"),
+        log="debug",
+        backend="reference",
+        tune="autotune",
+        verify="inprocess",
     )
     assert Settings.from_environ(environ) == want
 
@@ -98,6 +107,7 @@ def test_an_empty_value_means_unset(variable: settings.Variable) -> None:
         ("CUDNNGRAPH_BACKEND", "1", "one of auto, reference"),
         ("CUDNNGRAPH_TUNE", "fast", "one of heuristic, autotune, cached"),
         ("CUDNNGRAPH_TUNE", "none", "one of heuristic, autotune, cached"),
+        ("CUDNNGRAPH_VERIFY", "always", "one of isolated, inprocess, off"),
         ("CUDNNGRAPH_CACHE_DIR", "plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "./plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "~nobody_of_this_name/x", "a path that can be expanded"),

@@ -1,0 +1,272 @@
+"""Plans for this process that have passed their check, by workers or here.
+
+A plan computes nothing before it has run once on random data against the reference. What is wrong
+there, or ends a process, is kept with its reason, so that no later process tries it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from . import verification, workers
+from .autotune import GpuBench
+from .backend import env
+from .backend.plan import (
+    Candidate,
+    Choice,
+    Outcome,
+    Plan,
+    Proposals,
+    Verified,
+    build_first,
+    load,
+    replay,
+    why_passed_over,
+)
+from .errors import NotSupported
+from .ir import GraphSpec
+from .key import step_digest
+from .policy import Policy
+from .workers import Answer, Unusable
+
+_log = logging.getLogger(__name__)
+
+AHEAD = 4  # candidates of a step that are built before the search asks for them
+
+_in_process = ""  # why no worker can be had, once that has turned out
+
+
+class Kept(Protocol):
+    """What is not to be tried again, kept from process to process."""
+
+    def of(self, spec: GraphSpec, policy: Policy) -> Mapping[Choice, str]:
+        """The choices that were rejected for a step, with the reasons."""
+
+    def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
+        """Keep more of them."""
+
+
+def how(policy: Policy) -> str:
+    """How plans are checked under a policy: "isolated", "inprocess" or "off"."""
+    return "inprocess" if policy.verify == "isolated" and _in_process else str(policy.verify)
+
+
+def _without_workers(error: Unusable) -> None:
+    """From now on plans are checked in this process."""
+    global _in_process
+    if not _in_process:
+        _in_process = str(error)
+        _log.warning(
+            "plans are checked in this process, which one that faults would end: %s", error
+        )
+
+
+Built = tuple[Plan, tuple[Outcome, ...]]
+
+
+class Builder:
+    """The first plan of a step that passes; of steps that are equal, once."""
+
+    def __init__(self, policy: Policy, device_index: int, kept: Kept) -> None:
+        self._policy = policy
+        self._index = device_index
+        self._kept = kept
+        self._known: dict[str, Built | NotSupported] = {}
+        self._ahead: dict[str, Future[Answer]] = {}
+
+    def expect(self, parts: Iterable[GraphSpec]) -> None:
+        """Have steps built that will be asked for, several at a time."""
+        if how(self._policy) != "isolated":
+            return
+        for part in parts:
+            digest = step_digest(part)
+            if digest not in self._known and digest not in self._ahead:
+                self._ahead[digest] = self._submitted(part)
+
+    def __call__(self, part: GraphSpec) -> Built:
+        """The plan and what became of the candidates before it. Raises :class:`NotSupported`."""
+        digest = step_digest(part)
+        if digest not in self._known:
+            try:
+                self._known[digest] = self._built(part, digest)
+            except NotSupported as refusal:
+                self._known[digest] = refusal
+        found = self._known[digest]
+        if isinstance(found, NotSupported):
+            raise found
+        return found
+
+    def _submitted(self, part: GraphSpec) -> Future[Answer]:
+        rejected = self._kept.of(part, self._policy)
+        return workers.on(self._index).first(part, self._policy, rejected)
+
+    def _built(self, part: GraphSpec, digest: str) -> Built:
+        if how(self._policy) == "off":
+            return build_first(part, self._policy, self._index)
+        if how(self._policy) == "isolated":
+            try:
+                answer = (self._ahead.pop(digest, None) or self._submitted(part)).result()
+            except Unusable as error:
+                _without_workers(error)
+            else:
+                return self._taken(part, answer)
+        rejected = self._kept.of(part, self._policy)
+        found = verification.Checks(part, self._policy, self._index, rejected=rejected).first()
+        self._kept.add(part, self._policy, wrong_of(found.outcomes))
+        if found.plan is None:
+            raise verification.none_passes(part, found.outcomes)
+        found.plan.verified = Verified.here(self._index, found.error)
+        return found.plan, found.outcomes
+
+    def _taken(self, part: GraphSpec, answer: Answer) -> Built:
+        """What a worker has found, for this process."""
+        self._kept.add(part, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
+        if answer.refused:
+            raise NotSupported(f"graph '{part.name}'", answer.refused)
+        if not answer.outcomes or not answer.outcomes[-1].accepted:
+            raise verification.none_passes(part, answer.outcomes)
+        return had(part, answer.outcomes[-1], answer, self._index), answer.outcomes
+
+
+def wrong_of(outcomes: Sequence[Outcome]) -> dict[Choice, str]:
+    """The choices among the outcomes that ran and are not to be tried again."""
+    return {each.candidate.choice: each.reason for each in outcomes if each.wrong}
+
+
+def had(spec: GraphSpec, outcome: Outcome, answer: Answer, device_index: int) -> Plan:
+    """The plan that a worker has checked, in this process."""
+    choice = outcome.candidate.choice
+    plan: Plan | None = None
+    if answer.blob is not None:
+        try:
+            plan = load(answer.blob, choice, device_index)
+        except NotSupported as error:
+            _log.info("%s of '%s' is built again: %s", choice, spec.name, error)
+    if plan is None:
+        plan = replay(spec, choice, device_index)
+    plan.verified = Verified.here(device_index, answer.error)
+    return plan
+
+
+def check(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
+) -> tuple[str | None, Verified | None]:
+    """What is wrong with a choice that was made before, or where it passed."""
+    why = kept.of(spec, policy).get(choice)
+    error: float | None = None
+    if why is None:
+        why, error = _checked(spec, policy, choice, device_index)
+        if why is not None:
+            kept.add(spec, policy, {choice: why})
+    return (why, None) if why is not None else (None, Verified.here(device_index, error))
+
+
+def _checked(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int
+) -> tuple[str | None, float | None]:
+    if how(policy) == "isolated":
+        try:
+            answer = workers.on(device_index).check(spec, policy, choice).result()
+        except Unusable as error:
+            _without_workers(error)
+        else:
+            return (answer.refused[0] if answer.refused else answer.wrong), answer.error
+    return verification.check(spec, policy, choice, device_index)
+
+
+# -- for the search --------------------------------------------------------------------------------
+
+
+class _Isolated:
+    """cuDNN's candidates for a step, each built and checked by a worker, some of them early."""
+
+    def __init__(self, spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> None:
+        self._spec = spec
+        self._policy = policy
+        self._index = device_index
+        self._kept = kept
+        self._rejected = kept.of(spec, policy)
+        self._proposals = Proposals(spec, policy, device_index, more=True)
+        self.candidates = self._proposals.candidates
+        self._queue = [each for each in self.candidates if self._why_not(each) is None]
+        self._ahead: dict[Choice, Future[Answer]] = {}
+        self._submit(AHEAD)
+
+    def _why_not(self, candidate: Candidate) -> str | None:
+        return why_passed_over(
+            candidate, self._spec, self._policy, env.capability(self._index)
+        ) or self._rejected.get(candidate.choice)
+
+    def _submit(self, count: int) -> None:
+        for candidate in self._queue[:count]:
+            self._ahead[candidate.choice] = workers.on(self._index).one(
+                self._spec, self._policy, candidate.choice, {}
+            )
+        del self._queue[:count]
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        why = self._why_not(candidate)
+        if why is not None:
+            return Outcome(candidate, False, why), None
+        future = self._ahead.pop(candidate.choice, None)
+        if future is None:
+            future = workers.on(self._index).one(self._spec, self._policy, candidate.choice, {})
+        self._submit(1)
+        try:
+            answer = future.result()
+        except Unusable as error:
+            _without_workers(error)
+            return self._proposals.build(candidate)
+        self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
+        if answer.faults or answer.refused:
+            reason = answer.wrong or ", ".join(answer.refused)
+            return Outcome(candidate, False, reason, wrong=bool(answer.faults)), None
+        (outcome,) = answer.outcomes
+        if not outcome.accepted:
+            return outcome, None
+        return outcome, had(self._spec, outcome, answer, self._index)
+
+
+class GuardedBench(GpuBench):
+    """Trials of plans that workers have built and checked."""
+
+    def __init__(self, policy: Policy, device: Any, kept: Kept, alone: Any) -> None:
+        super().__init__(policy, device, alone)
+        self._kept = kept
+        self._passed: dict[tuple[str, Choice], Plan] = {}
+
+    def proposals(self, spec: GraphSpec) -> Any:
+        """See :class:`~cudnngraph.autotune.Bench`."""
+        if how(self._policy) != "isolated":
+            return super().proposals(spec)
+        return _Isolated(spec, self._policy, self._device.index, self._kept)
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """See :class:`~cudnngraph.autotune.Bench`; what a worker has checked is right."""
+        if plan.verified is None:
+            why = super().why_wrong(spec, plan)
+            if why is not None:
+                self._kept.add(spec, self._policy, {plan.choice: why})
+                return why
+            error = self._trial(spec).error
+            plan.verified = Verified.here(self._device.index, None if math.isnan(error) else error)
+        self._passed[step_digest(spec), plan.choice] = plan
+        return None
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """See :class:`~cudnngraph.autotune.Bench`."""
+        passed = self._passed.get((step_digest(spec), choice))
+        plan: Plan | None = None
+        if passed is not None and passed.blob is not None:
+            with contextlib.suppress(NotSupported):
+                plan = load(passed.blob, choice, self._device.index)
+        if plan is None:
+            plan = super().replay(spec, choice)
+        plan.verified = None if passed is None else passed.verified
+        return plan
