@@ -203,6 +203,7 @@ class _Proposal:
 
     choice: Choice | None
     workspace_bytes: int
+    verified: None = None  # nothing runs here
 
 
 class _Walk:

@@ -12,6 +12,7 @@ of its results have which.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
@@ -113,20 +114,8 @@ def _value(text: str, numbers: Sequence[float], counts: Sequence[int]) -> Any:
 def _policy_text(policy: Policy | None, numbers: list[float], counts: list[int]) -> str:
     if policy is None:
         return "None"
-    return _text(
-        (
-            policy.tune,
-            policy.allow_tf32,
-            policy.deterministic,
-            policy.workspace_limit,
-            policy.fallback,
-            policy.exclude_engines,
-            policy.max_candidates,
-            policy.budget_s,
-        ),
-        numbers,
-        counts,
-    )
+    values = tuple(getattr(policy, field.name) for field in dataclasses.fields(Policy))
+    return _text(values, numbers, counts)
 
 
 # -- which graph -----------------------------------------------------------------------------------
