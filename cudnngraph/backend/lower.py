@@ -1826,63 +1826,68 @@ def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
             raise _Refused("what lies otherwise than the images behind a batch norm")
 
 
-def _check_beside_products(ctx: Context) -> None:
-    """Refuse what the plan of a batch of products computes for some of their dims and repeats along
-    others, unless it is as large as one product, a row or a number: a column that all of a batch
-    share was read from the wrong place (seen on 9.19)."""
-    spec = ctx.spec
-    if all(node.op != "matmul" for node in spec.nodes):
-        return
-    for node in spec.nodes:
-        if not OPS[node.op].pointwise or not node.operands or node.results[0] in ctx.as_is:
+@dataclass(frozen=True)
+class _Repeat:
+    """An operand that a pointwise op in a plan repeats along some of its result's dims."""
+
+    name: str
+    dims: frozenset[int]  # along which it is repeated
+    real: frozenset[int]  # of the result, of more than one element
+    given: bool  # it is read from memory, not computed in the plan
+    text: str
+
+
+def _repeats(ctx: Context) -> Iterator[_Repeat]:
+    """Every operand that is repeated along some dims and not along others, as cuDNN sees them."""
+    for node in ctx.spec.nodes:
+        if not OPS[node.op].pointwise or node.results[0] in ctx.as_is:
             continue
         made = ctx.values[node.results[0]].get_dim()
-        real = {dim for dim, extent in enumerate(made) if extent > 1}
+        real = frozenset(dim for dim, extent in enumerate(made) if extent > 1)
         for name in node.operands:
             seen = ctx.values[name].get_dim()
-            repeated = {dim for dim in real if seen[dim] == 1}
-            given = name in spec.inputs and spec.tensors[name].dtype != torch.bool
-            if not given and {0, 2} <= repeated < real:
-                raise _Refused(
-                    f"'{name}' of {seen} is computed and repeated over {made} beside a product, "
-                    "which cuDNN gets wrong"
-                )
+            dims = frozenset(dim for dim in real if seen[dim] == 1)
+            if dims and dims != real:
+                given = name in ctx.spec.inputs and ctx.spec.tensors[name].dtype != torch.bool
+                yield _Repeat(name, dims, real, given, f"'{name}' of {seen} is {{}}over {made}")
+
+
+def _check_beside_products(ctx: Context) -> None:
+    """Refuse a column that a plan computes and that all of a batch of products share.
+
+    It was read from the wrong place (seen on 9.19); one as large as a product, and a row, were not.
+    """
+    if all(node.op != "matmul" for node in ctx.spec.nodes):
+        return
+    for each in _repeats(ctx):
+        if not each.given and each.dims >= {0, 2}:
+            what = each.text.format("computed and repeated ")
+            raise _Refused(f"{what} beside a product, which cuDNN gets wrong")
 
 
 def _check_beside_convolutions(ctx: Context) -> None:
-    """Refuse operands that are repeated in a way in which cuDNN's engines read them from the wrong
-    place, or from an address that faults (seen on 9.19, whatever strides they are given).
+    """Refuse operands that cuDNN's engines repeat wrongly beside a convolution.
 
-    Right is what is as large as the result, one number a channel, one number for all, and behind a
-    forward convolution one number a pixel, unless the plan itself computes it.
+    They read them from the wrong place, or from an address that faults (seen on 9.19, whatever
+    strides they are given). Right is what is as large as the result, one number a channel, one
+    number for all, and behind a forward convolution one number a pixel, unless the plan itself
+    computes it.
     """
     spec = ctx.spec
     ops = {node.op for node in spec.nodes} & {"conv", "conv_transpose"}
     if not ops:
         return
-    fused = [node for node in spec.nodes if OPS[node.op].pointwise and node.operands]
-    if fused and any(_mistakes_the_weight(spec, node) for node in spec.nodes if node.op in ops):
+    fuses = any(OPS[node.op].pointwise and node.operands for node in spec.nodes)
+    if fuses and any(_mistakes_the_weight(spec, node) for node in spec.nodes if node.op in ops):
         raise _Refused(
             "images of one pixel beside a weight that is not channels_last, which the engines that "
             "fuse read as if it were"
         )
-    for node in fused:
-        if node.results[0] in ctx.as_is:
-            continue
-        made = ctx.values[node.results[0]].get_dim()
-        real = {dim for dim, extent in enumerate(made) if extent > 1}
-        for name in node.operands:
-            seen = ctx.values[name].get_dim()
-            repeated = {dim for dim in real if seen[dim] == 1}
-            if repeated in (set(), real, real - {1}):
-                continue
-            given = name in spec.inputs and spec.tensors[name].dtype != torch.bool
-            if repeated == {1} and given and "conv_transpose" not in ops:
-                continue
-            raise _Refused(
-                f"'{name}' of {seen} is repeated over {made} beside a convolution, which cuDNN "
-                "gets wrong"
-            )
+    for each in _repeats(ctx):
+        pixel = each.dims == {1} and each.given and "conv_transpose" not in ops
+        if each.dims != each.real - {1} and not pixel:
+            what = each.text.format("repeated ")
+            raise _Refused(f"{what} beside a convolution, which cuDNN gets wrong")
 
 
 def _mistakes_the_weight(spec: GraphSpec, node: Node) -> bool:
