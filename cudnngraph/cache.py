@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -58,7 +59,12 @@ class Rejected:
     """What is not to be tried again, in the store's directory (:class:`~cudnngraph.guard.Kept`)."""
 
     def __init__(self, device_index: int) -> None:
-        self._env = digest(env_components(env.env_key(device_index)))
+        self._index = device_index
+
+    @cached_property
+    def _env(self) -> str:
+        """Of the environment, asked for when the first step is: torch steps need no cuDNN."""
+        return digest(env_components(env.env_key(self._index)))
 
     def of(self, spec: GraphSpec, policy: Policy) -> dict[Choice, str]:
         """The choices that were rejected for a step, with the reasons."""

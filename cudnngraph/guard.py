@@ -145,6 +145,7 @@ def had(spec: GraphSpec, outcome: Outcome, answer: Answer, device_index: int) ->
     if answer.blob is not None:
         try:
             plan = load(answer.blob, choice, device_index)
+            plan.blob = answer.blob
         except NotSupported as error:
             _log.info("%s of '%s' is built again: %s", choice, spec.name, error)
     if plan is None:
@@ -266,6 +267,7 @@ class GuardedBench(GpuBench):
         if passed is not None and passed.blob is not None:
             with contextlib.suppress(NotSupported):
                 plan = load(passed.blob, choice, self._device.index)
+                plan.blob = passed.blob
         if plan is None:
             plan = super().replay(spec, choice)
         plan.verified = None if passed is None else passed.verified

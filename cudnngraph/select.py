@@ -204,7 +204,7 @@ def heuristic(
             for group in groups
             if not (len(group) == 1 and graph.is_free(group[0]))
         )
-        expect([part for part in whole if why_apart(part) is None])
+        expect(part for part in whole if why_apart(part) is None)
 
     graph = Graph(prepared(spec))
     parts = regions(graph)

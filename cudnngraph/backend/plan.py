@@ -105,7 +105,7 @@ class Plan:
         extras: Sequence[Extra],
     ) -> None:
         self._graph = graph
-        self.blob: bytes | None = None  # what it was loaded from
+        self.blob: bytes | None = None  # as a worker serialized it, where that is kept
         self.verified: Verified | None = None
         self.choice = choice
         self.device_index = device_index
@@ -225,9 +225,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         uids = tuple(range(1, int(described["uids"]) + 1))
         graph = frontend.pygraph(handle=handle)
         graph.deserialize(list(body))
-        plan = Plan(graph, None, choice, device_index, uids, extras)
-        plan.blob = blob
-        return plan
+        return Plan(graph, None, choice, device_index, uids, extras)
     except (frontend.cudnnGraphNotSupportedError, RuntimeError, ValueError, KeyError) as error:
         raise NotSupported("a serialized plan", [first_line(str(error))], str(error)) from None
     except (TypeError, AttributeError) as error:

@@ -98,6 +98,7 @@ def test_what_ends_a_process_or_is_wrong_is_left_out_and_not_tried_again(
     behaves.start(e4="aborts", e5="wrong: off by 0.5", e6="hangs", e7="is right")
     plan, outcomes = guard.Builder(POLICY, 0, kept)(spec())
     assert plan.choice.engine == 7 and plan.verified == CHECKED
+    assert plan.blob == b"plan 7", "a search replays it from there"
     assert [(each.candidate.choice.engine, each.accepted) for each in outcomes][-1] == (7, True)
     assert kept.rejected == {
         Choice(4, ()): "the process that tried it died of SIGABRT",
@@ -250,6 +251,20 @@ def test_a_record_whose_plan_does_not_pass_serves_nobody(
     with pytest.raises(cg.PlanNotCached, match="wrong: off by"):
         again(verify="isolated", tune="cached")
     assert len(asked) == 1, "it is known"
+
+
+def test_torch_steps_alone_ask_nothing_of_cudnn(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not be installed for them."""
+
+    def missing(index: int) -> Any:
+        raise cg.BackendUnavailable("cuDNN is not installed")
+
+    monkeypatch.setattr(cache.env, "env_key", missing)
+    g = cg.Graph("g")
+    g.output("y", g.relu(g.input("x", (2, 3), torch.float64)))
+    assert [step.choice for step in g.compile("cuda:0").steps] == [None]
 
 
 @pytest.mark.parametrize("said", [None, 7, {}, {"error": "x"}, {"error": 1.0, "gpu": 3}])
