@@ -50,6 +50,7 @@ SPACER_BYTES = 11 << 20
 IN_PLACE_WAYS = 3  # plans of a step that are timed with the whole graph around them,
 IN_PLACE = 1.12  # those within this factor of the one that is fastest alone,
 IN_PLACE_SHARE = 0.01  # of a step that takes this share of the graph's time,
+IN_PLACE_LARGE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
 IN_PLACE_BUDGETS = 4.0  # within this many budgets of an anchor;
 IN_PLACE_GAIN = 0.997  # a plan has to bring the graph's time below this
 
@@ -66,9 +67,19 @@ class Bench(Protocol):
         """Time of each plan of a step (None: torch) side by side, or why it did not run."""
 
     def chain_times_us(
-        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]],
+        *,
+        alike: bool = False,
     ) -> list[float] | None:
-        """Time of each chain of steps that runs ``spec``, side by side; None without memory."""
+        """Time of each chain of steps that runs ``spec``, side by side; None without memory.
+
+        ``alike``: the chains differ in a small part of their work.
+        """
+
+    def close(self) -> None:
+        """No more plans are asked for; those that were to be built ahead are not."""
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """What is wrong with what a plan does, or None."""
@@ -137,16 +148,25 @@ class GpuBench:
             return measure(launches, self._stream, rounds=rounds, quick=rounds == QUICK_ROUNDS)
 
     def chain_times_us(
-        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]]
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]],
+        *,
+        alike: bool = False,
     ) -> list[float] | None:
         """See :class:`Bench`."""
         try:
             chain = Chain(spec, self._policy, self._device)
             launches = [chain.launch(steps) for steps in chains]
             with self._alone():
-                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+                return measure(
+                    launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS, alike=alike
+                )
         except torch.OutOfMemoryError:
             return None
+
+    def close(self) -> None:
+        """See :class:`Bench`."""
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`Bench`."""
@@ -567,6 +587,7 @@ def autotune(
         if progress is not None:
             progress(done, known)
     winner, rivals = search.settle(roots[0].spec, roots)
+    bench.close()
     steps, built = [], []
     for number, (part, way) in enumerate(winner.runs.steps):
         decisions = search.decisions(part, way)
@@ -631,14 +652,20 @@ class _Regions:
 
     def tuned(self, progress: Progress | None) -> Selection:
         """The choice. ``progress(done, known)`` is told how many plans were built."""
+        regions = [(piece(self._graph, group), group) for group in self._borders]
+        begun: dict[str, tuple[_Search, list[_Part]]] = {}
+        for spec, group in regions:  # all of them first: what builds elsewhere has begun then
+            digest = step_digest(spec)
+            if digest not in begun:
+                begun[digest] = self._begun(spec, group)
         found: dict[str, _Region] = {}
         places: list[_Place] = []
-        for group in self._borders:
-            spec = piece(self._graph, group)
+        for spec, group in regions:
             digest = step_digest(spec)
             if digest not in found:
-                found[digest] = self._searched(spec, group, progress)
+                found[digest] = self._searched(spec, group, *begun[digest], progress)
             places += self._placed(spec, found[digest])
+        self._bench.close()
         self._compare_in_place(places)
         steps: list[StepPlan] = []
         first_of: dict[int, int] = {}
@@ -656,13 +683,26 @@ class _Regions:
             )
         return Selection(tuple(steps), tuple(self._plan(place) for place in places))
 
-    def _searched(self, spec: GraphSpec, group: Group, progress: Progress | None) -> _Region:
+    def _begun(self, spec: GraphSpec, group: Group) -> tuple[_Search, list[_Part]]:
+        """The search of a region and its roots, with every part opened."""
         search = _Search(self._policy, self._bench, self._steps)
         roots = [search.part(self._graph, group)]
         dense = channels_last(spec, spec.outputs)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there
             graph = Graph(dense)
             roots.append(search.part(graph, work(graph.spec.nodes)))
+        for part in search.order:
+            search.open(part)
+        return search, roots
+
+    def _searched(
+        self,
+        spec: GraphSpec,
+        group: Group,
+        search: _Search,
+        roots: Sequence[_Part],
+        progress: Progress | None,
+    ) -> _Region:
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
         deadline = time.perf_counter() + self._policy.budget_s * anchors
         for done, known in search.explore(roots, deadline):
@@ -670,7 +710,8 @@ class _Regions:
                 progress(done, known)
         winner, rivals = search.settle(roots[0].spec, roots)
         made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
-        return _Region(spec, None if made <= set(spec.tensors) else dense, search, winner, rivals)
+        dense = None if made <= set(spec.tensors) else channels_last(spec, spec.outputs)
+        return _Region(spec, dense, search, winner, rivals)
 
     def _placed(self, spec: GraphSpec, region: _Region) -> list[_Place]:
         """The steps of a region that is equal to one that was searched."""
@@ -720,7 +761,9 @@ class _Regions:
                 [(p.spec, way.plan if p.part.step is step else p.way.plan) for p in places]
                 for way in ways
             ]
-            times = self._bench.chain_times_us(self._graph.spec, chains)
+            times = self._bench.chain_times_us(
+                self._graph.spec, chains, alike=share < IN_PLACE_LARGE
+            )
             if times is None:
                 return
             for way, time_us in sorted(

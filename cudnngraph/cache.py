@@ -14,14 +14,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
+from plans_cache.gate import Gate
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
 from plans_cache.rejections import Rejections
@@ -65,6 +64,11 @@ class Rejected:
     def _env(self) -> str:
         """Of the environment, asked for when the first step is: torch steps need no cuDNN."""
         return digest(env_components(env.env_key(self._index)))
+
+    @cached_property
+    def gate(self) -> Path | None:
+        """See :class:`~cudnngraph.guard.Kept`."""
+        return _gate_of(self._index)
 
     def of(self, spec: GraphSpec, policy: Policy) -> dict[Choice, str]:
         """The choices that were rejected for a step, with the reasons."""
@@ -217,10 +221,24 @@ def selection_for(
     return here()[:2]
 
 
-def alone_on(device_index: int) -> AbstractContextManager[None]:
-    """The right to measure on a GPU, held by one process and thread at a time."""
-    name = str(torch.cuda.get_device_properties(device_index).uuid)
-    return store().building(hashlib.sha256(name.encode()).hexdigest())
+@contextmanager
+def alone_on(device_index: int) -> Iterator[None]:
+    """The right to measure on a GPU, held by one process and thread at a time.
+
+    Workers that build plans go on meanwhile; none of them runs one.
+    """
+    with store().building(_name_of(device_index)), Gate(_gate_of(device_index)).alone():
+        yield
+
+
+def _name_of(device_index: int) -> str:
+    return hashlib.sha256(env.uuid(device_index).encode()).hexdigest()
+
+
+def _gate_of(device_index: int) -> Path | None:
+    directory = store().directory
+    name = f"{_name_of(device_index)[:32]}.gate"
+    return None if directory is None else directory / "gates" / name
 
 
 def _served(

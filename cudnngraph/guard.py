@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 from . import verification, workers
@@ -49,6 +50,10 @@ class Kept(Protocol):
 
     def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
         """Keep more of them."""
+
+    @property
+    def gate(self) -> Path | None:
+        """Where processes that use the GPU leave it to one that measures."""
 
 
 def how(policy: Policy) -> str:
@@ -103,7 +108,8 @@ class Builder:
 
     def _submitted(self, part: GraphSpec) -> Future[Answer]:
         rejected = self._kept.of(part, self._policy)
-        return workers.on(self._index).first(part, self._policy, rejected)
+        gate = self._kept.gate
+        return workers.on(self._index).first(part, self._policy, rejected, gate=gate)
 
     def _built(self, part: GraphSpec, digest: str) -> Built:
         if how(self._policy) == "off":
@@ -161,18 +167,19 @@ def check(
     why = kept.of(spec, policy).get(choice)
     error: float | None = None
     if why is None:
-        why, error = _checked(spec, policy, choice, device_index)
+        why, error = _checked(spec, policy, choice, device_index, kept)
         if why is not None:
             kept.add(spec, policy, {choice: why})
     return (why, None) if why is not None else (None, Verified.here(device_index, error))
 
 
 def _checked(
-    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
 ) -> tuple[str | None, float | None]:
     if how(policy) == "isolated":
         try:
-            answer = workers.on(device_index).check(spec, policy, choice).result()
+            at_work = workers.on(device_index)
+            answer = at_work.check(spec, policy, choice, gate=kept.gate).result()
         except Unusable as error:
             _without_workers(error)
         else:
@@ -194,31 +201,49 @@ class _Isolated:
         self._rejected = kept.of(spec, policy)
         self._proposals = Proposals(spec, policy, device_index, more=True)
         self.candidates = self._proposals.candidates
-        self._queue = [each for each in self.candidates if self._why_not(each) is None]
+        self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
-        self._submit(AHEAD)
+        self._submit()
 
     def _why_not(self, candidate: Candidate) -> str | None:
         return why_passed_over(
             candidate, self._spec, self._policy, env.capability(self._index)
         ) or self._rejected.get(candidate.choice)
 
-    def _submit(self, count: int) -> None:
-        for candidate in self._queue[:count]:
-            self._ahead[candidate.choice] = workers.on(self._index).one(
-                self._spec, self._policy, candidate.choice, {}
+    def _submit(self) -> None:
+        """Have the next few built, all of them by one worker, which knows the graph then."""
+        choices, self._queue = self._queue[:AHEAD], self._queue[AHEAD:]
+        self._ask(choices, urgent=False)
+
+    def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
+        if choices:
+            at_work = workers.on(self._index)
+            futures = at_work.these(
+                self._spec, self._policy, choices, gate=self._kept.gate, urgent=urgent
             )
-        del self._queue[:count]
+            self._ahead.update(zip(choices, futures, strict=True))
+
+    def close(self) -> None:
+        """Build nothing ahead any more."""
+        self._queue = []
+        for future in self._ahead.values():
+            future.cancel()
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
         """See :class:`~cudnngraph.backend.plan.Proposals`."""
         why = self._why_not(candidate)
         if why is not None:
             return Outcome(candidate, False, why), None
-        future = self._ahead.pop(candidate.choice, None)
-        if future is None:
-            future = workers.on(self._index).one(self._spec, self._policy, candidate.choice, {})
-        self._submit(1)
+        if how(self._policy) != "isolated":
+            return self._proposals.build(candidate)
+        choice = candidate.choice
+        if choice in self._queue:
+            self._queue.remove(choice)
+        if choice not in self._ahead or self._ahead[choice].cancelled():
+            self._ask([choice], urgent=True)
+        future = self._ahead.pop(choice)
+        if len(self._ahead) <= 1:
+            self._submit()
         try:
             answer = future.result()
         except Unusable as error:
@@ -241,12 +266,20 @@ class GuardedBench(GpuBench):
         super().__init__(policy, device, alone)
         self._kept = kept
         self._passed: dict[tuple[str, Choice], Plan] = {}
+        self._isolated: list[_Isolated] = []
 
     def proposals(self, spec: GraphSpec) -> Any:
         """See :class:`~cudnngraph.autotune.Bench`."""
         if how(self._policy) != "isolated":
             return super().proposals(spec)
-        return _Isolated(spec, self._policy, self._device.index, self._kept)
+        self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
+        return self._isolated[-1]
+
+    def close(self) -> None:
+        """See :class:`~cudnngraph.autotune.Bench`."""
+        for each in self._isolated:
+            each.close()
+        self._isolated.clear()
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`~cudnngraph.autotune.Bench`; what a worker has checked is right."""

@@ -30,6 +30,7 @@ DROP_OVER = 1.25  # times the fastest: out after the second round
 HEAVY_US = 100.0  # a launch that takes as long is sampled under sustained load
 LOAD_MS = 60.0  # of load before such a sample, and of the sample itself
 LOAD_ROUNDS = 5
+STEADY_MS = 5.0  # of a sample of contenders that load the GPU alike
 
 
 def interleave(
@@ -125,6 +126,17 @@ class Captured:
             load()
             return self._elapsed_us(load) / (replays * self.count)
 
+    def steady(self) -> float:
+        """Microseconds of one launch over :data:`STEADY_MS` of them."""
+        replays = math.ceil(STEADY_MS * 1e3 / (self.launch_us * self.count))
+
+        def work() -> None:
+            for _ in range(replays):
+                self._replay()
+
+        with torch.cuda.stream(self._stream):
+            return self._elapsed_us(work) / (replays * self.count)
+
     def _replay(self) -> None:
         if self._graph is not None:
             self._graph.replay()
@@ -140,17 +152,23 @@ def measure(
     rounds: int = ROUNDS,
     drop_over: float = DROP_OVER,
     quick: bool = False,
+    alike: bool = False,
 ) -> list[float]:
     """Median microseconds of each contender on the GPU, measured side by side on ``stream``.
 
     A contender is a launch, or several that do the same on rotating data. It is called with
     ``stream`` current, a first time outside of any capture. What it raises goes through. Heavy ones
-    are measured under sustained load, which takes half a second each, unless ``quick``.
+    are measured under sustained load, which takes half a second each, unless ``quick``. Those that
+    are ``alike`` but for a small part load the GPU for one another: short samples in turn will do.
     """
     listed = [[each] if callable(each) else list(each) for each in contenders]
     try:
         captured = [Captured(each, stream) for each in listed]
-        samples, rounds = samplers(captured, rounds, quick=quick)
+        if alike:
+            captured[0].sustained()
+            samples: list[Sample] = [each.steady for each in captured]
+        else:
+            samples, rounds = samplers(captured, rounds, quick=quick)
         return interleave(samples, rounds=rounds, drop_over=drop_over)
     finally:  # or what they use may be given away while they run
         stream.synchronize()

@@ -8,12 +8,24 @@ cause.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .backend.plan import Candidate, Choice, Outcome, Plan, Proposals, replay
+from plans_cache.gate import Gate
+
+from .backend import env
+from .backend.plan import (
+    Candidate,
+    Choice,
+    Outcome,
+    Plan,
+    Proposals,
+    replay,
+    why_passed_over,
+)
 from .errors import NotSupported
 from .ir import GraphSpec
 from .policy import Policy
@@ -37,6 +49,7 @@ class Checks:
     """The candidates of one graph on one GPU, each built and checked. Use it with that GPU current.
 
     ``rejected`` is what must not be tried, with the reason. ``tell`` is called before each attempt.
+    Plans run while they have a share of ``gate``.
     """
 
     def __init__(
@@ -47,17 +60,20 @@ class Checks:
         *,
         rejected: Rejected | None = None,
         tell: Tell = lambda choice: None,
+        gate: Gate | None = None,
         more: bool = False,
     ) -> None:
+        self._place = (spec, policy, device_index)
         self._proposals = Proposals(spec, policy, device_index, more=more)
         self._trial = Trial(spec, policy, torch.device("cuda", device_index))
         self._rejected = rejected or {}
         self._tell = tell
+        self._gate = gate or Gate(None)
         self.candidates = self._proposals.candidates
 
-    def take(self, rejected: Rejected, tell: Tell) -> None:
-        """What must not be tried from now on, and who is told."""
-        self._rejected, self._tell = rejected, tell
+    def take(self, rejected: Rejected, gate: Gate) -> None:
+        """What must not be tried from now on, and the gate."""
+        self._rejected, self._gate = rejected, gate
 
     def attempt(self, candidate: Candidate) -> tuple[Outcome, Plan | None, float | None]:
         """Build and check one; there is a plan when the outcome is accepted."""
@@ -68,8 +84,7 @@ class Checks:
         outcome, plan = self._proposals.build(candidate, launch=False)
         if plan is None:
             return outcome, None, None
-        why, error = _checked(self._trial, plan)
-        torch.cuda.synchronize()  # a fault stays, whatever was caught
+        why, error = _checked(self._trial, plan, self._gate)
         if why is not None:
             return Outcome(candidate, False, why, outcome.workspace_bytes, wrong=True), None, None
         return outcome, plan, error
@@ -84,6 +99,24 @@ class Checks:
                 return Found(plan, tuple(outcomes), error)
         return Found(None, tuple(outcomes), None)
 
+    def of(self, choice: Choice) -> Found:
+        """One choice, proposed here or not. Raises :class:`NotSupported` where it is not built."""
+        for candidate in self.candidates:
+            if candidate.choice == choice:
+                outcome, plan, error = self.attempt(candidate)
+                return Found(plan, (outcome,), error)
+        spec, policy, index = self._place
+        candidate = Candidate(-1, choice, str(choice))
+        why = why_passed_over(candidate, spec, policy, env.capability(index))
+        why = why or self._rejected.get(choice)
+        if why is not None:
+            return Found(None, (Outcome(candidate, False, why),), None)
+        self._tell(choice)
+        plan = replay(spec, choice, index)
+        why, error = _checked(self._trial, plan, self._gate)
+        outcome = Outcome(candidate, why is None, why or "", plan.workspace_bytes, why is not None)
+        return Found(plan if why is None else None, (outcome,), error)
+
 
 def none_passes(spec: GraphSpec, outcomes: Sequence[Outcome]) -> NotSupported:
     """The error that says what became of each candidate."""
@@ -95,16 +128,22 @@ def none_passes(spec: GraphSpec, outcomes: Sequence[Outcome]) -> NotSupported:
 
 
 def check(
-    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, gate: Gate | None = None
 ) -> tuple[str | None, float | None]:
     """What is wrong with a choice that was made before, and the error of its results."""
     plan = replay(spec, choice, device_index)
-    return _checked(Trial(spec, policy, torch.device("cuda", device_index)), plan)
+    trial = Trial(spec, policy, torch.device("cuda", device_index))
+    return _checked(trial, plan, gate or Gate(None))
 
 
-def _checked(trial: Trial, plan: Plan) -> tuple[str | None, float | None]:
-    try:
-        why = trial.why_wrong(plan)
-    except torch.OutOfMemoryError:
-        return None, None
-    return why, trial.error
+def _checked(trial: Trial, plan: Plan, gate: Gate) -> tuple[str | None, float | None]:
+    """What is wrong with a plan and how far it is off; nothing is known where memory is short even
+    without the other processes that share the gate."""
+    for alone in (False, True):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            with gate.alone() if alone else gate.shared():
+                why = trial.why_wrong(plan)
+                torch.cuda.synchronize()  # a fault stays, whatever was caught
+            return why, trial.error
+        torch.cuda.empty_cache()
+    return None, None

@@ -1,42 +1,44 @@
-"""A process that builds and checks plans for another: ``python -m cudnngraph.worker GPU``.
+"""A process that builds and checks plans for another one, forked by :mod:`~cudnngraph.forkserver`.
 
-It reads tasks from standard input and writes messages to standard output, a line of JSON each. A
-task has an ``id`` and says what to do:
+It reads tasks from a socket and writes messages to it, a line of JSON each. A task has an ``id``
+and says what to do:
 
 - ``first``: the first plan of cuDNN's ranking for ``spec`` under ``policy`` that passes, but for
   those in ``rejected``;
-- ``one``: a given ``choice``, as the search asks for it;
-- ``check``: a ``choice`` that was made before, for its numbers alone.
+- ``these``: each of the ``choices``, as the search asks for them, with an answer for each;
+- ``check``: a choice that was made before, for its numbers alone.
 
 Before each attempt it says ``trying``. Where it dies then, whoever reads knows of what. It ends
-when its input does, and when it had nothing to do for :data:`IDLE_S` seconds.
+when the socket is closed, in the middle of a task too.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import queue
-import sys
+import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from . import verification, wire
+from plans_cache.gate import Gate
+
+from . import forkserver, verification, wire
 from .backend import env
-from .backend.plan import Choice, Outcome, Plan
-from .errors import NotSupported
+from .backend.plan import Choice, Outcome
+from .errors import BackendUnavailable, NotSupported
 from .ir import GraphSpec
 from .key import step_digest
 from .policy import Policy
 
-IDLE_S = 30.0
 _CHECKS_KEPT = 4
-_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 Message = dict[str, Any]
 
@@ -69,63 +71,61 @@ def from_outcome(outcome: Outcome) -> Message:
 class Worker:
     """What one process has at hand: the checks of the graphs that it was asked about last."""
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, say: Callable[[Message], None]) -> None:
         self._index = device_index
+        self._say = say
         self._checks: OrderedDict[str, verification.Checks] = OrderedDict()
-        self._trying: list[Message] = []
 
-    def answer(self, task: Mapping[str, Any], say: Any) -> Message:
+    def answer(self, task: Mapping[str, Any]) -> Message:
         """The last message of a task."""
         spec, policy = wire.to_spec(task["spec"]), wire.to_policy(task["policy"])
-
-        def tell(choice: Choice) -> None:
-            say({"trying": from_choice(choice)})
-
-        if task["task"] == "check":
-            choice = to_choice(task["choice"])
-            tell(choice)
-            why, error = verification.check(spec, policy, choice, self._index)
-            return {"wrong": why, "error": error}
+        gate = Gate(None if task["gate"] is None else Path(task["gate"]))
         rejected = {to_choice(choice): str(why) for choice, why in task["rejected"]}
+        choices = [to_choice(choice) for choice in task["choices"]]
+        if task["task"] == "check":
+            self._tell(choices[0])
+            why, error = verification.check(spec, policy, choices[0], self._index, gate)
+            return {"wrong": why, "error": error}
         if task["task"] == "first":
-            found = verification.Checks(
-                spec, policy, self._index, rejected=rejected, tell=tell
-            ).first()
-            outcomes = [from_outcome(outcome) for outcome in found.outcomes]
-            blob = None if found.plan is None else _blob(found.plan)
-            return {"outcomes": outcomes, "error": found.error, "blob": blob}
-        return self._one(spec, policy, to_choice(task["choice"]), rejected, tell)
+            return _found(
+                verification.Checks(
+                    spec, policy, self._index, rejected=rejected, tell=self._tell, gate=gate
+                ).first()
+            )
+        checks = self._checks_of(spec, policy)
+        checks.take(rejected, gate)
+        for number, choice in enumerate(choices):
+            try:
+                made = _found(checks.of(choice))
+            except NotSupported as refusal:
+                made = {"refused": list(refusal.reasons)}
+            self._say({**made, "id": task["id"], "number": number})
+        return {}
 
-    def _one(
-        self,
-        spec: GraphSpec,
-        policy: Policy,
-        choice: Choice,
-        rejected: Mapping[Choice, str],
-        tell: Any,
-    ) -> Message:
+    def _tell(self, choice: Choice) -> None:
+        self._say({"trying": from_choice(choice)})
+
+    def _checks_of(self, spec: GraphSpec, policy: Policy) -> verification.Checks:
         place = step_digest(spec)
         checks = self._checks.get(place)
         if checks is None:
-            checks = verification.Checks(spec, policy, self._index, tell=tell, more=True)
+            checks = verification.Checks(spec, policy, self._index, tell=self._tell, more=True)
             self._checks[place] = checks
             while len(self._checks) > _CHECKS_KEPT:
                 self._checks.popitem(last=False)
-        checks.take(rejected, tell)
-        for candidate in checks.candidates:
-            if candidate.choice == choice:
-                outcome, plan, error = checks.attempt(candidate)
-                blob = None if plan is None else _blob(plan)
-                return {"outcomes": [from_outcome(outcome)], "error": error, "blob": blob}
-        raise NotSupported(str(choice), ["the heuristics do not propose it here"])
+        return checks
 
 
-def _blob(plan: Plan) -> str | None:
-    """The serialized plan as text; None where the frontend does not give one."""
-    try:
-        return base64.b64encode(plan.serialize()).decode()
-    except Exception:  # the frontend's own errors have no common base
-        return None
+def _found(found: verification.Found) -> Message:
+    """What was found, with the serialized plan as text; None where the frontend gives none."""
+    blob = None
+    if found.plan is not None:
+        try:
+            blob = base64.b64encode(found.plan.serialize()).decode()
+        except Exception:  # the frontend's own errors have no common base
+            blob = None
+    outcomes = [from_outcome(outcome) for outcome in found.outcomes]
+    return {"outcomes": outcomes, "error": found.error, "blob": blob}
 
 
 def _tasks(source: TextIO) -> Iterator[Message]:
@@ -139,48 +139,35 @@ def _tasks(source: TextIO) -> Iterator[Message]:
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        try:
-            yield json.loads(waiting.get(timeout=IDLE_S))
-        except queue.Empty:
-            return
+        yield json.loads(waiting.get())
 
 
-def _end_with_parent() -> None:
-    """Have the system end this process when its parent dies, where it can."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-
-
-def main() -> None:
-    """See the module's docstring."""
-    _end_with_parent()
-    messages = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no message
-    index = int(sys.argv[1])
+def work(connection: socket.socket, device_index: int) -> None:
+    """Answer the tasks that come by ``connection``; returns where there is no GPU to be had."""
+    messages = connection.makefile("w", buffering=1)
 
     def say(message: Message) -> None:
         messages.write(json.dumps(message) + "\n")
+        messages.flush()
 
     try:
-        torch.cuda.set_device(index)
-        torch.empty(1, device=torch.device("cuda", index))
-        env.handle(index)
+        torch.cuda.set_device(device_index)
+        torch.empty(1, device=torch.device("cuda", device_index))
+        env.handle(device_index)
     except Exception as error:
         say({"unusable": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
         return
     say({"ready": os.getpid()})
-    worker = Worker(index)
-    for task in _tasks(sys.stdin):
+    worker = Worker(device_index, say)
+    for task in _tasks(connection.makefile("r")):
         try:
-            answer = worker.answer(task, say)
+            answer = worker.answer(task)
         except NotSupported as refusal:
             answer = {"refused": list(refusal.reasons)}
         except Exception as error:
             answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         try:
-            torch.cuda.synchronize(index)
+            torch.cuda.synchronize(device_index)
             torch.cuda.empty_cache()
         except RuntimeError as error:  # the context is lost, and this process with it
             say({"died": str(error).splitlines()[0]})
@@ -188,5 +175,8 @@ def main() -> None:
         say({**answer, "id": task["id"]})
 
 
-if __name__ == "__main__":
-    main()
+def main(file: int) -> None:
+    """Fork workers for the process at the other end of the socket ``file``."""
+    with contextlib.suppress(BackendUnavailable):  # each worker says so
+        env.frontend()  # each worker has it then
+    forkserver.serve(file, work)

@@ -1,26 +1,26 @@
 """The processes that build and check plans for this one (:mod:`~cudnngraph.worker`).
 
-They are programs of their own, started when first needed and ended when idle, not forks: a process
-that has used CUDA cannot be forked, and one that is spawned would need the user's main module. One
-that faults, hangs or is killed in the middle of an attempt rejects that plan; the task goes on in
-another.
+They are started when first needed and ended when idle: forks of a program of its own
+(:mod:`~cudnngraph.forkserver`), not of this process, since one that has used CUDA cannot be forked,
+and one that is spawned would need the user's main module. One that faults, hangs or is killed in
+the middle of an attempt rejects that plan; the task goes on in another.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import heapq
 import json
 import logging
+import math
 import os
-import queue
-import selectors
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from .worker import from_choice, to_choice
 
 _log = logging.getLogger(__name__)
 
-LIMIT_S = 120.0  # of one attempt
+LIMIT_S = 60.0  # of one attempt
 START_S = 60.0
 IDLE_S = 20.0
 MOST = 8  # processes on one GPU
@@ -63,28 +63,121 @@ class Answer:
     faults: Mapping[Choice, str] = field(default_factory=dict)
 
 
-class _Process:
-    """One worker, as the thread that talks to it sees it."""
+# -- processes -------------------------------------------------------------------------------------
 
-    def __init__(self, command: Sequence[str]) -> None:
-        package = str(Path(__file__).resolve().parents[1])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+# Without the package's own module, which imports what a worker has no use for.
+_PROGRAM = """
+import json, sys, types
+file, sys.path[:], folder = json.loads(sys.argv[1])
+sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
+package.__path__ = [folder]
+from cudnngraph import worker
+worker.main(file)
+"""
+
+
+def program(file: int) -> list[str]:
+    """What starts the process that forks workers, for the other end of the socket ``file``."""
+    paths = [os.path.abspath(path) for path in sys.path]
+    folder = Path(__file__).resolve().parent
+    told = [file, [*paths, str(folder.parent)], str(folder)]
+    return [sys.executable, "-c", _PROGRAM, json.dumps(told)]
+
+
+class Server:
+    """The process that forks workers, started when first needed. Thread-safe."""
+
+    def __init__(self, command: Any = program) -> None:
+        self._command = command
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, data: Any) -> tuple[socket.socket, int]:
+        """A worker: the socket to talk by, and its process. Raises :class:`Unusable`."""
+        if not hasattr(os, "fork"):
+            raise Unusable(f"{sys.platform} has no fork")
+        with self._lock:
+            for _ in range(2):  # one that had nothing to do for long has ended
+                if self._control is None:
+                    self._start()
+                mine, its = socket.socketpair()
+                answer = self._asked({"fork": data}, [its.fileno()])
+                its.close()
+                if answer is not None:
+                    return mine, int(answer["pid"])
+                mine.close()
+                why = self._stop()
+        raise Unusable(f"a worker does not start: what forks it {why}")
+
+    def how(self, pid: int, *, kill: bool) -> str:
+        """How a worker ended, killed first or not; for people."""
+        with self._lock:
+            answer = self._asked({"end" if kill else "wait": pid})
+        return "ended with what forked it" if answer is None else str(answer["how"])
+
+    def _start(self) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Asking torch for a GPU otherwise spoils it for a fork.
+        env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         try:
             self._process = subprocess.Popen(
-                command,
+                self._command(its.fileno()),
                 env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the user's process
             )
         except OSError as error:
+            mine.close()
             raise Unusable(f"no process can be started: {error}") from None
-        assert self._process.stdout is not None
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        finally:
+            its.close()
+        mine.settimeout(START_S)
+        self._control = mine
+
+    def _asked(self, question: Any, files: Sequence[int] = ()) -> dict[str, Any] | None:
+        """Its answer; None where there is none."""
+        if self._control is None:
+            return None
+        try:
+            socket.send_fds(self._control, [json.dumps(question).encode()], files)
+            data = self._control.recv(1 << 16)
+        except OSError:
+            return None
+        answer = json.loads(data) if data else None
+        assert answer is None or isinstance(answer, dict)
+        return answer
+
+    def _stop(self) -> str:
+        """How it ended; it is killed where it did not."""
+        assert self._control is not None and self._process is not None
+        self._control.close()
+        self._control = None
+        try:
+            return f"ended with exit code {self._process.wait(1.0)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return f"does not answer within {START_S:g} s"
+
+    def let_go(self) -> None:
+        """Close the socket, at which it ends: of a forked child, the copy of its parent's."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+class _Process:
+    """One worker, as the thread that talks to it sees it."""
+
+    def __init__(self, server: Server, data: Any) -> None:
+        self._server = server
+        self._ended = ""
         self._rest = b""
+        self._socket, self._pid = server.fork(data)
         first = self.hear(START_S)
         if first is None or "ready" not in first:
             why = self.how_it_ended() if first is None else str(first.get("unusable"))
@@ -93,23 +186,25 @@ class _Process:
 
     def send(self, task: Mapping[str, Any]) -> bool:
         """Whether the task could be sent."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(task).encode() + b"\n")
-            self._process.stdin.flush()
+            self._socket.settimeout(LIMIT_S)
+            self._socket.sendall(json.dumps(task).encode() + b"\n")
         except OSError:
             return False
         return True
 
     def hear(self, limit_s: float) -> dict[str, Any] | None:
         """The next message; None where the process has ended or says nothing in time."""
-        assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._rest:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                data = self._socket.recv(1 << 20)
+            except TimeoutError:
                 self.end(f"hangs, or takes more than {limit_s:g} s")
                 return None
-            data = os.read(self._process.stdout.fileno(), 1 << 20)
+            except OSError:
+                return None
             if not data:
                 return None
             self._rest += data
@@ -118,149 +213,201 @@ class _Process:
         assert isinstance(message, dict)
         return message
 
-    _ended = ""
-
     def how_it_ended(self) -> str:
         """For people."""
-        if self._ended:
-            return self._ended
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return "closed its output"
-        if code < 0:
-            return f"died of {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        if not self._ended:
+            self.end(self._server.how(self._pid, kill=False))
+        return self._ended
 
     def end(self, why: str = "") -> None:
         """Kill it, and wait until it is gone."""
-        self._ended = self._ended or why
-        self._process.kill()
-        self._process.wait()
-        self._selector.close()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        how = self._server.how(self._pid, kill=True) if self._pid else ""
+        self._pid = 0
+        self._ended = self._ended or why or how
+        self._socket.close()
+
+    def let_go(self) -> None:
+        """Close the socket, as a forked child does with its parent's."""
+        self._socket.close()
 
 
-Command = Callable[[int], Sequence[str]]
-
-
-def program(device_index: int) -> list[str]:
-    """What starts a worker."""
-    return [sys.executable, "-m", "cudnngraph.worker", str(device_index)]
+# -- the pool --------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Task:
+    """Something to do; a future for each of the answers that are to come."""
+
     message: dict[str, Any]
-    future: Future[Answer]
-    rejected: dict[Choice, str]
+    futures: list[Future[Answer]]
+    choices: Sequence[Choice] = ()
+
+    @property
+    def attempts(self) -> int:
+        return max(1, len(self.choices))
+
+    def left(self) -> list[int]:
+        """The numbers of the choices that have no answer yet and are still wanted."""
+        return [number for number, each in enumerate(self.futures) if not each.done()]
 
 
 class Workers:
-    """Worker processes of one GPU, at most ``most``; each is served by a thread of its own."""
+    """Worker processes of one GPU, at most ``most``; each is served by a thread of its own.
 
-    def __init__(self, device_index: int, most: int, command: Command = program) -> None:
+    Another one is started when the tasks that wait would take those that are there longer than it
+    takes to start one; both times are those seen so far.
+    """
+
+    def __init__(self, device_index: int, most: int, server: Server | None = None) -> None:
         self._index = device_index
         self._most = most
-        self._command = command
-        self._waiting: queue.Queue[_Task] = queue.Queue()
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._idle = 0
-        self._number = 0
+        self._server = server or _server
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int, _Task]] = []  # a heap: by urgency, then in order
+        self._processes: set[_Process] = set()
+        self._threads = self._idle = self._count = self._number = 0
+        self._attempt_s, self._start_s = 0.05, 0.5  # until they have been seen
 
     def first(
-        self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        rejected: Mapping[Choice, str],
+        *,
+        gate: Path | None = None,
     ) -> Future[Answer]:
         """The first plan that passes. Its result raises :class:`Unusable` where there are no
-        workers."""
-        return self._submit("first", spec, policy, rejected)
+        workers. While another process has ``gate`` to itself, no plan runs."""
+        return self._submit("first", spec, policy, (), rejected, gate)[0]
 
-    def one(
-        self, spec: GraphSpec, policy: Policy, choice: Choice, rejected: Mapping[Choice, str]
+    def these(
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        choices: Sequence[Choice],
+        *,
+        gate: Path | None = None,
+        urgent: bool = True,
+    ) -> list[Future[Answer]]:
+        """Each of the choices, built and checked by one worker, in order."""
+        return self._submit("these", spec, policy, choices, {}, gate, urgent=urgent)
+
+    def check(
+        self, spec: GraphSpec, policy: Policy, choice: Choice, *, gate: Path | None = None
     ) -> Future[Answer]:
-        """One candidate, built and checked."""
-        return self._submit("one", spec, policy, rejected, choice=from_choice(choice))
-
-    def check(self, spec: GraphSpec, policy: Policy, choice: Choice) -> Future[Answer]:
         """What is wrong with a choice that was made before: ``wrong`` and ``error``."""
-        return self._submit("check", spec, policy, {}, choice=from_choice(choice))
+        return self._submit("check", spec, policy, [choice], {}, gate)[0]
 
     def _submit(
         self,
         task: str,
         spec: GraphSpec,
         policy: Policy,
+        choices: Sequence[Choice],
         rejected: Mapping[Choice, str],
-        **more: Any,
-    ) -> Future[Answer]:
-        future: Future[Answer] = Future()
+        gate: Path | None,
+        *,
+        urgent: bool = True,
+    ) -> list[Future[Answer]]:
+        futures: list[Future[Answer]] = [Future() for _ in choices or (None,)]
         message = {
             "task": task,
             "spec": wire.from_spec(spec),
             "policy": wire.from_policy(policy),
-            **more,
+            "rejected": [[from_choice(choice), why] for choice, why in rejected.items()],
+            "gate": None if gate is None else str(gate),
         }
-        self._waiting.put(_Task(message, future, dict(rejected)))
-        with self._lock:
-            if self._idle < self._waiting.qsize() and self._threads < self._most:
-                self._threads += 1
-                threading.Thread(target=self._serve, name="cudnngraph-worker", daemon=True).start()
-        return future
+        with self._changed:
+            self._put(_Task(message, futures, choices), urgent=urgent)
+        return futures
+
+    def _put(self, task: _Task, *, urgent: bool) -> None:
+        self._count += 1
+        heapq.heappush(self._waiting, (not urgent, self._count, task))
+        self._changed.notify()
+        self._grow()
+
+    def _grow(self) -> None:
+        """Start the threads that the waiting tasks are worth, with the lock held."""
+        if len(self._waiting) <= self._idle:
+            return
+        left_s = self._attempt_s * sum(task.attempts for _, _, task in self._waiting)
+        worth = max(1, math.ceil(left_s / self._start_s))
+        busy = self._threads - self._idle
+        wanted = min(self._most, worth, busy + len(self._waiting))
+        while self._threads < wanted:
+            self._threads += 1
+            threading.Thread(target=self._serve, name="cudnngraph-worker", daemon=True).start()
 
     # -- a thread ----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         process: _Process | None = None
-        try:
-            while (task := self._next()) is not None:
-                if not task.future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    answer, process = self._done(task, process)
-                    task.future.set_result(answer)
-                except BaseException as error:
-                    task.future.set_exception(error)
-        finally:
-            if process is not None:
-                process.end()
+        while (task := self._next()) is not None:
+            given, process = process, None
+            try:
+                process = self._done(task, given)
+            except Unusable as error:
+                with self._changed:
+                    others = self._threads > 1
+                    if others:  # those that are there go on alone
+                        self._most = self._threads = self._threads - 1
+                        self._put(task, urgent=True)
+                if others:
+                    return
+                _failed(task, error)
+            except BaseException as error:
+                _failed(task, error)
+            with self._changed:
+                self._grow()
+        if process is not None:
+            self._ended(process)
 
     def _next(self) -> _Task | None:
         """The next task, or None when there was none for a while."""
-        with self._lock:
+        with self._changed:
             self._idle += 1
-        try:
-            while True:
-                try:
-                    return self._waiting.get(timeout=IDLE_S)
-                except queue.Empty:
-                    with self._lock:  # a task that came meanwhile has counted on this thread
-                        if self._waiting.empty():
-                            self._threads -= 1
-                            return None
-        finally:
-            with self._lock:
+            try:
+                if not self._changed.wait_for(lambda: bool(self._waiting), IDLE_S):
+                    self._threads -= 1
+                    return None
+                return heapq.heappop(self._waiting)[2]
+            finally:
                 self._idle -= 1
 
-    def _done(self, task: _Task, process: _Process | None) -> tuple[Answer, _Process | None]:
+    def _started(self) -> _Process:
+        start = time.monotonic()
+        process = _Process(self._server, self._index)
+        self._start_s = time.monotonic() - start
+        self._processes.add(process)
+        return process
+
+    def _ended(self, process: _Process) -> None:
+        process.end()
+        self._processes.discard(process)
+
+    def _done(self, task: _Task, process: _Process | None) -> _Process | None:
+        """Do a task, and have its futures hold the answers; the process for the next one."""
+        for future in task.futures:
+            if not future.done() and not future.running():
+                future.set_running_or_notify_cancel()
         faults: dict[Choice, str] = {}
         lost = 0
-        while True:
+        while task.left():
+            if process is None:
+                process = self._started()
             try:
-                if process is None:
-                    process = _Process(self._command(self._index))
-                message, trying, died = self._talk(task, faults, process)
+                start, asked = time.monotonic(), len(task.left())
+                over, trying, died = self._talk(task, faults, process)
+                if over:
+                    self._attempt_s += 0.2 * ((time.monotonic() - start) / asked - self._attempt_s)
             except BaseException:
-                if process is not None:
-                    process.end()
+                self._ended(process)
                 raise
-            if message is not None:
-                return _answer(message, faults), process
+            if over:
+                break
             how = died or process.how_it_ended()
-            process.end()
+            self._ended(process)
             process = None
             if trying is None:
                 lost += 1
@@ -269,31 +416,59 @@ class Workers:
                 continue
             _log.warning("%s of '%s' is left out: %s", trying, task.message["spec"]["name"], how)
             faults[trying] = f"{LOST} {how}"
-            if task.message["task"] != "first":
-                return Answer(faults=faults, wrong=faults[trying]), None
+            for choice, future in zip(task.choices, task.futures, strict=False):
+                if choice == trying and not future.done():
+                    future.set_result(Answer(faults={trying: faults[trying]}, wrong=faults[trying]))
+        return process
 
     def _talk(
         self, task: _Task, faults: Mapping[Choice, str], process: _Process
-    ) -> tuple[dict[str, Any] | None, Choice | None, str]:
-        """Send a task and listen: the last message, what was tried when it ended without one, and
-        how it ended where it said so."""
-        with self._lock:
+    ) -> tuple[bool, Choice | None, str]:
+        """Send a task and listen: whether it is done; what was tried when it ended before that,
+        and how it ended where it said so."""
+        with self._changed:
             self._number += 1
-            number = self._number
-        rejected = [[from_choice(c), why] for c, why in {**task.rejected, **faults}.items()]
+            id = self._number
+        left = task.left()
+        rejected = [[from_choice(choice), why] for choice, why in faults.items()]
+        sent = {
+            **task.message,
+            "id": id,
+            "choices": [from_choice(task.choices[number]) for number in left if task.choices],
+            "rejected": [*task.message["rejected"], *rejected],
+        }
         trying: Choice | None = None
-        if not process.send({**task.message, "rejected": rejected, "id": number}):
-            return None, None, ""
+        if not process.send(sent):
+            return False, None, ""
         while True:
             message = process.hear(LIMIT_S)
             if message is None:
-                return None, trying, ""
+                return False, trying, ""
             if "trying" in message:
                 trying = to_choice(message["trying"])
             elif "died" in message:
-                return None, trying, str(message["died"])
-            elif message.get("id") == number:
-                return message, trying, ""
+                return False, trying, str(message["died"])
+            elif message.get("id") != id:
+                continue
+            elif "number" in message:
+                task.futures[left[message["number"]]].set_result(_answer(message, {}))
+                trying = None
+            else:
+                if "failed" in message or "refused" in message or not self._each(task):
+                    answer = _answer(message, faults)
+                    for number in task.left():
+                        task.futures[number].set_result(answer)
+                return True, None, ""
+
+    @staticmethod
+    def _each(task: _Task) -> bool:
+        """Whether each choice has an answer of its own."""
+        return bool(task.message["task"] == "these")
+
+
+def _failed(task: _Task, error: BaseException) -> None:
+    for number in task.left():
+        task.futures[number].set_exception(error)
 
 
 def _answer(message: Mapping[str, Any], faults: Mapping[Choice, str]) -> Answer:
@@ -319,6 +494,7 @@ def _outcome(data: Mapping[str, Any]) -> Outcome:
 
 # -- of this process -------------------------------------------------------------------------------
 
+_server = Server()
 _pools: dict[int, Workers] = {}
 _pools_lock = threading.Lock()
 
@@ -333,9 +509,16 @@ def on(device_index: int) -> Workers:
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads; it starts workers of its own."""
-    global _pools, _pools_lock
-    _pools, _pools_lock = {}, threading.Lock()
+    """A child has none of its parent's threads; it starts workers of its own, and holds no socket
+    of its parent's open."""
+    global _server, _pools, _pools_lock
+    for pool in _pools.values():
+        for process in list(pool._processes):
+            with contextlib.suppress(OSError):
+                process.let_go()
+    with contextlib.suppress(OSError):
+        _server.let_go()
+    _server, _pools, _pools_lock = Server(), {}, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -139,6 +139,7 @@ class World:
         monkeypatch.setattr(cache, "replay", self.replay)
         monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version, **options: self.bad)
         monkeypatch.setattr(env, "env_key", lambda index: self.environment)
+        monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(runtime, "autotune", self.autotune)

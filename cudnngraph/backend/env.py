@@ -46,6 +46,7 @@ __all__ = [
     "let_go",
     "loaded_libraries",
     "raw_stream",
+    "uuid",
 ]
 
 FRONTEND_MIN = (1, 28)
@@ -216,6 +217,11 @@ def device_identity(index: int) -> DeviceIdentity:
         sm_count=properties.multi_processor_count,
         index=index,
     )
+
+
+def uuid(index: int) -> str:
+    """What tells the CUDA device ``index`` from every other one."""
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 @functools.cache

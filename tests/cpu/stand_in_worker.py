@@ -1,26 +1,28 @@
-"""A worker without a GPU: it says what cudnngraph.worker says, and behaves as it is told.
+"""Workers without a GPU: they say what cudnngraph.worker says, and behave as they are told.
 
-    python stand_in_worker.py '{"3": "hangs", "5": "is right"}' LOG GPU
+    python stand_in_worker.py '{"3": "hangs", "5": "is right"}' LOG FILE
 
-The engines are tried in the order given. Every attempt is a line in LOG.
+forks them for the socket FILE. The engines are tried in the order given. Every attempt is a line in
+LOG. It loads the fork server alone, since torch takes a second to import.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-
-def say(message: dict[str, object]) -> None:
-    print(json.dumps(message), flush=True)
+Say = Callable[[dict[str, object]], None]
 
 
-def attempt(engine: str, behaviour: str) -> str:
+def attempt(engine: str, behaviour: str, say: Say) -> str:
     """What is wrong with an engine's plan, if this process lives to tell."""
     if behaviour == "hangs":
         time.sleep(600)
@@ -35,55 +37,78 @@ def attempt(engine: str, behaviour: str) -> str:
         os._exit(1)
     elif behaviour == "fails":
         raise RuntimeError("a programming error")
+    elif behaviour.startswith("takes "):
+        time.sleep(float(behaviour.split()[1]))
+        return ""
     return "" if behaviour == "is right" else behaviour
 
 
-def main() -> None:
+def work(connection: socket.socket, device_index: int) -> None:
+    """A worker."""
     behaviours, log = json.loads(sys.argv[1]), Path(sys.argv[2])
+    messages = connection.makefile("w")
+
+    def say(message: dict[str, object]) -> None:
+        messages.write(json.dumps(message) + "\n")
+        messages.flush()
+
     if "start" in behaviours:
         if behaviours["start"] == "unusable":
             say({"unusable": "AcceleratorError: CUDA-capable device(s) is/are busy or unavailable"})
-        sys.exit(0)
+        return
     say({"ready": os.getpid()})
-    for line in sys.stdin:
+    for line in connection.makefile("r"):
         task = json.loads(line)
         if behaviours.get("task") == "is lost":
             os._exit(9)
-        rejected = {choice[0] for choice, _ in task["rejected"]}
-        outcomes: list[dict[str, object]] = []
-        blob, failed = None, False
-        asked = [str(task["choice"][0])] if "choice" in task else list(behaviours)
-        for index, engine in enumerate(asked):
-            choice = [int(engine), []]
-            reason = "not tried again"
-            if int(engine) not in rejected:
-                with log.open("a") as file:
-                    file.write(f"{task['spec']['name']} {engine} {os.getpid()}\n")
-                say({"trying": choice})
-                try:
-                    reason = attempt(engine, behaviours[engine])
-                except RuntimeError as error:
-                    say({"id": task["id"], "failed": f"RuntimeError: {error}"})
-                    failed = True
-                    break
-            outcomes.append(
-                {
-                    "index": index,
-                    "choice": choice,
-                    "tag": f"eng{engine}",
-                    "accepted": not reason,
-                    "reason": reason,
-                    "workspace_bytes": 0,
-                    "wrong": reason.startswith("wrong"),
-                }
-            )
-            if not reason:
-                blob = base64.b64encode(f"plan {engine}".encode()).decode()
-                break
-        if failed:
-            continue
-        wrong = None if blob is not None or not outcomes else outcomes[-1]["reason"]
-        say({"id": task["id"], "outcomes": outcomes, "blob": blob, "error": 1e-4, "wrong": wrong})
+        try:
+            answer(task, behaviours, log, say)
+        except RuntimeError as error:
+            say({"id": task["id"], "failed": f"RuntimeError: {error}"})
+
+
+def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: Say) -> None:
+    """Do one task."""
+    rejected = {choice[0] for choice, _ in task["rejected"]}
+    asked = [str(choice[0]) for choice in task["choices"]] or list(behaviours)
+    for number, engine in enumerate(asked):
+        choice = [int(engine), []]
+        reason = "not tried again"
+        if int(engine) not in rejected:
+            with log.open("a") as file:
+                file.write(f"{task['spec']['name']} {engine} {os.getpid()}\n")
+            say({"trying": choice})
+            reason = attempt(engine, behaviours[engine], say)
+        outcome = {
+            "index": number,
+            "choice": choice,
+            "tag": f"eng{engine}",
+            "accepted": not reason,
+            "reason": reason,
+            "workspace_bytes": 0,
+            "wrong": reason.startswith("wrong"),
+        }
+        blob = None if reason else base64.b64encode(f"plan {engine}".encode()).decode()
+        made = {"outcomes": [outcome], "blob": blob, "error": 1e-4, "wrong": reason or None}
+        if task["task"] == "these":
+            say({"id": task["id"], "number": number, **made})
+        elif number == 0:
+            outcomes = [outcome]
+        else:
+            outcomes.append(outcome)
+        if task["task"] != "these" and not reason:
+            break
+    over = {} if task["task"] == "these" else {**made, "outcomes": outcomes}
+    say({"id": task["id"], **over})
+
+
+def main() -> None:
+    """Fork workers for who has the other end of the socket."""
+    path = Path(__file__).parents[2] / "cudnngraph" / "forkserver.py"
+    found = importlib.util.spec_from_file_location("forkserver", path)
+    forkserver = importlib.util.module_from_spec(found)
+    found.loader.exec_module(forkserver)
+    forkserver.serve(int(sys.argv[3]), work)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,15 @@ class Bench:
             times.append(took)
         return times
 
+    def close(self) -> None:
+        """Nothing is built ahead."""
+
     def chain_times_us(
-        self, spec: GraphSpec, chains: Sequence[Sequence[tuple[GraphSpec, FakePlan | None]]]
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, FakePlan | None]]],
+        *,
+        alike: bool = False,
     ) -> list[float] | None:
         self.chains.append([" | ".join(ops(step) for step, _ in chain) for chain in chains])
         for chain in chains:

@@ -17,7 +17,7 @@ import cudnngraph as cg
 from cudnngraph import cache, guard, recorded, select, verification, workers
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Answer, Workers
+from cudnngraph.workers import Answer, Server, Workers
 from tests.cpu.test_cache import again, compiled
 from tests.fakes import FakePlan, World
 
@@ -45,6 +45,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.rejected: dict[Choice, str] = {}
+        self.gate = None
 
     def of(self, spec: GraphSpec, policy: cg.Policy) -> Mapping[Choice, str]:
         return dict(self.rejected)
@@ -76,10 +77,10 @@ class Behaves:
         self.behaviours = {name.removeprefix("e"): does for name, does in behaviours.items()}
         told = json.dumps(self.behaviours)
 
-        def command(index: int) -> Sequence[str]:
-            return [sys.executable, str(STAND_IN), told, str(self.log), str(index)]
+        def command(file: int) -> Sequence[str]:
+            return [sys.executable, str(STAND_IN), told, str(self.log), str(file)]
 
-        workers._pools[0] = Workers(0, 2, command)
+        workers._pools[0] = Workers(0, 2, Server(command))
 
     @property
     def tried(self) -> list[int]:
@@ -212,7 +213,9 @@ def says(wrong: str | None, asked: list[Choice]) -> Any:
     """Workers that give one answer about every choice."""
 
     class Answers:
-        def check(self, spec: GraphSpec, policy: cg.Policy, choice: Choice) -> Future[Answer]:
+        def check(
+            self, spec: GraphSpec, policy: cg.Policy, choice: Choice, *, gate: Path | None
+        ) -> Future[Answer]:
             asked.append(choice)
             future: Future[Answer] = Future()
             future.set_result(Answer(wrong=wrong, error=1e-4))

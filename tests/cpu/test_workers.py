@@ -18,7 +18,7 @@ import cudnngraph as cg
 from cudnngraph import workers
 from cudnngraph.backend.plan import Choice
 from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Unusable, Workers
+from cudnngraph.workers import Server, Unusable, Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 POLICY = cg.Policy(allow_tf32=False)
@@ -37,10 +37,10 @@ class Pool:
         self._log = folder / "log"
         told = json.dumps(behaviours)
 
-        def command(index: int) -> Sequence[str]:
-            return [sys.executable, str(STAND_IN), told, str(self._log), str(index)]
+        def command(file: int) -> Sequence[str]:
+            return [sys.executable, str(STAND_IN), told, str(self._log), str(file)]
 
-        self.workers = Workers(0, most, command)
+        self.workers = Workers(0, most, Server(command))
 
     def tried(self) -> list[int]:
         """The engines in the order of the attempts."""
@@ -106,9 +106,11 @@ def test_a_candidate_that_the_search_asks_for_and_one_that_was_chosen_before(
     tmp_path: Path,
 ) -> None:
     pool = Pool(tmp_path, {"4": "aborts", "7": "is right", "8": "wrong: off by 2"})
-    one = pool.workers.one(graph(), POLICY, Choice(7, ()), {}).result(30.0)
+    choices = [Choice(7, ()), Choice(4, ()), Choice(8, ())]
+    one, dead, off = [each.result(30.0) for each in pool.workers.these(graph(), POLICY, choices)]
     assert one.blob == b"plan 7" and one.wrong is None
-    dead = pool.workers.one(graph(), POLICY, Choice(4, ()), {}).result(30.0)
+    assert off.wrong == "wrong: off by 2" and off.outcomes[0].wrong
+    assert pool.tried() == [7, 4, 8], "what was done is not done again"
     assert dead.blob is None and dead.wrong == "the process that tried it died of SIGABRT"
     bad = pool.workers.check(graph(), POLICY, Choice(8, ())).result(30.0)
     assert bad.wrong == "wrong: off by 2"
@@ -131,7 +133,7 @@ def test_where_there_are_no_workers_that_is_said(
 
 
 def test_where_no_process_may_be_started_that_is_said() -> None:
-    refused = Workers(0, 1, lambda index: ["/nowhere/python"])
+    refused = Workers(0, 1, Server(lambda file: ["/nowhere/python"]))
     with pytest.raises(Unusable, match="no process can be started"):
         refused.first(graph(), POLICY, {}).result(30.0)
 

@@ -26,7 +26,13 @@ import sys
 from cudnngraph.backend import lower
 lower._check_beside_convolutions = lambda ctx: None
 from cudnngraph import worker
-worker.main()
+worker.main(int(sys.argv[1]))
+"""
+BUSY = """
+import json, sys
+from cudnngraph import forkserver
+said = json.dumps({"unusable": "all devices are busy"}) + "\\n"
+forkserver.serve(int(sys.argv[1]), lambda connection, gpu: connection.sendall(said.encode()))
 """
 
 
@@ -128,11 +134,11 @@ def test_plans_that_fault_or_are_wrong_are_rejected_and_not_tried_again(
 ) -> None:
     monkeypatch.setattr(lower, "_check_beside_convolutions", lambda ctx: None)
 
-    def lenient(index: int) -> Sequence[str]:
-        return [sys.executable, "-c", LETS_THROUGH, str(index)]
+    def lenient(file: int) -> Sequence[str]:
+        return [sys.executable, "-c", LETS_THROUGH, str(file)]
 
     def pool() -> workers.Workers:
-        workers._pools[0] = workers.Workers(0, 4, lenient)
+        workers._pools[0] = workers.Workers(0, 4, workers.Server(lenient))
         return workers._pools[0]
 
     g = embedded(320)
@@ -151,9 +157,9 @@ def test_plans_that_fault_or_are_wrong_are_rejected_and_not_tried_again(
     talk = second._talk
 
     def listening(task: Any, faults: Any, process: Any) -> Any:
-        message, trying, died = talk(task, faults, process)
+        over, trying, died = talk(task, faults, process)
         asked.append(died)
-        return message, trying, died
+        return over, trying, died
 
     monkeypatch.setattr(second, "_talk", listening)
     is_right(g, g.compile("cuda", tune=tune, budget_s=3.0))
@@ -174,8 +180,8 @@ def test_a_whole_model_is_checked(record_property: Any) -> None:
 def test_where_no_worker_can_have_the_gpu_plans_are_checked_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    busy = "import json; print(json.dumps({'unusable': 'all devices are busy'}))"
-    workers._pools[0] = workers.Workers(0, 1, lambda index: [sys.executable, "-c", busy])
+    busy = workers.Server(lambda file: [sys.executable, "-c", BUSY, str(file)])
+    workers._pools[0] = workers.Workers(0, 1, busy)
     g = embedded()
     exe = g.compile("cuda")
     is_right(g, exe)

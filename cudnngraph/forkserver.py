@@ -1,0 +1,109 @@
+"""A process that forks workers for another one.
+
+Importing torch takes seconds, so it is done once: workers are forked from a process that has it and
+has not touched the GPU. That process is a program of its own, since its user may have a CUDA
+context, no main module or no file. It listens on a socket; with the socket's other end it ends, and
+so do its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+IDLE_S = 120.0  # without a child, after which it ends
+_WAIT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+Work = Callable[[socket.socket, Any], None]
+
+
+def serve(file: int, work: Work) -> None:
+    """Do what is asked on the socket ``file``, until it is closed.
+
+    ``{"fork": data}`` with an open socket: a child that runs ``work(socket, data)``; the answer is
+    its ``{"pid"}``. ``{"end": pid}`` and ``{"wait": pid}``: how the child ended, as ``{"how"}``,
+    killed first or not.
+    """
+    control = socket.socket(fileno=file)
+    children: dict[int, str | None] = {}
+    gc.freeze()  # what is there now is shared with the children
+    while True:
+        ready, _, _ = select.select([control], [], [], IDLE_S)
+        _reap(children)
+        if not ready:
+            if any(how is None for how in children.values()):
+                continue
+            break
+        data, files, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        if not data:
+            break
+        asked = json.loads(data)
+        if "fork" in asked:
+            answer = _forked(control, files[0], asked["fork"], work)
+            children[answer["pid"]] = None
+        else:
+            answer = {"how": _ended(children, asked)}
+        control.send(json.dumps(answer).encode())
+    for pid, how in children.items():
+        if how is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _forked(control: socket.socket, file: int, data: Any, work: Work) -> dict[str, int]:
+    pid = os.fork()
+    if pid:
+        os.close(file)
+        return {"pid": pid}
+    code = 1
+    try:
+        control.close()
+        _end_with_parent()
+        work(socket.socket(fileno=file), data)
+        code = 0
+    finally:
+        os._exit(code)  # no handlers of the parent's
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process when its parent dies, where it can."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _reap(children: dict[int, str | None]) -> None:
+    for pid in [pid for pid, how in children.items() if how is None]:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            children[pid] = _told(status)
+
+
+def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
+    """How a child ended; it is killed where it does not."""
+    pid = asked["end"] if "end" in asked else asked["wait"]
+    deadline = time.monotonic() + _WAIT_S
+    while pid in children and children[pid] is None:
+        if "end" in asked or time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            children[pid] = _told(os.waitpid(pid, 0)[1])
+        else:
+            time.sleep(0.002)
+            _reap(children)
+    return children.pop(pid, None) or "is not known"
+
+
+def _told(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
