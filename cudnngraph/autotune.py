@@ -53,6 +53,7 @@ IN_PLACE_SHARE = 0.01  # of a step that takes this share of the graph's time,
 IN_PLACE_LARGE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
 IN_PLACE_BUDGETS = 4.0  # within this many budgets of an anchor;
 IN_PLACE_GAIN = 0.997  # a plan has to bring the graph's time below this
+ALIKE_ROUNDS, ALIKE = 11, 1.003  # of graphs that differ in one step; out at this factor
 
 
 class Bench(Protocol):
@@ -107,6 +108,7 @@ class GpuBench:
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream(device)
         self._trials: OrderedDict[int, Trial] = OrderedDict()
+        self._chain: tuple[GraphSpec, Chain] | None = None  # the whole graph that was timed last
 
     def proposals(self, spec: GraphSpec) -> Proposals:
         """See :class:`Bench`."""
@@ -156,13 +158,17 @@ class GpuBench:
     ) -> list[float] | None:
         """See :class:`Bench`."""
         try:
-            chain = Chain(spec, self._policy, self._device)
-            launches = [chain.launch(steps) for steps in chains]
+            if self._chain is None or self._chain[0] is not spec:
+                self._chain = (spec, Chain(spec, self._policy, self._device))
+            launches = [self._chain[1].launch(steps) for steps in chains]
             with self._alone():
-                return measure(
-                    launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS, alike=alike
-                )
+                if alike:
+                    return measure(
+                        launches, self._stream, rounds=ALIKE_ROUNDS, drop_over=ALIKE, alike=True
+                    )
+                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
         except torch.OutOfMemoryError:
+            self._chain = None
             return None
 
     def close(self) -> None:

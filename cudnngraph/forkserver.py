@@ -49,8 +49,9 @@ def serve(file: int, work: Work) -> None:
             break
         asked = json.loads(data)
         if "fork" in asked:
-            answer = _forked(control, files[0], asked["fork"], work)
-            children[answer["pid"]] = None
+            pid = _forked(control, files[0], asked["fork"], work)
+            children[pid] = None
+            answer: dict[str, Any] = {"pid": pid}
         else:
             answer = {"how": _ended(children, asked)}
         control.send(json.dumps(answer).encode())
@@ -60,14 +61,15 @@ def serve(file: int, work: Work) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _forked(control: socket.socket, file: int, data: Any, work: Work) -> dict[str, int]:
+def _forked(control: socket.socket, file: int, data: Any, work: Work) -> int:
     pid = os.fork()
     if pid:
         os.close(file)
-        return {"pid": pid}
+        return pid
     code = 1
     try:
         control.close()
+        gc.enable()
         _end_with_parent()
         work(socket.socket(fileno=file), data)
         code = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import verification, workers
-from .autotune import GpuBench
+from .autotune import PATIENCE, GpuBench
 from .backend import env
 from .backend.plan import (
     Candidate,
@@ -37,7 +37,7 @@ from .workers import Answer, Unusable
 
 _log = logging.getLogger(__name__)
 
-AHEAD = 4  # candidates of a step that are built before the search asks for them
+AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them
 
 _in_process = ""  # why no worker can be had, once that has turned out
 

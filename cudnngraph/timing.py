@@ -165,7 +165,6 @@ def measure(
     try:
         captured = [Captured(each, stream) for each in listed]
         if alike:
-            captured[0].sustained()
             samples: list[Sample] = [each.steady for each in captured]
         else:
             samples, rounds = samplers(captured, rounds, quick=quick)

@@ -168,6 +168,7 @@ def work(connection: socket.socket, device_index: int) -> None:
             answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         try:
             torch.cuda.synchronize(device_index)
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         except RuntimeError as error:  # the context is lost, and this process with it
             say({"died": str(error).splitlines()[0]})
