@@ -4,11 +4,15 @@ Importing torch takes seconds, so it is done once: workers are forked from a pro
 has not touched the GPU. That process is a program of its own, since its user may have a CUDA
 context, no main module or no file. It listens on a socket; with the socket's other end it ends, and
 so do its children.
+
+The first worker is forked before anything is imported, so that it can have the GPU made ready
+meanwhile; who needs one alone pays for no second import.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -16,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,16 +32,16 @@ _PR_SET_PDEATHSIG = 1
 Work = Callable[[socket.socket, Any], None]
 
 
-def serve(file: int, work: Work) -> None:
+def serve(file: int, load: Callable[[], Work]) -> None:
     """Do what is asked on the socket ``file``, until it is closed.
 
-    ``{"fork": data}`` with an open socket: a child that runs ``work(socket, data)``; the answer is
-    its ``{"pid"}``. ``{"end": pid}`` and ``{"wait": pid}``: how the child ended, as ``{"how"}``,
+    ``{"fork": data}`` with an open socket: a child that runs ``load()(socket, data)``; the answer
+    is its ``{"pid"}``. ``{"end": pid}`` and ``{"wait": pid}``: how the child ended, as ``{"how"}``,
     killed first or not.
     """
     control = socket.socket(fileno=file)
     children: dict[int, str | None] = {}
-    gc.freeze()  # what is there now is shared with the children
+    work: Work | None = None
     while True:
         ready, _, _ = select.select([control], [], [], IDLE_S)
         _reap(children)
@@ -49,7 +54,10 @@ def serve(file: int, work: Work) -> None:
             break
         asked = json.loads(data)
         if "fork" in asked:
-            pid = _forked(control, files[0], asked["fork"], work)
+            if work is None and children:  # a second one: from now on they start with it
+                work = load()
+                gc.freeze()  # what is there now is shared with them
+            pid = _forked(control, files[0], asked["fork"], work, load)
             children[pid] = None
             answer: dict[str, Any] = {"pid": pid}
         else:
@@ -61,7 +69,9 @@ def serve(file: int, work: Work) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _forked(control: socket.socket, file: int, data: Any, work: Work) -> int:
+def _forked(
+    control: socket.socket, file: int, data: Any, work: Work | None, load: Callable[[], Work]
+) -> int:
     pid = os.fork()
     if pid:
         os.close(file)
@@ -69,19 +79,30 @@ def _forked(control: socket.socket, file: int, data: Any, work: Work) -> int:
     code = 1
     try:
         control.close()
-        gc.enable()
         _end_with_parent()
+        if work is None:
+            threading.Thread(target=_ready_gpu, args=[data], daemon=True).start()
+            work = load()
+        gc.enable()
         work(socket.socket(fileno=file), data)
         code = 0
     finally:
         os._exit(code)  # no handlers of the parent's
 
 
+def _ready_gpu(index: Any) -> None:
+    """Have the driver make the context of a GPU, which takes part of a second."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return  # whoever needs it says so
+    if driver.cuInit(0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), int(index))
+
+
 def _end_with_parent() -> None:
     """Have the system end this process when its parent dies, where it can."""
     if sys.platform == "linux":
-        import ctypes
-
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -116,7 +116,9 @@ class Builder:
             return build_first(part, self._policy, self._index)
         if how(self._policy) == "isolated":
             try:
-                answer = (self._ahead.pop(digest, None) or self._submitted(part)).result()
+                asked = self._ahead.pop(digest, None) or self._submitted(part)
+                env.handle(self._index)  # what this process needs then, while it waits
+                answer = asked.result()
             except Unusable as error:
                 _without_workers(error)
             else:
@@ -203,17 +205,17 @@ class _Isolated:
         self.candidates = self._proposals.candidates
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
-        self._submit()
+        self._submit(urgent=False)
 
     def _why_not(self, candidate: Candidate) -> str | None:
         return why_passed_over(
             candidate, self._spec, self._policy, env.capability(self._index)
         ) or self._rejected.get(candidate.choice)
 
-    def _submit(self) -> None:
+    def _submit(self, *, urgent: bool) -> None:
         """Have the next few built, all of them by one worker, which knows the graph then."""
         choices, self._queue = self._queue[:AHEAD], self._queue[AHEAD:]
-        self._ask(choices, urgent=False)
+        self._ask(choices, urgent=urgent)
 
     def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
         if choices:
@@ -243,7 +245,7 @@ class _Isolated:
             self._ask([choice], urgent=True)
         future = self._ahead.pop(choice)
         if len(self._ahead) <= 1:
-            self._submit()
+            self._submit(urgent=True)  # the search is at this step
         try:
             answer = future.result()
         except Unusable as error:

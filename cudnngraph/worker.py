@@ -176,8 +176,8 @@ def work(connection: socket.socket, device_index: int) -> None:
         say({**answer, "id": task["id"]})
 
 
-def main(file: int) -> None:
-    """Fork workers for the process at the other end of the socket ``file``."""
+def load() -> forkserver.Work:
+    """What each worker runs, with all that it needs imported."""
     with contextlib.suppress(BackendUnavailable):  # each worker says so
-        env.frontend()  # each worker has it then
-    forkserver.serve(file, work)
+        env.frontend()
+    return work

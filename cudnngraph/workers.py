@@ -73,8 +73,8 @@ gc.disable()
 file, sys.path[:], folder = json.loads(sys.argv[1])
 sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
 package.__path__ = [folder]
-from cudnngraph import worker
-worker.main(file)
+from cudnngraph import forkserver
+forkserver.serve(file, lambda: __import__("cudnngraph.worker").worker.load())
 """
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     found = importlib.util.spec_from_file_location("forkserver", path)
     forkserver = importlib.util.module_from_spec(found)
     found.loader.exec_module(forkserver)
-    forkserver.serve(int(sys.argv[3]), work)
+    forkserver.serve(int(sys.argv[3]), lambda: work)
 
 
 if __name__ == "__main__":

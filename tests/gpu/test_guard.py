@@ -25,14 +25,14 @@ LETS_THROUGH = """
 import sys
 from cudnngraph.backend import lower
 lower._check_beside_convolutions = lambda ctx: None
-from cudnngraph import worker
-worker.main(int(sys.argv[1]))
+from cudnngraph import forkserver, worker
+forkserver.serve(int(sys.argv[1]), worker.load)
 """
 BUSY = """
 import json, sys
 from cudnngraph import forkserver
 said = json.dumps({"unusable": "all devices are busy"}) + "\\n"
-forkserver.serve(int(sys.argv[1]), lambda connection, gpu: connection.sendall(said.encode()))
+forkserver.serve(int(sys.argv[1]), lambda: lambda talk, gpu: talk.sendall(said.encode()))
 """
 
 
