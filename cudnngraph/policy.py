@@ -37,7 +37,7 @@ class Policy:
       reference, in a process of its own, before it computes anything for you: one that is wrong,
       faults or hangs harms nothing, and is not tried again. "inprocess" does it in this process,
       and is taken where a second one cannot have the GPU. "off" looks at what "autotune" takes
-      alone. None follows the setting ``CUDNNGRAPH_VERIFY``, which is "off" unless it is set.
+      alone. None follows the setting ``CUDNNGRAPH_VERIFY``, "isolated" unless it is set.
     - ``max_candidates``: how many plans of a step autotuning builds at most.
     - ``budget_s``: seconds that autotuning may take for each convolution, matmul, norm or attention
       of the graph; every step's first plan is tried however long that takes.

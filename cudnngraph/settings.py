@@ -156,11 +156,11 @@ VARIABLES: tuple[Variable, ...] = (
         name="CUDNNGRAPH_VERIFY",
         field="verify",
         type_text=", ".join(f"`{verify}`" for verify in VERIFIES),
-        default_text="`off`",
+        default_text="`isolated`",
         meaning="How plans are checked before they compute anything, for a policy that does not "
         "say: in processes of their own, in this one, or not at all.",
         parse=_one_of(VERIFIES),
-        default=lambda environ: "off",
+        default=lambda environ: "isolated",
     ),
 )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Every plan is checked, without some processes for each of pytest's; test_guard.py tests those.
+os.environ.setdefault("CUDNNGRAPH_VERIFY", "inprocess")
 
 HERE = Path(__file__).parent
 
