@@ -50,6 +50,8 @@ def resnet() -> tuple[torch.nn.Module, Any]:
 
 def unet() -> tuple[torch.nn.Module, Any]:
     """The UNet of Stable Diffusion 1.5 with random weights, for two images of 512 x 512."""
+    for name in ("transformers", "peft", "accelerate"):  # not needed, and slow
+        sys.modules[name] = None  # type: ignore[assignment]
     from diffusers import UNet2DConditionModel
 
     net = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
@@ -67,7 +69,7 @@ def unet() -> tuple[torch.nn.Module, Any]:
             out: torch.Tensor = self.net(x, t, w, return_dict=False)[0]
             return out
 
-    return Plain(), (sample, time_step, words)
+    return Plain().eval(), (sample, time_step, words)
 
 
 def child(name: str, verify: str) -> dict[str, Any]:
