@@ -181,12 +181,13 @@ def work(connection: socket.socket, device_index: int) -> None:
 
 
 def _keep_small() -> None:
-    """Have the driver set less memory aside for each thread that the GPU can run at a time: 0.13 GiB
-    less on an H200. Only what calls itself would need it."""
+    """Have the driver set less memory aside for the threads that the GPU can run at a time.
+
+    That is 0.13 GiB less on an H200. Only functions that call themselves would need it.
+    """
     with contextlib.suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(
-            _CU_LIMIT_STACK_SIZE, ctypes.c_size_t(STACK_BYTES)
-        )
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuCtxSetLimit(_CU_LIMIT_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
 
 
 def load() -> forkserver.Work:
