@@ -1,5 +1,5 @@
 """The first run of what was built in this process: right as ever, and where a plan faults on a real
-GPU, or ends the process, the next process takes another one."""
+GPU, or ends the process, the next process takes another one. `plans verify` checks plans again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, settings, workers
+from cudnngraph import cache, cli, guard, settings, workers
 from tests import numerics
 from tests.gpu.test_guard import again, embedded, inputs, is_right
 
@@ -230,3 +230,35 @@ def test_threads_and_streams_may_run_it_first_at_once() -> None:
     assert not failed and len(found) == 4 and marks() == []
     for y in found:
         numerics.check(y, wanted(given), torch.float16)
+
+
+def test_plans_verify_says_how_far_off_plans_are(capsys: pytest.CaptureFixture[str]) -> None:
+    g = embedded()
+    exe = g.compile("cuda", verify="off")
+    assert any(step.choice is not None for step in exe.steps)
+    assert cli.main(["plans", "verify"]) == 0
+    out = capsys.readouterr().out
+    assert "1 entries checked, 1 replayed, 0 problems" in out and "1 renewed" in out
+    again()
+    exe = g.compile("cuda")
+    assert exe.tier.startswith("disk") and not workers._pools, "it was checked already"
+    assert all(step.verified is not None for step in exe.steps if step.choice is not None)
+    is_right(g, exe)
+
+
+def test_plans_verify_removes_a_record_whose_plan_is_rejected(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    g = embedded()
+    exe = g.compile("cuda")
+    step = next(step for step in exe._program.steps if step.choice is not None)
+    assert step.choice is not None
+    cache.Rejected(0).add(step.spec, exe.policy, {step.choice: "wrong: off by 0.5"})
+    assert cli.main(["plans", "verify"]) == 1
+    out = capsys.readouterr().out
+    assert f"{step.choice}: wrong: off by 0.5" in out and "1 removed" in out
+    again()
+    exe = g.compile("cuda")
+    assert exe.tier == "built"
+    assert step.choice not in [each.choice for each in exe._program.steps if each.spec == step.spec]
+    is_right(g, exe)
