@@ -36,6 +36,7 @@ LAYERS = (
     ("workers",),
     ("guard",),
     ("cache",),
+    ("first_launch",),
     ("runtime",),
     ("explain", "transforms"),
     ("training",),
@@ -80,7 +81,7 @@ SELECTION = {
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
     "recorded": {"record"},
-    "cache": {"record", "rejections", "store", "lock"},
+    "cache": {"launches", "record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
     "cli": {"", "record", "store"},
 }
@@ -88,7 +89,7 @@ MAY_USE_STORE = {
 STORE_LAYERS = (
     ("record", "files", "workspace"),
     ("lock", "rejections"),
-    ("store",),
+    ("launches", "store"),
     ("",),
 )
 STORE_LAYER = {part: number for number, parts in enumerate(STORE_LAYERS) for part in parts}
