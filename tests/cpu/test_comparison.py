@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnngraph as cg
 import cudnngraph.functional as CF
 from cudnngraph import comparison, reference, settings, torch_ops
+from cudnngraph.runtime import Executable
 from tests import numerics
 
 F64 = torch.float64
@@ -448,3 +450,168 @@ def test_complex_results_are_compared_in_both_parts() -> None:
     assert yardstick.check("it", exact.to(torch.complex64)) is not None
     with pytest.raises(cg.WrongResult, match="it is off by"):
         yardstick.check("it", exact.conj().resolve_conj().to(torch.complex64))
+
+
+# -- training=True ---------------------------------------------------------------------------------
+
+
+def block() -> tuple[cg.Graph, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    g = cg.Graph("block")
+    x, w = g.input("x", (2, 3, 6, 6), torch.float32), g.input("w", (4, 3, 3, 3), torch.float32)
+    g.output("y", g.relu(g.conv(x, w)))
+    return g, {"x": torch.randn(2, 3, 6, 6), "w": torch.randn(4, 3, 3, 3)}
+
+
+def spoilt(monkeypatch: pytest.MonkeyPatch, which: Callable[[Executable], int | None]) -> None:
+    """Multiply one output of some executables."""
+    real = Executable.outputs_for
+
+    def wrong(self: Executable, *given: Any, **options: Any) -> list[torch.Tensor]:
+        results = real(self, *given, **options)
+        at = which(self)
+        if at is not None:
+            results[at].mul_(1.001)
+        return results
+
+    monkeypatch.setattr(Executable, "outputs_for", wrong)
+
+
+def test_a_wrong_result_of_a_training_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt(monkeypatch, lambda exe: 0)
+    g, given = block()
+    exe = g.compile("cpu", training=True, check=True)
+    match = r"^graph 'block': output 'y' is off by 0\.001, at most 1e-05 is right"
+    for leaves in (given, {name: t.clone().requires_grad_() for name, t in given.items()}):
+        for _ in range(2):
+            with pytest.raises(cg.WrongResult, match=match):
+                exe(**leaves)
+
+
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_a_wrong_gradient_of_a_training_graph_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g, given = block()
+    gradient = cg.differentiate(g.spec(), ("x", "w"))
+
+    def which(exe: Executable) -> int | None:
+        outputs = exe.spec.outputs
+        at = gradient.outgoing[name]
+        return outputs.index(at) if at in outputs else None
+
+    spoilt(monkeypatch, which)
+    leaves = {each: t.requires_grad_() for each, t in given.items()}
+    y = g.compile("cpu", training=True, check=True)(**leaves)
+    with pytest.raises(cg.WrongResult, match=rf"the gradient of '{name}' is off by 0\.001, at"):
+        y.sum().backward()
+    assert given["x"].grad is None and given["w"].grad is None
+
+
+def test_a_training_graph_is_compared_once(compared: list[str]) -> None:
+    g, given = block()
+    exe = g.compile("cpu", training=True, check=True)
+    assert exe.check
+    for _ in range(3):
+        exe(**given)
+    assert compared == ["graph 'block'"]
+    leaves = {name: t.requires_grad_() for name, t in given.items()}
+    for _ in range(3):
+        exe(**leaves).sum().backward()
+    assert len(compared) == 3
+    wide = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    F.conv2d(wide["x"], wide["w"]).relu().sum().backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None and wide[name].grad is not None
+        assert numerics.relative_error(leaf.grad, 3 * wide[name].grad) < 1e-6  # type: ignore[operator]
+    with settings.override(check=False):
+        assert not g.compile("cpu", training=True).check
+    with settings.override(check=True):
+        assert g.compile("cpu", training=True).check
+
+
+def test_running_statistics_written_in_place_move_once_and_not_where_a_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = image(), torch.randn(4, 3, 3, 3, requires_grad=True)
+
+    def step(check: bool) -> list[torch.Tensor]:
+        stats = [torch.zeros(4), torch.ones(4)]
+        with settings.override(check=check):
+            CF.conv_bn_act(x, w, *stats, training=True, momentum=0.25).sum().backward()
+        return stats
+
+    checked, plain = step(True), step(False)
+    y = F.conv2d(x.double(), w.detach().double())
+    for mine, other, want in zip(
+        checked,
+        plain,
+        (0.25 * y.mean((0, 2, 3)), 0.75 + 0.25 * y.var((0, 2, 3))),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+        numerics.check(mine, want, torch.float32, terms=72)
+    spoilt(monkeypatch, lambda exe: 0)
+    other = torch.randn(2, 3, 7, 7)  # another form is another graph
+    stats = [torch.zeros(4), torch.ones(4)]
+    with settings.override(check=True), pytest.raises(cg.WrongResult, match="is off by"):
+        CF.conv_bn_act(other, w, *stats, training=True, momentum=0.25)
+    assert torch.equal(stats[0], torch.zeros(4)) and torch.equal(stats[1], torch.ones(4))
+
+
+def test_dropout_by_a_seed_is_left_out_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture, compared: list[str]
+) -> None:
+    g = cg.Graph("dropping")
+    q, k, v = (g.input(name, (1, 2, 8, 4), torch.float32) for name in "qkv")
+    seed, offset = (g.input(name, (1, 1, 1, 1), torch.int64) for name in ("seed", "offset"))
+    g.output("o", g.sdpa(q, k, v, dropout_p=0.5, dropout_seed=seed, dropout_offset=offset))
+    data = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    seeds = [torch.full((1, 1, 1, 1), 7), torch.zeros(1, 1, 1, 1, dtype=torch.int64)]
+    with caplog.at_level(logging.WARNING, LOGGER):
+        made = g.compile("cpu", training=True, check=True)(*data, *seeds)
+    assert made.isfinite().all() and compared == []
+    assert caplog.messages == [
+        "graph 'dropping' drops by a seed, and is left out of the comparison with eager"
+    ]
+
+
+def test_fake_tensors_are_not_compared_and_the_next_call_is(compared: list[str]) -> None:
+    g, given = block()
+    exe = g.compile("cpu", training=True, check=True)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(t) for name, t in given.items()}
+        assert exe(**fake).shape == (2, 4, 4, 4)
+    assert compared == []
+    exe(**given)
+    assert compared == ["graph 'block'"]
+
+
+def test_a_check_is_for_training_alone_and_a_bool() -> None:
+    g, _ = block()
+    with pytest.raises(cg.PolicyError, match="check is for training=True"):
+        g.compile("cpu", check=True)
+    with pytest.raises(cg.PolicyError, match=r"check .*; expected True, False or None"):
+        g.compile("cpu", training=True, check=1)  # type: ignore[call-overload]
+
+
+def test_autocast_does_not_widen_the_yardstick_of_a_graph() -> None:
+    x = torch.randn(40)
+
+    def run(inputs: Sequence[Any], dtype: torch.dtype | None) -> list[torch.Tensor]:
+        return [F.linear(*(each.to(dtype or each.dtype) for each in inputs))]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = comparison.Expected(run, [x, torch.randn(9, 40)])
+    assert eager.own[0].dtype == torch.float32
+    ((_, own),) = eager.check("it", ["result 0"], eager.own)
+    assert own is not None and own < 1e-6
+
+
+def test_specialize_hands_the_check_on(compared: list[str]) -> None:
+    block = cg.specialize(training=True, check=True)(lambda g, x: g.exp(x))
+    x = torch.randn(5, requires_grad=True)
+    for _ in range(2):
+        block(x).sum().backward()
+    assert len(compared) == 2
+    numerics.check(x.grad, 2 * x.detach().double().exp(), torch.float32)
