@@ -212,6 +212,10 @@ def test_nothing_is_compared_unless_asked_for(compared: list[str]) -> None:
     assert len(compared) == 2
 
 
+def test_the_suites_compare_by_default() -> None:
+    assert settings.current().check
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_each_set_of_shapes_is_compared_once(
     dynamic: bool | None, monkeypatch: pytest.MonkeyPatch, compared: list[str]
