@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_the_gradient_of_an_argument_is_named(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.randn(4, 3, 3, 3)
     text = wrong_gradient(compiled(convolved, check=True), image().requires_grad_())
     assert text.startswith("torch.compile: the gradient of 'pixels' is off by 0.001, ")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("L['self']._modules['layers']._modules['0']._parameters['weight']", "layers.0.weight"),
+        ("G['model']._modules['norm']._buffers['running_mean']", "norm.running_mean"),
+        ("L['x']", "x"),
+        ("L['args'][0]", "args[0]"),
+    ],
+)
+@pytest.mark.parametrize("is_method", [False, True], ids=["attribute", "method"])
+def test_inputs_have_the_names_that_the_user_gave_them(
+    source: str, name: str, is_method: bool
+) -> None:
+    """torch 2.9 has a source's name as a method."""
+    node = torch.fx.Graph().placeholder("L_x_")
+    assert fusing._source_name(node) == "L_x_"
+    text = (lambda: source) if is_method else source
+    node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=text))
+    assert fusing._source_name(node) == name
 
 
 def test_a_new_value_of_a_buffer_is_compared_and_none_is_written(
