@@ -31,7 +31,7 @@ LAYERS = (
     ("eager",),
     ("layout",),
     ("grad", "importer", "select", "trial", "direct", "lanes"),
-    ("autotune", "recorded", "verification"),
+    ("autotune", "comparison", "recorded", "verification"),
     ("worker",),
     ("workers",),
     ("guard",),
