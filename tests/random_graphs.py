@@ -936,6 +936,9 @@ class _Maker:
         }[way]
         if count < 8 or (self.case.fused and way == "batch_norm_train"):
             return None
+        parts = self.made[x].reshape(n, groups if way == "group_norm" else c, -1)
+        if way != "batch_norm" and self.flat(parts, (0, 2) if "train" in way else (2,)):
+            return None
         if way == "batch_norm":
             if self.case.fused:
                 return None
@@ -952,6 +955,11 @@ class _Maker:
         more = {"num_groups": groups} if way == "group_norm" else {}
         return self.step(way, x, *operands, terms=count, **more)
 
+    def flat(self, x: Tensor, dims: tuple[int, ...]) -> bool:
+        """Whether some numbers of one norm are nearly equal: it makes 300 times their rounding."""
+        variance = x.var(dims, unbiased=False)
+        return bool((variance < 1e-2 * x.square().mean(dims)).any())
+
     def row_norm(self, x: int) -> int | None:
         r, shape = self.r, self.shape(x)
         way = r.choice(("layer_norm", "rms_norm", "softmax", "log_softmax", "normalize"))
@@ -961,7 +969,7 @@ class _Maker:
             if shape[dim] < 2:
                 return None
             return self.step(way, x, terms=shape[dim], dim=dim)
-        if d < 3:
+        if d < 3 or (way == "layer_norm" and self.flat(self.made[x], (-1,))):
             return None
         if way == "normalize":
             least = float(self.made[x].square().sum(-1).min())
