@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("lasting",),
+    ("lasting", "forkserver"),
     ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
     ("arguments",),
     ("ir", "settings", "policy"),
@@ -81,14 +81,16 @@ SELECTION = {
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
     "recorded": {"record"},
-    "cache": {"launches", "record", "rejections", "store", "lock"},
+    "verification": {"gate"},
+    "worker": {"gate"},
+    "cache": {"gate", "launches", "record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
     "cli": {"", "record", "store"},
 }
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("record", "files", "workspace"),
-    ("lock", "rejections"),
+    ("gate", "lock", "rejections"),
     ("launches", "store"),
     ("",),
 )

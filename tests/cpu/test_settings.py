@@ -43,7 +43,7 @@ def test_defaults_follow_the_xdg_cache_home() -> None:
         log=None,
         backend="auto",
         tune="heuristic",
-        verify="off",
+        verify="isolated",
         check=False,
     )
 
