@@ -28,16 +28,16 @@ LAYERS = (
     ("rows",),
     ("rewrites",),
     ("graph", "backend", "dropped"),
-    ("eager",),
+    ("eager", "patterns"),
     ("layout",),
     ("grad", "importer", "select", "trial", "direct", "lanes"),
     ("autotune", "recorded", "verification"),
     ("worker",),
-    ("workers",),
+    ("sweeper", "workers"),
     ("guard",),
     ("cache",),
     ("runtime",),
-    ("explain", "transforms"),
+    ("explain", "sweep", "transforms"),
     ("training",),
     ("specialize",),
     ("torch_ops",),
@@ -79,6 +79,7 @@ SELECTION = {
 }
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
+    "backend": {"findings"},
     "recorded": {"record"},
     "cache": {"record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
@@ -87,7 +88,7 @@ MAY_USE_STORE = {
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("record", "files", "workspace"),
-    ("lock", "rejections"),
+    ("findings", "lock", "rejections"),
     ("store",),
     ("",),
 )
