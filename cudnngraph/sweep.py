@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .backend import found_bad
+from .backend import env, found_bad
 from .backend.plan import Candidate, Choice, Proposals, multiplies_float32, why_passed_over
 from .errors import NotSupported
 from .ir import GraphSpec
@@ -150,8 +150,7 @@ class OnGpu:
 
     def why_barred(self, task: Task, candidate: Candidate) -> str | None:
         """See :class:`Library`."""
-        capability = found_bad.environment(self._index)["compute_capability"]
-        return why_passed_over(candidate, task.spec, task.policy, int(capability.replace(".", "")))
+        return why_passed_over(candidate, task.spec, task.policy, env.capability(self._index))
 
     def submit(self, task: Task, choice: Choice) -> Future[Answer]:
         """See :class:`Library`."""

@@ -35,7 +35,7 @@ from .tested import dotted
 if TYPE_CHECKING:
     from .plan import Choice
 
-SCHEMA = 1
+SCHEMA = 1  # of the files; raised when a pattern is told otherwise, too
 LEAST_SIZES = 3
 WHERE = "known bad on this GPU"
 _IDS = "ids of what was found bad"  # in what is derived of a graph
@@ -79,8 +79,8 @@ def _driver() -> str:
 
 
 def environment_id(described: Mapping[str, str]) -> str:
-    """The id of its files: 32 hexadecimal digits."""
-    text = json.dumps(dict(sorted(described.items())))
+    """The id of its files: 32 hexadecimal digits, others where :data:`SCHEMA` was raised."""
+    text = json.dumps([SCHEMA, dict(sorted(described.items()))])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

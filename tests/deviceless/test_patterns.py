@@ -75,3 +75,23 @@ def test_engines_that_the_ranking_leaves_out_follow_it() -> None:
     assert engines == sorted(set(engines)), "each once"
     assert not set(engines) & {each.choice.engine for each in ranked}
     assert [each.index for each in others] == sorted({each.index for each in others})
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.usefixtures("driver")
+def test_engines_that_are_less_exact_are_barred_behind_the_ranking_too(tf32: bool) -> None:
+    """They would be found wrong in float32 otherwise, for what the policy rules out anyway."""
+    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    frontend = env.frontend()
+    ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
+    lowered = plan.lower_for(task.spec, TARGET)
+    others = plan.propose(lowered, frontend, more=True, every=True)[len(ranked) :]
+    plan.restrict(lowered, task.spec, cg.Policy(allow_tf32=tf32), frontend)
+    lowered.graph.deselect_workspace_greater_than(-1)  # so that nothing is built
+    said = []
+    errors = (frontend.cudnnGraphNotSupportedError, RuntimeError)
+    for each in others:
+        with pytest.raises(errors) as refused:
+            lowered.graph.build_plan_at_index(each.index)
+        said.append("Deselecting" in str(refused.value))
+    assert any(said) != tf32
