@@ -30,6 +30,7 @@ from plans_cache.store import Hit, PlanStore, Stats
 from . import guard, ranks, settings
 from .backend import env
 from .backend.env import EnvKey
+from .backend.found_bad import why_found_bad
 from .backend.known_bad import why_bad
 from .backend.plan import Choice, Plan, Verified, load, replay
 from .errors import NotSupported, PlanNotCached, UnkeyableError
@@ -419,7 +420,7 @@ def _restored(
             env.cudnn_version(),
             capability=env.capability(device_index),
             allow_tf32=tf32,
-        )
+        ) or why_found_bad(step.spec, step.choice, device_index, allow_tf32=tf32)
         if bad is not None:
             raise StaleRecord(bad)
         try:

@@ -208,8 +208,9 @@ class _Isolated:
         self._submit(urgent=False)
 
     def _why_not(self, candidate: Candidate) -> str | None:
+        capability = env.capability(self._index)
         return why_passed_over(
-            candidate, self._spec, self._policy, env.capability(self._index)
+            candidate, self._spec, self._policy, capability, device_index=self._index
         ) or self._rejected.get(candidate.choice)
 
     def _submit(self, *, urgent: bool) -> None:

@@ -68,21 +68,24 @@ class Answer:
 # Without the package's own module, which imports what a worker has no use for; and without
 # collections of garbage, which take an eighth of the time of importing torch.
 _PROGRAM = """
-import gc, json, sys, types
+import gc, importlib, json, sys, types
 gc.disable()
-file, sys.path[:], folder = json.loads(sys.argv[1])
+file, module, sys.path[:], folder = json.loads(sys.argv[1])
 sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
 package.__path__ = [folder]
 from cudnngraph import forkserver
-forkserver.serve(file, lambda: __import__("cudnngraph.worker").worker.load())
+forkserver.serve(file, lambda: importlib.import_module("cudnngraph." + module).load())
 """
 
 
-def program(file: int) -> list[str]:
-    """What starts the process that forks workers, for the other end of the socket ``file``."""
+def program(file: int, module: str = "worker") -> list[str]:
+    """What starts the process that forks workers, for the other end of the socket ``file``.
+
+    ``module.load()`` gives what they run.
+    """
     paths = [os.path.abspath(path) for path in sys.path]
     folder = Path(__file__).resolve().parent
-    told = [file, [*paths, str(folder.parent)], str(folder)]
+    told = [file, module, [*paths, str(folder.parent)], str(folder)]
     return [sys.executable, "-c", _PROGRAM, json.dumps(told)]
 
 

@@ -28,17 +28,17 @@ LAYERS = (
     ("rows",),
     ("rewrites",),
     ("graph", "backend", "dropped"),
-    ("eager",),
+    ("eager", "patterns"),
     ("layout",),
     ("grad", "importer", "select", "trial", "direct", "lanes"),
     ("autotune", "comparison", "recorded", "verification"),
     ("worker",),
-    ("workers",),
+    ("sweeper", "workers"),
     ("guard",),
     ("cache",),
     ("first_launch",),
     ("runtime",),
-    ("explain", "transforms"),
+    ("explain", "sweep", "transforms"),
     ("training",),
     ("specialize",),
     ("torch_ops",),
@@ -80,6 +80,7 @@ SELECTION = {
 }
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
+    "backend": {"findings"},
     "recorded": {"record"},
     "verification": {"gate"},
     "worker": {"gate"},
@@ -90,7 +91,7 @@ MAY_USE_STORE = {
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("record", "files", "workspace"),
-    ("gate", "lock", "rejections"),
+    ("findings", "gate", "lock", "rejections"),
     ("launches", "store"),
     ("",),
 )
