@@ -70,6 +70,13 @@ def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
     return _aten.gelu.out(x, approximate="none", out=out)
 
 
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    """torch takes matrices that share the second operand as one, and ``out`` then has to lie so."""
+    if a.dim() != b.dim() and not out.is_contiguous():
+        return out.copy_(torch.matmul(a, b))
+    return torch.matmul(a, b, out=out)
+
+
 def _normalize(x: torch.Tensor, eps: float, out: torch.Tensor) -> object:
     """With norms in float32 at least: in float16 torch's eps is 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -100,12 +107,13 @@ OUT: Mapping[str, OutRule] = {
     "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
+    "matmul": lambda inputs, attrs, out: _matmul(inputs[0], inputs[1], out),
     **resample.INTO,
     **{
         name: _out(getattr(torch, name))
         for name in (
             *("sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf"),
-            *("add", "sub", "mul", "div", "pow", "minimum", "maximum", "matmul"),
+            *("add", "sub", "mul", "div", "pow", "minimum", "maximum"),
             *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
         )
     },
@@ -139,8 +147,14 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-# Out variants that write the dtype of their operand alone.
-_NO_CAST = frozenset({"relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "clamp"})
+# What writes another floating dtype than it reads; the others' out variants refuse.
+_CASTS = frozenset(
+    (
+        *("bias", "scale", "add", "sub", "mul", "div", "pow", "minimum", "maximum", "normalize"),
+        *("sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf"),
+        *("concat", "expand"),
+    )
+)
 _MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
@@ -642,10 +656,10 @@ def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
         return bool(real)
     if node.op == "matmul":  # no mixed dtypes
         return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})
-    if node.op in _NO_CAST:
-        return set(real) == {result}
     if result == torch.bool:
         return len(set(real)) == 1
+    if node.op not in _CASTS:
+        return set(real) == {result}
     floats = (torch.float16, torch.bfloat16, torch.float32)
     if result not in floats or any(dtype not in floats for dtype in real):
         return False

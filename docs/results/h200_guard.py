@@ -172,7 +172,7 @@ def measured(only: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
             made = []
             with tempfile.TemporaryDirectory() as folder:
                 if warm:
-                    run(name.removesuffix(" warm"), verify, folder)
+                    run(name.replace(" warm", "_fill"), verify, folder)
                 for _ in range(RUNS.get(name, 1)):
                     with tempfile.TemporaryDirectory() as fresh:
                         made.append(run(name.replace(" ", "_"), verify, folder if warm else fresh))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -728,3 +729,62 @@ def test_the_lse_of_a_row_of_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None
     inputs[0][50] = math.nan
     run(inputs, outputs)
     assert outputs[1][50].isnan().all() and outputs[1].isnan().sum() == 4
+
+
+UNARY: dict[str, Any] = {
+    **{
+        name: lambda g, x, name=name: getattr(g, name)(x)
+        for name in (
+            *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf", "sigmoid", "tanh"),
+            *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu"),
+        )
+    },
+    "clamp": lambda g, x: g.clamp(x, 0.3, 0.9),
+    "softmax": lambda g, x: g.softmax(x, dim=1),
+    "log_softmax": lambda g, x: g.log_softmax(x, dim=1),
+    "max_pool": lambda g, x: g.max_pool(x, 2),
+    "avg_pool": lambda g, x: g.avg_pool(x, 2),
+    "adaptive_avg_pool": lambda g, x: g.adaptive_avg_pool(x, (3, 1)),
+    "adaptive_max_pool": lambda g, x: g.adaptive_max_pool(x, (3, 1)),
+    "interpolate": lambda g, x: g.interpolate(x, size=(8, 12), mode="nearest"),
+    "normalize": lambda g, x: g.normalize(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", sorted(UNARY))
+def test_a_result_of_another_dtype_is_written_all_the_same(op: str, dtype: torch.dtype) -> None:
+    """An H200 met pools, softmax and neg of float32 into 16 bits, whose out variants refuse."""
+    g = cg.Graph(op)
+    x = g.input("x", (2, 3, 4, 6), torch.float32)
+    g.output("y", UNARY[op](g, x), dtype=dtype)
+    (step,) = [node for node in g.spec().nodes if node.op != "constant"]
+    torch.manual_seed(0)
+    given = [torch.rand(2, 3, 4, 6) + 0.25]
+    out = outputs_of(g.spec())
+    eager.launcher(g.spec(), given, out, allow_tf32=False)()
+    numerics.check(out[0], reference.run(g.spec(), given, torch.float64)[0], dtype)
+    assert step.op == op
+
+
+@pytest.mark.parametrize("left", [(5, 3), (2, 5, 3), (2, 7, 5, 3)])
+@pytest.mark.parametrize("right", [(3, 4), (2, 3, 4), (2, 7, 3, 4)])
+def test_a_product_is_written_in_any_order_of_dims(left: Any, right: Any) -> None:
+    """torch takes matrices that share an operand as one, and raised where out lay otherwise."""
+    torch.manual_seed(0)
+    try:
+        shape = torch.matmul(torch.rand(left), torch.rand(right)).shape
+    except RuntimeError:
+        pytest.skip("no product")
+    for order in itertools.permutations(range(len(shape))):
+        g = cg.Graph("product")
+        a, b = g.input("a", left, torch.float32), g.input("b", right, torch.float32)
+        strides = [
+            math.prod(shape[each] for each in order[order.index(dim) + 1 :])
+            for dim in range(len(shape))
+        ]
+        g.output("y", g.matmul(a, b), stride=strides)
+        given, out = [torch.rand(left), torch.rand(right)], outputs_of(g.spec())
+        assert out[0].stride() == tuple(strides)
+        eager.launcher(g.spec(), given, out, allow_tf32=False)()
+        numerics.check(out[0], given[0].double() @ given[1].double(), torch.float32)
