@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import cudnngraph as cg
-from cudnngraph import settings
+from cudnngraph import reference, runtime, settings
 from cudnngraph.backend import env
-from tests import apart, random_graphs
+from cudnngraph.backend.plan import replay
+from cudnngraph.trial import Trial
+from tests import apart, numerics, random_graphs
 
 SEED_LIMIT_S = 60.0
 KINDS = ("right", "refused", "wrong", "fatal")
@@ -62,6 +66,52 @@ def work(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, An
         cg.cache_clear()
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         yield str(seed), [verdict.outcome, verdict.without_digits, time.monotonic() - start]
+
+
+def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """As :func:`work`, for seeds that were wrong: which of their steps are, each on random data."""
+    os.environ["CUDNNGRAPH_CACHE_DIR"] = tempfile.mkdtemp(dir=case["cache"])
+    done = set(skip)
+    made: list[runtime.Program] = []
+    init = runtime.Program.__init__
+
+    def noted(self: runtime.Program, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    runtime.Program.__init__ = noted  # type: ignore[method-assign, assignment]
+    for seed in (seed for seed in case["seeds"] if str(seed) not in done):
+        yield str(seed), None
+        signal.setitimer(signal.ITIMER_REAL, case["limit_s"])
+        made.clear()
+        policy = cg.Policy(tune="heuristic", verify=case["verify"])
+        verdict = random_graphs.judge(random_graphs.case(seed), case["device"], policy)
+        said = [line for program in made for line in _of_steps(program)]
+        cg.cache_clear()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        yield str(seed), [f"{verdict.outcome}; " + "; ".join(said or ["no step is wrong"]), 0, 0.0]
+
+
+def _of_steps(program: runtime.Program) -> Iterator[str]:
+    """What is wrong with each step of a program, alone."""
+    policy = cg.Policy(allow_tf32=program._allow_tf32, tune="heuristic", verify="off")
+    for step in program.steps:
+        trial = Trial(step.spec, policy, program.device)
+        if step.choice is not None:
+            why = trial.why_wrong(replay(step.spec, step.choice, program.device.index or 0))
+        else:
+            trial.launch(None)()
+            wanted = reference.run(step.spec, trial._inputs, torch.float64)
+            errors = map(numerics.relative_error, trial._outputs, wanted)
+            why = ", ".join(f"off by {error:.2g}" for error in errors if not error < 0.02)
+        if why:
+            spec = step.spec
+            ops = " ".join(node.op for node in spec.nodes if node.op != "constant")
+            forms = [
+                (t.shape, t.stride, str(t.dtype))
+                for t in (spec.tensors[name] for name in spec.inputs)
+            ]
+            yield f"{step.choice or 'torch'} of {ops} {forms}: {why}"
 
 
 def run(

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--verify", default="off", choices=("off", "inprocess", "isolated"))
     parser.add_argument("--autotune", type=int, default=0, help="tune one seed of so many")
+    parser.add_argument("--diagnose", action="store_true", help="say which steps were wrong")
     parser.add_argument("--log", type=Path, help="a file for every outcome, as it comes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
@@ -59,6 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heard=heard,
     )
     wall_s = time.monotonic() - start
+    wrong = [each.seed for each in outcomes if each.kind in ("wrong", "fatal") and each.seed >= 0]
+    steps = random_runs.run(
+        wrong if args.diagnose else [],
+        device=args.device,
+        processes=args.processes,
+        limit_s=args.limit,
+        seed_limit_s=args.seed_limit,
+        gpus=max(1, torch.cuda.device_count()),
+        function="tests.random_runs:diagnose",
+    )
     found = random_runs.findings(outcomes)
     bad = [each for each in outcomes if each.kind in ("wrong", "fatal")]
     without = sum(each.without_digits > 0 for each in outcomes)
@@ -89,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Refused, wrong or fatal:",
         "",
         *(found or ["- none"]),
+        *(f"- steps of {each.seed}: {each.kind} {each.text}" for each in steps),
     ]
     if args.out:
         write(lines, args.out)
