@@ -106,6 +106,9 @@ class Server:
                 mine, its = socket.socketpair()
                 answer = self._asked({"fork": data}, [its.fileno()])
                 its.close()
+                if answer is not None and "failed" in answer:
+                    mine.close()
+                    raise Unusable(f"a worker does not start: {answer['failed']}")
                 if answer is not None:
                     return mine, int(answer["pid"])
                 mine.close()
