@@ -18,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -68,22 +69,30 @@ class Answer:
 # Without the package's own module, which imports what a worker has no use for; and without
 # collections of garbage, which take an eighth of the time of importing torch.
 _PROGRAM = """
-import gc, json, sys, types
+import sys
+file, folder, *sys.path[:] = sys.argv[1:]
+import gc, types
 gc.disable()
-file, sys.path[:], folder = json.loads(sys.argv[1])
 sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
 package.__path__ = [folder]
 from cudnngraph import forkserver
-forkserver.serve(file, lambda: __import__("cudnngraph.worker").worker.load())
+forkserver.serve(int(file), lambda: __import__("cudnngraph.worker").worker.load())
 """
 
 
 def program(file: int) -> list[str]:
-    """What starts the process that forks workers, for the other end of the socket ``file``."""
-    paths = [os.path.abspath(path) for path in sys.path]
+    """What starts the process that forks workers, for the other end of the socket ``file``.
+
+    It imports from where this process does, but what comes with Python from there first, and
+    nothing from the working directory: a ``queue.py`` there was no harm to a process that had
+    imported its own before.
+    """
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    own |= {os.path.join(str(path), "lib-dynload") for path in own}
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str) and path]
+    paths.sort(key=lambda path: path not in own)
     folder = Path(__file__).resolve().parent
-    told = [file, [*paths, str(folder.parent)], str(folder)]
-    return [sys.executable, "-c", _PROGRAM, json.dumps(told)]
+    return [sys.executable, "-c", _PROGRAM, str(file), str(folder), *paths, str(folder.parent)]
 
 
 class Server:
