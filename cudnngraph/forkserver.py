@@ -123,7 +123,7 @@ def _reap(children: dict[int, str | None]) -> None:
 
 
 def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
-    """How a child ended; it is killed where it does not."""
+    """How a child ended, killed where it does not; "" where it is none of these children."""
     pid = asked["end"] if "end" in asked else asked["wait"]
     deadline = time.monotonic() + _WAIT_S
     while pid in children and children[pid] is None:
@@ -133,7 +133,7 @@ def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
         else:
             time.sleep(0.002)
             _reap(children)
-    return children.pop(pid, None) or "is not known"
+    return children.pop(pid, None) or ""
 
 
 def _told(status: int) -> str:
