@@ -102,9 +102,8 @@ def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: 
     """Do one task."""
     rejected = {choice[0] for choice, _ in task["rejected"]}
     engines = [name for name in behaviours if name.isdigit()]
-    asked = [str(choice[0]) for choice in task["choices"]] or engines
-    for number, engine in enumerate(asked):
-        choice = [int(engine), []]
+    for number, choice in enumerate(task["choices"] or [[int(each), []] for each in engines]):
+        engine = str(choice[0])
         reason = "not tried again"
         if int(engine) not in rejected:
             with log.open("a") as file:
