@@ -65,8 +65,11 @@ def work(
         messages.write(json.dumps(message) + "\n")
         messages.flush()
 
-    if "start" in behaviours:
-        if behaviours["start"] == "unusable":
+    start = behaviours.get("start", "")
+    if start.startswith("takes "):
+        time.sleep(float(start.split()[1]))
+    elif start:
+        if start == "unusable":
             say({"unusable": "AcceleratorError: CUDA-capable device(s) is/are busy or unavailable"})
         return
     say({"ready": os.getpid()})

@@ -256,9 +256,11 @@ def test_where_no_thread_can_be_started_that_is_said(
 
 
 def test_quick_tasks_use_one_process(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, {"7": "is right"}, most=4)
-    for number in range(6):
-        assert pool.ask(f"g{number}").result(PATIENCE_S).blob == b"plan 7"
+    pool = Pool(tmp_path, {"7": "is right", "start": "takes 1"}, most=4)
+    futures = [pool.ask(f"g{number}") for number in range(4)]
+    assert all(future.result(PATIENCE_S).blob == b"plan 7" for future in futures)
+    for number in range(4):
+        assert pool.ask(f"h{number}").result(PATIENCE_S).blob == b"plan 7"
     assert len(pool.processes) == 1
 
 
@@ -394,6 +396,8 @@ def test_an_interrupt_is_for_the_user_alone(user: Start, tmp_path: Path) -> None
     interrupted, done, blobs, faults = program.said("interrupted", "done", "blobs", "faults")
     assert interrupted and not done, "at once"
     assert blobs == ["b'plan 4'"] * 2 and faults == [0, 0], "the next task too"
+    tried = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert tried == ["first", "second"], "no worker has seen it"
     assert program.code() == 0
 
 
