@@ -16,7 +16,7 @@ NEWEST_TORCH    ?= 2.15.0
 NEWEST_FRONTEND ?= 1.32.0
 
 # What the versions of torch and cuDNN can change on a CPU: what is traced, what autograd says, numbers, imports.
-VERSIONED := $(patsubst %,tests/cpu/test_%.py,aliases compiled doctor env functional fuse grad importer imports \
+VERSIONED := $(patsubst %,tests/cpu/test_%.py,aliases comparison compiled doctor env functional fuse grad importer imports \
   known_bad op_table samples specialize torch_ops tracer training)
 
 VENV  := .venv

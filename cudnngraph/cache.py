@@ -14,13 +14,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from plans_cache.gate import Gate
+from plans_cache.launches import Launches, Mark
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
 from plans_cache.rejections import Rejections
@@ -29,6 +30,7 @@ from plans_cache.store import Hit, PlanStore, Stats
 from . import guard, ranks, settings
 from .backend import env
 from .backend.env import EnvKey
+from .backend.found_bad import why_found_bad
 from .backend.known_bad import why_bad
 from .backend.plan import Choice, Plan, Verified, load, replay
 from .errors import NotSupported, PlanNotCached, UnkeyableError
@@ -40,8 +42,11 @@ from .select import Selection, StepPlan
 
 _log = logging.getLogger(__name__)
 
+DIED = "the process that launched it first did not come back from it"
+
 _stores: dict[Path, PlanStore] = {}
 _rejected: dict[Path, Rejections] = {}
+_launched: dict[Path, Launches] = {}
 _lock = threading.Lock()
 
 
@@ -59,6 +64,7 @@ class Rejected:
 
     def __init__(self, device_index: int) -> None:
         self._index = device_index
+        self._directory = settings.current().cache_dir
 
     @cached_property
     def _env(self) -> str:
@@ -72,30 +78,74 @@ class Rejected:
 
     def of(self, spec: GraphSpec, policy: Policy) -> dict[Choice, str]:
         """The choices that were rejected for a step, with the reasons."""
-        id = self._id(spec, policy)
-        found = {} if id is None else _rejections().of(id)
+        _lost(self._directory)
+        id = self.id(spec, policy)
+        found = {} if id is None else _rejections(self._directory).of(id)
         return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
 
     def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
         """Keep more of them."""
-        id = self._id(spec, policy)
+        id = self.id(spec, policy)
         if id is not None:
             plans = {(choice.engine, choice.knobs): why for choice, why in rejected.items()}
-            _rejections().add(id, plans)
+            _rejections(self._directory).add(id, plans)
 
-    def _id(self, spec: GraphSpec, policy: Policy) -> str | None:
+    def withdraw(self, spec: GraphSpec, policy: Policy, choice: Choice, why: str) -> None:
+        """Keep a choice as rejected that had passed: records that have it are stale from now on."""
+        id = self.id(spec, policy)
+        if id is not None:
+            _rejections(self._directory).add(id, {(choice.engine, choice.knobs): why})
+            _launches(self._directory).note(id)
+
+    def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:
+        """What is wrong with a choice of a record that had passed when it was kept, or None.
+
+        Where nothing was ever withdrawn that is one look for a folder.
+        """
+        lost = _lost(self._directory)
+        for step in steps if lost else ():
+            if step.choice is not None and self.id(step.spec, policy) in lost:
+                why = self.of(step.spec, policy).get(step.choice)
+                if why is not None:
+                    return f"{step.choice}: {why}"
+        return None
+
+    def begin(self) -> Mark:
+        """For this process to tell the next what it launches first; to be closed."""
+        return _launches(self._directory).begin()
+
+    def id(self, spec: GraphSpec, policy: Policy) -> str | None:
+        """Of a step in this environment; None where it has no key."""
         try:
             return entry_id(graph_key(spec, policy).digest, self._env)
         except UnkeyableError:
             return None
 
 
-def _rejections() -> Rejections:
-    directory = settings.current().cache_dir
+def _rejections(directory: Path) -> Rejections:
     with _lock:
         if directory not in _rejected:
             _rejected[directory] = Rejections(directory)
         return _rejected[directory]
+
+
+def _launches(directory: Path) -> Launches:
+    with _lock:
+        if directory not in _launched:
+            _launched[directory] = Launches(directory)
+        return _launched[directory]
+
+
+def _lost(directory: Path) -> frozenset[str]:
+    """The steps of which a plan was withdrawn, with those that processes have died of by now."""
+    rejections = _rejections(directory)
+
+    def reject(id: str, plan: tuple[int, tuple[tuple[str, int], ...]]) -> None:
+        if plan not in rejections.of(id):
+            _log.warning("%s is not tried again: %s", Choice(*plan), DIED)
+            rejections.add(id, {plan: DIED})
+
+    return _launches(directory).look(reject)
 
 
 # -- counters and hooks ----------------------------------------------------------------------------
@@ -370,7 +420,7 @@ def _restored(
             env.cudnn_version(),
             capability=env.capability(device_index),
             allow_tf32=tf32,
-        )
+        ) or why_found_bad(step.spec, step.choice, device_index, allow_tf32=tf32)
         if bad is not None:
             raise StaleRecord(bad)
         try:
@@ -397,10 +447,18 @@ def _restored(
 def _verified(
     steps: tuple[StepPlan, ...], policy: Policy, device_index: int
 ) -> tuple[tuple[StepPlan, ...], bool]:
-    """The steps of a record, those checked that nobody has checked, and whether there were any."""
-    if guard.how(policy) == "off" or all(s.choice is None or s.verified for s in steps):
+    """The steps of a record, those checked that nobody has checked, and whether there were any.
+
+    Raises :class:`StaleRecord` where one does not pass, or was withdrawn after it had.
+    """
+    if guard.how(policy) == "off" or all(step.choice is None for step in steps):
         return steps, False
     kept = Rejected(device_index)
+    withdrawn = kept.why_withdrawn(steps, policy)
+    if withdrawn is not None:
+        raise StaleRecord(withdrawn)
+    if all(step.choice is None or step.verified for step in steps):
+        return steps, False
     done: dict[tuple[str, Choice], Verified] = {}
     found: list[StepPlan] = []
     for step in steps:

@@ -135,6 +135,24 @@ class WrongResult(CudnnGraphError, ArithmeticError):
     """A fused model's result is not the model's."""
 
 
+class PlanFault(CudnnGraphError, RuntimeError):
+    """A plan faulted on the GPU in this process, which has lost its CUDA context by that.
+
+    ``subject`` is the step, ``plan`` says which plan of cuDNN's it was, ``engine`` its engine.
+    """
+
+    def __init__(self, subject: str, plan: str, engine: int, reason: str) -> None:
+        self.subject = subject
+        self.plan = plan
+        self.engine = engine
+        super().__init__(
+            f"{subject} faults on the GPU by its plan, cuDNN {plan}: {reason}\n"
+            "This process has lost its CUDA context: nothing runs on the GPU in it any more. Start "
+            "it again. The cache keeps that the plan is not to be taken again; where no cache can "
+            f'be written, compile with Policy(exclude_engines=("eng{engine}",)).'
+        )
+
+
 class NotSupported(CudnnGraphError, RuntimeError):
     """cuDNN refuses the graph.
 

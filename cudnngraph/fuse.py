@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,26 +26,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import files
+from . import comparison, files, settings, torch_ops
 from .arguments import LAZY, shown, unreadable
 from .backend import env
-from .errors import BindError, CannotImport, GraphError, PolicyError, Problem, WrongResult
+from .errors import BindError, CannotImport, GraphError, PolicyError, Problem
 from .exported import Exported, export
 from .importer import CONVOLUTIONS, Imported, convert
 from .ir import TensorSpec, is_dense
-from .partition import LOW_PRECISION
 from .policy import Policy
 from .recorded import to_record
 from .runtime import ALIGNMENT_BYTES, CapturedCall, Executable, compile, strided_copy
 from .select import FREE, Selection, StepPlan
 from .state import Held, agree
-from .trial import TOLERANCE, relative_error
+from .trial import relative_error
 
 _log = logging.getLogger(__name__)
 
 MAX_SHAPES = 8
-TORCH_FACTOR = 2.0  # how much farther from float64 than the model itself a result may be
-EQUAL_SHARE = 0.99  # of whole numbers: an argmax of two near numbers may differ
 _CPU = torch.device("cpu")
 
 
@@ -99,6 +97,7 @@ class Bound:
         self.tensors: dict[str, torch.Tensor] = {}
         self._gapped: set[str] = set()  # results
         self.graph: Any = None
+        self.compared = False  # with eager
         self._call: Callable[[], None] = _nothing
         self._turns = _Turns(device) if device.type == "cuda" else None
         if executable is None or imported.spec is None:
@@ -536,38 +535,15 @@ def _checked(
                 f"{name}: result {number} is another in a second call with the same inputs, which "
                 "a graph's is not: it depends on what is outside of the model"
             )
-    ours = pytree.tree_leaves(results)
-    coarsest = _coarsest(fused)
+    assert fused.report is not None
+    floor = comparison.coarsest(step.spec for step in fused.report.steps)
     errors: list[tuple[float, float | None]] = []
-    for number, (mine, theirs) in enumerate(zip(ours, own, strict=True)):
-        if not isinstance(theirs, torch.Tensor):
-            if mine != theirs:
-                raise WrongResult(f"{name}: result {number} is {mine!r}, the model's {theirs!r}")
-            continue
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-            raise WrongResult(
-                f"{name}: result {number} is {mine.dtype} {tuple(mine.shape)}, the model's "
-                f"{theirs.dtype} {tuple(theirs.shape)}"
-            )
-        if theirs.dtype not in TOLERANCE and theirs.dtype != torch.float64:
-            same = float((mine == theirs).double().mean()) if theirs.numel() else 1.0
-            if same < EQUAL_SHARE:
-                raise WrongResult(f"{name}: {1 - same:.1%} of result {number} differ")
-            continue
-        floor = max(TOLERANCE.get(theirs.dtype, 1e-12), coarsest)
-        if exact is None:
-            error, yardstick = relative_error(mine, theirs), None
-            limit = TORCH_FACTOR * floor
-        else:
-            error = relative_error(mine, exact[number])
-            yardstick = relative_error(theirs, exact[number])
-            limit = max(TORCH_FACTOR * yardstick, floor)
-        if not error <= limit:
-            raise WrongResult(
-                f"{name}: result {number} is off by {error:.2g}, at most {limit:.2g} is right"
-                + ("" if yardstick is None else f" (the model itself is off by {yardstick:.2g})")
-            )
-        errors.append((error, yardstick))
+    for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(results), own, strict=True)):
+        wanted = None if exact is None else exact[number]
+        yardstick = comparison.Yardstick(theirs, wanted, floor=floor)
+        found = yardstick.check(f"{name}: result {number}", mine)
+        if found is not None:
+            errors.append(found)
     return tuple(errors)
 
 
@@ -582,13 +558,6 @@ def _apart_from(model: nn.Module, arguments: Any) -> Any:
         return views.setdefault(id(leaf), leaf.detach())
 
     return pytree.tree_map(apart, arguments)
-
-
-def _coarsest(fused: Fused) -> float:
-    """The tolerance of the 16-bit dtype that a model works in, whatever it gives; else 0."""
-    assert fused.report is not None
-    tensors = (t for step in fused.report.steps for t in step.spec.tensors.values())
-    return max((TOLERANCE[t.dtype] for t in tensors if t.dtype in LOW_PRECISION), default=0.0)
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
@@ -636,7 +605,7 @@ def _is_far(mine: Any, exact: Any) -> bool:
 
 # -- torch.compile ---------------------------------------------------------------------------------
 
-_OPTIONS = ("channels_last", "policy", "max_shapes")
+_OPTIONS = ("channels_last", "policy", "max_shapes", "check")
 CHANGES = 3  # of the weights, after which they are inputs like others
 
 
@@ -652,7 +621,14 @@ def backend(
     Each graph that dynamo finds is imported as a whole for each set of shapes it is called with;
     in training its forward and its backward are. Weights are bound, batch norms folded into them,
     for inference; weights that change are taken anew. What cannot be imported runs as torch's own
-    graph, and the log says why. ``options``: ``channels_last`` (bool), ``policy``, ``max_shapes``.
+    graph, and the log says why. ``options``: ``channels_last`` (bool), ``policy``, ``max_shapes``,
+    ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says).
+
+    With ``check`` the first call of each graph, for each set of shapes and of bound weights, is
+    compared with torch's run of the same graph in float64: results, new values of buffers, what the
+    gradient needs, and in the first backward the gradients. Raises :class:`WrongResult`, before any
+    state has changed, if one is off by more than :func:`fuse` allows. Later calls are not compared.
+    A gradient of which most cancels may be off by a part of what all gradients together may.
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -660,19 +636,78 @@ def backend(
     if unknown or mode not in (None, "default"):
         what = f"option {', '.join(unknown)}" if unknown else f"mode={mode!r}"
         raise PolicyError(f"{what} is unknown to this backend; options are {', '.join(_OPTIONS)}")
-    given = dict(options or {})
+    given = {"check": settings.current().check, **(options or {})}
+    if type(given["check"]) is not bool:
+        raise PolicyError(f"check={shown(given['check'])}; expected True or False")
+    names = _input_names(module)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return _boxed(_Compiled(traced, _static_places(len(examples)), given))
+        places = _static_places(len(examples))
+        return _boxed(_Compiled(traced, places, given, _result_names(names)))
 
     def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return _boxed(_Compiled(traced, (), given))
+        return _boxed(_Compiled(traced, (), given, _result_names(names)))
+
+    def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return _boxed(_Compiled(traced, (), given, _gradient_names(names), gradients=True))
 
     make: Any = aot_autograd
     made: Callable[..., Any] = make(
-        fw_compiler=training, bw_compiler=training, inference_compiler=inference
+        fw_compiler=training, bw_compiler=backward, inference_compiler=inference
     )(module, example_inputs)
     return made
+
+
+Names = Callable[[int], "list[str]"]  # what each of so many results of a graph is
+
+
+def _input_names(module: torch.fx.GraphModule) -> list[str]:
+    """What the user calls the inputs of a graph of dynamo's, as AOTAutograd puts them in order."""
+    held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return held + [_source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+_HELD = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def _source_name(node: torch.fx.Node) -> str:
+    """ "layers.0.weight" of a parameter, "x" of an argument."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", str(node.target))
+    text = str(name() if callable(name) else name)  # a method before torch 2.10
+    return ".".join(_HELD.findall(text)) or re.sub(r"^[LG]\['([^']+)'\]", r"\1", text)
+
+
+def _result_names(inputs: Sequence[str]) -> Names:
+    """Of a forward: the new values of inputs, the results, then what the gradient needs."""
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = None if context is None else context.fw_metadata
+    changed = list(getattr(metadata, "mutated_inp_runtime_indices", ()))
+    tokens = len(getattr(metadata, "tokens", ()))
+    many = getattr(metadata, "num_outputs", None)
+
+    def names(count: int) -> list[str]:
+        if many is None:
+            return [f"result {at}" for at in range(count)]
+        made = [f"token {at}" for at in range(tokens)]
+        made += [
+            f"the new '{inputs[at]}'" if at < len(inputs) else f"the new input {at}"
+            for at in changed
+        ]
+        made += [f"result {at}" for at in range(many)]
+        made += [f"tensor {at} for the gradient" for at in range(count - len(made))]
+        return made[:count]
+
+    return names
+
+
+def _gradient_names(inputs: Sequence[str]) -> Names:
+    def names(count: int) -> list[str]:
+        if count != len(inputs):  # views of one tensor that is written count as one
+            return [f"the gradient of input {at}" for at in range(count)]
+        return [f"the gradient of '{name}'" for name in inputs]
+
+    return names
 
 
 def _static_places(count: int) -> tuple[int, ...]:
@@ -692,9 +727,17 @@ class _Compiled:
     be."""
 
     def __init__(
-        self, traced: torch.fx.GraphModule, static: Sequence[int], options: Mapping[str, Any]
+        self,
+        traced: torch.fx.GraphModule,
+        static: Sequence[int],
+        options: Mapping[str, Any],
+        names: Names,
+        *,
+        gradients: bool = False,
     ) -> None:
         self._traced = traced
+        self._names, self._gradients = names, gradients
+        self._check = bool(options["check"])
         self._static = tuple(static)
         self._last = bool(options.get("channels_last", False))
         self._policy = options.get("policy")
@@ -720,7 +763,33 @@ class _Compiled:
             if found is None:
                 return self._traced(*args)
             free = [arg for place, arg in enumerate(args) if place not in self._static]
-            return tuple(found.run([arg for arg in free if isinstance(arg, torch.Tensor)]))
+            tensors = [arg for arg in free if isinstance(arg, torch.Tensor)]
+            if self._check and not found.compared:
+                return tuple(self._compared(found, args, tensors))
+            return tuple(found.run(tensors))
+
+    def _compared(self, bound: Bound, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+        """The first results of a graph, compared with eager's."""
+        if not comparison.is_possible(each for each in args if isinstance(each, torch.Tensor)):
+            return bound.run(tensors)  # the next call is compared
+        subject = "torch.compile"
+        run = comparison.fx_run(self._traced, torch_ops.by_reference)
+        eager = comparison.expected(subject, run, args)
+        results = bound.run(tensors)
+        if eager is not None:
+            steps = () if bound.executable is None else bound.executable.steps
+            found = eager.check(
+                subject,
+                self._names(len(results)),
+                results,
+                floor=comparison.coarsest(step.spec for step in steps),
+                gradients=self._gradients,
+            )
+            _log.info(
+                "%s: %d floating results are as near to float64 as eager", subject, len(found)
+            )
+        bound.compared = True
+        return results
 
     def _notice_changes(self, args: Sequence[Any]) -> None:
         """Bind the weights anew that were written or exchanged since the last call."""
@@ -767,6 +836,8 @@ class _Compiled:
             return Bound(imported, executable, device)
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
+            if self._check:
+                _log.warning("torch.compile: that graph is left out of the comparison with eager")
             return None
 
 

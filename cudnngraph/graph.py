@@ -2413,6 +2413,7 @@ class Graph:
         *,
         policy: Policy | None = None,
         training: Literal[True],
+        check: bool | None = None,
         **options: Any,
     ) -> Trainable: ...
     def compile(
@@ -2421,22 +2422,31 @@ class Graph:
         *,
         policy: Policy | None = None,
         training: bool = False,
+        check: bool | None = None,
         **options: Any,
     ) -> Executable | Trainable:
         """An executable for this graph on ``device`` (default: "cuda" if there is one, else "cpu").
 
         On a CPU that is the reference executor, on CUDA cuDNN plans. Fields of
         :class:`~cudnngraph.Policy` may be given as keywords: ``compile(allow_tf32=True)``. With
-        ``training=True`` a :class:`~cudnngraph.Trainable`, which torch autograd differentiates.
+        ``training=True`` a :class:`~cudnngraph.Trainable`, which torch autograd differentiates;
+        ``check`` then compares its first results and gradients with the reference in float64 (by
+        default as ``CUDNNGRAPH_CHECK`` says), and raises :class:`WrongResult` if one is off.
         Raises :class:`GraphError` with every mistake in the graph, :class:`NotSupported` with
         ``fallback="error"`` when cuDNN has no plan.
         """
         if type(training) is not bool:
             raise PolicyError(f"training {is_a(training)}; expected True or False")
+        if not (check is None or type(check) is bool):
+            raise PolicyError(f"check {is_a(check)}; expected True, False or None")
         if training:
             from .training import compile_training
 
-            return compile_training(self.spec(), device, policy=policy, options=options)
+            return compile_training(
+                self.spec(), device, policy=policy, check=check, options=options
+            )
+        if check is not None:
+            raise PolicyError("check is for training=True")
         from .runtime import compile as compile_spec
 
         return compile_spec(self.spec(), device, policy=policy, **options)

@@ -208,8 +208,9 @@ class _Isolated:
         self._submit(urgent=False)
 
     def _why_not(self, candidate: Candidate) -> str | None:
+        capability = env.capability(self._index)
         return why_passed_over(
-            candidate, self._spec, self._policy, env.capability(self._index)
+            candidate, self._spec, self._policy, capability, device_index=self._index
         ) or self._rejected.get(candidate.choice)
 
     def _submit(self, *, urgent: bool) -> None:
@@ -261,6 +262,22 @@ class _Isolated:
         return outcome, had(self._spec, outcome, answer, self._index)
 
 
+class _Here:
+    """cuDNN's candidates for a step but for those that are not to be tried again."""
+
+    def __init__(self, proposals: Proposals, rejected: Mapping[Choice, str]) -> None:
+        self._proposals = proposals
+        self._rejected = rejected
+        self.candidates = proposals.candidates
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        why = self._rejected.get(candidate.choice)
+        if why is not None:
+            return Outcome(candidate, False, why), None
+        return self._proposals.build(candidate)
+
+
 class GuardedBench(GpuBench):
     """Trials of plans that workers have built and checked."""
 
@@ -272,8 +289,10 @@ class GuardedBench(GpuBench):
 
     def proposals(self, spec: GraphSpec) -> Any:
         """See :class:`~cudnngraph.autotune.Bench`."""
-        if how(self._policy) != "isolated":
+        if how(self._policy) == "off":
             return super().proposals(spec)
+        if how(self._policy) == "inprocess":
+            return _Here(super().proposals(spec), self._kept.of(spec, self._policy))
         self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
         return self._isolated[-1]
 

@@ -41,7 +41,8 @@ from .errors import (
     PolicyError,
     Problem,
 )
-from .guard import Builder, GuardedBench
+from .first_launch import FirstRun
+from .guard import Builder, GuardedBench, how
 from .ir import GraphSpec, TensorSpec, print_spec, same_layout
 from .key import Key, graph_key, step_digest
 from .lasting import lasting
@@ -156,8 +157,10 @@ class Program:
         selection: Selection,
         policy: Policy,
         tier: str,
+        first: FirstRun | None = None,
     ) -> None:
         self.tier = tier
+        self._first = first  # until it has been
         self.tuned = policy.tune == "autotune"
         self.spec = spec
         self.device = device
@@ -300,12 +303,39 @@ class Program:
             steps = zip(
                 self.steps, self._plans(), self._torch_runs, self._layout.scratch, strict=True
             )
-            runners = self._threads.runners = tuple(
+            runners = tuple(
                 self._runner(step.spec, plan, run, offset)
                 for step, plan, run, offset in steps
                 if plan is not None or run is not None
             )
+            if self._first is None:
+                self._threads.runners = runners
+            elif not torch.cuda.is_current_stream_capturing():
+                return (partial(self._run_first, runners),)
         return runners
+
+    def _run_first(
+        self, runners: Sequence[_Runner], addresses: Any, values: Any, base: int, handle: Any
+    ) -> None:
+        """All steps of a direct run, the first."""
+        calls = [partial(run, addresses, values, base, handle) for run in runners]
+        if not self.ran_first(calls):  # another thread was done before
+            for call in calls:
+                call()
+        self._threads.runners = runners
+
+    def ran_first(self, calls: Sequence[Callable[[], None]]) -> bool:
+        """Call what runs the steps, those that run anything, if that is to be watched."""
+        first = self._first
+        if first is None:
+            return False
+        first.run(zip(self._running(), calls, strict=True))
+        self._first = None
+        return True
+
+    def _running(self) -> list[int]:
+        """The numbers of the steps that run anything."""
+        return [number for number in range(len(self.steps)) if number not in self._layout.free]
 
     def _runner(
         self,
@@ -391,8 +421,7 @@ class Program:
             for call in calls:
                 call(handle)
             return
-        numbers = [n for n in range(len(self.steps)) if n not in self._layout.free]
-        by_number = dict(zip(numbers, calls, strict=True))
+        by_number = dict(zip(self._running(), calls, strict=True))
         lanes.run(by_number, self._until, self._sides, index)
 
 
@@ -460,7 +489,10 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
                 selection, tier = build(), "torch"
     if tier in ("reference", "torch"):
         cache.COUNTERS.served(tier)
-    program = Program(spec, device, selection, policy, tier)
+    first: FirstRun | None = None
+    if tier == "built" and how(policy) != "off":
+        first = FirstRun(selection.steps, policy, device, cache.Rejected(device.index))
+    program = Program(spec, device, selection, policy, tier, first)
     with _programs_lock:
         _programs[place] = program
         while len(_programs) > _PROGRAMS_KEPT:
@@ -1065,11 +1097,15 @@ class BoundCall:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
             block = WORKSPACE.get(index, stream, self._program.scratch_bytes)
+            handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+            watched = self._program.ran_first([partial(launch, handle) for launch in launches])
             ready = self._ready.by_stream[stream] = (launches, block)
             fixed = [launch for launch in launches if isinstance(launch, direct.PlanLaunch)]
             self._ready.short = None
             if len(fixed) == len(launches):
                 self._ready.short = direct.launch_of(fixed, index, stream)
+            if watched:
+                return
         handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)

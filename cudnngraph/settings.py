@@ -39,6 +39,7 @@ class Settings:
     backend: Literal["auto", "reference"]
     tune: Literal["heuristic", "autotune", "cached"]
     verify: Literal["isolated", "inprocess", "off"]
+    check: bool
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -84,6 +85,12 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str, str], str]:
         return text.lower()
 
     return parse
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise _bad(name, text, "one of 0, 1")
+    return text.lower() in ("1", "true")
 
 
 def _absolute_path(name: str, text: str) -> Path:
@@ -161,6 +168,16 @@ VARIABLES: tuple[Variable, ...] = (
         "say: in processes of their own, in this one, or not at all.",
         parse=_one_of(VERIFIES),
         default=lambda environ: "isolated",
+    ),
+    Variable(
+        name="CUDNNGRAPH_CHECK",
+        field="check",
+        type_text="`0`, `1`",
+        default_text="`0`",
+        meaning="`1` compares the first results and gradients of every graph that torch.compile or "
+        "`training=True` runs with eager torch in float64, where `check` is not given.",
+        parse=_flag,
+        default=lambda environ: False,
     ),
 )
 

@@ -225,7 +225,7 @@ class Specialized:
             parts += _tf32_switches()
         special = overridden()
         if special is not None:
-            parts += (special.backend, special.tune)
+            parts += (special.backend, special.tune, special.check)
         return tuple(parts)
 
     def _check(self, tensors: Sequence[Any]) -> torch.device:
@@ -346,7 +346,8 @@ class Specialized:
         return Transformed(spec, device, policy, trains=trains, wider=wider)
 
     def _policy_for(self, graph: Graph) -> Policy:
-        options = {name: v for name, v in self._options.items() if name != "training"}
+        own = ("training", "check")
+        options = {name: v for name, v in self._options.items() if name not in own}
         return resolve_policy(self._policy, options, graph.spec())
 
     def wider(self, forms: Sequence[Any], many: int) -> list[torch.Tensor | None] | None:
@@ -438,7 +439,8 @@ def specialize(
     them, or None where it has declared the graph's outputs itself. It runs once for every new
     combination of shapes, strides, dtypes and devices; finding the executable again takes about
     2 µs. Keyword arguments of the call are handed through and belong to the combination.
-    ``training=True`` makes calls that torch autograd differentiates. Fields of
+    ``training=True`` makes calls that torch autograd differentiates, ``check=True`` with it
+    compares their first results and gradients as :meth:`Graph.compile` does. Fields of
     :class:`~cudnngraph.Policy` may be given as keywords:
 
         @cg.specialize(tune="autotune")

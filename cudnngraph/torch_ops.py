@@ -261,6 +261,23 @@ def _run(exe: Executable, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [results] if len(exe.spec.outputs) == 1 else list(results)
 
 
+def by_reference(op: Any, args: Sequence[Any], dtype: torch.dtype | None) -> list[Tensor] | None:
+    """The results of a call of one of the ops below by the reference executor, in ``dtype`` or as
+    declared; None for another op. What it takes may be wider than what it was traced with."""
+    if op is torch.ops.cudnngraph.forward.default:
+        spec = _made(*_described(*args)).forward
+    elif op is torch.ops.cudnngraph.backward.default:
+        spec = _made(*args[1:]).backward.backward
+    else:
+        return None
+    results = reference.run(spec, args[0], dtype)
+    outputs = _empty(spec, args[0][0].device)
+    return [
+        output.to(result.dtype).copy_(result)
+        for output, result in zip(outputs, results, strict=True)
+    ]
+
+
 # -- the ops ---------------------------------------------------------------------------------------
 
 

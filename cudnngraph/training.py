@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from . import comparison, reference
 from .arguments import checked
-from .errors import BindError, FeatureMissing
+from .dropped import draws
+from .errors import BindError, FeatureMissing, WrongResult
 from .grad import Gradient, differentiable, differentiate
 from .ir import GraphSpec
 from .policy import Policy
 from .runtime import Executable, Over, device_of, resolve_policy, transforming
 from .runtime import compile as compile_spec
+from .settings import current
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,11 +37,15 @@ class Pair:
     outputs, ``flat`` among its outputs those without a gradient, ``taken`` for each input of the
     backward a place in ``saved`` or, from -1 downwards, an output whose gradient it is;
     ``given`` for each input of the forward the backward's output that is its gradient, or None.
+    ``check_results`` and ``check_gradients`` say that those of the next call are compared with the
+    reference executor's.
     """
 
     gradient: Gradient
     forward: Executable
     count: int
+    check_results: bool = False
+    check_gradients: bool = False
 
     def __post_init__(self) -> None:
         gradient, spec = self.gradient, self.gradient.forward
@@ -72,15 +82,24 @@ class Trainable:
     gradient graph of just those inputs needs; else the plain graph runs, which keeps nothing. Each
     graph is compiled when it is first needed. May be used from several threads.
 
+    With ``check`` the first results with and without a gradient, and the first gradients of each
+    set of inputs, are compared with the reference executor's in float64; :class:`WrongResult` is
+    raised where one is off by more than :func:`cudnngraph.fuse` allows. Dropout by a seed is left
+    out, and the log says so; so are function transforms, and :meth:`run`.
+
     Statistics (an lse, the batch's mean, the next running statistics) are outputs without a
     gradient. A gradient has no gradient of its own: to ask for one raises
     :class:`~cudnngraph.FeatureMissing`.
     """
 
-    def __init__(self, spec: GraphSpec, device: torch.device, policy: Policy) -> None:
+    def __init__(
+        self, spec: GraphSpec, device: torch.device, policy: Policy, *, check: bool = False
+    ) -> None:
         self.spec = spec
         self.device = device
         self.policy = policy
+        self.check = check
+        self._check_inference = check
         able = differentiable(spec)
         self._floating = tuple((at, name) for at, name in enumerate(spec.inputs) if name in able)
         self._pairs: dict[tuple[str, ...], Pair] = {}
@@ -130,6 +149,8 @@ class Trainable:
             return results[0] if len(results) == 1 else self._result(*results)
         wrt = self._wrt(tensors)
         if not wrt:
+            if self._check_inference:
+                return self._compared(tensors, checked, over)
             return self.inference.call(tensors, checked=checked, over=over)
         pair = self._pairs.get(wrt) or self.pair(wrt)
         results = _apply(pair, checked, over, *tensors)
@@ -140,7 +161,7 @@ class Trainable:
         not exactly as declared."""
         wrt = self._wrt(tensors)
         if not wrt:
-            return self.inference.again(tensors, over)
+            return None if self._check_inference else self.inference.again(tensors, over)
         pair = self._pairs.get(wrt)
         if pair is None:
             return None
@@ -149,6 +170,13 @@ class Trainable:
         except BindError:  # of another shape, or wrong: the long way finds out
             return None
         return results if over or pair.count == 1 else self._result(*results)
+
+    def _compared(self, tensors: Sequence[torch.Tensor], checked: bool, over: Over) -> Any:
+        """The first call without a gradient, compared with the reference executor."""
+        kept = _kept(tensors, over)
+        results = self.inference.outputs_for(tensors, checked=checked, over=over)
+        self._check_inference = not _compare(self.inference, kept, results, over, tensors)
+        return results[0] if over or len(results) == 1 else self._result(*results)
 
     def _wrt(self, tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """The inputs that a gradient is wanted of."""
@@ -175,7 +203,7 @@ class Trainable:
             gradient = differentiate(self.spec, key)
             forward = compile_spec(gradient.forward, self.device, policy=self.policy)
             with self._lock:
-                pair = Pair(gradient, forward, len(self.spec.outputs))
+                pair = Pair(gradient, forward, len(self.spec.outputs), self.check, self.check)
                 found = self._pairs.setdefault(key, pair)
         return found
 
@@ -195,13 +223,67 @@ def _named(name: str, fields: Sequence[str]) -> Callable[..., Any]:
     return namedtuple(name, fields)
 
 
+# -- the comparison with the reference executor ----------------------------------------------------
+
+
+def _kept(tensors: Sequence[torch.Tensor], over: Over) -> list[torch.Tensor]:
+    """The inputs of a run, with copies of those that it writes over."""
+    places = {at for _, at in over}
+    return [each.clone() if at in places else each for at, each in enumerate(tensors)]
+
+
+def _compare(
+    executable: Executable,
+    inputs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    over: Over = (),
+    given: Sequence[torch.Tensor] = (),
+    *,
+    of: Mapping[str, str] | None = None,
+) -> bool:
+    """Whether results are right, or are not to be compared later either.
+
+    ``inputs`` hold what they held before the run; what the run wrote over in ``given`` is put back
+    where a result is wrong. ``of`` says of which inputs the results are gradients. Raises
+    :class:`WrongResult`.
+    """
+    if not comparison.is_possible((*inputs, *results)):
+        return False
+    spec = executable.spec
+    subject = f"graph '{spec.name}'"
+    if draws(spec):
+        _log.warning("%s drops by a seed, and is left out of the comparison with eager", subject)
+        return True
+    with torch.no_grad():
+        run = partial(reference.run, spec)
+        eager = comparison.expected(subject, run, [tensor.detach() for tensor in inputs])
+        if eager is None:
+            return True
+        named = {grad: f"the gradient of '{name}'" for name, grad in (of or {}).items()}
+        names = [named.get(name, f"output '{name}'") for name in spec.outputs]
+        floor = comparison.coarsest([spec])
+        try:
+            eager.check(subject, names, results, floor=floor, gradients=bool(of))
+        except WrongResult:
+            for _, at in over:
+                given[at].copy_(inputs[at])
+            raise
+    return True
+
+
+# -- under autograd --------------------------------------------------------------------------------
+
+
 class _Call(torch.autograd.Function):
     """The forward of a :class:`Pair`; its backward is the other half."""
 
     @staticmethod
     def forward(ctx: Any, pair: Pair, checked: bool, over: Over, *tensors: torch.Tensor) -> Any:
         many = len(tensors)
+        kept = _kept(tensors, over) if pair.check_results else tensors
         results = pair.forward.outputs_for(tensors, checked=checked, over=over)
+        if pair.check_results:
+            pair.check_results = not _compare(pair.forward, kept, results, over, tensors)
         ctx.save_for_backward(
             *[tensors[at] if at < many else results[at - many] for at in pair.saved]
         )
@@ -227,6 +309,8 @@ class _Call(torch.autograd.Function):
                     for name, tensor in zip(spec.inputs, given, strict=True)
                 ]
             results = backward.outputs_for(given, checked=False)
+        if pair.check_gradients:
+            pair.check_gradients = not _compare(backward, given, results, of=pair.gradient.outgoing)
         if torch.is_grad_enabled():  # create_graph=True
             reached = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
             if len(pair.forward.spec.outputs) > pair.count:  # of these nothing is known
@@ -257,11 +341,13 @@ def compile_training(
     device: torch.device | str | int | None = None,
     *,
     policy: Policy | None = None,
+    check: bool | None = None,
     options: Mapping[str, Any],
 ) -> Trainable:
-    """A :class:`Trainable` for ``spec``."""
+    """A :class:`Trainable` for ``spec``; ``check`` None is as ``CUDNNGRAPH_CHECK`` says."""
     place = device_of(device)
-    made = Trainable(spec, place, resolve_policy(policy, options, spec))
+    check = current().check if check is None else check
+    made = Trainable(spec, place, resolve_policy(policy, options, spec), check=check)
     if place.type != "cuda" or not torch.cuda.is_available():
         made.inference  # noqa: B018  compiled at once where that is cheap, or says what is missing
     return made

@@ -87,21 +87,27 @@ def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
 
     Of int8 a few elements one step off are no error: what is rounded may lie next to a tie.
     """
+    off, size = distance(out, ref64)
+    if off == 0.0:
+        return 0.0
+    return off / size if size and off == off else float("inf")
+
+
+def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
+    """``||out - ref||`` and ``||ref||``, as :func:`relative_error` takes them."""
+    wide, ref = out.to(torch.float64), ref64.to(torch.float64)
+    finite = ref.isfinite()
+    size = float(ref[finite].norm())
     if out.dtype == torch.int8:
         steps = (out.int() - ref64.int()).abs()
         if int((steps > 0).sum()) <= max(1, int(STRAYS * steps.numel())) and bool(
             (steps < 2).all()
         ):
-            return 0.0
-    wide, ref = out.to(torch.float64), ref64.to(torch.float64)
-    finite = ref.isfinite()
+            return 0.0, size
     mine, theirs = wide[~finite], ref[~finite]
     if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-        return float("inf")
-    distance, size = float((wide - ref)[finite].norm()), float(ref[finite].norm())
-    if distance == 0.0:
-        return 0.0
-    return distance / size if size and distance == distance else float("inf")
+        return float("inf"), size
+    return float((wide - ref)[finite].norm()), size
 
 
 def random_inputs(spec: GraphSpec, device: torch.device, seed: int = 0) -> list[torch.Tensor]:

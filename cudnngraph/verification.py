@@ -107,7 +107,8 @@ class Checks:
                 return Found(plan, (outcome,), error)
         spec, policy, index = self._place
         candidate = Candidate(-1, choice, str(choice))
-        why = why_passed_over(candidate, spec, policy, env.capability(index))
+        capability = env.capability(index)
+        why = why_passed_over(candidate, spec, policy, capability, device_index=index)
         why = why or self._rejected.get(choice)
         if why is not None:
             return Found(None, (Outcome(candidate, False, why),), None)

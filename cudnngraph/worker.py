@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -39,6 +40,8 @@ from .key import step_digest
 from .policy import Policy
 
 _CHECKS_KEPT = 4
+STACK_BYTES = 512  # half of the driver's own choice
+_CU_LIMIT_STACK_SIZE = 0
 
 Message = dict[str, Any]
 
@@ -153,6 +156,7 @@ def work(connection: socket.socket, device_index: int) -> None:
     try:
         torch.cuda.set_device(device_index)
         torch.empty(1, device=torch.device("cuda", device_index))
+        _keep_small()
         env.handle(device_index)
     except Exception as error:
         say({"unusable": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
@@ -174,6 +178,16 @@ def work(connection: socket.socket, device_index: int) -> None:
             say({"died": str(error).splitlines()[0]})
             os._exit(1)
         say({**answer, "id": task["id"]})
+
+
+def _keep_small() -> None:
+    """Have the driver set less memory aside for the threads that the GPU can run at a time.
+
+    That is 0.13 GiB less on an H200. Only functions that call themselves would need it.
+    """
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuCtxSetLimit(_CU_LIMIT_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
 
 
 def load() -> forkserver.Work:

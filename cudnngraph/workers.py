@@ -76,22 +76,22 @@ class Answer:
 # collections of garbage, which take an eighth of the time of importing torch.
 _PROGRAM = """
 import sys
-file, folder, *sys.path[:] = sys.argv[1:]
-import gc, types
+file, module, folder, *sys.path[:] = sys.argv[1:]
+import gc, importlib, types
 gc.disable()
 sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
 package.__path__ = [folder]
 from cudnngraph import forkserver
-forkserver.serve(int(file), lambda: __import__("cudnngraph.worker").worker.load())
+forkserver.serve(int(file), lambda: importlib.import_module("cudnngraph." + module).load())
 """
 
 
-def program(file: int) -> list[str]:
+def program(file: int, module: str = "worker") -> list[str]:
     """What starts the process that forks workers, for the other end of the socket ``file``.
 
-    It imports from where this process does, but what comes with Python from there first, and
-    nothing from the working directory: a ``queue.py`` there was no harm to a process that had
-    imported its own before.
+    ``module.load()`` gives what they run. It imports from where this process does, but what comes
+    with Python from there first, and nothing from the working directory: a ``queue.py`` there was
+    no harm to a process that had imported its own before.
     """
     if not sys.executable:
         raise Unusable("no process can be started: sys.executable does not say where Python is")
@@ -100,7 +100,8 @@ def program(file: int) -> list[str]:
     paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str) and path]
     paths.sort(key=lambda path: path not in own)
     folder = Path(__file__).resolve().parent
-    return [sys.executable, "-c", _PROGRAM, str(file), str(folder), *paths, str(folder.parent)]
+    told = [str(file), module, str(folder), *paths, str(folder.parent)]
+    return [sys.executable, "-c", _PROGRAM, *told]
 
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -120,17 +120,22 @@ def read(path: Path, limit_bytes: int) -> bytes:
     # Without O_NONBLOCK a planted FIFO would hold the reader for good.
     file = open_own(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused(path, "is not a regular file")
-        if _user() is not None and found.st_uid not in (_user(), 0):
-            raise Refused(path, f"belongs to user {found.st_uid}")
-        if found.st_size > limit_bytes:
-            raise Refused(path, f"is over {limit_bytes} bytes long")
-        with open(file, "rb", closefd=False) as stream:
-            return stream.read(found.st_size)  # no more: the limit would be set aside in memory
+        return read_open(file, path, limit_bytes)
     finally:
         os.close(file)
+
+
+def read_open(file: int, path: Path, limit_bytes: int) -> bytes:
+    """:func:`read` of what is open as ``file``, from where it stands."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise Refused(path, "is not a regular file")
+    if _user() is not None and found.st_uid not in (_user(), 0):
+        raise Refused(path, f"belongs to user {found.st_uid}")
+    if found.st_size > limit_bytes:
+        raise Refused(path, f"is over {limit_bytes} bytes long")
+    with open(file, "rb", closefd=False) as stream:
+        return stream.read(found.st_size)  # no more: the limit would be set aside in memory
 
 
 def write(path: Path, data: bytes) -> None:

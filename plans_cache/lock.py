@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .files import open_own
+from .files import open_own, read_open
 
 _LONGEST_PAUSE_S = 0.05
 
@@ -121,6 +121,17 @@ class FileLock:
         except FileNotFoundError:
             return False
         return os.path.samestat(os.fstat(self._file), found)
+
+    def read(self, limit_bytes: int) -> bytes:
+        """What the file holds; ``files.Refused`` as for any other file."""
+        return read_open(self._file, self.path, limit_bytes)
+
+    def write(self, data: bytes) -> None:
+        """Write over the file's beginning, without a sync. A forked child writes nothing."""
+        if self._process == os.getpid():
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.write(self._file, data)
+            os.lseek(self._file, 0, os.SEEK_SET)  # where Windows has the lock
 
     def release(self) -> None:
         """Let go and remove the file. A forked child that comes here leaves its parent's lock."""

@@ -88,14 +88,15 @@ def _read(path: Path) -> dict[Plan, str]:
         return {}
     found: dict[Plan, str] = {}
     for entry in data if isinstance(data, list) else ():
-        plan = _plan(entry)
-        if plan is not None:
-            found[plan] = str(entry["reason"])[:1000]
+        plan = to_plan(entry)
+        if plan is not None and isinstance(entry.get("reason"), str):
+            found[plan] = entry["reason"][:1000]
     return found
 
 
-def _plan(entry: Any) -> Plan | None:
-    if not isinstance(entry, dict) or not isinstance(entry.get("reason"), str):
+def to_plan(entry: Any) -> Plan | None:
+    """The plan that JSON data with "engine" and "knobs" names, None where it names none."""
+    if not isinstance(entry, dict):
         return None
     engine, knobs = entry.get("engine"), entry.get("knobs")
     if type(engine) is not int or not isinstance(knobs, list):

@@ -8,38 +8,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import cudnngraph as cg
+from cudnngraph.patterns import CHAINS
 
 Value = cg.Value
-Op = Callable[..., Value]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# What stands behind an anchor's result x: v and u are repeated, c is a vector of the last dim or of
-# the channels, z is as large as x.
-CHAINS: Mapping[str, tuple[Op, str]] = {
-    "x": (lambda g, x: x, ""),
-    "relu(x)": (lambda g, x: g.relu(x), ""),
-    "x + v": (lambda g, x, v: x + v, "v"),
-    "v - x": (lambda g, x, v: v - x, "v"),
-    "x v": (lambda g, x, v: x * v, "v"),
-    "relu(x + v)": (lambda g, x, v: g.relu(x + v), "v"),
-    "relu(x v + c)": (lambda g, x, v, c: g.relu(x * v + c), "vc"),
-    "silu(x + c + v)": (lambda g, x, v, c: g.silu(x + c + v), "vc"),
-    "x (v + 1) + u": (lambda g, x, v, u: x * (v + 1.0) + u, "vu"),
-    "x + silu(v)": (lambda g, x, v: x + g.silu(v), "v"),
-    "x + v + u": (lambda g, x, v, u: x + v + u, "vu"),
-    "relu(x + v) + z": (lambda g, x, v, z: g.relu(x + v) + z, "vz"),
-    "gelu(x) v": (lambda g, x, v: g.gelu(x) * v, "v"),
-    "where(v > 0, x, x / 2)": (lambda g, x, v: g.where(g.gt(v, 0.0), x, x * 0.5), "v"),
-    "maximum(x, v)": (lambda g, x, v: g.maximum(x, v), "v"),
-    "x / (|v| + 1)": (lambda g, x, v: x / (g.abs(v) + 1.0), "v"),
-}
 # Name: rank of the result.
 ANCHORS: Mapping[str, int] = {
     "conv 1x1": 4,

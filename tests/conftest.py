@@ -17,6 +17,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _CACHE = tempfile.TemporaryDirectory(prefix="cudnngraph-tests-")
 os.environ["CUDNNGRAPH_CACHE_DIR"] = _CACHE.name
 
+# What torch.compile and training=True run is compared with eager torch in float64, in all tiers.
+# Tests that count or time calls opt out: check=False, or settings.override(check=False).
+os.environ.setdefault("CUDNNGRAPH_CHECK", "1")
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests recorded as ``record_property("summary", text)``, also under xdist."""

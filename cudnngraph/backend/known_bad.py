@@ -11,6 +11,10 @@ finds the next best plan; one that is too narrow gives wrong numbers or ends the
 engine's id may stand for another kernel in another release, which is one more way to be too wide.
 A measurement narrows an entry: tests/gpu/test_reported.py runs each with its plans let through.
 
+New entries come from ``cudnngraph check --full``, which tries every engine on the GPU at hand.
+What it finds is barred there at once (:mod:`~cudnngraph.backend.found_bad`); an entry here spares
+others.
+
 A record names its plan, and :func:`why_bad` is asked again when the record is loaded. So a new
 entry reaches records that were kept before it, and no schema has to change.
 """

@@ -24,6 +24,7 @@ from ..lasting import lasting
 from ..ops import OPS
 from ..policy import Policy
 from . import env
+from .found_bad import why_found_bad
 from .known_bad import why_bad
 from .lower import LOWERING, Alias, Constant, Extra, Lowered, first_line, lower
 from .tested import dotted
@@ -253,10 +254,13 @@ def _native_call(graph: Any, index: int | None, uids: Sequence[int]) -> tuple[An
     return call, place
 
 
-def propose(lowered: Lowered, frontend: Any, *, more: bool = False) -> list[Candidate]:
+def propose(
+    lowered: Lowered, frontend: Any, *, more: bool = False, every: bool = False
+) -> list[Candidate]:
     """cuDNN's ranking for a graph, best first, the same (engine, knobs) once.
 
-    ``more`` asks a second ranking too (mode B), whose plans follow those of the first. Raises
+    ``more`` asks a second ranking too (mode B), whose plans follow those of the first. ``every``
+    has the library's other engines follow, each as it is without knobs. Raises
     :class:`NotSupported` with one line per distinct reason.
     """
     kinds = frontend.heur_mode
@@ -282,7 +286,26 @@ def propose(lowered: Lowered, frontend: Any, *, more: bool = False) -> list[Cand
             found[choice] = Candidate(index, choice, str(graph.get_plan_name_at_index(index)))
     if not found:
         raise NotSupported("this graph", ["the heuristics propose no engine of the library"])
+    if every:
+        found |= _unranked(graph, {choice.engine for choice in found}, frontend)
     return list(found.values())
+
+
+def _unranked(graph: Any, ranked: set[int], frontend: Any) -> dict[Choice, Candidate]:
+    """The engines that the library lists for a graph and its heuristics leave out."""
+    refused = (frontend.cudnnGraphNotSupportedError, RuntimeError)
+    found: dict[Choice, Candidate] = {}
+    for engine in range(int(graph.get_engine_count())):
+        if engine in ranked:
+            continue
+        try:
+            graph.create_execution_plan(engine, {})
+        except refused:
+            continue  # of another kind of graph, or of another GPU
+        index = graph.get_execution_plan_count() - 1
+        choice = Choice(engine, ())
+        found[choice] = Candidate(index, choice, str(graph.get_plan_name_at_index(index)))
+    return found
 
 
 def readable_reasons(message: str) -> list[str]:
@@ -388,14 +411,30 @@ def _why_no_launch(plan: Plan, spec: GraphSpec) -> str | None:
     return None
 
 
+_offers_every = False
+
+
+def offer_every_engine() -> None:
+    """In this process ``more`` of :class:`Proposals` has every engine follow: it is of a sweep."""
+    global _offers_every
+    _offers_every = True
+
+
 class Proposals:
-    """cuDNN's candidates for ``spec``, to be built one by one; ``more`` as for :func:`propose`.
+    """cuDNN's candidates for ``spec``, to be built one by one; ``more`` and ``every`` as for
+    :func:`propose`.
 
     Raises :class:`NotSupported` with one line per distinct reason when there is none.
     """
 
     def __init__(
-        self, spec: GraphSpec, policy: Policy, device_index: int, *, more: bool = False
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        device_index: int,
+        *,
+        more: bool = False,
+        every: bool = False,
     ) -> None:
         refuse_during_capture()
         self.spec = spec
@@ -403,7 +442,8 @@ class Proposals:
         self._device_index = device_index
         self._frontend = env.frontend()
         self._lowered = lower(spec, self._frontend, handle=env.handle(device_index))
-        self.candidates = propose(self._lowered, self._frontend, more=more)
+        every = every or (more and _offers_every)
+        self.candidates = propose(self._lowered, self._frontend, more=more, every=every)
         restrict(self._lowered, spec, policy, self._frontend)
 
     def build(self, candidate: Candidate, *, launch: bool = True) -> tuple[Outcome, Plan | None]:
@@ -411,7 +451,9 @@ class Proposals:
         is accepted."""
         choice, graph = candidate.choice, self._lowered.graph
         capability = env.capability(self._device_index)
-        why = why_passed_over(candidate, self.spec, self._policy, capability)
+        why = why_passed_over(
+            candidate, self.spec, self._policy, capability, device_index=self._device_index
+        )
         if why is not None:
             return Outcome(candidate, False, why), None
         try:
@@ -431,16 +473,24 @@ class Proposals:
 
 
 def why_passed_over(
-    candidate: Candidate, spec: GraphSpec, policy: Policy, capability: int
+    candidate: Candidate,
+    spec: GraphSpec,
+    policy: Policy,
+    capability: int,
+    *,
+    device_index: int | None = None,
 ) -> str | None:
-    """Why a candidate is not even built: the policy bars it, or it is known to be wrong."""
-    return why_excluded(candidate, policy) or why_bad(
-        spec,
-        candidate.choice.engine,
-        env.cudnn_version(),
-        capability=capability,
-        allow_tf32=bool(policy.allow_tf32),
+    """Why a candidate is not even built: the policy bars it, or it is known to be wrong.
+
+    What was found on one GPU is asked where ``device_index`` names it.
+    """
+    choice, tf32 = candidate.choice, bool(policy.allow_tf32)
+    why = why_excluded(candidate, policy) or why_bad(
+        spec, choice.engine, env.cudnn_version(), capability=capability, allow_tf32=tf32
     )
+    if why is None and device_index is not None:
+        why = why_found_bad(spec, choice, device_index, allow_tf32=tf32)
+    return why
 
 
 def why_excluded(candidate: Candidate, policy: Policy) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from cudnngraph.backend.env import distribution_version
-from cudnngraph.cli import bench, doctor, explain, plan_dump, plans, tune
+from cudnngraph.cli import bench, check, doctor, explain, plan_dump, plans, tune
 from cudnngraph.cli.entries import UsageError
 from cudnngraph.errors import CudnnGraphError
 
@@ -29,7 +29,7 @@ class Command(Protocol):
         """Do the command's job and answer with the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (doctor, explain, tune, plan_dump, plans, bench)
+COMMANDS: tuple[Command, ...] = (doctor, check, explain, tune, plan_dump, plans, bench)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from cudnngraph import settings
-from cudnngraph.backend import env, libraries, tested
+from cudnngraph.backend import env, found_bad, libraries, tested
 from cudnngraph.backend.libraries import Library
 from cudnngraph.cli.table import print_table
 from cudnngraph.errors import BackendUnavailable, SettingsError
@@ -307,6 +307,38 @@ def _tested() -> Iterator[Check]:
         yield Check("tested", "pass", f"{row}: tested on {names}")
 
 
+def _checked() -> Iterator[Check]:
+    """When `cudnngraph check` went over each GPU with these versions, and what it found."""
+    if not torch.cuda.is_available() or not _load_cudnn().usable:
+        return
+    try:
+        env.frontend()
+        for index in range(torch.cuda.device_count()):
+            name = f"gpu {index} checked"
+            known = found_bad.barred(index)
+            if known is None:
+                detail = "never with these versions; `cudnngraph check --quick` does it in minutes"
+                yield Check(name, "pass", detail)
+                continue
+            yield Check(name, "pass", _sweep_of(known.described))
+    except (BackendUnavailable, SettingsError):
+        return  # the checks of these say what is wrong
+
+
+def _sweep_of(described: Mapping[str, object]) -> str:
+    counts = described.get("counts")
+    counts = counts if isinstance(counts, dict) else {}
+    numbers = {name: n for name, n in counts.items() if type(n) is int}
+    wrong = numbers.get("wrong", 0) + numbers.get("fault", 0)
+    ran = wrong + numbers.get("right", 0)
+    only = f", only '{described['only']}'" if described.get("only") else ""
+    ended = "" if described.get("complete") is True else ", not to its end"
+    return (
+        f"on {str(described.get('checked'))[:10]} ({described.get('mode')}{only}{ended}): {wrong} "
+        f"of {ran} plans are wrong" + (", and passed over" if wrong else "")
+    )
+
+
 def _cache() -> Iterator[Check]:
     try:
         folder = settings.Settings.from_environ(os.environ).cache_dir
@@ -348,6 +380,7 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("nvrtc", _nvrtc),
     ("gpu", _gpu),
     ("tested", _tested),
+    ("checked", _checked),
     ("cache", _cache),
 )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cudnngraph import files
+from cudnngraph import files, settings
 from cudnngraph.backend import env
 from cudnngraph.cli import compare, entries, explain, transfer, verify
 from cudnngraph.cli.entries import (
@@ -97,8 +97,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     action = add(
         "verify",
         "check every entry: its record, its blob, its graph, and on a GPU what its plans compute",
-        "Exit code: 0 when nothing is wrong; 1 when something is; 2 for a wrong call. Without a "
-        "GPU, and for entries of another environment, nothing is replayed; the table says so.",
+        "Plans run in processes of their own. A record is told how far off its plans were found, "
+        "and where; one with a plan that does not pass is removed, and the plan not taken again by "
+        "what is checked. Exit code: 0 when nothing is wrong; 1 when something is; 2 for a wrong "
+        "call. Without a GPU, and for entries of another environment, nothing is replayed; the "
+        "table says so.",
     )
     action.add_argument("id", nargs="?", metavar="ID", default="", help="only ids that begin so")
 
@@ -325,6 +328,11 @@ def _print_nearest(key: Key, others: Sequence[Stored], env: bool) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    with settings.override(cache_dir=entries.directory(args)):  # where plans are rejected
+        return _verify_here(args)
+
+
+def _verify_here(args: argparse.Namespace) -> int:
     store = entries.open_store(entries.directory(args), seeds=True)
     found, damaged = entries.scan(store)
     prefix = args.id.lower()
@@ -335,7 +343,9 @@ def _verify(args: argparse.Namespace) -> int:
     device = None if no_gpu else torch.cuda.current_device()
     rows, problems = [], [f"{clean(e.id)}: record: {clean(e.problem)}" for e in damaged]
     counts: Counter[str] = Counter()
+    renewed = removed = 0
     for entry in found:
+        now: PlanRecord | None = entry.record
         graph, steps = verify.check_graph(entry.record)
         if graph.status == "failed":
             plans = verify.Verdict("skipped", "its graph is not known")
@@ -344,10 +354,16 @@ def _verify(args: argparse.Namespace) -> int:
         elif not verify.is_here(entry.record, device):
             plans = verify.Verdict("skipped", "it is of another environment")
         else:
-            plans = verify.check_plans(entry.record, steps, verify.on_gpu(device))
+            check = verify.on_gpu(entry.record, device)
+            plans, now = verify.check_plans(entry.record, steps, check)
         record, blob = verify.check_stored(store, entry)
         checks = {"record": record, "blob": blob, "graph": graph, "replay": plans}
         counts[plans.status] += 1
+        if entry.entry.tier == "disk" and "failed" not in (record.status, blob.status):
+            if now is None:
+                removed += store.remove(entry.id)
+            elif now != entry.record:
+                renewed += store.put(now, store.check(entry.id).blob)
         rows.append(
             [
                 *(entry.short_id, *(check.status for check in checks.values())),
@@ -366,6 +382,10 @@ def _verify(args: argparse.Namespace) -> int:
     total = len(found) + len(damaged)
     ending = "" if len(problems) == 1 else "s"
     print(f"{total} entries checked, {counts['ok']} replayed, {len(problems)} problem{ending}")
+    if renewed:
+        print(f"{renewed} renewed: what they say of their plans was found now")
+    if removed:
+        print(f"{removed} removed: their plans are chosen anew when they are asked for")
     if no_gpu and found:
         print(f"nothing was replayed: {no_gpu}")
     return 1 if problems else 0

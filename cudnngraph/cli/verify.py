@@ -1,8 +1,8 @@
 """Is an entry of the cache what it says: its record, its blob, its graph, and what its plans give.
 
 The graph is built again from the key's components, and has to have that key. On a GPU of the
-entry's environment each cuDNN step is replayed on random data and compared with the reference
-executor in float64.
+entry's environment the plan of each cuDNN step is run on random data, in a process of its own, and
+compared with the reference executor in float64.
 """
 
 from __future__ import annotations
@@ -10,36 +10,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from cudnngraph import reference
+from cudnngraph import guard, settings
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import replay
+from cudnngraph.backend.plan import Choice, Verified
+from cudnngraph.cache import Rejected
 from cudnngraph.cli.entries import DTYPES, Stored, clean, parsed, tensor
-from cudnngraph.dropped import attention, draws, explicit, recovered
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.ir import GraphSpec, Node, TensorSpec
-from cudnngraph.key import graph_key
+from cudnngraph.key import graph_key, step_digest
 from cudnngraph.ops import OPS
-from cudnngraph.policy import Policy
-from cudnngraph.recorded import StaleRecord, env_components, steps_of
+from cudnngraph.policy import SEARCH_FIELDS, Policy
+from cudnngraph.recorded import VERIFIED, StaleRecord, env_components, steps_of
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
-from cudnngraph.trial import (
-    launcher,
-    multiplies_fp8,
-    random_inputs,
-    relative_error,
-    strided,
-    tolerance,
-)
 from plans_cache import PlanRecord, PlanStore
 
-RunStep = Callable[[StepPlan, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+# What is wrong with the plan of a step, or where it passed: see guard.check.
+Check = Callable[[StepPlan], "tuple[str | None, Verified | None]"]
 
 MAX_TENSOR_BYTES = 1 << 30
 
@@ -85,39 +77,36 @@ def check_graph(record: PlanRecord) -> tuple[Verdict, tuple[StepPlan, ...]]:
         return Verdict("failed", f"not a graph: {type(error).__name__}: {error}"), ()
 
 
-def check_plans(record: PlanRecord, steps: Sequence[StepPlan], run_step: RunStep) -> Verdict:
-    """Whether ``run_step`` gives for each cuDNN step what the reference executor gives."""
-    replayed = [step for step in steps if step.choice is not None]
-    if not replayed:
-        return Verdict("none")
-    tf32 = dict(record.key).get("policy.allow_tf32") == "true"
-    worst = 0.0
-    for number, step in enumerate(steps, 1):
+def check_plans(
+    record: PlanRecord, steps: Sequence[StepPlan], check: Check
+) -> tuple[Verdict, PlanRecord | None]:
+    """Whether the plan of each cuDNN step passes ``check``, and the record with what that found;
+    None where a plan does not pass."""
+    if all(step.choice is None for step in steps):
+        return Verdict("none"), record
+    done: dict[tuple[str, Choice], Verified] = {}
+    made = list(record.steps)
+    for number, step in enumerate(steps):
         if step.choice is None:
             continue
+        where = f"step {number + 1}"
         large = [t for t in step.spec.tensors.values() if _bytes(t) > MAX_TENSOR_BYTES]
         if large:
-            return Verdict("skipped", f"step {number} has a tensor over {MAX_TENSOR_BYTES} bytes")
-        inputs = random_inputs(step.spec, torch.device("cpu"))
-        try:
-            spec, given = step.spec, inputs
-            if draws(spec) and attention(spec) is not None:
-                keep = recovered(spec, inputs, partial(run_step, step))
-                spec, given = explicit(spec, inputs, keep)
-            outputs = run_step(step, inputs)
-        except (CudnnGraphError, RuntimeError) as error:
-            return Verdict("failed", f"step {number} does not run: {_first_line(str(error))}")
-        wanted = reference.run(spec, given, torch.float64)
-        for name, out, ref in zip(step.spec.outputs, outputs, wanted, strict=True):
-            error_ = relative_error(out, ref)
-            bound = tolerance(out.dtype, tf32=tf32, fp8=multiplies_fp8(step.spec))
-            worst = max(worst, error_)
-            if not error_ <= bound:
-                return Verdict(
-                    "failed",
-                    f"step {number}: '{name}' is off by {error_:.2g}, at most {bound:.2g} is right",
-                )
-    return Verdict("ok", f"off by {worst:.1e}")
+            return Verdict("skipped", f"{where} has a tensor over {MAX_TENSOR_BYTES} bytes"), record
+        like = (step_digest(step.spec), step.choice)
+        if like not in done:
+            try:
+                why, passed = check(step)
+            except (CudnnGraphError, RuntimeError) as error:
+                return Verdict("failed", f"{where} does not run: {_first_line(str(error))}"), record
+            if passed is None:
+                return Verdict("failed", f"{where}, {step.choice}: {why}"), None
+            done[like] = passed
+        said = {**made[number].extra, VERIFIED: asdict(done[like])}
+        made[number] = replace(made[number], extra=said)
+    errors = [each.error for each in done.values() if each.error is not None]
+    told = f"off by {max(errors):.1e}" if errors else "there was no memory to compare results"
+    return Verdict("ok", told), replace(record, steps=tuple(made))
 
 
 def _bytes(spec: TensorSpec) -> int:
@@ -225,29 +214,29 @@ def is_here(record: PlanRecord, device_index: int) -> bool:
     return record.env == env_components(env.env_key(device_index))
 
 
-def on_gpu(device_index: int) -> RunStep:
-    """Runs steps by their (engine, knobs) on that device."""
-    device = torch.device("cuda", device_index)
+def policy_of(record: PlanRecord) -> Policy:
+    """The policy of a record's key, under which plans are checked whatever the settings say.
 
-    def run(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    Raises :class:`PolicyError` where the key has one that cannot be.
+    """
+    parts = parsed(record.key)
+    names = [each.name for each in fields(Policy) if each.name not in SEARCH_FIELDS]
+    given = {name: parts[f"policy.{name}"] for name in names if f"policy.{name}" in parts}
+    how = settings.current().verify
+    return Policy(**given, verify="isolated" if how == "off" else how)
+
+
+def on_gpu(record: PlanRecord, device_index: int) -> Check:
+    """Checks the plans of a record on that device; the cache keeps which of them do not pass."""
+    kept = Rejected(device_index)
+
+    def check(step: StepPlan) -> tuple[str | None, Verified | None]:
         assert step.choice is not None
-        spec = step.spec
-        with torch.cuda.device(device):
-            plan = replay(spec, step.choice, device_index)
-            given = [
-                strided(spec.tensors[name], value, device)
-                for name, value in zip(spec.inputs, inputs, strict=True)
-            ]
-            outputs = []
-            for declared in (spec.tensors[name] for name in spec.outputs):
-                outputs.append(
-                    torch.empty_strided(
-                        declared.shape, declared.stride, dtype=declared.dtype, device=device
-                    )
-                )
-            block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
-            launcher(plan, (*given, *outputs), block, device)()
-            torch.cuda.synchronize(device)
-            return [each.cpu() for each in outputs]
+        policy = policy_of(record)
+        with torch.cuda.device(device_index):
+            why, passed = guard.check(step.spec, policy, step.choice, device_index, kept)
+        if why is not None:
+            kept.withdraw(step.spec, policy, step.choice, why)
+        return why, passed
 
-    return run
+    return check

@@ -386,6 +386,9 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
             seen.append(runtime._scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
+        def ran_first(self, calls: list[Callable[[], None]]) -> bool:
+            return False
+
         def play(self, calls: list[Callable[[Any], None]]) -> None:
             assert capturing
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnngraph import cli
-from cudnngraph.backend import env, libraries, tested
+from cudnngraph import cli, settings
+from cudnngraph.backend import env, found_bad, libraries, tested
 from cudnngraph.backend.libraries import CUDNN, CUDNN_PARTS, Library
 from cudnngraph.cli import doctor
 from cudnngraph.cli.table import plain_table
@@ -79,6 +79,8 @@ class Machine:
         patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         h200 = env.DeviceIdentity("NVIDIA H200", self.capability, 132, 0)
         patch.setattr(env, "device_identity", lambda index: replace(h200, index=index))
+        key = env.EnvKey(self.release, "1.28.0", h200.name, self.capability, 132, 1)
+        patch.setattr(env, "env_key", lambda index: key)
 
 
 @pytest.fixture
@@ -626,3 +628,34 @@ def test_the_real_machine_gets_a_report(tmp_path: Path) -> None:
     assert crashed == []
     assert done.returncode == (0 if body["ok"] else 1)
     assert body["versions"]["torch"] == torch.__version__
+
+
+def test_it_says_when_a_gpu_was_checked_and_what_was_wrong(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "_from_environ", None)
+    assert examine(machine, monkeypatch)["gpu 0 checked"].detail == (
+        "never with these versions; `cudnngraph check --quick` does it in minutes"
+    )
+    known = {
+        "schema": found_bad.SCHEMA,
+        "checked": "2026-11-22T20:00:00Z",
+        "mode": "quick",
+        "complete": True,
+        "counts": {"right": 7000, "wrong": 3, "fault": 1, "refused": 900},
+        "steps": [],
+        "patterns": [],
+    }
+    store = found_bad.findings(0)
+    assert store.path.is_relative_to(tmp_path)
+    store.write_known_bad(known)
+    assert examine(machine, monkeypatch)["gpu 0 checked"].detail == (
+        "on 2026-11-22 (quick): 4 of 7004 plans are wrong, and passed over"
+    )
+    store.write_known_bad(known | {"complete": False, "only": "conv", "counts": {"right": 5}})
+    assert examine(machine, monkeypatch)["gpu 0 checked"].detail == (
+        "on 2026-11-22 (quick, only 'conv', not to its end): 0 of 5 plans are wrong"
+    )
+    machine.release = 92600
+    detail = examine(machine, monkeypatch)["gpu 0 checked"].detail
+    assert detail.startswith("never with these versions"), "another cuDNN is another machine"

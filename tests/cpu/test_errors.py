@@ -22,6 +22,8 @@ KINDS = [
 VALUES: dict[str, Any] = {
     "subject": "conv 'c1'",
     "problems": [Problem("conv 'c1'", "x is int32", "float16", "convert it"), Problem("y", "z")],
+    "plan": "engine 4 (TILE=3)",
+    "engine": 4,
     "reason": "no entry",
     "nearest": "0123456789abcdef0123",
     "differences": [("cudnn", "9.19", "9.24"), ("gpu", None, "H200")],

@@ -244,7 +244,7 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
     does: str, behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "Proposals", Ranking)
-    monkeypatch.setattr(guard, "why_passed_over", lambda *args: None)
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
     monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     kept = Memory()
     policy = cg.Policy(allow_tf32=False, tune="autotune", verify="isolated")

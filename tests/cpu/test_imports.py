@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
-    ("lasting",),
+    ("lasting", "forkserver"),
     ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
     ("arguments",),
     ("ir", "settings", "policy"),
@@ -28,16 +28,17 @@ LAYERS = (
     ("rows",),
     ("rewrites",),
     ("graph", "backend", "dropped"),
-    ("eager",),
+    ("eager", "patterns"),
     ("layout",),
     ("grad", "importer", "select", "trial", "direct", "lanes"),
-    ("autotune", "recorded", "verification"),
+    ("autotune", "comparison", "recorded", "verification"),
     ("worker",),
-    ("workers",),
+    ("sweeper", "workers"),
     ("guard",),
     ("cache",),
+    ("first_launch",),
     ("runtime",),
-    ("explain", "transforms"),
+    ("explain", "sweep", "transforms"),
     ("training",),
     ("specialize",),
     ("torch_ops",),
@@ -79,16 +80,19 @@ SELECTION = {
 }
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
+    "backend": {"findings"},
     "recorded": {"record"},
-    "cache": {"record", "rejections", "store", "lock"},
+    "verification": {"gate"},
+    "worker": {"gate"},
+    "cache": {"gate", "launches", "record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
     "cli": {"", "record", "store"},
 }
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("record", "files", "workspace"),
-    ("lock", "rejections"),
-    ("store",),
+    ("findings", "gate", "lock", "rejections"),
+    ("launches", "store"),
     ("",),
 )
 STORE_LAYER = {part: number for number, parts in enumerate(STORE_LAYERS) for part in parts}

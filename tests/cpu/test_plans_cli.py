@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,22 +13,27 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cli, reference, select
+from cudnngraph import cache, cli, guard, recorded, reference, select, workers
 from cudnngraph.backend.env import EnvKey
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cli import compare, draw, entries, plans, transfer, verify
 from cudnngraph.errors import NotSupported
+from cudnngraph.ir import GraphSpec
 from cudnngraph.key import Difference, graph_key
 from cudnngraph.recorded import to_record
 from cudnngraph.runtime import canonical
 from cudnngraph.select import StepPlan
 from cudnngraph.trial import random_inputs
+from cudnngraph.workers import Answer
 from plans_cache import Hit, PlanRecord, PlanStore
 from plans_cache.record import MAX_CREATED
 from tests.cpu import cache_example
@@ -378,22 +384,36 @@ def _steps(name: str) -> tuple[PlanRecord, tuple[StepPlan, ...]]:
     return record, steps
 
 
-def by_reference(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Stands for a GPU that is right."""
-    return reference.run(step.spec, inputs)
+HERE = Verified(1e-4, "a GPU", 91900, "1.28.0", "2.13")
+WRONG = "writes outside of its output 'y'"
+
+
+def passes(step: StepPlan) -> tuple[str | None, Verified | None]:
+    """Stands for a GPU on which every plan is right."""
+    return None, HERE
 
 
 @pytest.mark.parametrize(("name", "ran"), [("tuned", 1), ("cut", 2), ("sdpa", 1), ("torch", 0)])
-def test_replay_runs_every_cudnn_step_and_accepts_what_is_right(name: str, ran: int) -> None:
+def test_replay_checks_every_cudnn_step_and_the_record_says_what_that_found(
+    name: str, ran: int
+) -> None:
     seen: list[StepPlan] = []
 
-    def run_step(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def check(step: StepPlan) -> tuple[str | None, Verified | None]:
         seen.append(step)
-        return by_reference(step, inputs)
+        return passes(step)
 
-    verdict = verify.check_plans(*_steps(name), run_step)
+    record, steps = _steps(name)
+    verdict, now = verify.check_plans(record, steps, check)
     assert (verdict.status, len(seen)) == ("ok" if ran else "none", ran)
+    assert verdict.detail == ("off by 1.0e-04" if ran else "")
     assert all(step.choice is not None for step in seen)
+    assert now is not None
+    again = recorded.steps_of(now, verify.graph_of(now))
+    assert [step.verified for step in again] == [
+        None if step.choice is None else HERE for step in steps
+    ]
+    assert dataclasses.replace(now, steps=record.steps) == record
 
 
 @pytest.mark.parametrize("likely", [0.0, 0.4, 1.0])
@@ -415,56 +435,184 @@ def test_what_selection_records_is_verified_and_drawn(likely: float) -> None:
         record = to_record(spec, graph_key(spec, policy), env, policy, made)
         verdict, steps = verify.check_graph(record)
         assert (verdict, steps) == (verify.OK, made.steps), case
-        plans = verify.check_plans(record, steps, by_reference)
-        assert plans.status in ("ok", "none"), (case, plans)
+        plans, now = verify.check_plans(record, steps, passes)
+        assert plans.status in ("ok", "none") and now is not None, (case, plans)
         boxes = ET.fromstring(draw.svg(record)).iter("{http://www.w3.org/2000/svg}rect")
         assert sum(box.get("class") == "box" for box in boxes) == len(steps)
     assert len(seen) > 20
 
 
-def test_replay_finds_a_plan_that_computes_something_else() -> None:
-    def off_by_a_percent(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [out * 1.01 for out in by_reference(step, inputs)]
+def test_steps_that_are_equal_are_checked_once() -> None:
+    g = cg.Graph("g")
+    x = g.input("x", (4, 6), torch.float16)
+    for name in "ab":
+        g.output(f"y{name}", g.matmul(x, g.input(name, (6, 6), torch.float16)))
+    g.output("z", g.relu(x))
+    spec, policy = canonical(g.spec()), cg.Policy(allow_tf32=False)
+    made = select.heuristic(spec, policy, builder(lambda part: len(part.nodes) > 1))
+    steps = tuple(dataclasses.replace(step, choice=Choice(4, ())) for step in made.steps)
+    made = dataclasses.replace(made, steps=steps)
+    env = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
+    record = to_record(spec, graph_key(spec, policy), env, policy, made)
+    seen: list[str] = []
 
-    verdict = verify.check_plans(*_steps("cut"), off_by_a_percent)
-    assert (verdict.status, verdict.detail) == (
-        "failed",
-        "step 1: 't2' is off by 0.01, at most 1e-05 is right",
-    )
+    def check(step: StepPlan) -> tuple[str | None, Verified | None]:
+        seen.append(step.spec.nodes[0].op)
+        return passes(step)
+
+    verdict, _ = verify.check_plans(record, made.steps, check)
+    assert verdict.status == "ok" and len(made.steps) == 3
+    assert sorted(seen) == ["matmul", "relu"]
 
 
-def test_replay_finds_nan_where_there_is_none() -> None:
-    def lost(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.full_like(out, float("nan")) for out in by_reference(step, inputs)]
-
-    verdict = verify.check_plans(*_steps("sdpa"), lost)
-    assert (verdict.status, "off by inf" in verdict.detail) == ("failed", True)
+def test_replay_finds_a_plan_that_does_not_pass() -> None:
+    record, steps = _steps("cut")
+    verdict, now = verify.check_plans(record, steps, lambda step: (WRONG, None))
+    assert now is None
+    assert (verdict.status, verdict.detail) == ("failed", f"step 1, {steps[0].choice}: {WRONG}")
 
 
 def test_replay_says_why_a_plan_does_not_run() -> None:
-    def refuse(step: StepPlan, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def refuse(step: StepPlan) -> tuple[str | None, Verified | None]:
         raise NotSupported(str(step.choice), ["the knob is gone"])
 
-    verdict = verify.check_plans(*_steps("tuned"), refuse)
+    record, steps = _steps("tuned")
+    verdict, now = verify.check_plans(record, steps, refuse)
+    assert now is record, "that says nothing of what it computes"
     assert verdict.status == "failed"
     assert verdict.detail.startswith("step 1 does not run: cuDNN has no plan for engine 44")
 
 
-def test_on_a_gpu_only_entries_of_its_environment_are_replayed(
-    run: Cli, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_without_memory_to_compare_replay_says_so() -> None:
+    none = dataclasses.replace(HERE, error=None)
+    verdict, _ = verify.check_plans(*_steps("tuned"), lambda step: (None, none))
+    assert verdict == verify.Verdict("ok", "there was no memory to compare results")
+
+
+class Gpu:
+    """A GPU of the example's environment, and what its plans were found to be."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.env = cache_example.records(time.time())["tuned"].env
+        self.wrong: dict[int, str] = {}
+        self.asked: list[tuple[Choice, cg.Policy]] = []
+        self.error = HERE.error
+        monkeypatch.setattr(verify, "why_no_gpu", lambda: "")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == self.env)
+        monkeypatch.setattr(cache, "env_components", lambda environment: self.env)
+        monkeypatch.setattr(cache.env, "env_key", lambda index: None)
+        monkeypatch.setattr(cache, "_rejected", {})
+        monkeypatch.setattr(cache, "_launched", {})
+        monkeypatch.setattr(guard, "_in_process", "")
+        monkeypatch.setattr(cache.env, "uuid", lambda index: f"GPU {index}")
+        monkeypatch.setattr(workers, "on", lambda index: self)
+        monkeypatch.setattr(
+            Verified,
+            "here",
+            classmethod(lambda cls, index, error: dataclasses.replace(HERE, error=error)),
+        )
+
+    def check(
+        self, spec: GraphSpec, policy: cg.Policy, choice: Choice, gate: Path | None = None
+    ) -> Future[Answer]:
+        self.asked.append((choice, policy))
+        future: Future[Answer] = Future()
+        future.set_result(Answer(wrong=self.wrong.get(choice.engine), error=self.error))
+        return future
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def _said(folder: Path, id: str) -> list[Any]:
+    """What a record on disk says of each step's check."""
+    found = PlanStore(folder, seeds=None).check(id)
+    assert found.record is not None and not found.blob_problem
+    return [step.extra.get(recorded.VERIFIED) for step in found.record.steps]
+
+
+def test_on_a_gpu_the_plans_of_its_environment_are_checked_and_their_records_renewed(
+    run: Cli, folder: Path, ids: dict[str, str], gpu: Gpu
 ) -> None:
-    here = cache_example.records(time.time())["tuned"].env
-    monkeypatch.setattr(verify, "why_no_gpu", lambda: "")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == here)
-    monkeypatch.setattr(verify, "on_gpu", lambda device: by_reference)
     code, out, _ = run("verify")
     assert code == 0
     table = {row[0]: row[4:] for row in rows(out)}
     assert table[ids["a100"][:12]] == ["skipped", "replay: it is of another environment"]
-    assert table[ids["tuned"][:12]][0] == "ok"
+    assert table[ids["tuned"][:12]] == ["ok", "replay: off by 1.0e-04"]
     assert table[ids["torch"][:12]] == ["none"]
-    assert "7 entries checked, 4 replayed, 0 problems" in out
+    assert out.splitlines()[-2:] == [
+        "7 entries checked, 4 replayed, 0 problems",
+        "4 renewed: what they say of their plans was found now",
+    ]
+    assert all(policy.verify == "isolated" for _, policy in gpu.asked), "whatever the settings say"
+    assert _said(folder, ids["tuned"]) == [dataclasses.asdict(HERE)]
+    assert _said(folder, ids["a100"]) == [None]
+    kept = PlanStore(folder, seeds=None).get(ids["tuned"])
+    assert isinstance(kept, Hit) and kept.blob == cache_example.BLOB
+    assert "renewed" not in run("verify")[1], "nothing new was found"
+    gpu.error = 2e-4
+    assert "4 renewed" in run("verify")[1]
+    assert _said(folder, ids["tuned"])[0]["error"] == 2e-4
+
+
+def test_a_plan_that_does_not_pass_is_rejected_and_its_record_removed(
+    run: Cli, folder: Path, ids: dict[str, str], gpu: Gpu
+) -> None:
+    gpu.wrong = {44: WRONG}
+    code, out, _ = run("verify", ids["tuned"][:12])
+    assert code == 1
+    (step,) = cache_example.records(time.time())["tuned"].steps
+    assert step.engine == 44
+    choice = Choice(44, step.knobs)
+    assert f"failed {ids['tuned'][:12]}: replay: step 1, {choice}: {WRONG}\n" in out
+    assert out.splitlines()[-2:] == [
+        "1 entries checked, 0 replayed, 1 problem",
+        "1 removed: their plans are chosen anew when they are asked for",
+    ]
+    assert PlanStore(folder, seeds=None).check(ids["tuned"]).record is None
+    (rejected,) = (folder / "rejected").iterdir()
+    (entry,) = json.loads(rejected.read_text())
+    assert (entry["engine"], entry["reason"]) == (44, WRONG)
+    (lost,) = (folder / "launching").iterdir()
+    assert lost.name == f"{rejected.stem}.lost", "other records with it are stale"
+    assert len(gpu.asked) == 1
+
+
+def test_a_plan_that_was_rejected_before_is_not_run_again(
+    run: Cli, folder: Path, ids: dict[str, str], gpu: Gpu
+) -> None:
+    record = cache_example.records(time.time())["tuned"]
+    gpu.wrong = {44: WRONG}
+    run("verify", ids["tuned"][:12])
+    PlanStore(folder, seeds=None).put(record)
+    gpu.asked.clear()
+    code, out, _ = run("verify", ids["tuned"][:12])
+    assert (code, gpu.asked) == (1, []) and WRONG in out
+
+
+def test_a_record_that_is_damaged_is_not_renewed(
+    run: Cli, folder: Path, ids: dict[str, str], gpu: Gpu
+) -> None:
+    (blob,) = folder.rglob(f"{ids['tuned']}.*.blob")
+    blob.write_bytes(b"X" + cache_example.BLOB[1:])
+    (text,) = folder.rglob(f"{ids['tuned']}.json")
+    before = text.read_bytes()
+    code, out, _ = run("verify", ids["tuned"][:12])
+    assert (code, "renewed" in out) == (1, False)
+    assert text.read_bytes() == before
+
+
+def test_a_policy_that_cannot_be_is_said_to_be_none(gpu: Gpu) -> None:
+    record, steps = _steps("tuned")
+    key = (*record.key, ("policy.workspace_limit", "-7"))
+    hostile = dataclasses.replace(record, key=key)
+    verdict, now = verify.check_plans(hostile, steps, verify.on_gpu(hostile, 0))
+    assert (verdict.status, now, gpu.asked) == ("failed", hostile, [])
+    assert "workspace_limit=-7" in verdict.detail
 
 
 def test_random_inputs_have_the_declared_strides_and_repeat() -> None:

@@ -43,7 +43,8 @@ def test_defaults_follow_the_xdg_cache_home() -> None:
         log=None,
         backend="auto",
         tune="heuristic",
-        verify="off",
+        verify="isolated",
+        check=False,
     )
 
 
@@ -76,6 +77,7 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_BACKEND": "Reference",
         "CUDNNGRAPH_TUNE": "Autotune",
         "CUDNNGRAPH_VERIFY": "InProcess",
+        "CUDNNGRAPH_CHECK": "1",
     }
     want = Settings(
         cache_dir=Path("/data/plans"),
@@ -83,6 +85,7 @@ def test_every_variable_is_read() -> None:
         backend="reference",
         tune="autotune",
         verify="inprocess",
+        check=True,
     )
     assert Settings.from_environ(environ) == want
 
@@ -108,6 +111,8 @@ def test_an_empty_value_means_unset(variable: settings.Variable) -> None:
         ("CUDNNGRAPH_TUNE", "fast", "one of heuristic, autotune, cached"),
         ("CUDNNGRAPH_TUNE", "none", "one of heuristic, autotune, cached"),
         ("CUDNNGRAPH_VERIFY", "always", "one of isolated, inprocess, off"),
+        ("CUDNNGRAPH_CHECK", "yes", "one of 0, 1"),
+        ("CUDNNGRAPH_CHECK", "2", "one of 0, 1"),
         ("CUDNNGRAPH_CACHE_DIR", "plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "./plans", "an absolute path"),
         ("CUDNNGRAPH_CACHE_DIR", "~nobody_of_this_name/x", "a path that can be expanded"),

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--broadcasts", type=int, help="cases of test_broadcasts.py")
+    parser.addoption("--random-graphs", type=int, help="cases of test_random_graphs.py")
     parser.addoption("--broadcasts-log", help="a file for what each engine made of them")
 
 

@@ -1,0 +1,97 @@
+"""The graphs that `cudnngraph check` sweeps, shown to the real library: each is lowered, or refused
+with a reason, and every engine that the library lists for it is a candidate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+import pytest
+
+import cudnngraph as cg
+from cudnngraph import sweep
+from cudnngraph.backend import env, plan
+
+TARGET = "nvidia-h200"
+PARTS = 8
+
+
+@lru_cache(maxsize=1)
+def full_spread() -> list[sweep.Task]:
+    return list(sweep.tasks(full=True))
+
+
+def taken(task: sweep.Task, *, propose: bool) -> int | None:
+    """How many candidates there are; None for a graph that is refused, for a reason."""
+    if task.why_none:
+        return None
+    try:
+        lowered = plan.lower_for(task.spec, TARGET)
+        if not propose:
+            return 0
+        candidates = plan.propose(lowered, env.frontend(), more=True, every=True)
+    except cg.NotSupported as refused:
+        assert refused.reasons and all(refused.reasons), task.graph
+        return None
+    assert len({each.choice for each in candidates}) == len(candidates), task.graph
+    return len(candidates)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.usefixtures("driver")
+def test_every_quick_graph_has_candidates_or_is_refused_with_a_reason(part: int) -> None:
+    counts: Counter[str] = Counter()
+    for task in list(sweep.tasks(full=False))[part::PARTS]:
+        found = taken(task, propose=True)
+        counts["refused" if found is None else "offered"] += 1
+    assert counts["offered"] > counts["refused"], counts
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.usefixtures("driver")
+def test_graphs_of_the_full_spread_are_lowered_or_refused_with_a_reason(part: int) -> None:
+    some = full_spread()[part::PARTS]
+    lowered = [taken(task, propose=False) is not None for task in some]
+    assert len(some) > 1500 and sum(lowered) > len(some) / 2
+
+
+@pytest.mark.parametrize("family", ["conv 3x3", "conv_wgrad", "matmul", "layer_norm", "sdpa"])
+@pytest.mark.usefixtures("driver")
+def test_each_family_that_cudnn_has_is_offered_plans(family: str) -> None:
+    counts = [taken(task, propose=True) for task in sweep.tasks(full=False, only=f"{family}")]
+    assert sum(count or 0 for count in counts) > 0
+
+
+@pytest.mark.usefixtures("driver")
+def test_engines_that_the_ranking_leaves_out_follow_it() -> None:
+    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    frontend = env.frontend()
+    ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
+    every = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True, every=True)
+    assert every[: len(ranked)] == ranked
+    others = every[len(ranked) :]
+    assert others and all(each.choice.knobs == () for each in others)
+    engines = [each.choice.engine for each in others]
+    assert engines == sorted(set(engines)), "each once"
+    assert not set(engines) & {each.choice.engine for each in ranked}
+    assert [each.index for each in others] == sorted({each.index for each in others})
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.usefixtures("driver")
+def test_engines_that_are_less_exact_are_barred_behind_the_ranking_too(tf32: bool) -> None:
+    """They would be found wrong in float32 otherwise, for what the policy rules out anyway."""
+    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    frontend = env.frontend()
+    ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
+    lowered = plan.lower_for(task.spec, TARGET)
+    others = plan.propose(lowered, frontend, more=True, every=True)[len(ranked) :]
+    plan.restrict(lowered, task.spec, cg.Policy(allow_tf32=tf32), frontend)
+    lowered.graph.deselect_workspace_greater_than(-1)  # so that nothing is built
+    said = []
+    errors = (frontend.cudnnGraphNotSupportedError, RuntimeError)
+    for each in others:
+        with pytest.raises(errors) as refused:
+            lowered.graph.build_plan_at_index(each.index)
+        said.append("Deselecting" in str(refused.value))
+    assert any(said) != tf32
