@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,3 @@ def serve(told: str, file: int) -> None:
         work(connection, device_index)
 
     forkserver.serve(file, lambda: misbehaving)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
