@@ -37,8 +37,10 @@ def serve(file: int, load: Callable[[], Work]) -> None:
 
     ``{"fork": data}`` with an open socket: a child that runs ``load()(socket, data)``; the answer
     is its ``{"pid"}``. ``{"end": pid}`` and ``{"wait": pid}``: how the child ended, as ``{"how"}``,
-    killed first or not.
+    killed first or not. What cannot be done is answered with ``{"failed": why}``: the other
+    children go on.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it hands that on
     control = socket.socket(fileno=file)
     children: dict[int, str | None] = {}
     work: Work | None = None
@@ -53,13 +55,20 @@ def serve(file: int, load: Callable[[], Work]) -> None:
         if not data:
             break
         asked = json.loads(data)
+        answer: dict[str, Any]
         if "fork" in asked:
-            if work is None and children:  # a second one: from now on they start with it
-                work = load()
-                gc.freeze()  # what is there now is shared with them
-            pid = _forked(control, files[0], asked["fork"], work, load)
-            children[pid] = None
-            answer: dict[str, Any] = {"pid": pid}
+            try:
+                if work is None and children:  # a second one: from now on they start with it
+                    work = load()
+                    gc.freeze()  # what is there now is shared with them
+                pid = _forked(control, files[0], asked["fork"], work, load)
+                children[pid] = None
+                answer = {"pid": pid}
+            except Exception as error:  # no right to fork, no file descriptor, no module
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+                for each in files:
+                    with contextlib.suppress(OSError):
+                        os.close(each)
         else:
             answer = {"how": _ended(children, asked)}
         control.send(json.dumps(answer).encode())
@@ -114,7 +123,7 @@ def _reap(children: dict[int, str | None]) -> None:
 
 
 def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
-    """How a child ended; it is killed where it does not."""
+    """How a child ended, killed where it does not; "" where it is none of these children."""
     pid = asked["end"] if "end" in asked else asked["wait"]
     deadline = time.monotonic() + _WAIT_S
     while pid in children and children[pid] is None:
@@ -124,7 +133,7 @@ def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
         else:
             time.sleep(0.002)
             _reap(children)
-    return children.pop(pid, None) or "is not known"
+    return children.pop(pid, None) or ""
 
 
 def _told(status: int) -> str:

@@ -18,8 +18,10 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -40,10 +42,15 @@ START_S = 60.0
 IDLE_S = 20.0
 MOST = 8  # processes on one GPU
 LOST = "the process that tried it"
+_WITH_SERVER = "ended with what forked it"
 
 
 class Unusable(BackendUnavailable):
     """No worker can be had here; says why."""
+
+
+class _Gone(Unusable):
+    """The process that forks workers ended while one started."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +75,54 @@ class Answer:
 # Without the package's own module, which imports what a worker has no use for; and without
 # collections of garbage, which take an eighth of the time of importing torch.
 _PROGRAM = """
-import gc, importlib, json, sys, types
+import sys
+file, module, folder, *sys.path[:] = sys.argv[1:]
+import gc, importlib, types
 gc.disable()
-file, module, sys.path[:], folder = json.loads(sys.argv[1])
 sys.modules["cudnngraph"] = package = types.ModuleType("cudnngraph")
 package.__path__ = [folder]
 from cudnngraph import forkserver
-forkserver.serve(file, lambda: importlib.import_module("cudnngraph." + module).load())
+forkserver.serve(int(file), lambda: importlib.import_module("cudnngraph." + module).load())
 """
 
 
 def program(file: int, module: str = "worker") -> list[str]:
     """What starts the process that forks workers, for the other end of the socket ``file``.
 
-    ``module.load()`` gives what they run.
+    ``module.load()`` gives what they run. It imports from where this process does, but what comes
+    with Python from there first, and nothing from the working directory: a ``queue.py`` there was
+    no harm to a process that had imported its own before.
     """
-    paths = [os.path.abspath(path) for path in sys.path]
+    if not sys.executable:
+        raise Unusable("no process can be started: sys.executable does not say where Python is")
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    own |= {os.path.join(str(path), "lib-dynload") for path in own}
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str) and path]
+    paths.sort(key=lambda path: path not in own)
     folder = Path(__file__).resolve().parent
-    told = [file, module, [*paths, str(folder.parent)], str(folder)]
-    return [sys.executable, "-c", _PROGRAM, json.dumps(told)]
+    told = [str(file), module, str(folder), *paths, str(folder.parent)]
+    return [sys.executable, "-c", _PROGRAM, *told]
+
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, neither in the place of a closed standard stream, which others write
+    to. Raises :class:`Unusable`."""
+    low: list[socket.socket] = []
+    try:
+        while True:
+            made = socket.socketpair(socket.AF_UNIX, kind)
+            if min(each.fileno() for each in made) > 2:
+                _open.update(made)
+                return made
+            low += made
+    except OSError as error:
+        raise Unusable(f"no worker can be talked to: {error}") from None
+    finally:
+        for each in low:
+            each.close()
 
 
 class Server:
@@ -97,6 +133,7 @@ class Server:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended = ""  # how the last one did, for people
 
     def fork(self, data: Any) -> tuple[socket.socket, int]:
         """A worker: the socket to talk by, and its process. Raises :class:`Unusable`."""
@@ -106,23 +143,25 @@ class Server:
             for _ in range(2):  # one that had nothing to do for long has ended
                 if self._control is None:
                     self._start()
-                mine, its = socket.socketpair()
+                mine, its = _pair()
                 answer = self._asked({"fork": data}, [its.fileno()])
                 its.close()
-                if answer is not None:
+                if answer is not None and "pid" in answer:
                     return mine, int(answer["pid"])
                 mine.close()
-                why = self._stop()
-        raise Unusable(f"a worker does not start: what forks it {why}")
+                if answer is not None:
+                    raise Unusable(f"a worker does not start: {answer['failed']}")
+        raise Unusable(f"a worker does not start: what forks it {self._ended}")
 
     def how(self, pid: int, *, kill: bool) -> str:
-        """How a worker ended, killed first or not; for people."""
+        """How a worker ended, killed first or not; for people. "" where it went with what forked
+        it."""
         with self._lock:
             answer = self._asked({"end" if kill else "wait": pid})
-        return "ended with what forked it" if answer is None else str(answer["how"])
+        return "" if answer is None else str(answer["how"])
 
     def _start(self) -> None:
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine, its = _pair(socket.SOCK_SEQPACKET)
         # Asking torch for a GPU otherwise spoils it for a fork.
         env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         try:
@@ -135,44 +174,45 @@ class Server:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the user's process
             )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter while the interpreter ends
             mine.close()
             raise Unusable(f"no process can be started: {error}") from None
+        except Unusable:
+            mine.close()
+            raise
         finally:
             its.close()
         mine.settimeout(START_S)
         self._control = mine
 
     def _asked(self, question: Any, files: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Its answer; None where there is none."""
+        """Its answer; None where there is none, and then neither it nor a worker of its is left:
+        what it said late would be taken for the next answer."""
         if self._control is None:
             return None
         try:
             socket.send_fds(self._control, [json.dumps(question).encode()], files)
             data = self._control.recv(1 << 16)
         except OSError:
+            data = b""
+        if not data:
+            self._stop()
             return None
-        answer = json.loads(data) if data else None
-        assert answer is None or isinstance(answer, dict)
+        answer = json.loads(data)
+        assert isinstance(answer, dict)
         return answer
 
-    def _stop(self) -> str:
-        """How it ended; it is killed where it did not."""
+    def _stop(self) -> None:
+        """Note how it ended; it is killed where it did not."""
         assert self._control is not None and self._process is not None
         self._control.close()
         self._control = None
         try:
-            return f"ended with exit code {self._process.wait(1.0)}"
+            self._ended = f"ended with exit code {self._process.wait(1.0)}"
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            return f"does not answer within {START_S:g} s"
-
-    def let_go(self) -> None:
-        """Close the socket, at which it ends: of a forked child, the copy of its parent's."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+            self._ended = f"does not answer within {START_S:g} s"
 
 
 class _Process:
@@ -187,6 +227,8 @@ class _Process:
         if first is None or "ready" not in first:
             why = self.how_it_ended() if first is None else str(first.get("unusable"))
             self.end()
+            if not why:
+                raise _Gone(f"a worker does not start: it {_WITH_SERVER}")
             raise Unusable(f"a worker does not start: {why}")
 
     def send(self, task: Mapping[str, Any]) -> bool:
@@ -219,7 +261,7 @@ class _Process:
         return message
 
     def how_it_ended(self) -> str:
-        """For people."""
+        """For people; "" where it went with what forked it, which is no fault of a plan."""
         if not self._ended:
             self.end(self._server.how(self._pid, kill=False))
         return self._ended
@@ -229,10 +271,6 @@ class _Process:
         how = self._server.how(self._pid, kill=True) if self._pid else ""
         self._pid = 0
         self._ended = self._ended or why or how
-        self._socket.close()
-
-    def let_go(self) -> None:
-        """Close the socket, as a forked child does with its parent's."""
         self._socket.close()
 
 
@@ -269,7 +307,6 @@ class Workers:
         self._server = server or _server
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, _Task]] = []  # a heap: by urgency, then in order
-        self._processes: set[_Process] = set()
         self._threads = self._idle = self._count = self._number = 0
         self._attempt_s, self._start_s = 0.05, 0.5  # until they have been seen
 
@@ -341,8 +378,16 @@ class Workers:
         busy = self._threads - self._idle
         wanted = min(self._most, worth, busy + len(self._waiting))
         while self._threads < wanted:
+            thread = threading.Thread(target=self._serve, name="cudnngraph-worker", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no right to one more, or the interpreter ends
+                if self._threads == 0:
+                    for _, _, task in self._waiting:
+                        _failed(task, Unusable(f"no thread can be started: {error}"))
+                    self._waiting.clear()
+                return
             self._threads += 1
-            threading.Thread(target=self._serve, name="cudnngraph-worker", daemon=True).start()
 
     # -- a thread ----------------------------------------------------------------------------------
 
@@ -366,7 +411,7 @@ class Workers:
             with self._changed:
                 self._grow()
         if process is not None:
-            self._ended(process)
+            process.end()
 
     def _next(self) -> _Task | None:
         """The next task, or None when there was none for a while."""
@@ -384,12 +429,7 @@ class Workers:
         start = time.monotonic()
         process = _Process(self._server, self._index)
         self._start_s = time.monotonic() - start
-        self._processes.add(process)
         return process
-
-    def _ended(self, process: _Process) -> None:
-        process.end()
-        self._processes.discard(process)
 
     def _done(self, task: _Task, process: _Process | None) -> _Process | None:
         """Do a task, and have its futures hold the answers; the process for the next one."""
@@ -400,23 +440,30 @@ class Workers:
         lost = 0
         while task.left():
             if process is None:
-                process = self._started()
+                try:
+                    process = self._started()
+                except _Gone:
+                    lost += 1
+                    if lost > 2:
+                        raise
+                    continue
             try:
                 start, asked = time.monotonic(), len(task.left())
                 over, trying, died = self._talk(task, faults, process)
                 if over:
                     self._attempt_s += 0.2 * ((time.monotonic() - start) / asked - self._attempt_s)
             except BaseException:
-                self._ended(process)
+                process.end()
                 raise
             if over:
                 break
             how = died or process.how_it_ended()
-            self._ended(process)
+            process.end()
             process = None
-            if trying is None:
+            if trying is None or not how:
                 lost += 1
                 if lost > 2:
+                    how = how or _WITH_SERVER
                     raise Unusable(f"three workers ended without a word: the last {how}")
                 continue
             _log.warning("%s of '%s' is left out: %s", trying, task.message["spec"]["name"], how)
@@ -517,12 +564,9 @@ def _after_fork() -> None:
     """A child has none of its parent's threads; it starts workers of its own, and holds no socket
     of its parent's open."""
     global _server, _pools, _pools_lock
-    for pool in _pools.values():
-        for process in list(pool._processes):
-            with contextlib.suppress(OSError):
-                process.let_go()
-    with contextlib.suppress(OSError):
-        _server.let_go()
+    for each in list(_open):
+        with contextlib.suppress(OSError):
+            each.close()
     _server, _pools, _pools_lock = Server(), {}, threading.Lock()
 
 

@@ -3,6 +3,7 @@
 Who is to be alone comes first: those that share wait before a second file, the turn, until it is
 through. Nobody waits for longer than ``timeout_s``: a process that is stopped must not stop others,
 and what is guarded is a measurement, not data. Where there can be no such lock nobody waits at all.
+A forked child has no part in what its parent holds.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .files import check_private, make_folder, open_own
 
 _PAUSE_S = 0.0005
+_held: set[int] = set()  # open files of this process
 
 if sys.platform == "win32":
 
@@ -36,7 +38,8 @@ else:
         return True
 
     def _let_go(file: int) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        with suppress(OSError):  # as in _wait
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class Gate:
@@ -53,8 +56,9 @@ class Gate:
             files = self._opened(stack)
             if files is not None:
                 turn, gate = files
-                self._wait(turn, alone=False)
-                self._wait(gate, alone=False)
+                deadline = time.monotonic() + self._timeout_s
+                _wait(turn, deadline, alone=False)
+                _wait(gate, deadline, alone=False)
                 _let_go(turn)
             yield
 
@@ -64,8 +68,9 @@ class Gate:
         with ExitStack() as stack:
             files = self._opened(stack)
             if files is not None:
+                deadline = time.monotonic() + self._timeout_s
                 for file in files:
-                    self._wait(file, alone=True)
+                    _wait(file, deadline, alone=True)
             yield
 
     def _opened(self, stack: ExitStack) -> tuple[int, int] | None:
@@ -78,15 +83,35 @@ class Gate:
             files = []
             for path in (self.path.with_suffix(".turn"), self.path):
                 files.append(open_own(path, os.O_RDWR | os.O_CREAT))
-                stack.callback(os.close, files[-1])
+                _held.add(files[-1])
+                stack.callback(_close, files[-1])
         except OSError:
             return None
         return files[0], files[1]
 
-    def _wait(self, file: int, *, alone: bool) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        try:
-            while not _try(file, alone=alone) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
-        except OSError:  # no locks in this file system
-            return
+
+def _wait(file: int, deadline: float, *, alone: bool) -> None:
+    with suppress(OSError):  # no locks in this file system
+        while not _try(file, alone=alone) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+
+
+def _close(file: int) -> None:
+    """Let go; closing alone would not where a forked child has a copy."""
+    if file not in _held:  # of the parent's
+        return
+    _held.discard(file)
+    _let_go(file)
+    os.close(file)
+
+
+def _after_fork() -> None:
+    """A child's copies of the files would keep the locks alive after its parent's death."""
+    for file in _held:
+        with suppress(OSError):
+            os.close(file)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import cudnngraph as cg
-from cudnngraph import cache, ranks, select
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph import cache, guard, ranks, select, workers
+from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.ir import GraphSpec
+from cudnngraph.workers import Answer
 from tests.fakes import FakePlan, World
 
 PATIENCE = timedelta(seconds=60)  # for what is sure to happen
@@ -34,6 +36,7 @@ class Rank(World):
         self.rank, self.size = rank, size
         self.before_build: Callable[[], None] = lambda: None
         self.warnings: list[str] = []
+        self.checked: Verified | None = None  # of the executable that was compiled last
         self.store: Any = dist.distributed_c10d._get_default_store()
 
     def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
@@ -66,6 +69,7 @@ class Rank(World):
             return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         choice = exe.steps[0].choice
         assert choice is not None
+        self.checked = exe.steps[0].verified
         return {"tier": exe.tier, "of": choice.engine}
 
 
@@ -173,7 +177,44 @@ def forged(rank: Rank) -> dict[str, Any]:
     return rank.compiled(64)
 
 
-SCENARIOS = (together, tuned, fails, absent, late, served, nobody, stale, forged)
+class Verifies:
+    """Workers that find the plan of a rank, and that it is right; each asked for is counted."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.asked = 0
+
+    def first(self, *args: Any, **options: Any) -> Future[Answer]:
+        self.asked += 1
+        choice = Choice(self._rank, (("TILE_SIZE", 2),))
+        found: Future[Answer] = Future()
+        outcomes = (Outcome(Candidate(0, choice, "eng"), True, "", 0),)
+        found.set_result(Answer(outcomes=outcomes, blob=b"plan", error=1e-4))
+        return found
+
+    def check(self, *args: Any, **options: Any) -> Future[Answer]:
+        self.asked += 1
+        found: Future[Answer] = Future()
+        found.set_result(Answer(error=1e-4))
+        return found
+
+
+def verified(rank: Rank) -> dict[str, Any]:
+    """Plans are checked by workers, which each rank has of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        at_work = Verifies(rank.rank)
+        here = Verified(1e-4, f"the GPU of rank {rank.rank}", 91900, "1.28.0", "2.13")
+        monkeypatch.setattr(workers, "on", lambda index: at_work)
+        monkeypatch.setattr(guard, "load", lambda blob, choice, index: FakePlan(choice))
+        monkeypatch.setattr(guard.env, "handle", lambda index: None)
+        monkeypatch.setattr(cache, "_rejected", {})
+        monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: here))
+        found = rank.compiled(72, verify="isolated")
+        by = None if rank.checked is None else rank.checked.gpu
+        return {**found, "asked": at_work.asked, "by": by}
+
+
+SCENARIOS = (together, tuned, fails, absent, late, served, nobody, stale, forged, verified)
 
 
 class _Kept(logging.Handler):

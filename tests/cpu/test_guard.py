@@ -154,8 +154,26 @@ def test_a_search_tells_what_it_will_ask_for() -> None:
     assert [sorted(each) for each in asked if each] == [["conv", "relu"]]
 
 
+def no_right(*args: Any, **options: Any) -> Any:
+    raise PermissionError("no right to")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (None, None, "busy or unavailable"),
+        ((workers.subprocess, "Popen"), no_right, "no process can be started: no right to"),
+        ((workers.socket, "socketpair"), no_right, "no worker can be talked to: no right to"),
+        ((sys, "executable"), None, "sys.executable does not say where Python is"),
+    ],
+)
 def test_without_workers_plans_are_checked_here_with_one_warning(
-    behaves: Behaves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: tuple[Any, str] | None,
+    value: Any,
+    why: str,
+    behaves: Behaves,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Here:
         """What :class:`verification.Checks` says."""
@@ -170,6 +188,9 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
 
     monkeypatch.setattr(verification, "Checks", Here)
     behaves.start(start="unusable")
+    if place is not None:
+        workers._pools[0] = Workers(0, 2, Server())
+        monkeypatch.setattr(*place, value)
     kept = Memory()
     build = guard.Builder(POLICY, 0, kept)
     plan, _ = build(spec())
@@ -179,7 +200,7 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
     kept.rejected.clear()
     guard.Builder(POLICY, 0, kept)(spec())
     warned = [each.getMessage() for each in caplog.records if each.name == "cudnngraph.guard"]
-    assert len(warned) == 1 and "busy or unavailable" in warned[0]
+    assert len(warned) == 1 and why in warned[0]
 
 
 @pytest.mark.parametrize("verify", ["inprocess", "off", "isolated"])
@@ -197,6 +218,51 @@ def test_a_choice_that_was_made_before_is_checked(behaves: Behaves) -> None:
     tried = behaves.tried
     assert guard.check(spec(), POLICY, Choice(4, ()), 0, kept)[0] == "wrong: off by 0.5"
     assert behaves.tried == tried, "it is known"
+
+
+# How a plan misbehaves, and the reason that is kept for it.
+MISBEHAVES = {
+    "wrong: 'y' is off by 0.1": "wrong: 'y' is off by 0.1",
+    "wrong: writes outside of its output 'y'": "wrong: writes outside of its output 'y'",
+    "hangs": f"{workers.LOST} hangs, or takes more than 1 s",
+    "aborts": f"{workers.LOST} died of SIGABRT",
+    "is killed": f"{workers.LOST} died of SIGKILL",
+    "exits": f"{workers.LOST} ended with exit code 3",
+    "faults": f"{workers.LOST} CUDA error: misaligned address",
+}
+
+
+class Ranking:
+    """What the search sees of cuDNN's ranking: engines 4, 7 and 9."""
+
+    def __init__(self, spec: GraphSpec, policy: cg.Policy, index: int, *, more: bool) -> None:
+        self.candidates = [Candidate(n, Choice(e, ()), f"eng{e}") for n, e in enumerate((4, 7, 9))]
+
+
+@pytest.mark.parametrize("does", MISBEHAVES)
+def test_a_search_goes_on_without_a_plan_that_misbehaves(
+    does: str, behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "Proposals", Ranking)
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    kept = Memory()
+    policy = cg.Policy(allow_tf32=False, tune="autotune", verify="isolated")
+
+    def searched() -> list[tuple[int, bool, str]]:
+        behaves.start(e4=does, e7="is right", e9="is right")
+        search = guard._Isolated(spec(), policy, 0, kept)
+        found = [search.build(each) for each in search.candidates]
+        search.close()
+        assert [plan is not None for _, plan in found] == [o.accepted for o, _ in found]
+        return [(o.candidate.choice.engine, o.accepted, o.reason) for o, _ in found]
+
+    reason = MISBEHAVES[does]
+    assert searched() == [(4, False, reason), (7, True, ""), (9, True, "")]
+    assert kept.rejected == {Choice(4, ()): reason}
+    assert behaves.tried.count(4) == 1
+    assert searched() == [(4, False, reason), (7, True, ""), (9, True, "")]
+    assert behaves.tried.count(4) == 1, "not tried again"
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -255,6 +321,27 @@ def test_a_record_whose_plan_does_not_pass_serves_nobody(
     with pytest.raises(cg.PlanNotCached, match="wrong: off by"):
         again(verify="isolated", tune="cached")
     assert len(asked) == 1, "it is known"
+
+
+@pytest.mark.parametrize("does", MISBEHAVES)
+def test_a_record_whose_plan_misbehaves_is_made_anew(
+    does: str, world: World, behaves: Behaves
+) -> None:
+    first = compiled(verify="off").steps[0].choice
+    assert first is not None
+    behaves.start(**{str(first.engine): does, "61": "is right"})
+    with pytest.raises(cg.PlanNotCached) as refused:
+        again(verify="isolated", tune="cached")
+    assert MISBEHAVES[does] in str(refused.value)
+    assert behaves.tried == [first.engine]
+    cache._rejected.clear()  # as a new process
+    behaves.start(**{str(first.engine): does, "61": "is right"})
+    second = again(verify="isolated")
+    assert [step.choice.engine for step in second.steps if step.choice] == [61]
+    assert [step.verified for step in second.steps] == [CHECKED]
+    assert behaves.tried == [first.engine, 61], "not tried again"
+    assert again(verify="isolated", tune="cached").steps == second.steps
+    assert behaves.tried == [first.engine, 61], "nor what has passed"
 
 
 def test_torch_steps_alone_ask_nothing_of_cudnn(

@@ -124,6 +124,15 @@ def test_what_is_no_record_is_left_alone(results: Found) -> None:
         assert warning.startswith("this rank chooses plans of its own for ")
 
 
+def test_one_rank_has_the_plan_checked_for_all(results: Found) -> None:
+    found = of(results, "verified")
+    first = chooser(found)
+    assert [each["asked"] for each in found] == [number == first for number in range(len(found))]
+    assert {each["by"] for each in found} == {f"the GPU of rank {first}"}
+    assert {each["of"] for each in found} == {first}
+    assert not any(each["warnings"] for each in found)
+
+
 def test_a_process_alone_asks_nobody(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert not ranks.several()
