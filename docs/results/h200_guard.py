@@ -131,10 +131,10 @@ LINES = {
     "single": "a graph of one convolution, cold",
     "single warm": "the same, from a warm cache",
     "resnet": "`fuse` of ResNet-50, batch 32, by heuristics, cold",
-    "resnet again": "the same where the process has compiled another graph before",
-    "resnet warm": "the same, from a warm cache",
+    "resnet again": "`fuse` of ResNet-50, cold, in a process that has compiled another graph",
+    "resnet warm": "`fuse` of ResNet-50 from a warm cache",
     "unet": "`fuse` of the UNet of Stable Diffusion 1.5 by heuristics, cold",
-    "unet again": "the same where the process has compiled another graph before",
+    "unet again": "the UNet, cold, in a process that has compiled another graph",
     "search": "the search of ResNet-50 (`autotune`), cold",
 }
 RUNS = {"single": 2, "single warm": 2, "resnet warm": 2}
@@ -197,9 +197,10 @@ def page(rows: dict[str, dict[str, list[dict[str, Any]]]], machine: str) -> str:
         "python docs/results/h200_guard.py --out docs/results/h200-guard.md",
         "```",
         "",
-        "Seconds in a new process with empty caches, the driver's too; median of "
-        + ", ".join(f"{count} ({name})" for name, count in RUNS.items())
-        + ", one of the others.",
+        "Seconds in a new process with empty caches, the driver's too; one run each, or the median "
+        "of "
+        + ", ".join(f"{count} ({name})" for name, count in RUNS.items() if name in rows)
+        + ".",
         "",
         "| what | not checked | checked | times | s more | plans | workers |",
         "|---|---|---|---|---|---|---|",
@@ -211,20 +212,12 @@ def page(rows: dict[str, dict[str, list[dict[str, Any]]]], machine: str) -> str:
             f"| {LINES[name]} | {off:.3f} | {on:.3f} | {on / off:.2f} | {on - off:+.3f} "
             f"| {verified:.0f} of {plans:.0f} checked | {best(name, 'isolated', 'workers'):.0f} |"
         )
-    for name in rows:
-        for each in rows[name]["isolated"]:
-            if each.get("workers"):
-                lines += [
-                    "",
-                    f"Memory of {each['workers']} workers after `{name}`: "
-                    f"{each['used_gib'] / each['workers']:.2f} GiB each"
-                    + (
-                        f"; {each['idle_gib']:.2f} GiB in all when they had been idle."
-                        if "idle_gib" in each
-                        else "."
-                    ),
-                ]
-                break
+    for name in ("single", "resnet"):
+        for each in rows.get(name, {}).get("isolated", ())[:1]:
+            many, idle = each["workers"], each.get("idle_gib")
+            text = f"{each['used_gib'] / many:.2f} GiB for each of {many} workers after `{name}`"
+            later = "" if idle is None else f", and {idle:.2f} GiB less in all after they had ended"
+            lines += ["", f"The GPU had less memory free: {text}{later}."]
     return "\n".join(lines) + "\n"
 
 
