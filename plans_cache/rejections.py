@@ -12,14 +12,17 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from . import files
+from .lock import FileLock
 
 MOST = 256  # of one step
 MAX_BYTES = 1 << 20
+LOCK_S = 1.0
 _IN_MEMORY = 4096
 
 Plan = tuple[int, tuple[tuple[str, int], ...]]
@@ -46,29 +49,47 @@ class Rejections:
         """Keep the reasons, on disk where it can be."""
         if not rejected:
             return
-        all_of = dict(list({**self.of(id), **rejected}.items())[-MOST:])
-        with self._lock:
-            self._known[id] = all_of
-            self._known.move_to_end(id)
-            while len(self._known) > _IN_MEMORY:
-                self._known.popitem(last=False)
         path = self._path(id)
-        if path is None or self._directory is None:
-            return
-        text = json.dumps(
-            [
-                {"engine": engine, "knobs": [list(knob) for knob in knobs], "reason": reason}
-                for (engine, knobs), reason in all_of.items()
-            ],
-            indent=1,
-        )
+        with self._alone(path):
+            all_of = dict(list({**self.of(id), **rejected}.items())[-MOST:])
+            with self._lock:
+                self._known[id] = all_of
+                self._known.move_to_end(id)
+                while len(self._known) > _IN_MEMORY:
+                    self._known.popitem(last=False)
+            if path is None:
+                return
+            text = json.dumps(
+                [
+                    {"engine": engine, "knobs": [list(knob) for knob in knobs], "reason": reason}
+                    for (engine, knobs), reason in all_of.items()
+                ],
+                indent=1,
+            )
+            try:
+                self._make_folder(path.parent)
+                files.write(path, text.encode())
+            except OSError as error:
+                _logger.info("rejected plans are kept in memory alone: %s", error)
+
+    @contextmanager
+    def _alone(self, path: Path | None) -> Iterator[None]:
+        """While nobody else adds to a file, if the system can tell, and if that is soon."""
+        lock: FileLock | None = None
+        if path is not None:
+            with suppress(OSError):  # said where it is written
+                self._make_folder(path.parent)
+                lock = FileLock(path.with_suffix(".lock"), LOCK_S)
         try:
-            os.makedirs(self._directory, mode=0o700, exist_ok=True)
-            files.check_private(self._directory)
-            files.make_folder(path.parent)
-            files.write(path, text.encode())
-        except OSError as error:
-            _logger.info("rejected plans are kept in memory alone: %s", error)
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _make_folder(self, folder: Path) -> None:
+        os.makedirs(folder.parent, mode=0o700, exist_ok=True)
+        files.check_private(folder.parent)
+        files.make_folder(folder)
 
     def _path(self, id: str) -> Path | None:
         if re.fullmatch("[0-9a-f]{16,128}", id) is None:

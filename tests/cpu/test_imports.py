@@ -91,7 +91,8 @@ MAY_USE_STORE = {
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("record", "files", "workspace"),
-    ("findings", "gate", "lock", "rejections"),
+    ("findings", "gate", "lock"),
+    ("rejections",),
     ("launches", "store"),
     ("",),
 )

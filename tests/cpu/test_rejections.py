@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,23 @@ def test_a_step_keeps_the_last_of_very_many(tmp_path: Path) -> None:
 def test_an_id_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no id"):
         Rejections(tmp_path).of("../../etc/passwd")
+
+
+ADDS = """
+import sys
+from pathlib import Path
+from plans_cache.rejections import Rejections
+first = int(sys.argv[2])
+for engine in range(first, first + 40):
+    Rejections(Path(sys.argv[1])).add("a" * 64, {(engine, ()): "hangs"})
+"""
+
+
+def test_what_two_processes_reject_at_a_time_is_all_kept(tmp_path: Path) -> None:
+    at_work = [
+        subprocess.Popen([sys.executable, "-c", ADDS, str(tmp_path), str(first)])
+        for first in (0, 100)
+    ]
+    assert [process.wait(60) for process in at_work] == [0, 0]
+    wanted = {(engine, ()) for first in (0, 100) for engine in range(first, first + 40)}
+    assert set(Rejections(tmp_path).of(ID)) == wanted
