@@ -1294,7 +1294,7 @@ def _matmul(ctx: Context, node: Node) -> Any:
         if 0 in [
             step for n, step in zip(tensor.shape[-2:], tensor.stride[-2:], strict=True) if n > 1
         ]:
-            # Half of such random graphs in 16 bits or TF32 were wrong on 9.19.
+            # Two of three such random graphs in 16 bits or TF32 were wrong on 9.19.
             raise _Refused(
                 f"'{tensor.name}' with strides {tensor.stride} repeats a row or a column of a "
                 "matrix, which cuDNN's engines misread"

@@ -772,4 +772,4 @@ def test_where_there_can_be_no_gate_nobody_waits(
     start = time.monotonic()
     with Gate(made, 30.0).alone(), Gate(made, 30.0).shared():
         assert time.monotonic() - start < 10.0
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files  # others may close theirs meanwhile
