@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
+
+from plans_cache.gate import Gate
 
 from . import verification, workers
 from .autotune import PATIENCE, GpuBench
@@ -305,12 +306,11 @@ class GuardedBench(GpuBench):
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`~cudnngraph.autotune.Bench`; what a worker has checked is right."""
         if plan.verified is None:
-            why = super().why_wrong(spec, plan)
+            why, error = verification.checked(lambda: self._trial(spec), plan, Gate(None))
             if why is not None:
                 self._kept.add(spec, self._policy, {plan.choice: why})
                 return why
-            error = self._trial(spec).error
-            plan.verified = Verified.here(self._device.index, None if math.isnan(error) else error)
+            plan.verified = Verified.here(self._device.index, error)
         self._passed[step_digest(spec), plan.choice] = plan
         return None
 

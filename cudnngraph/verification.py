@@ -65,11 +65,18 @@ class Checks:
     ) -> None:
         self._place = (spec, policy, device_index)
         self._proposals = Proposals(spec, policy, device_index, more=more)
-        self._trial = Trial(spec, policy, torch.device("cuda", device_index))
+        self._made: Trial | None = None
         self._rejected = rejected or {}
         self._tell = tell
         self._gate = gate or Gate(None)
         self.candidates = self._proposals.candidates
+
+    def _trial(self) -> Trial:
+        """The random data, made for the first check."""
+        if self._made is None:
+            spec, policy, index = self._place
+            self._made = Trial(spec, policy, torch.device("cuda", index))
+        return self._made
 
     def take(self, rejected: Rejected, gate: Gate) -> None:
         """What must not be tried from now on, and the gate."""
@@ -84,7 +91,7 @@ class Checks:
         outcome, plan = self._proposals.build(candidate, launch=False)
         if plan is None:
             return outcome, None, None
-        why, error = _checked(self._trial, plan, self._gate)
+        why, error = checked(self._trial, plan, self._gate)
         if why is not None:
             return Outcome(candidate, False, why, outcome.workspace_bytes, wrong=True), None, None
         return outcome, plan, error
@@ -114,7 +121,7 @@ class Checks:
             return Found(None, (Outcome(candidate, False, why),), None)
         self._tell(choice)
         plan = replay(spec, choice, index)
-        why, error = _checked(self._trial, plan, self._gate)
+        why, error = checked(self._trial, plan, self._gate)
         outcome = Outcome(candidate, why is None, why or "", plan.workspace_bytes, why is not None)
         return Found(plan if why is None else None, (outcome,), error)
 
@@ -133,18 +140,22 @@ def check(
 ) -> tuple[str | None, float | None]:
     """What is wrong with a choice that was made before, and the error of its results."""
     plan = replay(spec, choice, device_index)
-    trial = Trial(spec, policy, torch.device("cuda", device_index))
-    return _checked(trial, plan, gate or Gate(None))
+    device = torch.device("cuda", device_index)
+    return checked(lambda: Trial(spec, policy, device), plan, gate or Gate(None))
 
 
-def _checked(trial: Trial, plan: Plan, gate: Gate) -> tuple[str | None, float | None]:
-    """What is wrong with a plan and how far it is off; nothing is known where memory is short even
-    without the other processes that share the gate."""
+def checked(trial: Callable[[], Trial], plan: Plan, gate: Gate) -> tuple[str | None, float | None]:
+    """What is wrong with a plan, and how far it is off.
+
+    Nothing is known where memory is short for the trial, even without the other processes that
+    share the gate.
+    """
     for alone in (False, True):
         with contextlib.suppress(torch.OutOfMemoryError):
             with gate.alone() if alone else gate.shared():
-                why = trial.why_wrong(plan)
+                on = trial()
+                why = on.why_wrong(plan)
                 torch.cuda.synchronize()  # a fault stays, whatever was caught
-            return why, trial.error
+            return why, on.error
         torch.cuda.empty_cache()
     return None, None

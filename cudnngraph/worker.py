@@ -77,7 +77,7 @@ class Worker:
     def __init__(self, device_index: int, say: Callable[[Message], None]) -> None:
         self._index = device_index
         self._say = say
-        self._checks: OrderedDict[str, verification.Checks] = OrderedDict()
+        self._checks: OrderedDict[tuple[str, Policy], verification.Checks] = OrderedDict()
 
     def answer(self, task: Mapping[str, Any]) -> Message:
         """The last message of a task."""
@@ -109,7 +109,7 @@ class Worker:
         self._say({"trying": from_choice(choice)})
 
     def _checks_of(self, spec: GraphSpec, policy: Policy) -> verification.Checks:
-        place = step_digest(spec)
+        place = (step_digest(spec), policy)
         checks = self._checks.get(place)
         if checks is None:
             checks = verification.Checks(spec, policy, self._index, tell=self._tell, more=True)

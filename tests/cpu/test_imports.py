@@ -84,6 +84,7 @@ MAY_USE_STORE = {
     "recorded": {"record"},
     "verification": {"gate"},
     "worker": {"gate"},
+    "guard": {"gate"},
     "cache": {"gate", "launches", "record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
     "cli": {"", "record", "store"},

@@ -1,0 +1,106 @@
+"""What becomes of a check, by stand-ins for cuDNN and for the random data."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph import guard, verification, worker
+from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.ir import GraphSpec
+from cudnngraph.policy import Policy
+from plans_cache.gate import Gate
+from tests.fakes import FakePlan
+
+POLICY = cg.Policy(allow_tf32=False, verify="isolated")
+CHOICE = Choice(7, ())
+
+
+def spec() -> GraphSpec:
+    g = cg.Graph("g")
+    g.output("y", g.relu(g.input("x", (4,), torch.float16)))
+    return g.spec()
+
+
+class Data:
+    """Random data; ``short`` times there is no memory for them."""
+
+    short = 0
+    made: ClassVar[list[Policy]] = []
+
+    def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:
+        if Data.short > 0:
+            Data.short -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        Data.made.append(policy)
+        self.error = 0.0
+
+    def why_wrong(self, plan: Any) -> str | None:
+        self.error = 1e-4
+        return None
+
+
+class Proposed:
+    """One plan of cuDNN's, that builds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.candidates = [Candidate(0, CHOICE, "eng7")]
+
+    def build(self, candidate: Candidate, *, launch: bool) -> tuple[Outcome, Any]:
+        assert not launch
+        return Outcome(candidate, True, "", 0), FakePlan(candidate.choice)
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    Data.short, Data.made = 0, []
+    monkeypatch.setattr(verification, "Trial", Data)
+    monkeypatch.setattr(verification, "Proposals", Proposed)
+    monkeypatch.setattr(verification, "replay", lambda spec, choice, index: FakePlan(choice))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+@pytest.mark.parametrize(("short", "error"), [(0, 1e-4), (1, 1e-4), (2, None)])
+def test_without_memory_for_the_data_a_plan_is_taken_and_nothing_is_known(
+    short: int, error: float | None
+) -> None:
+    """Tried twice, the second time without the other processes; no error goes to the user."""
+    Data.short = short
+    found = verification.Checks(spec(), POLICY, 0).first()
+    assert found.plan is not None and found.error == error
+    Data.short = short
+    assert verification.check(spec(), POLICY, CHOICE, 0) == (None, error)
+
+
+@pytest.mark.parametrize(("short", "error"), [(0, 1e-4), (2, None)])
+def test_a_search_does_not_call_right_what_it_could_not_compare(
+    short: int, error: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = classmethod(lambda cls, index, error: cls(error, "a GPU", 91900, "1.28.0", "2.13"))
+    monkeypatch.setattr(Verified, "here", here)
+    monkeypatch.setattr(guard.GpuBench, "__init__", lambda self, policy, device, alone: None)
+    bench = guard.GuardedBench(POLICY, None, None, None)  # type: ignore[arg-type]
+    bench._device = torch.device("cuda", 0)
+    monkeypatch.setattr(bench, "_trial", lambda spec: Data(spec, POLICY, bench._device))
+    plan: Any = FakePlan(CHOICE)
+    plan.verified = None
+    Data.short = short
+    assert bench.why_wrong(spec(), plan) is None
+    assert plan.verified.error == error
+
+
+def test_a_worker_checks_a_step_anew_under_another_policy() -> None:
+    """Its bounds are others with TF32; a sweep asks for both."""
+    said: list[Any] = []
+    at_work = worker.Worker(0, said.append)
+    tf32 = cg.Policy(allow_tf32=True, verify="isolated")
+    for policy in (POLICY, tf32, POLICY, tf32):
+        checks = at_work._checks_of(spec(), policy)
+        checks.take({}, Gate(None))
+        assert checks.of(CHOICE).error == 1e-4
+    assert Data.made == [POLICY, tf32], "once each"
+    assert [each["trying"] for each in said] == [[7, []]] * 4
