@@ -349,7 +349,8 @@ def _by_pattern(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
     """Runs of ops whose operands are repeated along the same dims, or as a matrix's row and column:
     a plan takes no more ways to repeat than these.
 
-    What computes less than a whole tensor runs with the first op that reads it.
+    What computes less than a whole tensor runs with the first op that reads it, or where none
+    does, with the last op that it reads from.
     """
     small = on_numbers(graph.spec, nodes)
     made = {name: node for node in nodes for name in node.results if node.name in small}
@@ -368,9 +369,12 @@ def _by_pattern(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
             group += [made[name] for name in each.operands if name in made]
         runs[-1] += [each.name for each in group if each.name not in placed]
         placed |= {each.name for each in group}
+    run_of = {name: number for number, run in enumerate(runs) for name in run}
     for node in nodes:  # what nothing here reads
-        if node.name not in placed:
-            runs[0].append(node.name)
+        if node.name not in run_of:
+            before = (run_of.get(source.name, 0) for source in graph.sources(node))
+            run_of[node.name] = max(before, default=0)
+            runs[run_of[node.name]].append(node.name)
     return tuple(tuple(node for node in nodes if node.name in run) for run in map(set, runs))
 
 

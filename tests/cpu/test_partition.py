@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import partition, reference, rewrites
+from cudnngraph import grad, partition, reference, rewrites
 from cudnngraph.ir import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
 from cudnngraph.ops import OPS
 from cudnngraph.partition import LOW_PRECISION, Graph, cuts, piece, regions, work
 from cudnngraph.rewrites import aligned_masks, channels_last, numeric_masks, prepared
 from cudnngraph.runtime import canonical
-from tests import numerics
+from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
 from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
@@ -168,7 +168,27 @@ def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
     """As if every graph were large: ops that only serve one region are moved into it."""
     monkeypatch.setattr(partition, "MODEL_ANCHORS", 0)
     spec = case.build().spec()
-    graph = Graph(prepared(cg.differentiate(spec, floating_inputs(spec)).backward))
+    can_be_run(cg.differentiate(spec, floating_inputs(spec)).backward)
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+@pytest.mark.parametrize("anchors", [0, partition.MODEL_ANCHORS])
+def test_cuts_of_random_graphs_are_in_an_order_that_can_be_run(
+    first: int, anchors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only an output reads came ahead of what it reads itself, in seed 2500."""
+    monkeypatch.setattr(partition, "MODEL_ANCHORS", anchors)
+    for seed in (*range(first, first + 40), 2500):
+        case = random_graphs.case(seed)
+        spec = case.graph(case.tensors()).spec()
+        can_be_run(spec)
+        if case.trained:
+            can_be_run(cg.differentiate(spec, grad.differentiable(spec)).backward)
+
+
+def can_be_run(spec: GraphSpec) -> None:
+    """Every step of every cut reads what is there by then."""
+    graph = Graph(prepared(spec))
     there = set(graph.spec.inputs) | graph._numbers
 
     def check(group: Sequence[Node], there: set[str]) -> None:
@@ -180,7 +200,7 @@ def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
                 check(part, there | made)
                 made |= own
 
-    for group in regions(graph):
+    for group in regions(graph) or (work(graph.spec.nodes),):
         check(group, there)
         there |= {name for node in group for name in node.results}
 
