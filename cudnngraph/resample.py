@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .ir import channels_last_strides, contiguous_strides
 from .lasting import lasting
 
 Attrs = Mapping[str, Any]
@@ -154,22 +155,33 @@ RULES: Mapping[str, Callable[[Tensors, Attrs], torch.Tensor]] = {
 }
 
 
-def _plain(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether both lie alike without gaps, in a layout that torch's out variants write."""
+def _plain(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both with the strides of a layout that torch's out variants write, if both lie in it.
+
+    Strides of dims of extent 1 are anything, but torch's kernels guess the layout from them too,
+    each tensor's from its own, and write to other places where the guesses differ.
+    """
     if x.is_contiguous() and out.is_contiguous():
-        return True
-    last = torch.channels_last
-    return x.dim() == 4 and all(t.is_contiguous(memory_format=last) for t in (x, out))
+        strides = contiguous_strides
+    elif x.dim() == 4 and _lie_channels_last(x, out):
+        strides = channels_last_strides
+    else:
+        return None
+    return x.as_strided(x.shape, strides(x.shape)), out.as_strided(out.shape, strides(out.shape))
+
+
+def _lie_channels_last(*images: torch.Tensor) -> bool:
+    return all(image.is_contiguous(memory_format=torch.channels_last) for image in images)
 
 
 def _pool_into(op: str) -> Into:
     kind, arguments, indexed = _POOLS[op]
 
     def run(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> object:
-        # torch's kernels may give ``out`` other strides: of a dim of extent 1, in the same memory.
-        x, y = _image(inputs[0]), _image(out.detach())
-        if not _plain(x, y):
+        plain = _plain(_image(inputs[0]), _image(out.detach()))
+        if plain is None:
             return out.copy_(RULES[op](inputs, attrs))
+        x, y = plain
         into = _pooled(kind.removeprefix("_"), x).out
         if not indexed:
             return into(x, *arguments(attrs), out=y)
@@ -186,10 +198,12 @@ def _interpolate_into(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> objec
     (x,) = inputs
     if all(size == 1 for size in x.shape[2:]):  # of whatever mode: all weights are of one element
         return out.copy_(x.expand(out.shape))
-    if not _plain(x, out):
+    plain = _plain(x, out.detach())
+    if plain is None:
         return out.copy_(_interpolate(inputs, attrs))
     name, corners, scales = _upsampling(x, attrs)
-    return getattr(_aten, name).out(x, out.shape[2:], *corners, *scales, out=out)
+    x, y = plain
+    return getattr(_aten, name).out(x, y.shape[2:], *corners, *scales, out=y)
 
 
 LONGEST = 512  #: of a dim that is enlarged by a product: of n terms of a sum n - 2 are zero

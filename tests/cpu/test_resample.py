@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cudnngraph as cg
 from cudnngraph import eager, reference, resample
 from cudnngraph.grad import RULES, NoGradient
+from cudnngraph.ir import channels_last_strides, contiguous_strides
 from tests import numerics
 from tests.gradients import ours, upstream
 from tests.samples import BF16, F16, F32, F64
@@ -346,6 +347,56 @@ def test_a_step_writes_into_a_slice_of_a_larger_tensor(
     eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
     assert torch.equal(out, want)
     assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
+
+
+# Strides of dims of extent 1 that say nothing, but from which torch guesses another layout.
+ODD = {
+    "a row": ((2, 9, 1, 8), (72, 1, 9, 9)),
+    "a column": ((2, 8, 7, 1), (56, 1, 8, 1)),
+    "one image": ((1, 5, 6, 4), (1, 24, 4, 1)),
+    "a line": ((1, 9, 8), (9, 1, 9)),
+    "volumes": ((1, 3, 1, 4, 5), (7, 20, 3, 5, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("op", ["max_pool", "avg_pool", "adaptive_avg_pool", "interpolate"])
+def test_torch_is_given_strides_that_it_takes_for_one_layout(
+    name: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it guesses of x and of the result shows on a GPU alone (tests/gpu/test_pooling.py)."""
+    shape, stride = ODD[name]
+    rank = len(shape) - 2
+    if op == "interpolate" and rank != 2:
+        pytest.skip("of images")
+    x = torch.empty_strided(shape, stride).copy_(torch.randn(shape))
+    seen: list[Any] = []
+    plain = resample._plain
+
+    def watched(*given: torch.Tensor) -> Any:
+        found = plain(*given)
+        seen.extend(found or ())
+        return found
+
+    monkeypatch.setattr(resample, "_plain", watched)
+    g = cg.Graph("g")
+    given = g.input("x", like=x)
+    if op == "interpolate":
+        made = g.interpolate(given, size=(4, 4), mode="bilinear")
+    elif op == "adaptive_avg_pool":
+        made = g.adaptive_avg_pool(given, (1,) * (rank - 1) + (3,))
+    else:
+        made = getattr(g, op)(given, (1,) * (rank - 1) + (2,), 1, (0,) * (rank - 1) + (1,))
+    g.output("y", made)
+    spec = g.spec()
+    form = spec.tensors["y"]
+    out = torch.empty_strided(form.shape, form.stride)
+    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    assert numerics.relative_error(out, reference.run(spec, [x], torch.float64)[0]) < 5e-7
+    assert len(seen) == 2
+    for each in seen:
+        strides = {contiguous_strides(each.shape), channels_last_strides(each.shape)}
+        assert each.stride() in strides
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
+from cudnngraph import eager, reference
 from cudnngraph.backend import pooling
-from cudnngraph.ir import TensorSpec
+from cudnngraph.ir import GraphSpec, TensorSpec
+from tests import numerics
 
 LAST = torch.channels_last
 
@@ -38,6 +40,38 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec("x", tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+@pytest.mark.parametrize("op", ["max_pool", "avg_pool", "adaptive_avg_pool", "interpolate"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("strides", [(1, 9, 9), (9, 9, 1), (1, 72, 9), (8, 1, 1), (8, 8, 1)])
+def test_strides_of_a_single_row_say_nothing_of_the_layout(
+    op: str, dtype: torch.dtype, strides: tuple[int, int, int]
+) -> None:
+    """torch guesses a layout from them, another one of x than of the result that it is given."""
+    shape = (2, 9, 1, 8)
+    x = torch.empty_strided(shape, (72, *strides), dtype=dtype, device="cuda")
+    x.copy_(torch.randn(shape))
+    g = cg.Graph("g")
+    given = g.input("x", like=x)
+    if op == "interpolate":
+        made = g.interpolate(given, size=(3, 16), mode="bilinear")
+    elif op == "adaptive_avg_pool":
+        made = g.adaptive_avg_pool(given, (2, 3))
+    else:
+        made = getattr(g, op)(given, (1, 3), 1, (0, 1))
+    g.output("y", made)
+    spec = g.spec()
+    (want,) = reference.run(spec, [x.cpu()], torch.float64)
+    for out in (g.compile("cuda", tune="heuristic")(x=x), _by_torch(spec, x)):
+        assert numerics.relative_error(out, want) <= numerics.bound(dtype)
+
+
+def _by_torch(spec: GraphSpec, x: torch.Tensor) -> torch.Tensor:
+    form = spec.tensors["y"]
+    out = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cuda")
+    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    return out
 
 
 @pytest.mark.parametrize("channels", [24, 3])
