@@ -583,13 +583,36 @@ class _Rounded(torch.autograd.Function):
         return ctx.rounded(dy), None
 
 
+class _Truncated(torch.autograd.Function):
+    """Cuts off what TF32 has no bits for: of a value, or of the gradient that comes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: bool) -> Tensor:
+        ctx.gradient = gradient
+        return x.clone() if gradient else _upper_bits(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _upper_bits(dy) if ctx.gradient else dy, None
+
+
+def _cut_off(x: Tensor, gradient: bool) -> Tensor:
+    made: Tensor = _Truncated.apply(x, gradient)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _upper_bits(x: Tensor) -> Tensor:
+    return (x.float().contiguous().view(torch.int32) & ~0x1FFF).view(F32).to(F64)
+
+
 @dataclass
 class Eager:
     """A case by torch's functions in float64.
 
     ``rounding``: "none"; "torch" runs in float32 itself; "nearest" rounds to the dtype of the case
     behind each op; a number is the seed of random relative errors, of what an op of that dtype may
-    always be off by.
+    always be off by; "truncated" does what tensor cores do with float32, of which they read the
+    upper bits alone: products are of operands cut off behind TF32's 11 bits, all of one sign then.
     """
 
     case: Case
@@ -597,6 +620,7 @@ class Eager:
     doubtful: bool = False  # whether an element is so near a kink that rounding may switch it
 
     def __post_init__(self) -> None:
+        self.coarsest = 0.0  # the unit of an op so far
         if isinstance(self.rounding, int):
             self.gen = torch.Generator().manual_seed(self.rounding)
         case = self.case
@@ -610,10 +634,13 @@ class Eager:
         noise = torch.rand(x.shape, generator=self.gen, dtype=F64) * 2 - 1
         return x * (1.0 + unit * noise)
 
+    def in_tf32(self, step: Step) -> bool:
+        return self.case.tf32 and OPS[step.op].family in ("conv", "matmul", "sdpa")
+
     def unit(self, at: int, step: Step) -> tuple[torch.dtype, float]:
         dtype = F32 if at in self.wide else self.case.dtype
         unit = numerics.floor(self.case.dtype, dtype, terms=step.terms)
-        if self.case.tf32 and OPS[step.op].family in ("conv", "matmul", "sdpa"):
+        if self.in_tf32(step):
             unit = max(unit, numerics.ROUNDOFF[F16])  # operands of 11 bits, as TF32's are
         return dtype, unit
 
@@ -631,15 +658,21 @@ class Eager:
     def step(self, at: int, step: Step, operands: Sequence[Tensor]) -> Tensor:
         """The result of one step."""
         op, (dtype, unit) = OPS[step.op], self.unit(at, step)
+        self.coarsest = max(self.coarsest, unit)
         if self.rounding == "none":
             if op.kink is not None:
                 far = op.kink(*(o.detach() for o in operands), **step.attrs)
                 size = max(float(o.detach().abs().max()) for o in operands)
-                near = 16 * unit * size * math.sqrt(len(self.case.values))
+                near = 16 * self.coarsest * size * math.sqrt(len(self.case.values))
                 self.doubtful |= bool((far <= near).any())
             return op.run(*operands, **step.attrs)
         if self.rounding == "torch":
             return op.run(*operands, **step.attrs)
+        if self.rounding == "truncated":
+            if not self.in_tf32(step):
+                return op.run(*operands, **step.attrs)
+            cut = [_cut_off(o, False) if o.is_floating_point() else o for o in operands]
+            return _cut_off(op.run(*cut, **step.attrs), True)
         if op.inside is None:
             result = op.run(*operands, **step.attrs)
         else:
@@ -1248,6 +1281,8 @@ class Yardstick:
         ways: list[str | int] = ["nearest", 1, 2, 3, 4]
         if self.of.dtype == F32:
             ways.append("torch")
+        if self.of.tf32:
+            ways.append("truncated")
         self.made += [self.run(Eager(self.of, way)) for way in ways]
 
     def more(self) -> None:
