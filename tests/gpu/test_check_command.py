@@ -17,14 +17,16 @@ from cudnngraph.backend import found_bad
 from cudnngraph.backend.plan import Choice
 from cudnngraph.runtime import compile as compile_spec
 from cudnngraph.sweep import Results
+from cudnngraph.workers import Server
 
 ONLY = "conv 1x1, relu(x + c), float16, channels_last"
 # A worker that lets through what cudnngraph refuses: engines 4 and 7 read it from a wrong address.
 LETS_THROUGH = """
+import sys
 from cudnngraph.backend import lower
 lower._check_beside_convolutions = lambda ctx: None
-from cudnngraph import sweeper
-sweeper.main()
+from cudnngraph import forkserver, sweeper
+forkserver.serve(int(sys.argv[1]), sweeper.load)
 """
 
 
@@ -65,8 +67,8 @@ def test_engines_that_the_ranking_leaves_out_are_built_too() -> None:
     assert others and all("do not propose" not in row.get("reason", "") for row in rows)
 
 
-def _lets_through(index: int) -> Sequence[str]:
-    return [sys.executable, "-c", LETS_THROUGH, str(index)]
+def _lets_through(file: int) -> Sequence[str]:
+    return [sys.executable, "-c", LETS_THROUGH, str(file)]
 
 
 def test_what_is_wrong_here_is_found_and_barred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_what_is_wrong_here_is_found_and_barred(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lower, "_check_beside_convolutions", lambda ctx: None)
     todo = list(sweep.tasks(full=False, only="conv 3x3, relu(x + v) [w,w,1,1], float16"))[:1]
     store, results = found_bad.findings(0), Results()
-    assert sweep.run(todo, sweep.OnGpu(0, _lets_through), store, results)
+    assert sweep.run(todo, sweep.OnGpu(0, Server(_lets_through)), store, results)
     bad = results.bad()
     assert bad, results.counts()
     sweep.write_known_bad(store, results, found_bad.environment(0))

@@ -109,13 +109,14 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def process(named: str, does: str, how: str = "called") -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, what was told, and standard error of a process that runs the program."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, named, does, how],
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=500,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": path},
     )
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done.returncode, told, done.stderr
