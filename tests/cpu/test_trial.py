@@ -469,6 +469,51 @@ def test_tf32_is_let_through_where_the_policy_allows_it() -> None:
     assert said == "wrong: 'y' is off by 0.00049, at most 1e-05 is right"
 
 
+def nearly(error: float) -> Callable[[Plan, Sequence[int], int], None]:
+    """A result that is off by so much of its size."""
+    return lambda plan, pointers, workspace: plan.result(pointers).mul_(1.0 + error)
+
+
+def pointwise(dtype: torch.dtype, build: Callable[[Any], Any]) -> GraphSpec:
+    g = cg.Graph("g")
+    g.output("y", build(g.input("x", (64, 64), dtype)), dtype=F32)
+    return g.spec()
+
+
+def test_float32_results_are_about_as_good_as_torchs() -> None:
+    """cuDNN's exp is off by 3e-6, in float32."""
+    spec = pointwise(F32, lambda x: x.exp())
+    assert why(Plan(spec)) is None and why(Plan(spec, nearly(2.0**-23))) is None
+    said = why(Plan(spec, nearly(2.0**-19)))
+    assert said == "wrong: 'y' is off by 1.9e-06, at most 2.5e-07 is right"
+    assert why(Plan(spec, nearly(2.0**-19)), cg.Policy(allow_tf32=True)) is None
+    assert why(Plan(pointwise(F16, lambda x: x.exp()), nearly(2.0**-19))) is None, "of 16 bits"
+
+
+def test_float32_results_may_be_off_by_half_more_than_torchs_are() -> None:
+    spec = pointwise(F32, lambda x: (x + 64.0) - 64.0)
+    exact, off = (reference.run(spec, random_inputs(spec, CPU), d) for d in (torch.float64, F32))
+    theirs = relative_error(off[0], exact[0])
+    assert 1e-6 < theirs < 5e-6
+
+    def farther(times: float) -> Callable[[Plan, Sequence[int], int], None]:
+        def then(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
+            plan.result(pointers).copy_(exact[0] + times * (off[0] - exact[0]))
+
+        return then
+
+    assert why(Plan(spec, farther(1.45))) is None
+    said = why(Plan(spec, farther(1.55)))
+    assert said == f"wrong: 'y' is off by {1.55 * theirs:.2g}, at most {1.5 * theirs:.2g} is right"
+
+
+@pytest.mark.parametrize(("terms", "right"), [(16, False), (4096, True)])
+def test_long_sums_of_float32_may_be_made_term_by_term(terms: int, right: bool) -> None:
+    g = cg.Graph("g")
+    g.output("y", g.matmul(g.input("a", (8, terms), F32), g.input("b", (terms, 4), F32)))
+    assert (why(Plan(g.spec(), nearly(1e-6))) is None) is right
+
+
 # -- large attention: its corners ------------------------------------------------------------------
 
 
