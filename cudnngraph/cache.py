@@ -32,7 +32,7 @@ from .backend import env
 from .backend.env import EnvKey
 from .backend.found_bad import why_found_bad
 from .backend.known_bad import why_bad
-from .backend.plan import Choice, Plan, Verified, load, replay
+from .backend.plan import UNCHECKED, Choice, Plan, Verified, load, replay
 from .errors import NotSupported, PlanNotCached, UnkeyableError
 from .ir import GraphSpec
 from .key import Key, graph_key, nearest, step_digest
@@ -84,17 +84,22 @@ class Rejected:
         return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
 
     def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
-        """Keep more of them."""
+        """Keep more of them, but for those that may pass another version's check."""
+        plans = {}
+        for choice, why in rejected.items():
+            if why.startswith(UNCHECKED):
+                _log.warning("%s of '%s' is left out: %s", choice, spec.name, why)
+            else:
+                plans[choice.engine, choice.knobs] = why
         id = self.id(spec, policy)
         if id is not None:
-            plans = {(choice.engine, choice.knobs): why for choice, why in rejected.items()}
             _rejections(self._directory).add(id, plans)
 
     def withdraw(self, spec: GraphSpec, policy: Policy, choice: Choice, why: str) -> None:
         """Keep a choice as rejected that had passed: records that have it are stale from now on."""
+        self.add(spec, policy, {choice: why})
         id = self.id(spec, policy)
-        if id is not None:
-            _rejections(self._directory).add(id, {(choice.engine, choice.knobs): why})
+        if id is not None and not why.startswith(UNCHECKED):
             _launches(self._directory).note(id)
 
     def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .backend import env, found_bad
-from .backend.plan import Candidate, Choice, Proposals, multiplies_float32, why_passed_over
+from .backend.plan import (
+    UNCHECKED,
+    Candidate,
+    Choice,
+    Proposals,
+    multiplies_float32,
+    why_passed_over,
+)
 from .errors import NotSupported
 from .ir import GraphSpec
 from .key import step_digest
@@ -175,6 +182,8 @@ def judged(future: Future[Answer]) -> Row:
                 return {"status": "out of memory", "reason": "no memory to compare its results"}
             return {"status": "right", "error": answer.error}
         reasons.append(outcome.reason)
+        if outcome.reason.startswith(UNCHECKED):
+            return {"status": "failed", "reason": outcome.reason}
         if outcome.wrong:
             row: Row = {"status": "wrong", "reason": outcome.reason}
             numbers = _OFF.search(outcome.reason)

@@ -8,7 +8,6 @@ cause.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,9 @@ import torch
 from plans_cache.gate import Gate
 
 from .backend import env
+from .backend.lower import first_line
 from .backend.plan import (
+    UNCHECKED,
     Candidate,
     Choice,
     Outcome,
@@ -148,14 +149,18 @@ def checked(trial: Callable[[], Trial], plan: Plan, gate: Gate) -> tuple[str | N
     """What is wrong with a plan, and how far it is off.
 
     Nothing is known where memory is short for the trial, even without the other processes that
-    share the gate.
+    share the gate. A check that fails by itself is no reason to compute with the plan.
     """
     for alone in (False, True):
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             with gate.alone() if alone else gate.shared():
                 on = trial()
                 why = on.why_wrong(plan)
                 torch.cuda.synchronize()  # a fault stays, whatever was caught
             return why, on.error
-        torch.cuda.empty_cache()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        except Exception as error:
+            torch.cuda.synchronize()  # raises where the plan has taken the GPU from this process
+            return f"{UNCHECKED}{type(error).__name__}: {first_line(str(error))}", None
     return None, None

@@ -56,6 +56,9 @@ class Candidate:
     tag: str
 
 
+UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a candidate: accepted, or rejected with the reason.

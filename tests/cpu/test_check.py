@@ -189,6 +189,10 @@ def test_a_steps_id_is_that_of_a_compiled_graphs_step() -> None:
             {"status": "barred", "reason": "[cudnn_frontend] Deselecting execution plan"},
         ),
         (
+            rejected("its check fails: TypeError: None", wrong=True),
+            {"status": "failed", "reason": "its check fails: TypeError: None"},
+        ),
+        (
             rejected("CUDNN_STATUS_ALLOC_FAILED"),
             {"status": "out of memory", "reason": "CUDNN_STATUS_ALLOC_FAILED"},
         ),

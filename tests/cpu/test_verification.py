@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import guard, verification, worker
+from cudnngraph import cache, guard, verification, worker
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.ir import GraphSpec
 from cudnngraph.policy import Policy
@@ -91,6 +91,39 @@ def test_a_search_does_not_call_right_what_it_could_not_compare(
     Data.short = short
     assert bench.why_wrong(spec(), plan) is None
     assert plan.verified.error == error
+
+
+def test_a_plan_whose_check_fails_by_itself_is_left_out_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(data: Data, plan: Any) -> str | None:
+        raise ValueError("a mistake of ours\nand a page of details")
+
+    monkeypatch.setattr(Data, "why_wrong", fails)
+    found = verification.Checks(spec(), POLICY, 0).first()
+    why = "its check fails: ValueError: a mistake of ours"
+    assert found.plan is None and [each.reason for each in found.outcomes] == [why]
+    assert verification.check(spec(), POLICY, CHOICE, 0) == (why, None)
+    monkeypatch.setattr(cache.Rejected, "id", lambda self, spec, policy: "0" * 32)
+    kept = cache.Rejected(0)
+    kept.add(spec(), POLICY, guard.wrong_of(found.outcomes))
+    kept.withdraw(spec(), POLICY, CHOICE, why)
+    assert kept.of(spec(), POLICY) == {}
+    assert [each.getMessage() for each in caplog.records] == [
+        f"engine 7 of 'g' is left out: {why}"
+    ] * 2
+
+
+def test_a_check_that_ends_with_the_gpu_lost_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker says that it died then, and of what."""
+
+    def fails(*given: Any) -> str | None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(Data, "why_wrong", fails)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(RuntimeError, match="misaligned address"):
+        verification.check(spec(), POLICY, CHOICE, 0)
 
 
 def test_a_worker_checks_a_step_anew_under_another_policy() -> None:
