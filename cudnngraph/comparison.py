@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .backend.plan import multiplies_float32
 from .errors import CudnnGraphError, WrongResult
 from .ir import GraphSpec, overlaps_itself
 from .partition import LOW_PRECISION
 from .state import agree
-from .trial import TOLERANCE, distance
+from .trial import TF32_TOLERANCE, TOLERANCE, distance
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +44,17 @@ Run = Callable[[Sequence[Any], "torch.dtype | None"], Sequence[Any]]
 Errors = tuple[tuple[float, "float | None"], ...]
 
 
-def coarsest(specs: Iterable[GraphSpec]) -> float:
-    """Return the tolerance of the 16-bit dtype that graphs work in; 0 if there is none."""
+def coarsest(specs: Iterable[GraphSpec], *, tf32: bool) -> float:
+    """Return the largest tolerance of what graphs work in beside float32; 0 if there is none.
+
+    That is a 16-bit dtype, or ``tf32`` if their products may use it.
+    """
+    specs = list(specs)
     tensors = (tensor for spec in specs for tensor in spec.tensors.values())
-    return max((TOLERANCE[t.dtype] for t in tensors if t.dtype in LOW_PRECISION), default=0.0)
+    found = [TOLERANCE[tensor.dtype] for tensor in tensors if tensor.dtype in LOW_PRECISION]
+    if tf32 and any(map(multiplies_float32, specs)):
+        found.append(TF32_TOLERANCE)
+    return max(found, default=0.0)
 
 
 # -- one result ------------------------------------------------------------------------------------

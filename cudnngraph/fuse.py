@@ -536,7 +536,9 @@ def _checked(
                 "a graph's is not: it depends on what is outside of the model"
             )
     assert fused.report is not None
-    floor = comparison.coarsest(step.spec for step in fused.report.steps)
+    executable = fused.report.executable
+    tf32 = executable is not None and executable.in_tf32
+    floor = comparison.coarsest((step.spec for step in fused.report.steps), tf32=tf32)
     errors: list[tuple[float, float | None]] = []
     for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(results), own, strict=True)):
         wanted = None if exact is None else exact[number]
@@ -777,12 +779,14 @@ class _Compiled:
         eager = comparison.expected(subject, run, args)
         results = bound.run(tensors)
         if eager is not None:
-            steps = () if bound.executable is None else bound.executable.steps
+            executable = bound.executable
+            steps = () if executable is None else executable.steps
+            tf32 = executable is not None and executable.in_tf32
             found = eager.check(
                 subject,
                 self._names(len(results)),
                 results,
-                floor=comparison.coarsest(step.spec for step in steps),
+                floor=comparison.coarsest((step.spec for step in steps), tf32=tf32),
                 gradients=self._gradients,
             )
             _log.info(

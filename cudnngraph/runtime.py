@@ -984,6 +984,11 @@ class Executable:
         return self._program.tier
 
     @property
+    def in_tf32(self) -> bool:
+        """Whether products of float32 may run in TF32: allowed, and on a GPU."""
+        return bool(self.policy.allow_tf32) and self.device.type == "cuda"
+
+    @property
     def steps(self) -> tuple[StepPlan, ...]:
         """The steps in order, under this graph's own names."""
         back = {canonical: name for name, canonical in self._names.items()}

@@ -261,7 +261,7 @@ def _compare(
             return True
         named = {grad: f"the gradient of '{name}'" for name, grad in (of or {}).items()}
         names = [named.get(name, f"output '{name}'") for name in spec.outputs]
-        floor = comparison.coarsest([spec])
+        floor = comparison.coarsest([spec], tf32=executable.in_tf32)
         try:
             eager.check(subject, names, results, floor=floor, gradients=bool(of))
         except WrongResult:

@@ -165,7 +165,7 @@ def random_inputs(
     Floats are within (0.5, 1.5) where an op wants them positive or divides by them; all of them,
     where it wants that of what others make. What a product is made with is smaller by the number of
     terms, so that its result hides nothing that is added to it. ``wide``: floats of all magnitudes
-    from 1/4 to 32. A boolean mask of
+    from 1/4 to 32, but for single numbers. A boolean mask of
     attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
     divides by is over 0.5; int32 sums of int8 products are within 100.
@@ -181,7 +181,7 @@ def random_inputs(
         if declared.dtype.is_floating_point:
             values = 0.5 + values if declared.name in positive else 2.0 * values - 1.0
             values *= weights.get(declared.name, 1.0)
-            if wide:
+            if wide and declared.numel > 1:  # a large single number may hide all the others
                 size = torch.randint(*_WIDE, declared.shape, generator=generator, device=device)
                 values = torch.ldexp(values, size)
         elif declared.dtype == torch.bool and "sdpa" not in ops:

@@ -8,6 +8,7 @@ cause.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ from .errors import NotSupported
 from .ir import GraphSpec
 from .policy import Policy
 from .trial import Trial
+
+CHANCES = 2
+ONE_OF = f"{CHANCES} others of its engine are not right"
 
 Tell = Callable[[Choice], None]
 Rejected = Mapping[Choice, str]
@@ -98,11 +102,19 @@ class Checks:
         return outcome, plan, error
 
     def first(self) -> Found:
-        """The first of cuDNN's ranking that passes."""
+        """The first of cuDNN's ranking that passes. An engine that was wrong :data:`CHANCES` times
+        is passed over: its other configurations compute the same in other tiles."""
         outcomes: list[Outcome] = []
+        wrong = Counter(choice.engine for choice in self._rejected)
         for candidate in self.candidates:
+            if wrong[candidate.choice.engine] >= CHANCES:
+                outcomes.append(
+                    Outcome(candidate, False, self._rejected.get(candidate.choice, ONE_OF))
+                )
+                continue
             outcome, plan, error = self.attempt(candidate)
             outcomes.append(outcome)
+            wrong[candidate.choice.engine] += outcome.wrong
             if plan is not None:
                 return Found(plan, tuple(outcomes), error)
         return Found(None, tuple(outcomes), None)

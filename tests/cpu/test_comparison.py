@@ -514,6 +514,18 @@ def test_a_wrong_result_of_a_training_graph_is_found(monkeypatch: pytest.MonkeyP
                 exe(**leaves)
 
 
+def test_products_in_tf32_are_compared_by_its_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, whatever torch's own switches say: the model itself ran without it."""
+    spoilt(monkeypatch, lambda exe: 0)
+    g, given = block()
+    for allowed in (True, False):
+        exe = g.compile("cpu", training=True, check=True, allow_tf32=allowed)
+        with pytest.raises(cg.WrongResult, match="at most 1e-05 is right"):
+            exe(**given)
+    monkeypatch.setattr(Executable, "in_tf32", True)
+    g.compile("cpu", training=True, check=True)(**given)
+
+
 @pytest.mark.parametrize("name", ["x", "w"])
 def test_a_wrong_gradient_of_a_training_graph_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # one of its sub-packages; what is not built yet has its place too.
 LAYERS = (
     ("lasting", "forkserver"),
-    ("errors", "files", "timing", "memory", "progress", "ranks", "resample"),
+    ("errors", "files", "timing", "memory", "progress", "ranks"),
     ("arguments",),
     ("ir", "settings", "policy"),
+    ("resample",),
     ("forms", "wire", "state"),
     ("aten", "tracer", "written"),
     ("ops", "key", "exported"),

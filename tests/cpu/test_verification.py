@@ -44,10 +44,13 @@ class Data:
 
 
 class Proposed:
-    """One plan of cuDNN's, that builds."""
+    """Plans of cuDNN's, that build."""
+
+    ranking: ClassVar[list[Choice]] = [CHOICE]
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.candidates = [Candidate(0, CHOICE, "eng7")]
+        ranked = enumerate(self.ranking)
+        self.candidates = [Candidate(n, choice, str(choice)) for n, choice in ranked]
 
     def build(self, candidate: Candidate, *, launch: bool) -> tuple[Outcome, Any]:
         assert not launch
@@ -91,6 +94,30 @@ def test_a_search_does_not_call_right_what_it_could_not_compare(
     Data.short = short
     assert bench.why_wrong(spec(), plan) is None
     assert plan.verified.error == error
+
+
+def test_an_engine_that_was_wrong_twice_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the cache counts; what a build says of a configuration does not."""
+    ranking = [Choice(engine, (("CFG", n),)) for n in range(4) for engine in (4, 5, 6)]
+    monkeypatch.setattr(Proposed, "ranking", ranking)
+    tried: list[Choice] = []
+
+    class Engines(Proposed):
+        def build(self, candidate: Candidate, *, launch: bool) -> tuple[Outcome, Any]:
+            tried.append(candidate.choice)
+            if candidate.choice.engine == 6:
+                return Outcome(candidate, False, "too many registers"), None
+            return super().build(candidate, launch=launch)
+
+    monkeypatch.setattr(verification, "Proposals", Engines)
+    monkeypatch.setattr(Data, "why_wrong", lambda data, plan: "wrong: 'y' is off by 1")
+    known = {ranking[1]: "died of SIGSEGV"}
+    found = verification.Checks(spec(), POLICY, 0, rejected=known).first()
+    assert [choice.engine for choice in tried] == [4, 6, 4, 5, 6, 6, 6]
+    reasons = {each.candidate.choice: each.reason for each in found.outcomes}
+    assert reasons[ranking[1]] == "died of SIGSEGV"
+    assert reasons[ranking[-3]] == reasons[ranking[-2]] == "2 others of its engine are not right"
+    assert set(guard.wrong_of(found.outcomes)) == {ranking[0], ranking[3], ranking[4]}
 
 
 def test_a_plan_whose_check_fails_by_itself_is_left_out_and_may_be_tried_again(
