@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ _KEEPS_POSITIVE = {  # of operands that are all positive
     *("reduction", "avg_pool", "max_pool", "adaptive_avg_pool"),
 }
 _SMALLEST_WEIGHTS = 2.0**-6
-_WIDE = (-2, 6)  # powers of two
+_POWERS = (-4, -2, 0, 2, 4, 6)  # of two: the magnitudes at which functions of numbers are tried
 _LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
 
@@ -158,15 +159,15 @@ def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
 
 
 def random_inputs(
-    spec: GraphSpec, device: torch.device, seed: int = 0, *, wide: bool = False
+    spec: GraphSpec, device: torch.device, seed: int = 0, *, power: int | None = None
 ) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, integers 1.
+    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, integers 1, both bools.
 
     Floats are within (0.5, 1.5) where an op wants them positive or divides by them; all of them,
     where it wants that of what others make. What a product is made with is smaller by the number of
-    terms, so that its result hides nothing that is added to it. ``wide``: floats of all magnitudes
-    from 1/4 to 32, but for single numbers. A boolean mask of
-    attention hides nothing, a quarter of its rows and of its keys is padding where it takes
+    terms, so that its result hides nothing that is added to it. ``power``: floats of magnitudes
+    from 2^(power - 2) to 2^power, but for single numbers, which might hide others. A boolean mask
+    of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
     divides by is over 0.5; int32 sums of int8 products are within 100.
     """
@@ -181,11 +182,12 @@ def random_inputs(
         if declared.dtype.is_floating_point:
             values = 0.5 + values if declared.name in positive else 2.0 * values - 1.0
             values *= weights.get(declared.name, 1.0)
-            if wide and declared.numel > 1:  # a large single number may hide all the others
-                size = torch.randint(*_WIDE, declared.shape, generator=generator, device=device)
-                values = torch.ldexp(values, size)
+            if power is not None and declared.numel > 1:
+                signs = torch.where(values < 0, -1.0, 1.0)
+                values = signs * (0.25 + 0.75 * (values.abs() % 1.0)) * 2.0**power
         elif declared.dtype == torch.bool and "sdpa" not in ops:
             values = values < 0.5
+            values.view(-1)[:1], values.view(-1)[1:][-1:] = True, False
         elif declared.dtype == torch.int8 or declared.name in sums:
             most = 2 if declared.dtype == torch.int8 else 100
             values = (values * (2 * most + 1)).floor() - most
@@ -399,6 +401,15 @@ class _Guarded:
         return not torch.equal(wanted, self.block)
 
 
+@dataclass
+class _Data:
+    """Inputs, and what the reference and torch's float32 make of them, once they are asked."""
+
+    inputs: list[torch.Tensor]
+    exact: list[torch.Tensor] | None = None
+    in_float32: list[torch.Tensor] | None = None
+
+
 class Trial:
     """Random data for one step on one GPU, to run plans on. Use it with that device current."""
 
@@ -409,16 +420,19 @@ class Trial:
         self._strict = is_strict(spec, policy)
         # Functions of single numbers are off in some ranges and not in others.
         self._wide = self._strict and is_pointwise(spec)
-        self._inputs = random_inputs(spec, device, wide=self._wide)
+        self._data = _Data(random_inputs(spec, device))
+        self._wider: list[_Data] = []
         self._outputs = [
             torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
             for t in (spec.tensors[name] for name in spec.outputs)
         ]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        self._wanted: list[torch.Tensor] | None = None
-        self._torch_made: list[torch.Tensor] | None = None  # the same in float32
         self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
         self.error = 0.0  # the largest relative error of the results of the last check
+
+    @property
+    def _inputs(self) -> list[torch.Tensor]:
+        return self._data.inputs
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
         """What runs ``plan``, or for None the torch step, once on the current stream."""
@@ -440,12 +454,31 @@ class Trial:
         first = self._checked_run(plan)
         if isinstance(first, str):
             return first
+        if self._wide:
+            why = self._why_wrong_at_all_magnitudes(plan)
+            if why is not None:
+                return why
         if self._policy.deterministic:
             second = self._checked_run(plan)
             if isinstance(second, str):
                 return second
             if not all(map(_same_bits, first, second)):
                 return "gives other bits when it runs again"
+        return None
+
+    def _why_wrong_at_all_magnitudes(self, plan: Runnable) -> str | None:
+        usual = self._data
+        try:
+            for number, power in enumerate(_POWERS):
+                if number == len(self._wider):
+                    values = random_inputs(self.spec, self._device, number + 1, power=power)
+                    self._wider.append(_Data(values))
+                self._data = self._wider[number]
+                made = self._checked_run(plan)
+                if isinstance(made, str):
+                    return f"{made}, of numbers of about {2.0**power:g}"
+        finally:
+            self._data = usual
         return None
 
     def _learn_what_is_dropped(self, plan: Runnable) -> str | None:
@@ -456,7 +489,7 @@ class Trial:
             keep = recovered(self.spec, self._inputs, partial(self._run, plan))
         except RuntimeError as error:
             return f"does not run: {first_line(str(error))}"
-        self._keep, self._wanted, self._torch_made = keep, None, None
+        self._keep, self._data = keep, _Data(self._data.inputs)
         return None
 
     def _run(self, plan: Runnable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -502,30 +535,32 @@ class Trial:
                 out, want = out[held], want.to(out.device)[held]
             error = relative_error(out, want)
             self.error = max(self.error, error)
-            if self._strict and out.dtype == torch.float32 and bound >= error > STRICT_TOLERANCE:
-                bound = self._strict_bound(number, want)
+            if self._strict and out.dtype == torch.float32:
+                bound = STRICT_TOLERANCE
+                if not error <= bound:
+                    bound = self._strict_bound(number, want)
             if not error <= bound:
                 return f"wrong: '{spec.name}' is off by {error:.2g}, at most {bound:.2g} is right"
         return None
 
     def _strict_bound(self, number: int, want: torch.Tensor) -> float:
         """The largest error of a float32 result whose data are float32."""
-        bound = STRICT_TOLERANCE
-        if not is_pointwise(self.spec):
-            bound = max(STRICT_TOLERANCE_OF_SUMS, rounding_of_sums(self.spec))
-        if _corners(self.spec) is None:
-            theirs = self._in_float32()[number]
-            theirs = theirs[theirs.isfinite()] if self._wide else theirs
-            bound = max(bound, TORCH_FACTOR * relative_error(theirs, want))
-        return min(bound, TOLERANCE[torch.float32])
+        if _corners(self.spec) is not None:
+            return TOLERANCE[torch.float32]
+        theirs = self._in_float32()[number]
+        theirs = theirs[theirs.isfinite()] if self._wide else theirs
+        bound = max(STRICT_TOLERANCE, TORCH_FACTOR * relative_error(theirs, want))
+        if is_pointwise(self.spec):
+            return bound
+        return max(bound, STRICT_TOLERANCE_OF_SUMS, rounding_of_sums(self.spec))
 
     def _in_float32(self) -> list[torch.Tensor]:
         """What torch makes of the data in float32."""
-        if self._torch_made is None:
+        if self._data.in_float32 is None:
             with eager.tf32(False):
                 made = reference.run(*self._whole(), torch.float32)
-            self._torch_made = [each.to(self._device) for each in made]
-        return self._torch_made
+            self._data.in_float32 = [each.to(self._device) for each in made]
+        return self._data.in_float32
 
     def _whole(self) -> tuple[GraphSpec, Sequence[torch.Tensor]]:
         """What the reference runs, and on what."""
@@ -543,9 +578,9 @@ class Trial:
         corners = _corners(self.spec)
         whole, given = self._whole()
         if corners is None:
-            if self._wanted is None:
-                self._wanted = reference.run(whole, given, torch.float64)
-            return list(zip(declared, made, self._wanted, strict=True))
+            if self._data.exact is None:
+                self._data.exact = reference.run(whole, given, torch.float64)
+            return list(zip(declared, made, self._data.exact, strict=True))
         compared = []
         for batch, head in corners:
             inputs = [
