@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
