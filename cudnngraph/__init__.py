@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cache import CacheStats, MissInfo, on_miss
+from .cache.lookup import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,
@@ -26,15 +26,22 @@ from .errors import (
     UnkeyableError,
     WrongResult,
 )
-from .explain import Explanation, explain
-from .fuse import Fused, fuse
-from .grad import Gradient, differentiate
-from .graph import Graph, Value
-from .ir import GraphSpec, TensorSpec
+from .explain.offline import Explanation, explain
+from .grad.differentiate import Gradient, differentiate
+from .graph.builder import Graph, Value
+from .ir.spec import GraphSpec, TensorSpec
+from .models.fused import Fused, fuse
 from .policy import Policy
-from .runtime import BoundCall, CapturedCall, Executable, cache_clear, cache_stats, warm_up
-from .specialize import Specialized, specialize
-from .training import Trainable
+from .runtime.executable import (
+    BoundCall,
+    CapturedCall,
+    Executable,
+    cache_clear,
+    cache_stats,
+    warm_up,
+)
+from .runtime.specialize import Specialized, specialize
+from .runtime.trainable import Trainable
 
 if TYPE_CHECKING:
     from . import functional, nn

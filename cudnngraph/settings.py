@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cudnngraph.errors import SettingsError
+from .errors import SettingsError
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BACKENDS = ("auto", "reference")

@@ -19,7 +19,7 @@ from typing import Any
 
 from cudnngraph import Graph, settings
 from cudnngraph.backend import tested
-from cudnngraph.ops import OPS, REQUIRED, Op
+from cudnngraph.ops.base import OPS, REQUIRED, Op
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, product
 
-from cudnngraph.ir import GraphSpec
-from cudnngraph.partition import Graph, Group, cuts, piece, work
-from cudnngraph.rewrites import channels_last, numeric_masks, slices, views
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.partition.cuts import Graph, Group, cuts, piece, work
+from cudnngraph.rewrite.passes import channels_last, numeric_masks, slices, views
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:

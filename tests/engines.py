@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference, sweep, trial
-from cudnngraph.autotune import GpuBench
 from cudnngraph.backend import env
+from cudnngraph.executor import reference
+from cudnngraph.select import trial
+from cudnngraph.select.search import GpuBench
+from cudnngraph.sweep import run
 from tests import broadcasts
 
 WHOLE = "as compiled"  # the mark of the graph as heuristics compile it, cut or not
@@ -57,7 +59,7 @@ def engines(graph: cg.Graph, skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if plan is not None:
             settled.add(mark)
             yield mark, bench.why_wrong(spec, plan) or "right"
-        elif any(words in outcome.reason for words in sweep.BARRED_WORDS):
+        elif any(words in outcome.reason for words in run.BARRED_WORDS):
             settled.add(mark)
             yield mark, "barred"
         else:

@@ -14,13 +14,16 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, runtime, select, settings
+from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.cache import lookup
+from cudnngraph.cache.codec import env_components
 from cudnngraph.errors import NotSupported
-from cudnngraph.ir import GraphSpec
-from cudnngraph.recorded import env_components
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime import executable
+from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 
 H200 = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
@@ -45,7 +48,8 @@ class FakePlan:
 
 
 def builder(refuse: Callable[[GraphSpec], bool] = lambda spec: False) -> Callable[..., Any]:
-    """A ``build`` for :func:`cudnngraph.select.heuristic`, refusing the graphs that are said."""
+    """A ``build`` for :func:`cudnngraph.select.heuristic.heuristic`, refusing the graphs that are
+    said."""
 
     def build(spec: GraphSpec) -> Any:
         if refuse(spec):
@@ -91,7 +95,7 @@ class World:
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
         tell(1, 1)
-        return select.heuristic(spec, policy, builder(self.refuse))
+        return heuristic.heuristic(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)
@@ -124,8 +128,8 @@ class World:
         """Make the only entry one of another environment."""
         record = from_json(self.file().read_text())
         foreign = replace(record, env=env_components(environment), blob=None)
-        cache.store().remove(record.id)
-        cache.store().put(foreign)
+        lookup.store().remove(record.id)
+        lookup.store().put(foreign)
         return foreign
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,19 +137,19 @@ class World:
         monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
         monkeypatch.setenv("CUDNNGRAPH_VERIFY", "off")  # its plans compute nothing
         monkeypatch.setattr(settings, "_from_environ", None)
-        monkeypatch.setattr(cache, "COUNTERS", cache.Counters())
-        monkeypatch.setattr(cache, "_stores", {})
-        monkeypatch.setattr(cache, "_hooks", [])
-        monkeypatch.setattr(cache, "load", self.load)
-        monkeypatch.setattr(cache, "replay", self.replay)
-        monkeypatch.setattr(cache, "why_bad", lambda spec, engine, version, **options: self.bad)
+        monkeypatch.setattr(lookup, "COUNTERS", lookup.Counters())
+        monkeypatch.setattr(lookup, "_stores", {})
+        monkeypatch.setattr(lookup, "_hooks", [])
+        monkeypatch.setattr(lookup, "load", self.load)
+        monkeypatch.setattr(lookup, "replay", self.replay)
+        monkeypatch.setattr(lookup, "why_bad", lambda spec, engine, version, **options: self.bad)
         monkeypatch.setattr(env, "env_key", lambda index: self.environment)
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
-        monkeypatch.setattr(runtime, "autotune", self.autotune)
-        monkeypatch.setattr(runtime, "GuardedBench", lambda *args: None)
-        monkeypatch.setattr(runtime, "refuse_during_capture", lambda: None)
-        monkeypatch.setattr(runtime, "_programs", type(runtime._programs)())
+        monkeypatch.setattr(executable, "autotune", self.autotune)
+        monkeypatch.setattr(executable, "GuardedBench", lambda *args: None)
+        monkeypatch.setattr(executable, "refuse_during_capture", lambda: None)
+        monkeypatch.setattr(executable, "_programs", type(executable._programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

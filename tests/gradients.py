@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference
-from cudnngraph.ir import GraphSpec
-from cudnngraph.ops import OPS
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.ops.base import OPS
 from tests import numerics
 from tests.samples import F64, Case, in_float64
 

@@ -31,7 +31,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import functional, nn
 from cudnngraph.errors import CudnnGraphError
-from cudnngraph.ir import numel
+from cudnngraph.ir.spec import numel
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 RUN_ELEMENTS = 1 << 20  # a graph of larger tensors is not run
@@ -577,7 +577,7 @@ def run(spec: cg.GraphSpec) -> bool:
         return False
     if any(node.op == "aten" for node in spec.nodes):  # torch's own, which checks indices itself
         return False
-    from cudnngraph.runtime import compile as compile_spec
+    from cudnngraph.runtime.executable import compile as compile_spec
 
     executable = compile_spec(spec, "cpu")
     made = executable(*[content(spec.tensors[name]) for name in spec.inputs])

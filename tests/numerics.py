@@ -36,7 +36,7 @@ from types import MappingProxyType
 
 import torch
 
-import cudnngraph.reference  # noqa: F401  # for MKL's first call, before any of a yardstick
+import cudnngraph.executor.reference  # noqa: F401  # for MKL's first call, before any of a yardstick
 
 #: A sum of more terms than this counts as a long reduction.
 LONG_REDUCTION_TERMS = 1024

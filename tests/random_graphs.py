@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import reference
-from cudnngraph.grad import differentiable
+from cudnngraph.executor import reference
+from cudnngraph.grad.differentiate import differentiable
 from tests import numerics
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

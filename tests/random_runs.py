@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference, runtime, settings
+from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import UNCHECKED, replay
-from cudnngraph.trial import Trial
+from cudnngraph.executor import reference
+from cudnngraph.runtime import executable
+from cudnngraph.select.trial import Trial
 from tests import apart, numerics, random_graphs
 
 SEED_LIMIT_S = 60.0
@@ -91,14 +93,14 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
     """As :func:`work`, for seeds that were wrong: which of their steps are, each on random data."""
     os.environ["CUDNNGRAPH_CACHE_DIR"] = tempfile.mkdtemp(dir=case["cache"])
     done = set(skip)
-    made: list[runtime.Program] = []
-    init = runtime.Program.__init__
+    made: list[executable.Program] = []
+    init = executable.Program.__init__
 
-    def noted(self: runtime.Program, *args: Any) -> None:
+    def noted(self: executable.Program, *args: Any) -> None:
         init(self, *args)
         made.append(self)
 
-    runtime.Program.__init__ = noted  # type: ignore[method-assign, assignment]
+    executable.Program.__init__ = noted  # type: ignore[method-assign, assignment]
     for seed in (seed for seed in case["seeds"] if str(seed) not in done):
         yield str(seed), None
         signal.setitimer(signal.ITIMER_REAL, case["limit_s"])
@@ -111,7 +113,7 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
         yield str(seed), [f"{verdict.outcome}; " + "; ".join(said or ["no step is wrong"]), 0, 0.0]
 
 
-def _of_steps(program: runtime.Program) -> Iterator[str]:
+def _of_steps(program: executable.Program) -> Iterator[str]:
     """What is wrong with each step of a program, alone."""
     policy = cg.Policy(allow_tf32=program._allow_tf32, tune="heuristic", verify="off")
     for step in program.steps:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference
 from cudnngraph.backend import env, plan
-from cudnngraph.ir import GraphSpec
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
 from tests import numerics
 
 F16, BF16, F32, I8, I32 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.ir import dense_strides
+from cudnngraph.ir.spec import dense_strides
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

@@ -15,16 +15,18 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import eager, reference, runtime, select
 from cudnngraph.backend import libraries
-from cudnngraph.explain import _Walk
-from cudnngraph.ir import GraphSpec
-from cudnngraph.select import Selection, StepPlan
+from cudnngraph.executor import reference, torch_steps
+from cudnngraph.explain.offline import _Walk
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime import executable
+from cudnngraph.select import heuristic
+from cudnngraph.select.heuristic import Selection, StepPlan
 
 TARGET = "nvidia-h200"
 
 
-class Program(runtime.Program):
+class Program(executable.Program):
     """Steps of a GPU's program, run on the CPU."""
 
     def __init__(self, spec: GraphSpec, device: torch.device, *rest: Any) -> None:
@@ -38,13 +40,14 @@ class Program(runtime.Program):
         self._number_places()
 
     def run(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-        """See :class:`cudnngraph.runtime.Program`; memory between steps is full of NaN at first."""
+        """See :class:`cudnngraph.runtime.executable.Program`; memory between steps is full of NaN
+        at first."""
         self._steps_on(tensors, [], _filled(self.scratch_bytes), None)
 
     def _simulated(self, step: StepPlan) -> Any:
         if step.choice is not None:
             return partial(reference.run_into, step.spec)
-        return eager.prepare(step.spec, allow_tf32=False, device=self.device)
+        return torch_steps.prepare(step.spec, allow_tf32=False, device=self.device)
 
 
 def _filled(size_bytes: int) -> torch.Tensor:
@@ -57,11 +60,11 @@ def install(monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> None:
 
     def chosen(spec: GraphSpec, why: str) -> Selection:
         policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
-        made = select.heuristic(spec, policy, _Walk(target, policy, driver).build)
+        made = heuristic.heuristic(spec, policy, _Walk(target, policy, driver).build)
         return Selection(made.steps, (None,) * len(made.steps))
 
-    monkeypatch.setattr(runtime, "reference_only", chosen)
-    monkeypatch.setattr(runtime, "Program", Program)
-    monkeypatch.setattr(runtime, "_scratch", lambda device, stream, size, plans: _filled(size))
+    monkeypatch.setattr(executable, "reference_only", chosen)
+    monkeypatch.setattr(executable, "Program", Program)
+    monkeypatch.setattr(executable, "_scratch", lambda device, stream, size, plans: _filled(size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    runtime._programs.clear()
+    executable._programs.clear()

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from cudnngraph.backend.libraries import CUDNN, find_cudnn, loaded_libraries
-from cudnngraph.errors import BackendUnavailable, CaptureError
+from ..errors import BackendUnavailable, CaptureError
+from .libraries import CUDNN, find_cudnn, loaded_libraries
 
 __all__ = [
     "FRONTEND_MIN",

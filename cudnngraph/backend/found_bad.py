@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from plans_cache.findings import Findings
 
 from .. import settings
-from ..ir import GraphSpec, TensorSpec, is_channels_last
-from ..key import step_digest
-from ..ops import OPS
+from ..ir.key import step_digest
+from ..ir.spec import GraphSpec, TensorSpec, is_channels_last
+from ..ops.base import OPS
 from . import env, libraries
 from .tested import dotted
 

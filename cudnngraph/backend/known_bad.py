@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ir import GraphSpec, Node, TensorSpec, is_channels_last, numel
-from ..ops import OPS
+from ..ir.spec import GraphSpec, Node, TensorSpec, is_channels_last, numel
+from ..ops.base import OPS
 
 
 @dataclass(frozen=True)

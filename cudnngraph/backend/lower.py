@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import resample
 from ..errors import NotSupported
-from ..ir import (
+from ..ir.spec import (
     GraphSpec,
     Node,
     TensorSpec,
@@ -33,9 +32,10 @@ from ..ir import (
     numel,
     same_layout,
 )
-from ..ops import FP8, OPS, QUANTIZED
-from ..rewrites import ALIKE, REPEATABLE, by_flash, token_widths
-from ..validate import check_node
+from ..ops import pooling
+from ..ops.base import FP8, OPS, QUANTIZED
+from ..ops.infer import check_node
+from ..rewrite.passes import ALIKE, REPEATABLE, by_flash, token_widths
 from . import env
 
 Shape = Sequence[int]
@@ -1688,7 +1688,7 @@ RULES: Mapping[str, Rule] = {
     "slice": _torch_only,
     "concat": _torch_only,
     "aten": _torchs_own,
-    **{name: _no_resample for name in resample.RULES},
+    **{name: _no_resample for name in pooling.RULES},
     **{
         f"{name}{suffix}": _no_softmax
         for name in ("softmax", "log_softmax", "nll_loss")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from ..device.allocation import lasting
 from ..errors import BackendUnavailable, CaptureError, NotSupported
-from ..ir import GraphSpec
-from ..lasting import lasting
-from ..ops import OPS
+from ..ir.spec import GraphSpec
+from ..ops.base import OPS
 from ..policy import Policy
 from . import env
 from .found_bad import why_found_bad

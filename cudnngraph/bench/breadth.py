@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Graph, Value
+from ..graph.builder import Graph, Value
 from . import cases
 from .cases import Case, Eager, Tensors
 

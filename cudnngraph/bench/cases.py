@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Graph, Value
-from ..ops import FP8
+from ..graph.builder import Graph, Value
+from ..ops.base import FP8
 
 Tensors = Mapping[str, torch.Tensor]
 Eager = Callable[[Tensors], torch.Tensor]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import functional
-from ..graph import Graph
+from ..graph.builder import Graph
 from ..nn import FusedConvBlock
 
 Call = Callable[[], object]

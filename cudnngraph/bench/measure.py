@@ -1,9 +1,9 @@
 """Measuring: contenders side by side, and the device's own ceilings in the same run.
 
-Four clocks. "gpu" replays launches in CUDA graphs (:mod:`~cudnngraph.timing`): the host's part is
-not in it. "wall" is what a caller waits for, the GPU's work finished. "host" is what a call costs
-the host, on data so small that the GPU waits. "process" is for calls that take seconds each. On a
-CPU all are the time of the call.
+Four clocks. "gpu" replays launches in CUDA graphs (:mod:`~cudnngraph.device.timing`): the host's
+part is not in it. "wall" is what a caller waits for, the GPU's work finished. "host" is what a call
+costs the host, on data so small that the GPU waits. "process" is for calls that take seconds each.
+On a CPU all are the time of the call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
-from .. import timing
-from ..runtime import CapturedCall
+from ..device import timing
+from ..runtime.executable import CapturedCall
 
 Call = Callable[[], object]
 Clock = str

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .. import files
+from ..device import files
 from ..errors import FeatureMissing
 from .measure import Ceilings, Row
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..fuse import fuse
+from ..models.fused import fuse
 from ..policy import Policy, Tune
-from . import breadth, cases, host, lowprecision, models
+from . import breadth, cases, host, models, quantized
 from .cases import Case
 from .measure import Call, Contest, Task, captured
 from .work import bytes_of, flops_of
@@ -138,7 +138,7 @@ def _matmul(options: Options) -> Suite:
 def _low_precision(options: Options) -> Suite:
     if options.small:
         return Suite([], ["lowprecision: left out, it has no small data"])
-    return Suite(_of_cases("lowprecision", lowprecision.lowprecision_suite(), options))
+    return Suite(_of_cases("lowprecision", quantized.lowprecision_suite(), options))
 
 
 def _host(options: Options) -> Suite:

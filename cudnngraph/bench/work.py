@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ir import GraphSpec, numel
+from ..ir.spec import GraphSpec, numel
 
 
 def bytes_of(spec: GraphSpec) -> int:

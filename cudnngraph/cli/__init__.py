@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from cudnngraph.backend.env import distribution_version
-from cudnngraph.cli import bench, check, doctor, explain, plan_dump, plans, tune
-from cudnngraph.cli.entries import UsageError
-from cudnngraph.errors import CudnnGraphError
+from ..backend.env import distribution_version
+from ..errors import CudnnGraphError
+from . import bench, check, doctor, explain, plan_dump, plans, tune
+from .records import UsageError
 
 
 class Command(Protocol):

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from cudnngraph import files
-from cudnngraph.backend.env import distribution_version
-from cudnngraph.bench.measure import CeilingsOf, Row, measured
-from cudnngraph.bench.report import (
+from ..backend.env import distribution_version
+from ..bench.measure import CeilingsOf, Row, measured
+from ..bench.report import (
     COLUMNS,
     PICTURES,
     Report,
@@ -33,11 +32,12 @@ from cudnngraph.bench.report import (
     to_json,
     to_picture,
 )
-from cudnngraph.bench.suites import SUITES, Options
-from cudnngraph.cli.entries import UsageError
-from cudnngraph.cli.table import print_table
-from cudnngraph.errors import BackendUnavailable
-from cudnngraph.progress import progress_bar
+from ..bench.suites import SUITES, Options
+from ..device import files
+from ..errors import BackendUnavailable
+from ..select.progress import progress_bar
+from .records import UsageError
+from .table import print_table
 
 # What a terminal that is too narrow does without, first come first gone.
 _EXPENDABLE = ("GB/s", "notes", "% of ceiling", "TFLOP/s")

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from cudnngraph import sweep
-from cudnngraph.backend import found_bad
-from cudnngraph.cli.entries import UsageError, clean
-from cudnngraph.cli.table import print_table
-from cudnngraph.progress import progress_bar
+from ..backend import found_bad
+from ..explain.text import clean
+from ..select.progress import progress_bar
+from ..sweep import run as sweep
+from .records import UsageError
+from .table import print_table
 
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from cudnngraph.cli.entries import Stored, clean, json_text, tensor
-from cudnngraph.key import Difference, Key, diff
 from plans_cache import PlanRecord
+
+from ..explain.text import clean
+from ..ir.key import Difference, Key, diff
+from .records import Stored, json_text, tensor
 
 Row = tuple[str, str, str]  # component, here, there
 _TENSORS = ("inputs", "outputs", "intermediates")

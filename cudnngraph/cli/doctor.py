@@ -19,12 +19,13 @@ from typing import Literal
 
 import torch
 
-from cudnngraph import settings
-from cudnngraph.backend import env, found_bad, libraries, tested
-from cudnngraph.backend.libraries import Library
-from cudnngraph.cli.table import print_table
-from cudnngraph.errors import BackendUnavailable, SettingsError
 from plans_cache import PlanStore
+
+from .. import settings
+from ..backend import env, found_bad, libraries, tested
+from ..backend.libraries import Library
+from ..errors import BackendUnavailable, SettingsError
+from .table import print_table
 
 TORCH_MIN = (2, 9)
 JSON_SCHEMA = 1

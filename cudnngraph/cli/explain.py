@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cudnngraph.cli.entries import UsageError
-from cudnngraph.cli.table import print_table
-from cudnngraph.errors import CudnnGraphError
-from cudnngraph.explain import Explanation, PlannedStep, describe, explain, refused, workspace
-from cudnngraph.graph import Graph
-from cudnngraph.ir import GraphSpec
+from ..errors import CudnnGraphError
+from ..explain.offline import Explanation, PlannedStep, describe, explain, refused, workspace
+from ..graph.builder import Graph
+from ..ir.spec import GraphSpec
+from .records import UsageError
+from .table import print_table
 
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""

@@ -12,24 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cudnngraph import files
-from cudnngraph.cli import draw, entries
-from cudnngraph.cli.entries import (
-    COLUMNS,
-    FIELDS,
-    CacheError,
-    Stored,
-    UsageError,
-    age_text,
-    bytes_text,
-    clean,
-    ops_of,
-    parse_filter,
-    plan_text,
-    time_text,
-)
-from cudnngraph.cli.table import plain_table, print_table
 from plans_cache import Candidate, StepRecord
+
+from ..device import files
+from ..explain import draw
+from ..explain.text import age_text, bytes_text, clean, ops_of, plan_text, time_text
+from . import records
+from .records import COLUMNS, FIELDS, CacheError, Stored, UsageError, parse_filter
+from .table import plain_table, print_table
 
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
@@ -46,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan-dump",
         help="show the plans that are kept in the cache",
         description="Show the plans that are kept in the cache. Needs no GPU and no cuDNN.",
-        epilog=entries.EXIT_CODES + " An empty cache is no failure.",
+        epilog=records.EXIT_CODES + " An empty cache is no failure.",
     )
     parser.add_argument("id", nargs="?", metavar="ID", help="the entries whose id begins so")
     parser.add_argument(
@@ -79,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=True,
         help="with the records that ship with the package (default)",
     )
-    entries.add_directory(parser)
+    records.add_directory(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,15 +79,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--graph needs an ID, and a file that ends in .svg or .dot")
     if args.full is not None and (args.id is not None or args.graph is not None):
         raise UsageError("--full takes the ID itself, and no other")
-    place = entries.directory(args)
-    found, damaged = entries.scan(entries.open_store(place, seeds=args.seeds))
-    entries.print_damaged(damaged)
+    place = records.directory(args)
+    found, damaged = records.scan(records.open_store(place, seeds=args.seeds))
+    records.print_damaged(damaged)
     code = 1 if damaged else 0
     if args.full is not None:
-        _print_full(entries.find(found, args.full.lower()), args.json)
+        _print_full(records.find(found, args.full.lower()), args.json)
         return code
     if args.graph is not None:
-        _draw(entries.find(found, args.id.lower()), args.graph)
+        _draw(records.find(found, args.id.lower()), args.graph)
         return code
     if args.id is not None:
         conditions.append(lambda entry: entry.id.startswith(args.id.lower()))

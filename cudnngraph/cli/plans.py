@@ -18,27 +18,20 @@ from typing import Any
 
 import torch
 
-from cudnngraph import files, settings
-from cudnngraph.backend import env
-from cudnngraph.cli import compare, entries, explain, transfer, verify
-from cudnngraph.cli.entries import (
-    CacheError,
-    Stored,
-    UsageError,
-    age_text,
-    bytes_text,
-    clean,
-    cudnn_text,
-    plan_text,
-    time_text,
-)
-from cudnngraph.cli.table import print_table
-from cudnngraph.graph import Graph
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import Key, diff, graph_key
-from cudnngraph.recorded import env_components
-from cudnngraph.runtime import resolve_policy
 from plans_cache import PlanRecord
+
+from .. import settings
+from ..backend import env
+from ..cache.codec import env_components
+from ..device import files
+from ..explain.text import age_text, bytes_text, clean, cudnn_text, plan_text, time_text
+from ..graph.builder import Graph
+from ..ir.key import Key, diff, graph_key
+from ..ir.spec import GraphSpec
+from ..runtime.executable import resolve_policy
+from . import compare, explain, records, transfer, verify
+from .records import CacheError, Stored, UsageError
+from .table import print_table
 
 _STYLES = {"ok": "green", "skipped": "yellow", "failed": "bold red"}
 _SHOWN = 20  # problems and ids that are listed before they are counted
@@ -50,17 +43,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plans",
         help="look into the plan cache, check it, clear it up, ship it",
         description="Look into the plan cache, check it, clear it up, ship it.",
-        epilog=entries.EXIT_CODES,
+        epilog=records.EXIT_CODES,
     )
     actions = parser.add_subparsers(
         title="actions", metavar="ACTION", required=True, dest="plans_action"
     )
 
-    def add(name: str, help: str, codes: str = entries.EXIT_CODES) -> argparse.ArgumentParser:
+    def add(name: str, help: str, codes: str = records.EXIT_CODES) -> argparse.ArgumentParser:
         action = actions.add_parser(
             name, help=help, description=help[0].upper() + help[1:] + ".", epilog=codes
         )
-        entries.add_directory(action)
+        records.add_directory(action)
         return action
 
     add("path", "print the cache directory", "Exit code: 0.")
@@ -201,8 +194,8 @@ def _size(text: str) -> int:
 
 def _load(args: argparse.Namespace) -> list[Stored]:
     """The entries of the directory and the seeds; those that are damaged are named."""
-    found, damaged = entries.scan(entries.open_store(entries.directory(args), seeds=True))
-    entries.print_damaged(damaged)
+    found, damaged = records.scan(records.open_store(records.directory(args), seeds=True))
+    records.print_damaged(damaged)
     return found
 
 
@@ -210,13 +203,13 @@ def _load(args: argparse.Namespace) -> list[Stored]:
 
 
 def _path(args: argparse.Namespace) -> int:
-    print(entries.directory(args))
+    print(records.directory(args))
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
     found = _load(args)
-    a, b = (entries.find(found, prefix.lower()) for prefix in (args.a, args.b))
+    a, b = (records.find(found, prefix.lower()) for prefix in (args.a, args.b))
     differences = diff(compare.whole_key(a.record), compare.whole_key(b.record))
     rows = [*compare.rows(differences), *_choices(a.record, b.record)]
     if rows:
@@ -248,7 +241,7 @@ def here() -> tuple[tuple[str, str], ...] | None:
 
 def _explain_miss(args: argparse.Namespace) -> int:
     # An id is hexadecimal, so it is no name of a Python file.
-    if entries.is_prefix(args.graph.lower()) and not os.path.exists(args.graph):
+    if records.is_prefix(args.graph.lower()) and not os.path.exists(args.graph):
         return _explain_entry(args)
     graphs = explain.load(args.graph)
     found = _load(args)
@@ -267,7 +260,7 @@ def _explain_entry(args: argparse.Namespace) -> int:
             f"no entry's id or key begins with '{prefix}'; to explain what is not there give the "
             "graph itself, as FILE.py:NAME"
         )
-    entry = ids[0] if len(ids) == 1 else same[0] if not ids else entries.find(found, prefix)
+    entry = ids[0] if len(ids) == 1 else same[0] if not ids else records.find(found, prefix)
     print(f"{entry.short_id} is in the cache: {_named(entry)}")
     _print_nearest(
         compare.whole_key(entry.record), [other for other in found if other is not entry], True
@@ -328,13 +321,13 @@ def _print_nearest(key: Key, others: Sequence[Stored], env: bool) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with settings.override(cache_dir=entries.directory(args)):  # where plans are rejected
+    with settings.override(cache_dir=records.directory(args)):  # where plans are rejected
         return _verify_here(args)
 
 
 def _verify_here(args: argparse.Namespace) -> int:
-    store = entries.open_store(entries.directory(args), seeds=True)
-    found, damaged = entries.scan(store)
+    store = records.open_store(records.directory(args), seeds=True)
+    found, damaged = records.scan(store)
     prefix = args.id.lower()
     found = [entry for entry in found if entry.id.startswith(prefix)]
     if args.id and not found:
@@ -406,9 +399,9 @@ def _prune(args: argparse.Namespace) -> int:
             "--other-schemas"
         )
     dead = _dead(given) if args.dead_environments else None
-    store = entries.open_store(entries.directory(args))
-    found, damaged = entries.scan(store, look_only=args.dry_run)
-    entries.print_damaged(damaged)
+    store = records.open_store(records.directory(args))
+    found, damaged = records.scan(store, look_only=args.dry_run)
+    records.print_damaged(damaged)
     going = to_prune(found, dead, *limits)
     folders = store.other_schemas() if args.other_schemas else []
     for entry, why in going:
@@ -432,7 +425,7 @@ def _prune(args: argparse.Namespace) -> int:
     removed = store.prune(lambda entry: entry.id in ids)
     stay = [f"v{folder.version}" for folder in folders if not store.remove_schema(folder.version)]
     left = ids - {entry.id for entry in removed}
-    still = [id[: entries.ID_SHOWN] for id in {entry.id for entry in entries.scan(store)[0]} & left]
+    still = [id[: records.ID_SHOWN] for id in {entry.id for entry in records.scan(store)[0]} & left]
     if still or stay:
         shown = min(stay or still)
         raise CacheError(f"{len(still + stay)} could not be removed, {shown} among them")
@@ -506,11 +499,11 @@ def _export(args: argparse.Namespace) -> int:
         raise UsageError("seeds have no serialized plans: --with-blobs needs a FILE")
     if args.file is not None and os.path.isdir(args.file):
         raise UsageError(f"{args.file} is a folder; give the name of a file")
-    store = entries.open_store(entries.directory(args))
-    found, damaged = entries.scan(store)
-    entries.print_damaged(damaged)
+    store = records.open_store(records.directory(args))
+    found, damaged = records.scan(store)
+    records.print_damaged(damaged)
     if not found:
-        raise CacheError(f"no plan is in {entries.directory(args)}")
+        raise CacheError(f"no plan is in {records.directory(args)}")
     if args.seeds is not None:
         print(f"{transfer.export_seeds(found, args.seeds)} seeds written to {args.seeds}")
         return 1 if damaged else 0
@@ -524,10 +517,10 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    store = entries.open_store(entries.directory(args))
+    store = records.open_store(records.directory(args))
     report = transfer.import_(store, args.file, trust_blobs=args.trust_blobs, replace=args.replace)
     if report.kept:
-        ids = ", ".join(id[: entries.ID_SHOWN] for id in report.kept[:_SHOWN])
+        ids = ", ".join(id[: records.ID_SHOWN] for id in report.kept[:_SHOWN])
         more = f" and {len(report.kept) - _SHOWN} more" if len(report.kept) > _SHOWN else ""
         print(f"kept, as new or newer here (--replace takes the file's): {ids}{more}")
     for problem in report.problems[:_SHOWN]:

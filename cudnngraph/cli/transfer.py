@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from cudnngraph import files
-from cudnngraph.cli.entries import CacheError, Stored, clean
 from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES
 from plans_cache.store import MAX_BLOB_BYTES
+
+from ..device import files
+from ..explain.text import clean
+from .records import CacheError, Stored
 
 HEAD = b'{"cudnngraph_plans":1}'
 MAX_FILE_BYTES = 4 << 30

@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 
-from cudnngraph import settings
-from cudnngraph.cli.entries import UsageError, clean, open_store
-from cudnngraph.cli.explain import Unusable, load
-from cudnngraph.cli.table import print_table
-from cudnngraph.errors import CudnnGraphError
-from cudnngraph.graph import Graph
-from cudnngraph.policy import Policy
-from cudnngraph.runtime import compile as compile_spec
 from plans_cache import PlanRecord
+
+from .. import settings
+from ..errors import CudnnGraphError
+from ..explain.text import clean
+from ..graph.builder import Graph
+from ..policy import Policy
+from ..runtime.executable import compile as compile_spec
+from .explain import Unusable, load
+from .records import UsageError, open_store
+from .table import print_table
 
 _WITH_VALUE = ("--graphs", "--jobs", "--share")
 _COLUMNS = ["graph", "steps", "time", "plans tried"]

@@ -15,20 +15,23 @@ from typing import Any
 
 import torch
 
-from cudnngraph import guard, settings
-from cudnngraph.backend import env
-from cudnngraph.backend.plan import Choice, Verified
-from cudnngraph.cache import Rejected
-from cudnngraph.cli.entries import DTYPES, Stored, clean, parsed, tensor
-from cudnngraph.errors import CudnnGraphError
-from cudnngraph.ir import GraphSpec, Node, TensorSpec
-from cudnngraph.key import graph_key, step_digest
-from cudnngraph.ops import OPS
-from cudnngraph.policy import SEARCH_FIELDS, Policy
-from cudnngraph.recorded import VERIFIED, StaleRecord, env_components, steps_of
-from cudnngraph.runtime import canonical
-from cudnngraph.select import StepPlan
 from plans_cache import PlanRecord, PlanStore
+
+from .. import settings
+from ..backend import env
+from ..backend.plan import Choice, Verified
+from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of
+from ..cache.lookup import Rejected
+from ..errors import CudnnGraphError
+from ..explain.text import clean
+from ..ir.key import graph_key, step_digest
+from ..ir.spec import GraphSpec, Node, TensorSpec
+from ..ops.base import OPS
+from ..policy import SEARCH_FIELDS, Policy
+from ..runtime.executable import canonical
+from ..select import guard
+from ..select.heuristic import StepPlan
+from .records import DTYPES, Stored, parsed, tensor
 
 # What is wrong with the plan of a step, or where it passed: see guard.check.
 Check = Callable[[StepPlan], "tuple[str | None, Verified | None]"]

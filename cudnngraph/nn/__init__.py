@@ -6,8 +6,8 @@ from .attention import FusedMultiheadAttention, FusedSDPA
 from .conv import FusedConvBlock, FusedConvTransposeBlock
 from .mlp import FusedMLP
 from .norm import FusedLayerNorm, FusedRMSNorm
+from .replace import Report, Swap, replace
 from .separable import FusedDepthwiseSeparable
-from .swap import Report, Swap, replace
 
 __all__ = [
     "FusedConvBlock",

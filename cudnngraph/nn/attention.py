@@ -10,9 +10,9 @@ from torch import nn
 
 from ..arguments import checked, explained
 from ..errors import FeatureMissing, GraphError, Problem
-from ..exported import is_exporting
 from ..functional import scaled_dot_product_attention
-from ..ops import dtype_name
+from ..models.export import is_exporting
+from ..ops.base import dtype_name
 from ..policy import Policy
 
 Window = tuple[int | None, int | None]

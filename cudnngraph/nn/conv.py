@@ -2,7 +2,7 @@
 
 A block holds the very modules of torch that it stands for, as its children "0", "1" and "2": they
 keep the parameters, the running statistics and the names in the state dict, and are called where
-:func:`~cudnngraph.nn.children.wants_calls` says so alone.
+:func:`~cudnngraph.nn.hooks.wants_calls` says so alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 from .. import functional
 from ..arguments import NotPlain, checked, explained, items
 from ..errors import GraphError, Problem
-from ..graph import ACTIVATIONS
-from ..ops import SOFTPLUS_THRESHOLD
+from ..graph.builder import ACTIVATIONS
+from ..ops.base import SOFTPLUS_THRESHOLD
 from ..policy import Policy
-from ..specialize import Recent, check_in_place
+from ..runtime.specialize import Recent, check_in_place
 from . import sync
-from .children import has_hooks, wants_calls
+from .hooks import has_hooks, wants_calls
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[type[nn.Module], ...] = (
@@ -315,9 +315,10 @@ class FusedConvBlock(_Block):
     """act(batch_norm(conv(x)) + residual), in 1, 2 or 3 spatial dims (``dims``).
 
     The arguments are those of torch's convolution and batch norm; ``norm=None`` leaves the norm
-    out, ``activation`` is a name of :data:`~cudnngraph.graph.ACTIVATIONS` with its attributes as
-    further keywords, a module of torch, or None. Training and evaluation, running statistics and
-    the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch` gives.
+    out, ``activation`` is a name of :data:`~cudnngraph.graph.builder.ACTIVATIONS` with its
+    attributes as further keywords, a module of torch, or None. Training and evaluation, running
+    statistics and the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch`
+    gives.
 
     ``norm="batch"`` takes the batch's statistics of one process, ``norm="sync"`` those of all ranks
     of ``process_group`` (None for all there are), as torch's SyncBatchNorm; on CPUs too.

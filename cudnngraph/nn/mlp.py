@@ -11,8 +11,8 @@ from .. import functional
 from ..arguments import checked, explained
 from ..errors import GraphError, Problem
 from ..policy import Policy
-from .children import wants_calls
 from .conv import ACTIVATION_OF, activation_module, why_no_activation
+from .hooks import wants_calls
 
 _KINDS = ((nn.Linear,),) * 3
 
@@ -23,8 +23,8 @@ class FusedMLP(nn.Module):
     The children ``up_proj``, ``down_proj`` and, where ``gated``, ``gate_proj`` are ``nn.Linear``
     and hold the parameters, so the keys of the state dict are ``up_proj.weight``, ``up_proj.bias``
     and so on; they are called where one of them has hooks, or was replaced. ``activation`` is a
-    name of :data:`~cudnngraph.graph.ACTIVATIONS` or None, its attributes go as further keywords:
-    ``activation="silu", gated=True`` is SwiGLU, ``"gelu"`` GeGLU.
+    name of :data:`~cudnngraph.graph.builder.ACTIVATIONS` or None, its attributes go as further
+    keywords: ``activation="silu", gated=True`` is SwiGLU, ``"gelu"`` GeGLU.
     """
 
     @checked

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import functional
 from ..arguments import checked, explained
-from ..exported import is_exporting
+from ..models.export import is_exporting
 from ..policy import Policy
 
 

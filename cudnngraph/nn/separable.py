@@ -11,10 +11,10 @@ from .. import functional
 from ..arguments import checked, explained
 from ..errors import GraphError, Problem
 from ..policy import Policy
-from ..specialize import check_in_place, static_of
+from ..runtime.specialize import check_in_place, static_of
 from . import sync
-from .children import wants_calls
 from .conv import FusedConvBlock, _held, _named
+from .hooks import wants_calls
 
 _KINDS = ((FusedConvBlock,),) * 2
 

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import functional, torch_ops
-from ..graph import Graph, Value
-from ..ir import numel
+from .. import functional
+from ..graph.builder import Graph, Value
+from ..ir.spec import numel
 from ..policy import Policy
-from ..specialize import Static, static_of
+from ..runtime import custom_ops
+from ..runtime.specialize import Static, static_of
 
 Tensor = torch.Tensor
 
 
-@torch_ops.function()
+@custom_ops.function()
 def moments(g: Graph, y: Value) -> None:
     """Mean and biased variance of each channel of y (N, K, ...): (1, K, 1...) in float32, or
     float64 for such y; zeros where y is empty."""
@@ -34,13 +35,13 @@ def moments(g: Graph, y: Value) -> None:
     g.output("var", g.reduction(apart * apart, dims, mode, keepdim=True), dtype=wide)
 
 
-@torch_ops.function()
+@custom_ops.function()
 def spread(g: Graph, y: Value, minus_mean: Value, slope: Value, level: Value) -> Value:
     """(y - mean) * slope + level, y's gradient through the statistics; vectors (K,)."""
     return g.bias(g.scale(g.bias(y, minus_mean), slope), level)
 
 
-@torch_ops.function()
+@custom_ops.function()
 def norm_act(
     g: Graph,
     y: Value,

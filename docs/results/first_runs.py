@@ -3,7 +3,8 @@
     python docs/results/first_runs.py --runs 60 --out docs/results/first-runs.md
 
 Each process makes its first call of MKL's vector math, where an error of one run in many could be
-(pytorch#188792): `cudnngraph/reference.py` says why, and what it does about it. The exit code is 1
+(pytorch#188792): `cudnngraph/executor/reference.py` says why, and what it does about it. The exit
+code is 1
 if a run failed.
 """
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 import cudnngraph as cg
-from cudnngraph import timing
 from cudnngraph.bench.cases import Case
 from cudnngraph.bench.work import bytes_of, flops_of
+from cudnngraph.device import timing
 
 SUITES = ("breadth", "attention", "lowprecision")
 ROUNDS = 15
@@ -102,7 +102,7 @@ def steps_of(exe: cg.Executable) -> str:
 
 
 def times_us(contenders: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Microseconds of each: on a GPU by the protocol of :mod:`cudnngraph.timing`."""
+    """Microseconds of each: on a GPU by the protocol of :mod:`cudnngraph.device.timing`."""
     if device.type == "cuda":
         stream = torch.cuda.Stream()
         return timing.measure(contenders, stream, rounds=ROUNDS, drop_over=math.inf)

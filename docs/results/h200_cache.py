@@ -122,7 +122,7 @@ def lookup_us() -> dict[str, float]:
 def child() -> None:
     """Compile the set and print what it took, as JSON."""
     from cudnngraph.backend import env
-    from cudnngraph.runtime import WORKSPACE
+    from cudnngraph.runtime.executable import WORKSPACE
 
     specs = [graph.spec() for graph in graphs()]
     native = env.frontend().pygraph

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
-from cudnngraph import timing
+from cudnngraph.device import timing
 from cudnngraph.settings import override
 
 F16, LAST = torch.float16, torch.channels_last

@@ -77,7 +77,7 @@ def unet() -> tuple[torch.nn.Module, Any]:
 def child(name: str, verify: str) -> dict[str, Any]:
     """Seconds of one process, and what it saw."""
     import cudnngraph as cg
-    from cudnngraph import guard, workers
+    from cudnngraph.select import guard, workers
 
     torch.manual_seed(0)
     tune: Any = "autotune" if name == "search" else "heuristic"

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import timing
 from cudnngraph.bench import models
 from cudnngraph.bench.measure import captured
 from cudnngraph.bench.models import TORCHVISION, WHOLE, Whole
+from cudnngraph.device import timing
 from cudnngraph.settings import override
 
 ROUNDS = 15

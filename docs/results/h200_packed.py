@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
-from cudnngraph import rewrites, timing
+from cudnngraph.device import timing
+from cudnngraph.rewrite import passes
 from cudnngraph.settings import override
 
 BF16 = torch.bfloat16
@@ -53,14 +54,14 @@ def compiled(
     made = g.sdpa_varlen(q, k, v, ends, ends, longest, longest, **options)
     for name, value in zip(("o", "lse"), made if lse else (made,), strict=False):
         g.output(name, value)
-    before = rewrites.FLASH_WIDTH
-    rewrites.FLASH_WIDTH = before if flash else 0
+    before = passes.FLASH_WIDTH
+    passes.FLASH_WIDTH = before if flash else 0
     cg.cache_clear()
     try:
         with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
             exe = g.compile(policy=cg.Policy(tune="autotune"))
     finally:
-        rewrites.FLASH_WIDTH = before
+        passes.FLASH_WIDTH = before
     return exe, [str(step.choice or "torch") for step in exe.steps]
 
 

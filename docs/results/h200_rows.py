@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from h200_masks import page, sampler
 
 import cudnngraph as cg
-from cudnngraph import timing
 from cudnngraph.backend import lower
+from cudnngraph.device import timing
 from cudnngraph.settings import override
 
 F16 = torch.float16

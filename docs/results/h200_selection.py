@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 import cudnngraph as cg
-from cudnngraph import timing
 from cudnngraph.bench.cases import Case, selection_suite
+from cudnngraph.device import timing
 from cudnngraph.settings import override
 
 REPO = Path(__file__).resolve().parents[2]

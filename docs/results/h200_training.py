@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnngraph as cg
-from cudnngraph import timing
 from cudnngraph.backend import env
+from cudnngraph.device import timing
 
 BF16, LAST = torch.bfloat16, torch.channels_last
 POLICY = cg.Policy(tune="autotune")

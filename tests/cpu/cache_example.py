@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 import cudnngraph as cg
-from cudnngraph.ir import GraphSpec, print_spec
-from cudnngraph.key import encode, graph_key
-from cudnngraph.ops import is_default
-from cudnngraph.partition import Graph, cuts, piece, work
-from cudnngraph.runtime import canonical
+from cudnngraph.ir.key import encode, graph_key
+from cudnngraph.ir.spec import GraphSpec, print_spec
+from cudnngraph.ops.base import is_default
+from cudnngraph.partition.cuts import Graph, cuts, piece, work
+from cudnngraph.runtime.executable import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 
 F16, F32 = torch.float16, torch.float32

@@ -18,11 +18,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, first_launch, guard, runtime
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Answer
+from cudnngraph.cache import lookup
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime import executable, first_launch
+from cudnngraph.select import guard
+from cudnngraph.select.workers import Answer
 from plans_cache.launches import Launches
 from tests.fakes import FakePlan, World
 
@@ -85,7 +87,8 @@ class Engines(World):
         return Engine(choice, self.launch)
 
     def first(self, spec: GraphSpec, policy: cg.Policy, rejected: Any, gate: Any = None) -> Any:
-        """As :meth:`cudnngraph.workers.Workers.first`: what of the ranking is not rejected."""
+        """As :meth:`cudnngraph.select.workers.Workers.first`: what of the ranking is not
+        rejected."""
         if len(spec.nodes) > 1:
             return SimpleNamespace(result=lambda: Answer(refused=("too large",)))
         outcomes = []
@@ -100,8 +103,8 @@ class Engines(World):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().install(monkeypatch)
-        monkeypatch.setattr(cache, "_rejected", {})
-        monkeypatch.setattr(cache, "_launched", {})
+        monkeypatch.setattr(lookup, "_rejected", {})
+        monkeypatch.setattr(lookup, "_launched", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(guard.workers, "on", lambda index: self)
         monkeypatch.setattr(guard, "replay", self.replay)
@@ -115,10 +118,10 @@ class Engines(World):
         monkeypatch.setattr(env, "thread_handle", lambda index: entry)
         for name in ("getDevice", "isCurrentStreamCapturing", "getCurrentRawStream"):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *index: 0, raising=False)
-        monkeypatch.setattr(runtime, "WORKSPACE", runtime.WorkspacePool(_on_cpu))
-        monkeypatch.setattr(runtime, "_allocate", _on_cpu)
-        monkeypatch.setattr(runtime, "_captured", {})
-        monkeypatch.setattr(runtime, "replay", self.replay)  # for further threads
+        monkeypatch.setattr(executable, "WORKSPACE", executable.WorkspacePool(_on_cpu))
+        monkeypatch.setattr(executable, "_allocate", _on_cpu)
+        monkeypatch.setattr(executable, "_captured", {})
+        monkeypatch.setattr(executable, "replay", self.replay)  # for further threads
 
     def compiled(self, **options: Any) -> cg.Executable:
         """x · w, then ReLU: two steps."""
@@ -130,7 +133,7 @@ class Engines(World):
     def again(self, **options: Any) -> cg.Executable:
         """As a new process compiles."""
         cg.cache_clear()
-        for known in (cache._stores, cache._rejected, cache._launched):
+        for known in (lookup._stores, lookup._rejected, lookup._launched):
             known.clear()
         self.launched.clear()
         self.waits, self.lost = 0, False

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, ranks, select, workers
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Answer
+from cudnngraph.cache import distributed, lookup
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import guard, heuristic, workers
+from cudnngraph.select.workers import Answer
 from tests.fakes import FakePlan, World
 
 PATIENCE = timedelta(seconds=60)  # for what is sure to happen
@@ -46,7 +47,7 @@ class Rank(World):
 
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
-        return select.heuristic(spec, policy, self._first)
+        return heuristic.heuristic(spec, policy, self._first)
 
     def _first(self, spec: GraphSpec) -> Any:
         choice = Choice(self.rank, (("TILE_SIZE", 2),))
@@ -122,7 +123,7 @@ def late(rank: Rank) -> dict[str, Any]:
     """The first rank takes longer than the others wait."""
     if rank.rank:
         rank.wait("slow")
-        ranks.WAIT_S = 0.2
+        distributed.WAIT_S = 0.2
         found = rank.compiled(32)
         rank.tell(f"gave up {rank.rank}")
         return found
@@ -136,9 +137,9 @@ def late(rank: Rank) -> dict[str, Any]:
 def served(rank: Rank) -> dict[str, Any]:
     """Only the first rank has a record, and nobody may build."""
     if rank.rank == 0:
-        several, ranks.several = ranks.several, lambda: False
+        several, distributed.several = distributed.several, lambda: False
         rank.compiled(40)
-        ranks.several = several
+        distributed.several = several
         cg.cache_clear()
         rank.built.clear()
         found = rank.compiled(40, tune="cached")
@@ -168,8 +169,10 @@ def stale(rank: Rank) -> dict[str, Any]:
 def forged(rank: Rank) -> dict[str, Any]:
     """What the first rank hands on is no record."""
     if rank.rank == 0:
-        agree = ranks.agree
-        ranks.agree = lambda name, first, other: agree(name, lambda: (first()[0], b"{}"), other)
+        agree = distributed.agree
+        distributed.agree = lambda name, first, other: agree(
+            name, lambda: (first()[0], b"{}"), other
+        )
         found = rank.compiled(64)
         rank.tell("handed on")
         return found
@@ -207,7 +210,7 @@ def verified(rank: Rank) -> dict[str, Any]:
         monkeypatch.setattr(workers, "on", lambda index: at_work)
         monkeypatch.setattr(guard, "load", lambda blob, choice, index: FakePlan(choice))
         monkeypatch.setattr(guard.env, "handle", lambda index: None)
-        monkeypatch.setattr(cache, "_rejected", {})
+        monkeypatch.setattr(lookup, "_rejected", {})
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: here))
         found = rank.compiled(72, verify="isolated")
         by = None if rank.checked is None else rank.checked.gpu
@@ -233,22 +236,22 @@ def work(number: int, size: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=PATIENCE)
     found: dict[str, Any] = {}
     directory = folder / f"cache of {number}"
-    patience = ranks.WAIT_S
+    patience = distributed.WAIT_S
     for scenario in SCENARIOS:
         with pytest.MonkeyPatch.context() as monkeypatch:
             for name in ("several", "agree", "WAIT_S"):
-                monkeypatch.setattr(ranks, name, getattr(ranks, name))
+                monkeypatch.setattr(distributed, name, getattr(distributed, name))
             rank = Rank(directory, number, size)
             rank.install(monkeypatch)
             kept: list[str] = []
             handler = _Kept(kept)
-            cache._log.addHandler(handler)
-            ranks._log.addHandler(handler)
+            lookup._log.addHandler(handler)
+            distributed._log.addHandler(handler)
             dist.barrier()
             found[scenario.__name__] = {**scenario(rank), "warnings": kept}
-            cache._log.removeHandler(handler)
-            ranks._log.removeHandler(handler)
+            lookup._log.removeHandler(handler)
+            distributed._log.removeHandler(handler)
             dist.barrier()
-    assert patience == ranks.WAIT_S
+    assert patience == distributed.WAIT_S
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Workers without a GPU: they say what cudnngraph.worker says, and behave as they are told.
+"""Workers without a GPU: they say what cudnngraph.select.worker says, and behave as they are told.
 
     python stand_in_worker.py '{"3": "hangs", "5": "is right"}' LOG FILE
 

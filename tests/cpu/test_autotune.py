@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
-from cudnngraph.ir import GraphSpec, is_channels_last
-from cudnngraph.key import graph_key
-from cudnngraph.layout import Laid, Layout
-from cudnngraph.partition import Graph, work
-from cudnngraph.select import Decision, Selection, why_apart
+from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir.key import graph_key
+from cudnngraph.ir.spec import GraphSpec, is_channels_last
+from cudnngraph.partition.cuts import Graph, work
+from cudnngraph.select.heuristic import Decision, Selection, why_apart
 from tests.cpu.test_partition import BINARY, UNARY, random_graph, two_branches
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
 
 # The package has a function of that name too.
-autotune: Any = importlib.import_module("cudnngraph.autotune")
+autotune: Any = importlib.import_module("cudnngraph.select.search")
 
 F16, F32 = torch.float16, torch.float32
 POLICY = cg.Policy(tune="autotune", allow_tf32=False, budget_s=1e6)

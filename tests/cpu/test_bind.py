@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import runtime
-from cudnngraph.runtime import _overlap
+from cudnngraph.runtime import executable
+from cudnngraph.runtime.executable import _overlap
 
 Slices = tuple[tuple[int, int], tuple[int, int], int]
 F32 = torch.float32
@@ -344,8 +344,8 @@ def test_a_bound_call_prepares_nothing_when_it_is_called(monkeypatch: pytest.Mon
     def prepare(*args: object) -> None:
         raise AssertionError("a bound call went through its tensors by name")
 
-    monkeypatch.setattr(runtime.Program, "launches", prepare)
-    monkeypatch.setattr(runtime.Program, "run", prepare)
+    monkeypatch.setattr(executable.Program, "launches", prepare)
+    monkeypatch.setattr(executable.Program, "run", prepare)
     given["y"].fill_(-7)
     call()
     assert torch.equal(given["y"], given["pre"].relu())
@@ -370,11 +370,11 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
 
     pooled = torch.empty(64, dtype=torch.uint8)
     plans = (None, object())
-    monkeypatch.setattr(runtime, "_captured", {})
-    monkeypatch.setattr(runtime, "_allocate", give("graph"))
-    monkeypatch.setattr(runtime.WORKSPACE, "get", lambda *args: pooled)
+    monkeypatch.setattr(executable, "_captured", {})
+    monkeypatch.setattr(executable, "_allocate", give("graph"))
+    monkeypatch.setattr(executable.WORKSPACE, "get", lambda *args: pooled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(runtime.env, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(executable.env, "raw_stream", lambda index: 0)
     seen: list[torch.Tensor | None] = []
 
     class Program:
@@ -383,7 +383,7 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         uses_cudnn = False
 
         def launches(self, tensors: object, stream: int) -> list[Callable[[Any], None]]:
-            seen.append(runtime._scratch(0, stream, 64, plans))
+            seen.append(executable._scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
         def ran_first(self, calls: list[Callable[[], None]]) -> bool:
@@ -401,15 +401,15 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
     program: Any = Program()
     call = cg.BoundCall(program, {})
     for _ in range(2):
-        call._launch(0) if bound else runtime.Program._run_here(program, [], [])
+        call._launch(0) if bound else executable.Program._run_here(program, [], [])
     if capturing:
         assert [kind for kind, _ in blocks] == ["graph"] * 2, "none is used for two captures"
-        assert list(runtime._captured.values()) == [plans]
+        assert list(executable._captured.values()) == [plans]
         seen.clear()
         gc.collect()
         assert all(block() is None for _, block in blocks)
     else:
-        assert not blocks and not runtime._captured
+        assert not blocks and not executable._captured
         assert all(block is pooled for block in seen)
 
 

@@ -15,9 +15,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, partition, runtime, select, settings
-from cudnngraph.ir import GraphSpec
-from cudnngraph.recorded import env_components
+from cudnngraph import settings
+from cudnngraph.cache import lookup
+from cudnngraph.cache.codec import env_components
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.partition import cuts
+from cudnngraph.runtime import executable
+from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 from plans_cache.store import PlanStore
 from tests.fakes import H200, FakePlan, World
@@ -112,7 +116,7 @@ def of_another_version(world: World) -> None:
 
 def of_other_steps(world: World) -> None:
     """Whole, with the right checksum, and cut into other parts than the record's."""
-    cache.store().put(from_json(world.file().read_text()), b"\x01" + bytes(7) + b"p" + b"more")
+    lookup.store().put(from_json(world.file().read_text()), b"\x01" + bytes(7) + b"p" + b"more")
 
 
 @pytest.mark.parametrize("fault", [truncated, missing, of_another_version, of_other_steps])
@@ -137,7 +141,7 @@ def test_a_step_that_does_not_load_is_replayed_alone(world: World) -> None:
     assert conv is not None and relu is not None
     parts = [FakePlan(conv).serialize(), b"", b"of another version"]
     blob = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    cache.store().put(from_json(world.file().read_text()), blob)
+    lookup.store().put(from_json(world.file().read_text()), blob)
     assert again().tier == "disk, replayed and serialized"
     assert again().tier == "disk, serialized"
     assert world.replayed == [relu]
@@ -195,7 +199,7 @@ def test_a_graph_whose_steps_pass_other_tensors_now_is_built_anew(
 ) -> None:
     world.refuse = in_pieces
     compiled()
-    monkeypatch.setattr(partition.Graph, "passed", {})  # float32 crosses as float32
+    monkeypatch.setattr(cuts.Graph, "passed", {})  # float32 crosses as float32
     second = again()
     assert second.tier == "built"
     assert cg.cache_stats().misses["stale"] == 1
@@ -209,8 +213,8 @@ def test_a_graph_that_would_be_cut_otherwise_now_is_brought_back(
     """Steps are made of the nodes that the record names, in whatever way they were found."""
     world.refuse = in_pieces
     first = compiled()
-    monkeypatch.setattr(partition, "cuts", lambda graph, nodes: ())
-    monkeypatch.setattr(select, "cuts", lambda graph, nodes: ())
+    monkeypatch.setattr(cuts, "cuts", lambda graph, nodes: ())
+    monkeypatch.setattr(heuristic, "cuts", lambda graph, nodes: ())
     second = again()
     assert (second.tier, second.steps) == ("disk, serialized", first.steps)
 
@@ -233,11 +237,11 @@ def test_a_stale_seed_is_replaced_once(world: World, tmp_path: Path) -> None:
     step = replace(record.steps[0], nodes=("elsewhere",), ops=("conv",))
     stale = replace(record, steps=(step,), blob=None)
     (seeds / f"{stale.id}.json").write_text(stale.to_json())
-    cache.store().remove(stale.id)
+    lookup.store().remove(stale.id)
 
     def process() -> None:
-        runtime._programs.clear()
-        cache._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+        executable._programs.clear()
+        lookup._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
 
     process()
     second = compiled()
@@ -253,7 +257,7 @@ def test_a_seed_serves_where_the_directory_has_nothing(world: World, tmp_path: P
     seeds.mkdir()
     world.file().rename(seeds / world.file().name)
     cg.cache_clear()
-    cache._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+    lookup._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
     assert compiled().tier == "seed, replayed"
     assert cg.cache_stats().lookups == {"built": 1, "seed": 1}
 
@@ -401,7 +405,7 @@ def test_of_several_environments_the_nearest_is_named(world: World) -> None:
     compiled()
     far = world.move(replace(H200, gpu_name="NVIDIA B200", sm_count=148))
     near = replace(far, env=env_components(replace(H200, cudnn_version=92200)))
-    cache.store().put(near)
+    lookup.store().put(near)
     error = refused()
     assert error.nearest == near.id
     assert error.differences == (("cudnn_version", "91900", "92200"),)
@@ -505,7 +509,7 @@ def test_without_a_directory_plans_are_kept_in_memory(
 ) -> None:
     fault(world)
     assert compiled().tier == "built"
-    runtime._programs.clear()
+    executable._programs.clear()
     assert compiled().tier == "memory, serialized"
     assert compiled("tanh").tier == "built"
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -625,7 +629,7 @@ def test_threads_build_again_where_the_first_one_fails(world: World) -> None:
 
 def test_counters_tell_tiers_reasons_and_times(world: World) -> None:
     assert cg.cache_stats() == cg.CacheStats(
-        {}, {}, 0.0, 0.0, 0, 0, cg.cache_stats().workspace_high_water_bytes, cache.store().stats()
+        {}, {}, 0.0, 0.0, 0, 0, cg.cache_stats().workspace_high_water_bytes, lookup.store().stats()
     )
     world.build_s = 0.01
     compiled("relu")
@@ -646,9 +650,9 @@ def test_the_log_says_what_was_found_where(world: World, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="cudnngraph"):
         compiled()
         again()
-        runtime._programs.clear()
+        executable._programs.clear()
         compiled()
-    found = [r.getMessage() for r in caplog.records if r.name == "cudnngraph.cache"]
+    found = [r.getMessage() for r in caplog.records if r.name == "cudnngraph.cache.lookup"]
     assert len(found) == 3
     id = world.file().stem[:16]
     assert found[0].startswith(f"cache_miss {id} (absent): conv → bias → relu: f16[2, 8, 6, 6]")

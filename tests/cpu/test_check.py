@@ -15,13 +15,16 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, cli, settings, sweep, workers
+from cudnngraph import cli, settings
 from cudnngraph.backend import env, found_bad, libraries, plan
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
-from cudnngraph.ir import GraphSpec
-from cudnngraph.patterns import CHAINS, QUICK_SIZES, samples
-from cudnngraph.sweep import Results, Task
-from cudnngraph.workers import Answer, Server
+from cudnngraph.cache import lookup
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import workers
+from cudnngraph.select.workers import Answer, Server
+from cudnngraph.sweep import run
+from cudnngraph.sweep.patterns import CHAINS, QUICK_SIZES, samples
+from cudnngraph.sweep.run import Results, Task
 from plans_cache.findings import Findings
 from tests.fakes import H200
 
@@ -81,14 +84,14 @@ def store(tmp_path: Path) -> Findings:
 
 
 def some(count: int = 4, only: str = "conv 3x3, relu(x + c), float16") -> list[Task]:
-    return list(sweep.tasks(full=True, only=only))[:count]
+    return list(run.tasks(full=True, only=only))[:count]
 
 
 # -- what is swept ---------------------------------------------------------------------------------
 
 
 def test_the_order_is_fixed_and_every_graph_has_an_id_of_its_own() -> None:
-    first, second = (list(sweep.tasks(full=False)) for _ in range(2))
+    first, second = (list(run.tasks(full=False)) for _ in range(2))
     assert [each.place for each in first] == [each.place for each in second]
     assert len({each.place for each in first}) == len(first) > 500
     assert all(len(each.digest) == 64 for each in first)
@@ -109,7 +112,7 @@ def test_the_quick_graphs_are_among_the_full_ones_and_of_every_family() -> None:
 
 
 def test_what_is_swept_is_odd_and_even_of_one_pixel_and_broadcast_in_every_way() -> None:
-    specs = [each.spec for each in sweep.tasks(full=True, only="conv 3x3, ")]
+    specs = [each.spec for each in run.tasks(full=True, only="conv 3x3, ")]
     outs = {spec.tensors[spec.outputs[0]].shape for spec in specs}
     assert {shape[1] % 2 for shape in outs} == {0, 1}
     assert any(shape[2:] == (1, 1) for shape in outs)
@@ -126,14 +129,14 @@ def test_what_is_swept_is_odd_and_even_of_one_pixel_and_broadcast_in_every_way()
 
 
 def test_float32_products_are_swept_with_and_without_tf32() -> None:
-    float32 = list(sweep.tasks(full=False, only="matmul, x, float32"))
+    float32 = list(run.tasks(full=False, only="matmul, x, float32"))
     assert [each.allow_tf32 for each in float32] == [False, True] * QUICK_SIZES
     assert all(each.graph.endswith(", TF32") == each.allow_tf32 for each in float32)
-    assert not any(each.allow_tf32 for each in sweep.tasks(full=False, only="conv 3x3, x, float16"))
+    assert not any(each.allow_tf32 for each in run.tasks(full=False, only="conv 3x3, x, float16"))
 
 
 def test_what_is_never_one_plan_is_swept_in_its_parts() -> None:
-    parts = [each for each in sweep.tasks(full=False, only="sdpa_varlen") if not each.why_none]
+    parts = [each for each in run.tasks(full=False, only="sdpa_varlen") if not each.why_none]
     assert any([node.op for node in each.spec.nodes] == ["sdpa_varlen"] for each in parts)
 
 
@@ -150,12 +153,12 @@ def test_a_steps_id_is_that_of_a_compiled_graphs_step() -> None:
         asked.append(part)
         raise cg.NotSupported("this graph", ["no"])
 
-    from cudnngraph.runtime import canonical
-    from cudnngraph.select import heuristic
+    from cudnngraph.runtime.executable import canonical
+    from cudnngraph.select.heuristic import heuristic
 
     heuristic(canonical(g.spec()), cg.Policy(allow_tf32=False), build)
     swept = {each.digest for each in some(5, "conv 3x3, relu(x + c), float16, channels_last")}
-    assert sweep.step_digest(asked[0]) in swept
+    assert run.step_digest(asked[0]) in swept
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -201,26 +204,26 @@ def test_a_steps_id_is_that_of_a_compiled_graphs_step() -> None:
 def test_what_a_worker_says_is_a_status(answer: Answer, row: dict[str, Any]) -> None:
     future: Future[Answer] = Future()
     future.set_result(answer)
-    assert sweep.judged(future) == row
+    assert run.judged(future) == row
 
 
 def test_a_worker_that_fails_is_no_plans_fault_and_no_workers_end_the_sweep() -> None:
     future: Future[Answer] = Future()
     future.set_exception(RuntimeError("a worker failed: OutOfMemoryError: 80 GiB"))
-    assert sweep.judged(future)["status"] == "out of memory"
+    assert run.judged(future)["status"] == "out of memory"
     future = Future()
     future.set_exception(RuntimeError("a worker failed: TypeError: None"))
-    assert sweep.judged(future)["status"] == "failed"
+    assert run.judged(future)["status"] == "failed"
     future = Future()
     future.set_exception(workers.Unusable("the GPU is busy"))
     with pytest.raises(workers.Unusable):
-        sweep.judged(future)
+        run.judged(future)
 
 
 def test_every_candidate_of_every_graph_has_one_result_in_order(store: Findings) -> None:
     todo, library, results = [*some(2), *some(1, "max_pool")], Stand(), Results()
     told: list[tuple[int, int]] = []
-    assert sweep.run(todo, library, store, results, tell=lambda *done: told.append(done))
+    assert run.run(todo, library, store, results, tell=lambda *done: told.append(done))
     assert library.listed == [each.graph for each in todo]
     choices = [choice for _, _, choice in library.asked[:3]]
     assert choices == [Choice(4, ()), Choice(7, (("TILE", 1),)), Choice(7, (("TILE", 2),))]
@@ -241,9 +244,9 @@ def test_every_candidate_of_every_graph_has_one_result_in_order(store: Findings)
 
 def test_a_second_call_asks_for_nothing_that_is_known(store: Findings) -> None:
     todo = some()
-    sweep.run(todo, Stand(), store, Results())
+    run.run(todo, Stand(), store, Results())
     library = Stand()
-    assert sweep.run(todo, library, store, Results.of(store.results()))
+    assert run.run(todo, library, store, Results.of(store.results()))
     assert library.asked == [] and library.listed == []
 
 
@@ -251,7 +254,7 @@ def test_it_goes_on_after_a_kill_at_any_byte(tmp_path: Path) -> None:
     """The file is cut anywhere: what is lost is asked for again, nothing else, and all is there."""
     todo = some(2)
     whole = Findings(tmp_path / "whole", "ab" * 16)
-    sweep.run(todo, Stand(), whole, Results())
+    run.run(todo, Stand(), whole, Results())
     text = whole.results_path.read_bytes()
     wanted = Results.of(whole.results())
     for cut in range(0, len(text), 7):
@@ -261,7 +264,7 @@ def test_it_goes_on_after_a_kill_at_any_byte(tmp_path: Path) -> None:
         kept = Results.of(store.results())
         known = {(*place, choice) for place, rows in kept.plans.items() for choice in rows}
         library = Stand()
-        assert sweep.run(todo, library, store, kept)
+        assert run.run(todo, library, store, kept)
         assert not known & set(library.asked), "nothing is tried twice"
         again = Results.of(store.results())
         assert again.plans == wanted.plans and again.done == wanted.done, cut
@@ -280,7 +283,7 @@ def test_it_goes_on_after_a_kill_at_any_byte(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_no_error(store: Findings, damage: bytes) -> None:
     todo = some(1)
-    sweep.run(todo, Stand(), store, Results())
+    run.run(todo, Stand(), store, Results())
     text = store.results_path.read_bytes()
     store.results_path.write_bytes(damage + text[:50] + b"\n" + damage + text)
     results = Results.of(store.results())
@@ -298,9 +301,9 @@ def test_files_of_others_and_no_folders_are_no_results(store: Findings) -> None:
 
 def test_it_stops_at_its_deadline_and_goes_on(store: Findings) -> None:
     todo, results, library = some(5), Results(), Stand()
-    assert not sweep.run(todo, library, store, results, deadline=0.0)
+    assert not run.run(todo, library, store, results, deadline=0.0)
     assert 0 < len(library.asked) < 15
-    assert sweep.run(todo, Stand(), store, results)
+    assert run.run(todo, Stand(), store, results)
     assert results.counts()["right"] == 15
 
 
@@ -319,10 +322,10 @@ def test_an_interrupt_keeps_what_is_there_and_drops_what_was_asked(store: Findin
             return open_[-1]
 
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(todo, Slow(), store, results)
+        run.run(todo, Slow(), store, results)
     assert [each.cancelled() for each in open_] == [True, True, False], "the last was never had"
     library = Stand()
-    assert sweep.run(todo, library, store, results)
+    assert run.run(todo, library, store, results)
     assert results.counts()["right"] == 15
 
 
@@ -334,7 +337,7 @@ def test_workers_that_die_or_hang_are_the_candidates_result(
     monkeypatch.setattr(workers, "IDLE_S", 1.0)
     told = json.dumps({"4": "aborts", "7": "hangs", "9": "is right", "11": OFF})
 
-    class ByProcesses(sweep.OnGpu):
+    class ByProcesses(run.OnGpu):
         def candidates(self, task: Task) -> Sequence[Candidate]:
             return [Candidate(n, Choice(n, ()), f"eng{n}") for n in (4, 7, 9, 11)]
 
@@ -346,7 +349,7 @@ def test_workers_that_die_or_hang_are_the_candidates_result(
     library = ByProcesses(0, server)
     results = Results()
     (task,) = some(1)
-    assert sweep.run([task], library, store, results)
+    assert run.run([task], library, store, results)
     rows = {choice.engine: row for choice, row in results.plans[task.place].items()}
     assert {engine: row["status"] for engine, row in rows.items()} == {
         4: "fault",
@@ -361,7 +364,8 @@ def test_workers_that_die_or_hang_are_the_candidates_result(
 def test_the_workers_of_a_sweep_take_every_engine_and_ask_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cudnngraph import sweeper, worker
+    from cudnngraph.select import worker
+    from cudnngraph.sweep import worker as sweeper
 
     monkeypatch.setattr(found_bad, "_sweeping", False)
     monkeypatch.setattr(plan, "_offers_every", False)
@@ -388,8 +392,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Findings]:
 
 def swept(here: Findings, todo: Sequence[Task], judge: Judge) -> Results:
     results = Results()
-    sweep.run(todo, Stand(judge), here, results)
-    sweep.write_known_bad(here, results, found_bad.environment(0), mode="quick", complete=True)
+    run.run(todo, Stand(judge), here, results)
+    run.write_known_bad(here, results, found_bad.environment(0), mode="quick", complete=True)
     return results
 
 
@@ -446,19 +450,19 @@ def test_one_size_that_is_right_leaves_the_engine_to_the_pattern(
 
     results = swept(here, todo, judge)
     signatures = {results.done[task.place]["signature"] for task in todo}
-    steps, patterns = sweep.barred_by(results)
+    steps, patterns = run.barred_by(results)
     assert len(steps) == 9 and len(signatures) == 1 and patterns == []
 
 
 def test_fewer_sizes_than_three_bar_no_pattern(here: Findings) -> None:
     todo = some(2, "conv 3x3, relu(x + c), float16, channels_last")
     results = swept(here, todo, lambda task, choice: rejected(OFF, wrong=True))
-    steps, patterns = sweep.barred_by(results)
+    steps, patterns = run.barred_by(results)
     assert len(steps) == 6 and patterns == []
 
 
 def test_what_is_wrong_in_float32_alone_may_be_used_with_tf32(here: Findings) -> None:
-    todo = list(sweep.tasks(full=True, only="matmul, x, float32"))[:10]
+    todo = list(run.tasks(full=True, only="matmul, x, float32"))[:10]
 
     def judge(task: Task, choice: Choice) -> Answer:
         bad = choice.engine == 7 or (choice.engine == 4 and not task.allow_tf32)
@@ -473,7 +477,7 @@ def test_what_is_wrong_in_float32_alone_may_be_used_with_tf32(here: Findings) ->
 
 def test_patterns_tell_kernels_strides_and_layouts_apart_and_not_sizes() -> None:
     def signature(only: str) -> list[str]:
-        return [found_bad.pattern(each.spec) for each in sweep.tasks(full=True, only=only)]
+        return [found_bad.pattern(each.spec) for each in run.tasks(full=True, only=only)]
 
     kinds = ("conv 1x1", "conv 3x3", "conv 3x3 stride 2", "conv 3x3 dilation 2", "conv 2 groups")
     firsts = [signature(f"{kind}, relu(x + c), float16, channels_last")[0] for kind in kinds]
@@ -593,8 +597,8 @@ def test_what_is_barred_is_passed_over_by_selection_with_its_reason(
 def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
     here: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cudnngraph.runtime import canonical
-    from cudnngraph.select import heuristic
+    from cudnngraph.runtime.executable import canonical
+    from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 
     (task,) = some(1)
@@ -611,9 +615,9 @@ def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
 
 
 def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path) -> None:
-    from cudnngraph.recorded import StaleRecord, to_record
-    from cudnngraph.runtime import canonical
-    from cudnngraph.select import heuristic
+    from cudnngraph.cache.codec import StaleRecord, to_record
+    from cudnngraph.runtime.executable import canonical
+    from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 
     (task,) = some(1)
@@ -625,7 +629,7 @@ def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path)
     record = to_record(spec, cg.key.graph_key(spec, policy), H200, policy, chosen)
     swept(here, [task], lambda task, choice: rejected(OFF, wrong=True))
     with pytest.raises(StaleRecord, match=r"known bad on this GPU: wrong: 'y' is off by 0\.5"):
-        cache._restored(record, None, "disk", spec, policy, 0)
+        lookup._restored(record, None, "disk", spec, policy, 0)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -642,7 +646,7 @@ def gpu(here: Findings, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sweep, "OnGpu", library)
+    monkeypatch.setattr(run, "OnGpu", library)
     return world
 
 

@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnngraph as cg
 import cudnngraph.functional as CF
-from cudnngraph import comparison, reference, settings, torch_ops
-from cudnngraph.runtime import Executable
+from cudnngraph import settings
+from cudnngraph.executor import reference
+from cudnngraph.runtime import comparison, custom_ops
+from cudnngraph.runtime.executable import Executable
 from tests import numerics
 
 F64 = torch.float64
-fusing = importlib.import_module("cudnngraph.fuse")  # cudnngraph.fuse is the function
+fusing = importlib.import_module("cudnngraph.models.fused")
 LOGGER = "cudnngraph"
 
 
@@ -354,8 +356,8 @@ def test_a_function_of_ours_in_a_graph_is_compared(monkeypatch: pytest.MonkeyPat
     F.conv2d(x.double(), wide).relu().square().sum().backward()
     assert w.grad is not None and wide.grad is not None
     assert numerics.relative_error(w.grad, wide.grad) < 1e-5
-    real = torch_ops._run
-    monkeypatch.setattr(torch_ops, "_run", lambda *given: [1.01 * t for t in real(*given)])
+    real = custom_ops._run
+    monkeypatch.setattr(custom_ops, "_run", lambda *given: [1.01 * t for t in real(*given)])
     torch._dynamo.reset()
     with pytest.raises(cg.WrongResult, match=r"result 0 is off by 0\.01"):
         compiled(lambda x, w: CF.conv2d(x, w, activation="relu"), check=True)(x, w)

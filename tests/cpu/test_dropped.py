@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference
-from cudnngraph.dropped import draws, explicit, recovered
 from cudnngraph.errors import NotSupported
-from cudnngraph.ir import GraphSpec
-from cudnngraph.select import Decision, StepPlan, why_apart
-from cudnngraph.training import check_dropout
-from cudnngraph.trial import random_inputs
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime.trainable import check_dropout
+from cudnngraph.select.dropout_probe import draws, explicit, recovered
+from cudnngraph.select.heuristic import Decision, StepPlan, why_apart
+from cudnngraph.select.trial import random_inputs
 from tests.samples import F16, F32, F64
 
 B, H, S, D = 2, 4, 13, 8

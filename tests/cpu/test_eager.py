@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import eager, reference
-from cudnngraph.ir import GraphSpec, TensorSpec, overlaps_itself
-from cudnngraph.ops import OPS
-from cudnngraph.partition import Graph, piece
-from cudnngraph.rewrites import by_flash
+from cudnngraph.executor import reference, torch_steps
+from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
+from cudnngraph.ops.base import OPS
+from cudnngraph.partition.cuts import Graph, piece
+from cudnngraph.rewrite.passes import by_flash
 from tests import numerics
 from tests.copies import check_slices
 from tests.cuttings import every_cutting
@@ -76,7 +76,7 @@ def test_every_op_of_a_sample_computes_what_the_reference_says(case: Case) -> No
         before = [tensor.clone() for tensor in given]
         out = outputs_of(step)
         places = [tensor.data_ptr() for tensor in out]
-        assert eager.launcher(step, given, out, allow_tf32=False)() is None
+        assert torch_steps.launcher(step, given, out, allow_tf32=False)() is None
         check(step, given, out[0], case.terms)
         for name, tensor, place in zip(step.outputs, out, places, strict=True):
             assert tensor.data_ptr() == place, "the step took memory of its own"
@@ -93,7 +93,7 @@ def test_the_samples_run_by_torchs_own_calls_and_by_the_reference() -> None:
     for case in CASES:
         spec = case.build().spec()
         for step in every_cutting(spec)[-1]:
-            single = eager._single(step, CPU)
+            single = torch_steps._single(step, CPU)
             roads |= {(node.op, single is not None) for node in step.nodes}
     ours = {op for op, own in roads if own}
     assert {"conv", "conv_transpose", "matmul", "bias", "relu", "silu", "add"} <= ours
@@ -114,13 +114,13 @@ def single(op: str, *given: Any, dtype: torch.dtype | None = None, **options: An
 
 def run(spec: GraphSpec, *inputs: torch.Tensor) -> torch.Tensor:
     (out,) = outputs_of(spec)
-    eager.launcher(spec, inputs, [out], allow_tf32=False)()
+    torch_steps.launcher(spec, inputs, [out], allow_tf32=False)()
     return out
 
 
 def test_numbers_are_operands_of_torchs_own_call() -> None:
     spec = single("mul", ((64,), F16), 0.1)
-    assert eager._single(spec, CPU) is not None
+    assert torch_steps._single(spec, CPU) is not None
     x = torch.linspace(-3, 3, 64).half()
     want = (x.double() * 0.1).half()
     assert (run(spec, x) - want).abs().max() <= 2.0**-11 * 0.5
@@ -147,7 +147,7 @@ def test_rows_are_normalized_by_norms_in_float32(dtype: torch.dtype) -> None:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = 0.0
     y = torch.empty_like(x)
-    eager.prepare(spec, allow_tf32=False, device=torch.device("cpu"))([x], [y])
+    torch_steps.prepare(spec, allow_tf32=False, device=torch.device("cpu"))([x], [y])
     wide = x.double()
     exact = wide / wide.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     assert torch.equal(y, exact.to(dtype))
@@ -188,7 +188,7 @@ def test_a_result_with_gaps_leaves_the_gaps_alone() -> None:
     buffer = torch.full((48,), 5.0).half()
     out = buffer.as_strided((2, 3, 4), (24, 8, 1))
     x = torch.randn(2, 3, 4).half()
-    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    torch_steps.launcher(spec, [x], [out], allow_tf32=False)()
     assert torch.equal(out, x.relu())
     rest = torch.ones(48, dtype=torch.bool)
     rest.as_strided((2, 3, 4), (24, 8, 1)).fill_(False)
@@ -201,7 +201,7 @@ def test_numbers_are_chosen_by_one_call_into_rows_with_gaps(dtype: torch.dtype) 
     keep = torch.rand(3, 5) < 0.5
     for zero in (0.0, -0.0):
         spec = single("where", ((3, 5), torch.bool), zero, -2.5, dtype=dtype, stride=(8, 1))
-        assert eager._single(spec, CPU) is not None
+        assert torch_steps._single(spec, CPU) is not None
         out = run(spec, keep)
         assert out.stride() == (8, 1)
         assert torch.equal(out, torch.where(keep, 0.0, -2.5).to(dtype))
@@ -211,8 +211,8 @@ def test_numbers_are_chosen_by_one_call_into_rows_with_gaps(dtype: torch.dtype) 
 def test_tensors_are_chosen_in_their_dtype_alone() -> None:
     same = single("where", ((4,), torch.bool), ((4,), F16), ((4,), F16), dtype=F16)
     other = single("where", ((4,), torch.bool), ((4,), F16), ((4,), F32), dtype=F16)
-    assert eager._single(same, CPU) is not None
-    assert eager._single(other, CPU) is None
+    assert torch_steps._single(same, CPU) is not None
+    assert torch_steps._single(other, CPU) is None
     keep, x = torch.tensor([True, False, True, False]), torch.arange(4.0).half()
     assert run(same, keep, x, -x).tolist() == [0.0, -1.0, 2.0, -3.0]
     assert run(other, keep, x, -x.float()).tolist() == [0.0, -1.0, 2.0, -3.0]
@@ -233,7 +233,7 @@ ROLLS: dict[str, tuple[tuple[Any, ...], bool]] = {  # arguments of torch.roll, a
 def test_rolling_several_dims_is_one_pass(
     name: str, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "LEAST_BYTES", 0)
+    monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
     arguments, ours = ROLLS[name]
     x = torch.arange(2 * 6 * 5 * 8).view(2, 6, 5, 8).to(dtype)
     if layout == "channels_last":
@@ -247,7 +247,7 @@ def test_rolling_several_dims_is_one_pass(
     )
     g.output("y", made)
     (node,) = g.spec().nodes
-    assert (eager._turns(dict(node.attrs), 4) is not None) is ours
+    assert (torch_steps._turns(dict(node.attrs), 4) is not None) is ours
     assert torch.equal(run(g.spec(), x), torch.roll(x, *arguments))
 
 
@@ -264,19 +264,19 @@ def test_a_reshape_that_copies_does_so_once(
     g.output("y", g.reshape(turned, (2, 6, 6, 8) if back else (8, 9, 8)))
     given = torch.arange(576).view(shape).remainder(7).to(dtype)
     copies: list[torch.Tensor] = []
-    copied = eager.copied
-    monkeypatch.setattr(eager, "copied", lambda x, out: (copies.append(x), copied(x, out))[1])
+    copied = torch_steps.copied
+    monkeypatch.setattr(torch_steps, "copied", lambda x, out: (copies.append(x), copied(x, out))[1])
     want = given.permute(0, 1, 3, 2, 4, 5).reshape((2, 6, 6, 8) if back else (8, 9, 8))
     (step,) = [piece(Graph(g.spec()), [node]) for node in g.spec().nodes if node.op == "reshape"]
     out = torch.empty_like(want)
-    eager.launcher(step, [given.permute(0, 1, 3, 2, 4, 5)], [out], allow_tf32=False)()
+    torch_steps.launcher(step, [given.permute(0, 1, 3, 2, 4, 5)], [out], allow_tf32=False)()
     assert torch.equal(out, want)
     assert [each.data_ptr() for each in copies] == [given.data_ptr()]
 
 
 def test_nothing_is_rolled_where_nothing_is() -> None:
     x = torch.empty(2, 0, 3)
-    eager._rolled(x, {1: 2, 2: 1}, torch.empty(2, 0, 3))
+    torch_steps._rolled(x, {1: 2, 2: 1}, torch.empty(2, 0, 3))
 
 
 @pytest.mark.parametrize("case", ["gaps", "dense", "small"])
@@ -287,7 +287,7 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
     """The four neighbours of every second pixel, as a Swin transformer joins them. What is dense,
     or small, is joined in one call."""
     if case != "small":
-        monkeypatch.setattr(eager, "LEAST_BYTES", 0)
+        monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
     x = torch.randn(2, 6, 4, 8).to(dtype)
     parts = [x[:, a::2, b::2] for b in range(2) for a in range(2)]
     if case == "dense":
@@ -298,7 +298,7 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
     monkeypatch.setattr(
         torch, "cat", lambda *args, **more: (calls.append(1), cat(*args, **more))[1]
     )
-    eager._concat(parts, 3, out)
+    torch_steps._concat(parts, 3, out)
     assert torch.equal(out, want)
     assert bool(calls) is (case != "gaps")
 
@@ -306,16 +306,16 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
 def test_memory_that_begins_elsewhere_or_is_shown_negated_is_copied_element_by_element(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eager, "LEAST_BYTES", 0)
+    monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
     block = torch.zeros(1024, dtype=torch.uint8)
     start = -block.data_ptr() % 16
     there = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start).view(4, 16)
     past = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start + 8).view(4, 16)
-    assert eager._wide(there, 1) is not None and eager._wide(past, 1) is None
+    assert torch_steps._wide(there, 1) is not None and torch_steps._wide(past, 1) is None
     x = torch.randn(4, 16)
-    assert torch.equal(eager.copied(x, past), x)
+    assert torch.equal(torch_steps.copied(x, past), x)
     negated = torch._neg_view(torch.randn(4, 16))
-    assert torch.equal(eager.copied(negated, torch.empty(4, 16)), negated.clone())
+    assert torch.equal(torch_steps.copied(negated, torch.empty(4, 16)), negated.clone())
 
 
 @pytest.mark.parametrize("op", ["conv", "conv_transpose"])
@@ -323,21 +323,21 @@ def test_memory_that_begins_elsewhere_or_is_shown_negated_is_copied_element_by_e
 def test_a_convolution_in_16_bits_runs_in_16_bits(op: str, dtype: torch.dtype) -> None:
     spec = single(op, ((1, 4, 5, 5), dtype), ((4, 4, 3, 3), dtype), dtype=dtype)
     x, w = torch.randn(1, 4, 5, 5).to(dtype), torch.randn(4, 4, 3, 3).to(dtype)
-    assert eager._single(spec, CPU) is not None
+    assert torch_steps._single(spec, CPU) is not None
     check(spec, [x, w], run(spec, x, w), 36)
 
 
 def test_a_convolution_with_another_result_is_left_to_the_reference() -> None:
     spec = single("conv", ((1, 4, 5, 5), F16), ((4, 4, 3, 3), F16), dtype=F32)
     x, w = torch.randn(1, 4, 5, 5).half(), torch.randn(4, 4, 3, 3).half()
-    assert eager._single(spec, CPU) is None
+    assert torch_steps._single(spec, CPU) is None
     check(spec, [x, w], run(spec, x, w), 36)
 
 
 def test_a_launcher_runs_again_on_what_is_there_then() -> None:
     spec = single("relu", ((4,), F32))
     x, out = torch.tensor([-1.0, 1.0, -2.0, 2.0]), torch.empty(4)
-    launch = eager.launcher(spec, [x], [out], allow_tf32=False)
+    launch = torch_steps.launcher(spec, [x], [out], allow_tf32=False)
     launch()
     x.neg_()
     launch()
@@ -348,7 +348,7 @@ def test_no_step_makes_a_graph_for_gradients() -> None:
     for op, shapes in (("relu", (((4,), F32),)), ("log", (((4,), F32),))):
         spec = single(op, *shapes)
         x, out = torch.ones(4, requires_grad=True), torch.empty(4)
-        eager.launcher(spec, [x], [out], allow_tf32=False)()
+        torch_steps.launcher(spec, [x], [out], allow_tf32=False)()
         assert not out.requires_grad and out.grad_fn is None
 
 
@@ -377,11 +377,11 @@ def test_a_linear_layer_is_one_call_of_torch(
     act: str | None, dtype: torch.dtype, bias_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = linear(act, dtype, bias_first=bias_first)
-    assert eager.runs_whole(spec)
+    assert torch_steps.runs_whole(spec)
     gen = torch.Generator().manual_seed(5)
     values = {n: torch.randn(spec.tensors[n].shape, generator=gen).to(dtype) for n in spec.inputs}
     inputs, (out,) = [values[name] for name in spec.inputs], outputs_of(spec)
-    launch = eager.launcher(spec, inputs, [out], allow_tf32=False)
+    launch = torch_steps.launcher(spec, inputs, [out], allow_tf32=False)
     monkeypatch.setattr(reference, "run_into", None)  # it is not the reference that runs
     launch()
     want = reference.run(spec, inputs, torch.float64)[0]
@@ -403,7 +403,7 @@ def test_a_linear_layer_is_one_call_of_torch(
     ids=["silu", "gelu", "float32", "residual", "number", "wide"],
 )
 def test_what_is_no_linear_layer_is_none(spec: GraphSpec) -> None:
-    assert not eager.runs_whole(spec)
+    assert not torch_steps.runs_whole(spec)
 
 
 # -- TF32 ------------------------------------------------------------------------------------------
@@ -434,10 +434,10 @@ def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_bef
         seen.append(stands())
         return real(inputs, attrs)
 
-    monkeypatch.setattr(eager, "NATIVE", {**eager.NATIVE, "conv": conv})
+    monkeypatch.setattr(torch_steps, "NATIVE", {**torch_steps.NATIVE, "conv": conv})
     spec = single("conv", ((1, 2, 5, 5), F32), ((2, 2, 3, 3), F32))
     x, w = torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
-    launch = eager.launcher(spec, [x, w], outputs_of(spec), allow_tf32=allowed)
+    launch = torch_steps.launcher(spec, [x, w], outputs_of(spec), allow_tf32=allowed)
     assert stands() == outside
     launch()
     assert seen == [(allowed, allowed)]
@@ -448,7 +448,7 @@ def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_bef
 def test_the_switches_are_put_back_when_a_step_fails(outside: bool, switches: None) -> None:
     torch.backends.cudnn.allow_tf32 = outside
     before = stands()
-    with pytest.raises(ZeroDivisionError), eager.tf32(not outside):
+    with pytest.raises(ZeroDivisionError), torch_steps.tf32(not outside):
         assert torch.backends.cudnn.allow_tf32 is not outside
         raise ZeroDivisionError
     assert stands() == before
@@ -458,7 +458,7 @@ def test_a_step_that_multiplies_nothing_touches_no_switch(monkeypatch: pytest.Mo
     def refuse(allowed: bool) -> Any:
         raise AssertionError("the switches were touched")
 
-    monkeypatch.setattr(eager, "tf32", refuse)
+    monkeypatch.setattr(torch_steps, "tf32", refuse)
     x = torch.ones(4)
     assert run(single("relu", ((4,), F32)), x).tolist() == [1.0] * 4
     half = torch.ones(1, 2, 5, 5).half(), torch.ones(2, 2, 3, 3).half()
@@ -476,7 +476,7 @@ def test_a_linear_layer_of_tokens_is_one_call_of_torch(
     w, b = g.input("w", (16, 8), F16, stride=(1, 16)), g.input("b", (8,), F16)
     g.output("y", g.activation(g.add(g.matmul(x, w), b), act))
     spec = g.spec()
-    assert eager.runs_whole(spec)
+    assert torch_steps.runs_whole(spec)
     gen = torch.Generator().manual_seed(2)
     given = [
         torch.empty_strided(t.shape, t.stride, dtype=t.dtype).copy_(
@@ -493,7 +493,7 @@ def test_tokens_that_lie_apart_are_no_rows() -> None:
     g = cg.Graph("g")
     x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
     g.output("y", g.matmul(x, g.input("w", (16, 8), F16)) + g.input("b", (8,), F16))
-    assert not eager.runs_whole(g.spec())
+    assert not torch_steps.runs_whole(g.spec())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
@@ -515,17 +515,17 @@ def test_what_is_copied_into_another_dtype_is_converted(of: torch.dtype, to: tor
     x = torch.arange(2 * 32 * 3 * 5).remainder(100).view(2, 32, 3, 5).to(of)
     x = x.contiguous(memory_format=torch.channels_last)
     whole = torch.zeros(2, 64, 3, 5).to(to).contiguous(memory_format=torch.channels_last)
-    eager.copied(x, whole[:, :32])
+    torch_steps.copied(x, whole[:, :32])
     assert torch.equal(whole[:, :32], x.to(to)) and not whole[:, 32:].any()
 
 
 # -- statistics of groups by those of their channels -----------------------------------------------
 
 
-def affine_step(spec: GraphSpec) -> eager.Run | None:
+def affine_step(spec: GraphSpec) -> torch_steps.Run | None:
     """The torch step of a graph of one op."""
     (node,) = spec.nodes
-    return eager._run_group_affine(spec, node, CPU)
+    return torch_steps._run_group_affine(spec, node, CPU)
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "contiguous", "gaps"])
@@ -604,7 +604,7 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_other() -> N
 )
 def test_rows_of_channels_are_cut_until_they_are_short(size: tuple[int, int], parts: int) -> None:
     x = torch.randn(2, 12, *size).contiguous(memory_format=torch.channels_last)
-    rows = eager._by_channel(x, 3)
+    rows = torch_steps._by_channel(x, 3)
     assert rows.shape == (2, size[0] * size[1] // parts, parts, 3, 4)
     assert rows.data_ptr() == x.data_ptr()
     torch.testing.assert_close(rows.sum((1, 2)).flatten(1), x.sum((2, 3)))
@@ -615,12 +615,12 @@ def test_rows_of_channels_are_cut_until_they_are_short(size: tuple[int, int], pa
 PACKED = [case for case in CASES if case.family == "sdpa_varlen"]
 
 
-def flash_run(monkeypatch: pytest.MonkeyPatch, spec: GraphSpec) -> eager.Run | None:
+def flash_run(monkeypatch: pytest.MonkeyPatch, spec: GraphSpec) -> torch_steps.Run | None:
     """The torch step on a GPU, with a flash attention that runs here."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     fake = SimpleNamespace(_flash_attention_forward=flash_attention_forward)
-    monkeypatch.setattr(eager, "_aten", fake)
-    return eager._run_packed(spec, spec.nodes[0], torch.device("cuda"))
+    monkeypatch.setattr(torch_steps, "_aten", fake)
+    return torch_steps._run_packed(spec, spec.nodes[0], torch.device("cuda"))
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
@@ -696,9 +696,9 @@ def test_without_flash_attention_packed_attention_is_the_references(
     case = next(case for case in PACKED if case.id == "sdpa_varlen-own-fp16")
     spec = case.build().spec()
     assert flash_run(monkeypatch, spec) is not None
-    assert eager._run_packed(spec, spec.nodes[0], CPU) is None
+    assert torch_steps._run_packed(spec, spec.nodes[0], CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert eager._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
+    assert torch_steps._run_packed(spec, spec.nodes[0], torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize("odd", range(3))
@@ -762,7 +762,7 @@ def test_a_result_of_another_dtype_is_written_all_the_same(op: str, dtype: torch
     torch.manual_seed(0)
     given = [torch.rand(2, 3, 4, 6) + 0.25]
     out = outputs_of(g.spec())
-    eager.launcher(g.spec(), given, out, allow_tf32=False)()
+    torch_steps.launcher(g.spec(), given, out, allow_tf32=False)()
     numerics.check(out[0], reference.run(g.spec(), given, torch.float64)[0], dtype)
     assert step.op == op
 
@@ -786,5 +786,5 @@ def test_a_product_is_written_in_any_order_of_dims(left: Any, right: Any) -> Non
         g.output("y", g.matmul(a, b), stride=strides)
         given, out = [torch.rand(left), torch.rand(right)], outputs_of(g.spec())
         assert out[0].stride() == tuple(strides)
-        eager.launcher(g.spec(), given, out, allow_tf32=False)()
+        torch_steps.launcher(g.spec(), given, out, allow_tf32=False)()
         numerics.check(out[0], given[0].double() @ given[1].double(), torch.float32)

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from cudnngraph import importer
 from cudnngraph.errors import CannotImport
-from cudnngraph.importer import Imported, convert
-from cudnngraph.runtime import compile as compile_spec
-from cudnngraph.tracer import Shape
+from cudnngraph.models import convert as importer
+from cudnngraph.models.convert import Imported, convert
+from cudnngraph.models.trace import Shape
+from cudnngraph.runtime.executable import compile as compile_spec
 from tests import atens, numerics
 
 SAMPLES = int(os.environ.get("CUDNNGRAPH_TEST_SAMPLES", "2"))

@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 import cudnngraph as cg
-from cudnngraph import reference
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cli.arguments import device as known_device
+from cudnngraph.executor import reference
 from tests.numerics import bound
 from tests.scripts import loaded
 

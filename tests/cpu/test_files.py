@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 
-from cudnngraph import cli, files
+from cudnngraph import cli
 from cudnngraph.bench.measure import Ceilings, Row
 from cudnngraph.bench.report import Report
 from cudnngraph.cli import bench
+from cudnngraph.device import files
 from plans_cache import PlanStore
 from tests.cpu import cache_example
 

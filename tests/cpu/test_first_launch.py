@@ -17,9 +17,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, first_launch, guard
 from cudnngraph.backend.plan import Candidate, Outcome
-from cudnngraph.first_launch import FirstRun
+from cudnngraph.cache import lookup
+from cudnngraph.runtime import first_launch
+from cudnngraph.runtime.first_launch import FirstRun
+from cudnngraph.select import guard
 from plans_cache.record import from_json
 from tests.cpu.launch_worker import FIRST, SECOND, Engines, bound, run
 from tests.fakes import FakePlan
@@ -72,7 +74,7 @@ def test_each_plan_is_marked_before_its_first_launch_and_waited_for(
     exe = world.compiled()
     assert exe.tier == "built" and engines(exe) == [4, 4]
     RUNS[how](exe)
-    kept = cache.Rejected(0)
+    kept = lookup.Rejected(0)
     assert [step for step, _, _ in seen] == [
         kept.id(step.spec, exe.policy) for step in exe._program.steps
     ]
@@ -137,7 +139,7 @@ def test_torch_steps_are_waited_for_and_not_marked(world: Engines) -> None:
     exe = world.compiled()
     first, second = exe._program.steps
     torch_step = type(first)(first.spec, None, 0, ())
-    watched = FirstRun((torch_step, second), exe.policy, exe.device, cache.Rejected(0))
+    watched = FirstRun((torch_step, second), exe.policy, exe.device, lookup.Rejected(0))
     told: list[Any] = []
     calls = [lambda: told.append(marks()), lambda: told.append(marks())]
 
@@ -342,13 +344,13 @@ def test_a_search_in_this_process_passes_it_by(
     monkeypatch.setattr(guard.GpuBench, "proposals", lambda self, spec: Proposals())
     exe = world.compiled()
     spec = exe._program.steps[1].spec
-    cache.Rejected(0).withdraw(spec, exe.policy, FIRST, cache.DIED)
+    lookup.Rejected(0).withdraw(spec, exe.policy, FIRST, lookup.DIED)
     policy = cg.Policy(verify="inprocess", allow_tf32=False)
-    bench: Any = guard.GuardedBench(policy, exe.device, cache.Rejected(0), None)
+    bench: Any = guard.GuardedBench(policy, exe.device, lookup.Rejected(0), None)
     bench._policy = policy
     proposals = bench.proposals(spec)
     outcomes = [proposals.build(candidate)[0] for candidate in proposals.candidates]
-    assert [(each.accepted, each.reason) for each in outcomes] == [(False, cache.DIED), (True, "")]
+    assert [(each.accepted, each.reason) for each in outcomes] == [(False, lookup.DIED), (True, "")]
     assert tried == [7]
 
 
@@ -393,12 +395,12 @@ def test_a_warm_cache_is_looked_at_once_more_and_no_more(
     """A look for the folder; where marks of living processes are, one try at each lock."""
     run(world.compiled())
     looks: list[Any] = []
-    look = cache.Launches.look
+    look = lookup.Launches.look
     monkeypatch.setattr(
-        cache.Launches, "look", lambda self, reject: looks.append(0) or look(self, reject)
+        lookup.Launches, "look", lambda self, reject: looks.append(0) or look(self, reject)
     )
     monkeypatch.setattr(
-        cache.Rejected, "id", lambda *args: pytest.fail("steps have keys where one was lost")
+        lookup.Rejected, "id", lambda *args: pytest.fail("steps have keys where one was lost")
     )
     assert world.again().tier == "disk, serialized"
     assert len(looks) == 1

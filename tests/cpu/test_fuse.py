@@ -17,23 +17,24 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import exported, lanes
 from cudnngraph.bench import models
-from cudnngraph.importer import Packed, convert, import_model
-from cudnngraph.ir import GraphSpec
-from cudnngraph.layout import Laid
-from cudnngraph.partition import Graph, piece, regions, work
-from cudnngraph.rewrites import marked, prepared
-from cudnngraph.runtime import canonical, canonical_tensor_names
-from cudnngraph.runtime import compile as compile_spec
-from cudnngraph.select import FREE, heuristic
-from cudnngraph.trial import Chain
+from cudnngraph.executor.memory import Laid
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.models import export
+from cudnngraph.models.convert import Packed, convert, import_model
+from cudnngraph.partition.cuts import Graph, piece, regions, work
+from cudnngraph.rewrite.passes import marked, prepared
+from cudnngraph.runtime import streams as lanes
+from cudnngraph.runtime.executable import canonical, canonical_tensor_names
+from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.trial import Chain
 from tests import numerics
 from tests.cpu.test_importer import NETS, Of, image
 from tests.fakes import builder
 from tests.models import DiffusionUNet
 
-fusing: Any = importlib.import_module("cudnngraph.fuse")
+fusing: Any = importlib.import_module("cudnngraph.models.fused")
 CPU = torch.device("cpu")
 POLICY = cg.Policy(allow_tf32=False)
 
@@ -136,7 +137,7 @@ def test_a_fused_model_can_be_copied(way: Any) -> None:
 
 def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
     """A model as it is imported for a GPU, and bound here."""
-    made = exported.export(model, (x,))
+    made = export.export(model, (x,))
     imported = convert(
         made.module, made.constants, made.placeholders, channels_last=True, on_gpu=True
     )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.ir import (
+from cudnngraph.ir.spec import (
     channels_last_strides,
     dense_strides,
     is_channels_last,

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, recorded, select, verification, workers
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Answer, Server, Workers
+from cudnngraph.cache import codec, lookup
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import guard, heuristic, verification, workers
+from cudnngraph.select.workers import Answer, Server, Workers
 from tests.cpu.test_cache import again, compiled
 from tests.fakes import FakePlan, World
 
@@ -148,7 +149,7 @@ def test_a_search_tells_what_it_will_ask_for() -> None:
         choice = Choice(1, ())
         return FakePlan(choice), (Outcome(Candidate(0, choice, "eng1"), True),)
 
-    select.heuristic(
+    heuristic.heuristic(
         graph().spec(), POLICY, build, lambda parts: asked.append([p.name for p in parts])
     )
     assert [sorted(each) for each in asked if each] == [["conv", "relu"]]
@@ -199,7 +200,9 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
     assert guard.how(POLICY) == "inprocess"
     kept.rejected.clear()
     guard.Builder(POLICY, 0, kept)(spec())
-    warned = [each.getMessage() for each in caplog.records if each.name == "cudnngraph.guard"]
+    warned = [
+        each.getMessage() for each in caplog.records if each.name == "cudnngraph.select.guard"
+    ]
     assert len(warned) == 1 and why in warned[0]
 
 
@@ -272,7 +275,7 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path / "cache")
     made.install(monkeypatch)
-    monkeypatch.setattr(cache, "_rejected", {})
+    monkeypatch.setattr(lookup, "_rejected", {})
     return made
 
 
@@ -334,7 +337,7 @@ def test_a_record_whose_plan_misbehaves_is_made_anew(
         again(verify="isolated", tune="cached")
     assert MISBEHAVES[does] in str(refused.value)
     assert behaves.tried == [first.engine]
-    cache._rejected.clear()  # as a new process
+    lookup._rejected.clear()  # as a new process
     behaves.start(**{str(first.engine): does, "61": "is right"})
     second = again(verify="isolated")
     assert [step.choice.engine for step in second.steps if step.choice] == [61]
@@ -352,7 +355,7 @@ def test_torch_steps_alone_ask_nothing_of_cudnn(
     def missing(index: int) -> Any:
         raise cg.BackendUnavailable("cuDNN is not installed")
 
-    monkeypatch.setattr(cache.env, "env_key", missing)
+    monkeypatch.setattr(lookup.env, "env_key", missing)
     g = cg.Graph("g")
     g.output("y", g.relu(g.input("x", (2, 3), torch.float64)))
     assert [step.choice for step in g.compile("cuda:0").steps] == [None]
@@ -360,4 +363,4 @@ def test_torch_steps_alone_ask_nothing_of_cudnn(
 
 @pytest.mark.parametrize("said", [None, 7, {}, {"error": "x"}, {"error": 1.0, "gpu": 3}])
 def test_a_check_that_a_record_cannot_say_counts_as_none(said: Any) -> None:
-    assert recorded._verified(said) is None
+    assert codec._verified(said) is None

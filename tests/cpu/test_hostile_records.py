@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from cudnngraph import cli
-from cudnngraph.cli import entries
+from cudnngraph.cli import records
 from plans_cache import PlanRecord, PlanStore, RecordError, entry_id, from_json
 from plans_cache.record import MAX_CREATED, MAX_TIME_US, digest
 from tests.cpu import cache_example
@@ -230,7 +230,7 @@ def test_no_command_ends_and_no_other_record_is_lost(seed: int, tmp_path: Path) 
     listed = json.loads(out, parse_constant=no_constant)
     ids = {entry["id"] for entry in listed["entries"]}
     assert good <= ids
-    for field in entries.FIELDS:
+    for field in records.FIELDS:
         assert run("plan-dump", *at, "--sort", field, "--filter", f"{field}=1")[0] in (0, 1)
     code, out = run("plan-dump", *at, "--no-seeds")
     assert all(id[:12] in out for id in good), code

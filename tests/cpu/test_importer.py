@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import importer, reference
 from cudnngraph.bench import models
 from cudnngraph.errors import CannotImport
-from cudnngraph.exported import export
-from cudnngraph.fuse import backend
-from cudnngraph.importer import Imported, convert, import_model
-from cudnngraph.ir import GraphSpec, is_channels_last, is_contiguous
-from cudnngraph.rewrites import prepared
-from cudnngraph.runtime import compile as compile_spec
-from cudnngraph.views import is_view
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec, is_channels_last, is_contiguous
+from cudnngraph.models import convert as importer
+from cudnngraph.models.convert import Imported, convert, import_model
+from cudnngraph.models.export import export
+from cudnngraph.models.fused import backend
+from cudnngraph.ops.views import is_view
+from cudnngraph.rewrite.passes import prepared
+from cudnngraph.runtime.executable import compile as compile_spec
 from tests import numerics
 
 F32, F64 = torch.float32, torch.float64

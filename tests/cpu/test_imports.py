@@ -13,81 +13,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A part may import parts of lower layers, and its own package. A part is a module of cudnngraph or
-# one of its sub-packages; what is not built yet has its place too.
-LAYERS = (
-    ("lasting", "forkserver"),
-    ("errors", "files", "timing", "memory", "progress", "ranks"),
-    ("arguments",),
-    ("ir", "settings", "policy"),
-    ("resample",),
-    ("forms", "wire", "state"),
-    ("aten", "tracer", "written"),
-    ("ops", "key", "exported"),
-    ("views",),
-    ("validate", "reference", "partition"),
-    ("rows",),
-    ("rewrites",),
-    ("graph", "backend", "dropped"),
-    ("eager", "patterns"),
-    ("layout",),
-    ("grad", "importer", "select", "trial", "direct", "lanes"),
-    ("autotune", "comparison", "recorded", "verification"),
-    ("worker",),
-    ("sweeper", "workers"),
-    ("guard",),
-    ("cache",),
-    ("first_launch",),
-    ("runtime",),
-    ("explain", "sweep", "transforms"),
-    ("training",),
-    ("specialize",),
-    ("torch_ops",),
-    ("functional",),
-    ("nn", "fuse"),
-    ("bench",),
-    ("cli",),
-    ("__init__", "__main__"),
+# Folders of cudnngraph in the order of the road; "" has the modules beside them. A folder imports
+# those before it, and its own modules in one direction. docs/layout.md says what each is for.
+FOLDERS = (
+    *("", "device", "ir", "ops", "graph", "partition", "grad", "rewrite", "backend", "executor"),
+    *("select", "cache", "runtime", "explain", "sweep", "functional", "models", "nn", "bench"),
+    "cli",
 )
-LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
-# Inside a function, so that the cycle is closed only when it is called: (importing, imported).
-LATE = {("graph", "runtime"), ("graph", "training"), ("runtime", "transforms"), ("fuse", "cli")}
-# What the modules of selection may import, and nothing else of what lies below them.
-SELECTION = {
-    "timing": set(),
-    "memory": set(),
-    "progress": set(),
-    "views": {"ir", "ops"},
-    "partition": {"ir", "ops", "views"},
-    "rewrites": {"ir", "ops", "partition", "rows", "views"},
-    "rows": {"ir", "ops", "views"},
-    "eager": {
-        *("aten", "backend", "ir", "lasting", "ops", "reference", "resample", "rewrites"),
-        "views",
-    },
-    "dropped": {"ir", "ops", "reference"},
-    "layout": {"eager", "ir", "memory", "views"},
-    "trial": {
-        *("backend", "dropped", "eager", "ir", "layout", "ops", "policy", "reference"),
-        "rewrites",
-    },
-    "select": {
-        *("backend", "dropped", "errors", "ir", "ops", "partition", "policy", "rewrites"),
-    },
-    "autotune": {
-        *("backend", "dropped", "eager", "errors", "ir", "key", "partition", "policy"),
-        *("rewrites", "select", "timing", "trial"),
-    },
-}
+ABOVE = ("__init__", "__main__")  # modules beside the folders that may import all of them
+STRANGERS = (  # that do not import each other in either direction
+    {"graph", "partition"},
+    {"grad", "rewrite"},
+    {"explain", "functional"},
+)
+# The one way up, inside of a function: (importing, imported).
+LATE = {("graph", "runtime")}
 # Which modules of plans_cache a part may import; a part that is not here may import none.
 MAY_USE_STORE = {
     "backend": {"findings"},
-    "recorded": {"record"},
-    "verification": {"gate"},
-    "worker": {"gate"},
-    "guard": {"gate"},
+    "select": {"gate"},
     "cache": {"gate", "launches", "record", "rejections", "store", "lock"},
     "runtime": {"workspace"},
+    "explain": {""},
     "cli": {"", "record", "store"},
 }
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
@@ -139,32 +86,54 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def _part(module: str) -> str:
-    """``cudnngraph.backend.env`` → ``backend``."""
+def _folder(module: str) -> str | None:
+    """``cudnngraph.backend.env`` → ``backend``, ``cudnngraph.errors`` → "", all else → None."""
     words = module.split(".")
-    return words[1] if len(words) > 1 else "__init__"
+    if words[0] != "cudnngraph" or (len(words) == 2 and words[1] in ABOVE) or len(words) == 1:
+        return None
+    return words[1] if (ROOT / "cudnngraph" / words[1]).is_dir() else ""
+
+
+def _name(path: Path) -> str:
+    words = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(words[:-1] if words[-1] == "__init__" and len(words) > 2 else words)
 
 
 @pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
-    mine = _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    assert mine in LAYER, f"{mine} has no layer: give it one in this test and in DESIGN.md"
+def test_a_file_imports_only_what_lies_before_it(path: Path) -> None:
+    mine = _folder(_name(path))
+    if mine is None:
+        return
+    assert mine in FOLDERS, f"{mine} has no place: give it one in this test and in docs/layout.md"
     for module, late in _imports(path):
-        if module.split(".")[0] != "cudnngraph":
+        theirs = _folder(module)
+        if module.split(".")[0] != "cudnngraph" or theirs == mine:
             continue
-        theirs = _part(module)
-        allowed = LAYER[theirs] < LAYER[mine] or (
-            theirs == mine and mine in ("backend", "bench", "cli", "nn")
-        )
+        assert theirs is not None, "the package itself"
+        allowed = FOLDERS.index(theirs) < FOLDERS.index(mine) and {mine, theirs} not in STRANGERS
         assert allowed or (late and (mine, theirs) in LATE), f"{mine} imports {module}"
 
 
-@pytest.mark.parametrize("mine", SELECTION)
-def test_selection_imports_what_it_needs_and_no_more(mine: str) -> None:
-    """It looks neither at the cache nor at the runtime, and what is timed knows no graph."""
-    modules = [module for module, _ in _imports(ROOT / f"cudnngraph/{mine}.py")]
-    ours = {_part(module) for module in modules if module.split(".")[0] == "cudnngraph"}
-    assert ours == SELECTION[mine]
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_modules_of_a_folder_import_one_way(folder: str) -> None:
+    paths = [path for path in _files("cudnngraph") if _folder(_name(path)) == folder]
+    assert paths
+    reads = {
+        _name(path): {
+            module
+            for module, late in _imports(path)
+            if not late and _folder(module) == folder and module != _name(path)
+        }
+        for path in paths
+    }
+    while reads:
+        first = {name for name, others in reads.items() if not others & reads.keys()}
+        assert first, f"a cycle among {sorted(reads)}"
+        reads = {name: others for name, others in reads.items() if name not in first}
+
+
+def test_few_modules_stand_beside_the_folders() -> None:
+    assert len(list((ROOT / "cudnngraph").glob("*.py"))) <= 6
 
 
 @pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
@@ -194,16 +163,17 @@ def _of_store(module: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_the_upper_parts_touch_the_store(path: Path) -> None:
-    mine = _part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+def test_few_folders_touch_the_store(path: Path) -> None:
     used = {_of_store(module) for module, _ in _imports(path)} - {None}
-    assert used <= MAY_USE_STORE.get(mine, set())
+    assert used <= MAY_USE_STORE.get(_folder(_name(path)) or "", set())
 
 
-def test_the_rule_above_is_not_empty() -> None:
-    for part in ("recorded", "cache", "runtime"):
-        used = {_of_store(module) for module, _ in _imports(ROOT / f"cudnngraph/{part}.py")}
-        assert used - {None} == MAY_USE_STORE[part]
+@pytest.mark.parametrize("folder", MAY_USE_STORE)
+def test_the_rule_above_is_not_empty(folder: str) -> None:
+    paths = _files(f"cudnngraph/{folder}")
+    assert {_of_store(module) for path in paths for module, _ in _imports(path)} - {
+        None
+    } == MAY_USE_STORE[folder]
 
 
 @pytest.mark.parametrize("path", _files("plans_cache"), ids=lambda p: str(p.relative_to(ROOT)))

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import Difference, Key, diff, encode, graph_key, nearest
+from cudnngraph.ir.key import Difference, Key, diff, encode, graph_key, nearest
+from cudnngraph.ir.spec import GraphSpec
 from tests.samples import Case, enumerate_cases
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

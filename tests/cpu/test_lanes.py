@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import lanes
 from cudnngraph.backend import env
-from cudnngraph.ir import GraphSpec
-from cudnngraph.layout import Laid, Layout
-from cudnngraph.partition import Graph, piece, work
-from cudnngraph.rewrites import prepared
-from cudnngraph.runtime import canonical
+from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.partition.cuts import Graph, piece, work
+from cudnngraph.rewrite.passes import prepared
+from cudnngraph.runtime import streams
+from cudnngraph.runtime.executable import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
@@ -54,21 +54,21 @@ def ops(steps: Sequence[Laid]) -> list[str]:
 
 def test_a_plan_runs_beside_those_that_do_not_read_its_result() -> None:
     assert ops(branches()) == ["conv", "conv", "conv", "conv", "add"]
-    assert lanes.beside(branches()) == {1: 3}
-    assert lanes.beside(branches(joined=False)) == {1: 3}
+    assert streams.beside(branches()) == {1: 3}
+    assert streams.beside(branches(joined=False)) == {1: 3}
 
 
 def test_torch_steps_and_pointwise_plans_run_in_their_place() -> None:
     steps = branches()
     apart = [Laid(step.spec, at != 1, 0) for at, step in enumerate(steps)]
-    assert lanes.beside(apart) == {}
+    assert streams.beside(apart) == {}
     alone = [Laid(step.spec, at == 1, 0) for at, step in enumerate(steps)]
-    assert lanes.beside(alone) == {}, "there is no plan to run beside"
+    assert streams.beside(alone) == {}, "there is no plan to run beside"
     g = cg.Graph("pointwise")
     x = g.input("x", (4, 6), F16)
     for name in "abc":
         g.output(name, x * float(ord(name)))
-    assert lanes.beside(one_by_one(g.spec(), lambda part: True)) == {}
+    assert streams.beside(one_by_one(g.spec(), lambda part: True)) == {}
 
 
 def test_so_many_run_beside_the_others_at_a_time() -> None:
@@ -77,7 +77,7 @@ def test_so_many_run_beside_the_others_at_a_time() -> None:
     w = g.input("w", (8, 8, 3, 3), F16, **LAST)  # type: ignore[arg-type]
     for number in range(6):
         g.output(f"y{number}", g.conv(x, w, padding=1))
-    assert lanes.beside(one_by_one(g.spec(), lambda part: True)) == dict.fromkeys(range(3), 5)
+    assert streams.beside(one_by_one(g.spec(), lambda part: True)) == dict.fromkeys(range(3), 5)
 
 
 class Stream:
@@ -110,7 +110,7 @@ def test_streams_wait_for_each_other_where_a_result_is_read(
         number: lambda handle, number=number: log.append(f"{number} on {handle}")
         for number in (0, 1, 3, 4, 5)
     }
-    lanes.run(calls, {1: 3, 4: 5}, sides, 0)  # type: ignore[arg-type]
+    streams.run(calls, {1: 3, 4: 5}, sides, 0)  # type: ignore[arg-type]
     assert log == [
         "0 on main",
         "b waits for main",
@@ -130,7 +130,7 @@ def test_what_runs_side_by_side_shares_no_memory(case: Case, monkeypatch: Any) -
     spec = case.build().spec()
     backward = cg.differentiate(spec, floating_inputs(spec)).backward
     steps = one_by_one(backward, lambda part: part.nodes[-1].op != "concat")
-    until = lanes.beside(steps)
+    until = streams.beside(steps)
     graph = prepared(canonical(backward))
     bound = {*graph.inputs, *graph.outputs}
     layout = Layout(steps, bound, until)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-lasting: Any = importlib.import_module("cudnngraph.lasting")
+lasting: Any = importlib.import_module("cudnngraph.device.allocation")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import eager
+from cudnngraph.executor import torch_steps
 from tests.samples import F32, F64
 
 
@@ -114,7 +114,7 @@ def test_softmax_writes_through_torchs_out_variant_and_into_gaps(op: str) -> Non
         out = wide[:, :8]
         g, (vx,) = graph(x=x)
         g.output("y", getattr(g, op)(vx, 1), stride=out.stride())
-        eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+        torch_steps.launcher(g.spec(), [x], [out], allow_tf32=False)()
         assert torch.equal(out, want)
         assert bool((wide[:, 8:] == 77).all())
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnngraph.bench import lowprecision
+from cudnngraph.bench import quantized
 from cudnngraph.bench.cases import Case
 
 I8, E4 = torch.int8, torch.float8_e4m3fn
 CPU = torch.device("cpu")
 SMALL = [
     *(
-        lowprecision.conv(dtype, 2, 16, 8, 24, 3, 1, 1, bias=bias)
+        quantized.conv(dtype, 2, 16, 8, 24, 3, 1, 1, bias=bias)
         for dtype in (I8, E4)
         for bias in (False, True)
     ),
-    lowprecision.matmul(32, 48, 40),
-    lowprecision.sdpa(1, 2, 32, 16, causal=True),
-    lowprecision.sdpa(1, 2, 32, 16),
+    quantized.matmul(32, 48, 40),
+    quantized.sdpa(1, 2, 32, 16, causal=True),
+    quantized.sdpa(1, 2, 32, 16),
 ]
 
 
@@ -70,7 +70,7 @@ def test_the_same_in_16_bits_runs_on_tensors_of_its_own(case: Case) -> None:
 
 
 def test_the_suite_has_the_rows_that_are_asked_for() -> None:
-    names = [case.name for case in lowprecision.lowprecision_suite()]
+    names = [case.name for case in quantized.lowprecision_suite()]
     assert len(set(names)) == len(names)
     for row in (
         "conv 32 128 28 128 3 1 1 int8 scale relu",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnngraph.memory import ALIGNMENT_BYTES, Need, place
+from cudnngraph.partition.memory import ALIGNMENT_BYTES, Need, place
 
 STEPS = 8
 NEEDS = st.lists(

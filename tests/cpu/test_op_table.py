@@ -11,12 +11,14 @@ from types import FrameType
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import grad, reference, resample
 from cudnngraph.backend import lower
-from cudnngraph.graph import ACTIVATIONS, METHODS
-from cudnngraph.ir import GraphSpec, Node
-from cudnngraph.ops import OPS
-from cudnngraph.rewrites import PACKING
+from cudnngraph.executor import reference
+from cudnngraph.grad import differentiate
+from cudnngraph.graph.builder import ACTIVATIONS, METHODS
+from cudnngraph.ir.spec import GraphSpec, Node
+from cudnngraph.ops import pooling
+from cudnngraph.ops.base import OPS
+from cudnngraph.rewrite.passes import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)
@@ -30,7 +32,7 @@ LOSSES = {
 def test_the_tables_have_the_same_keys() -> None:
     assert set(reference.RULES) == set(OPS)
     assert set(lower.RULES) == set(OPS)
-    assert set(grad.RULES) == set(OPS)
+    assert set(differentiate.RULES) == set(OPS)
 
 
 def test_the_tables_can_be_read_without_cudnn() -> None:
@@ -120,7 +122,7 @@ def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
 
 def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
-    assert torch_only == {"concat", "aten", "group_affine", *LOSSES, *resample.RULES}
+    assert torch_only == {"concat", "aten", "group_affine", *LOSSES, *pooling.RULES}
     for name in torch_only:
         (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
         with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
@@ -141,7 +143,7 @@ def test_the_anchors_are_the_ops_that_sum_over_elements_or_move_them() -> None:
         "reshape",
         "slice",
         "transpose",
-        *resample.RULES,
+        *pooling.RULES,
         *LOSSES,
         "conv",
         "conv_transpose",

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import grad, partition, reference, rewrites
-from cudnngraph.ir import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
-from cudnngraph.ops import OPS
-from cudnngraph.partition import LOW_PRECISION, Graph, cuts, piece, regions, work
-from cudnngraph.rewrites import aligned_masks, channels_last, numeric_masks, prepared
-from cudnngraph.runtime import canonical
+from cudnngraph.executor import reference
+from cudnngraph.grad import differentiate as grad
+from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
+from cudnngraph.ops.base import OPS
+from cudnngraph.partition import cuts as partition
+from cudnngraph.partition.cuts import LOW_PRECISION, Graph, cuts, piece, regions, work
+from cudnngraph.rewrite import passes
+from cudnngraph.rewrite.passes import aligned_masks, channels_last, numeric_masks, prepared
+from cudnngraph.runtime.executable import canonical
 from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
@@ -588,7 +591,7 @@ def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.Monk
     g.output("o", g.sdpa(q, q, q, mask))
     spec = g.spec()
     assert aligned_masks(spec) is spec
-    monkeypatch.setattr(rewrites, "LEAST_SCORES", 1)
+    monkeypatch.setattr(passes, "LEAST_SCORES", 1)
     made = aligned_masks(spec)
     assert made is not spec
     assert same_results(spec, made)

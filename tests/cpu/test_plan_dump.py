@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from cudnngraph import cli
-from cudnngraph.cli import draw, entries
+from cudnngraph.cli import records as entries
 from cudnngraph.cli.plan_dump import bar
+from cudnngraph.explain import draw
 from plans_cache import PlanRecord, PlanStore, StepRecord
 from plans_cache.record import MAX_TIME_US
 from plans_cache.store import Entry

@@ -22,18 +22,22 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, cli, guard, recorded, reference, select, workers
+from cudnngraph import cli
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
-from cudnngraph.cli import compare, draw, entries, plans, transfer, verify
+from cudnngraph.cache import codec, lookup
+from cudnngraph.cache.codec import to_record
+from cudnngraph.cli import compare, plans, records, transfer, verify
 from cudnngraph.errors import NotSupported
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import Difference, graph_key
-from cudnngraph.recorded import to_record
-from cudnngraph.runtime import canonical
-from cudnngraph.select import StepPlan
-from cudnngraph.trial import random_inputs
-from cudnngraph.workers import Answer
+from cudnngraph.executor import reference
+from cudnngraph.explain import draw
+from cudnngraph.ir.key import Difference, graph_key
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime.executable import canonical
+from cudnngraph.select import guard, heuristic, workers
+from cudnngraph.select.heuristic import StepPlan
+from cudnngraph.select.trial import random_inputs
+from cudnngraph.select.workers import Answer
 from plans_cache import Hit, PlanRecord, PlanStore
 from plans_cache.record import MAX_CREATED
 from tests.cpu import cache_example
@@ -103,7 +107,7 @@ def test_path_prints_the_directory_and_makes_nothing(
 ) -> None:
     assert run("path") == (0, f"{folder}\n", "")
     assert not folder.exists()
-    with entries.settings.override(cache_dir=tmp_path / "of the settings"):
+    with records.settings.override(cache_dir=tmp_path / "of the settings"):
         assert cli.main(["plans", "path"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'of the settings'}\n"
 
@@ -409,7 +413,7 @@ def test_replay_checks_every_cudnn_step_and_the_record_says_what_that_found(
     assert verdict.detail == ("off by 1.0e-04" if ran else "")
     assert all(step.choice is not None for step in seen)
     assert now is not None
-    again = recorded.steps_of(now, verify.graph_of(now))
+    again = codec.steps_of(now, verify.graph_of(now))
     assert [step.verified for step in again] == [
         None if step.choice is None else HERE for step in steps
     ]
@@ -431,7 +435,7 @@ def test_what_selection_records_is_verified_and_drawn(likely: float) -> None:
         if ops in seen or size > 1 << 17 or not case.on_gpu:
             continue
         seen.add(ops)
-        made = select.heuristic(spec, policy, builder(lambda part: dice.random() < likely))
+        made = heuristic.heuristic(spec, policy, builder(lambda part: dice.random() < likely))
         record = to_record(spec, graph_key(spec, policy), env, policy, made)
         verdict, steps = verify.check_graph(record)
         assert (verdict, steps) == (verify.OK, made.steps), case
@@ -449,7 +453,7 @@ def test_steps_that_are_equal_are_checked_once() -> None:
         g.output(f"y{name}", g.matmul(x, g.input(name, (6, 6), torch.float16)))
     g.output("z", g.relu(x))
     spec, policy = canonical(g.spec()), cg.Policy(allow_tf32=False)
-    made = select.heuristic(spec, policy, builder(lambda part: len(part.nodes) > 1))
+    made = heuristic.heuristic(spec, policy, builder(lambda part: len(part.nodes) > 1))
     steps = tuple(dataclasses.replace(step, choice=Choice(4, ())) for step in made.steps)
     made = dataclasses.replace(made, steps=steps)
     env = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
@@ -501,12 +505,12 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == self.env)
-        monkeypatch.setattr(cache, "env_components", lambda environment: self.env)
-        monkeypatch.setattr(cache.env, "env_key", lambda index: None)
-        monkeypatch.setattr(cache, "_rejected", {})
-        monkeypatch.setattr(cache, "_launched", {})
+        monkeypatch.setattr(lookup, "env_components", lambda environment: self.env)
+        monkeypatch.setattr(lookup.env, "env_key", lambda index: None)
+        monkeypatch.setattr(lookup, "_rejected", {})
+        monkeypatch.setattr(lookup, "_launched", {})
         monkeypatch.setattr(guard, "_in_process", "")
-        monkeypatch.setattr(cache.env, "uuid", lambda index: f"GPU {index}")
+        monkeypatch.setattr(lookup.env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(workers, "on", lambda index: self)
         monkeypatch.setattr(
             Verified,
@@ -532,7 +536,7 @@ def _said(folder: Path, id: str) -> list[Any]:
     """What a record on disk says of each step's check."""
     found = PlanStore(folder, seeds=None).check(id)
     assert found.record is not None and not found.blob_problem
-    return [step.extra.get(recorded.VERIFIED) for step in found.record.steps]
+    return [step.extra.get(codec.VERIFIED) for step in found.record.steps]
 
 
 def test_on_a_gpu_the_plans_of_its_environment_are_checked_and_their_records_renewed(
@@ -792,7 +796,7 @@ def test_seeds_are_exported_as_they_ship_and_serve(
         seed, mine = store.get(id), here.get(id)
         assert isinstance(seed, Hit) and isinstance(mine, Hit)
         assert (seed.tier, seed.record) == ("seed", mine.record.with_blob(None))
-    monkeypatch.setattr(entries, "PACKAGED_SEEDS", seeds)
+    monkeypatch.setattr(records, "PACKAGED_SEEDS", seeds)
     code, out, _ = run("verify", at=tmp_path / "none")
     assert (code, "7 entries checked, 0 replayed, 0 problems" in out) == (0, True)
     before = {path: path.read_bytes() for path in seeds.rglob("*.json")}

@@ -9,8 +9,8 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.eager import tf32
-from cudnngraph.runtime import resolve_policy
+from cudnngraph.executor.torch_steps import tf32
+from cudnngraph.runtime.executable import resolve_policy
 
 
 def graph() -> cg.Graph:

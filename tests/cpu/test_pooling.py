@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import eager
-from cudnngraph.backend import libraries, pooling
-from cudnngraph.ir import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
-from cudnngraph.rewrites import BOUNDED, marked
+from cudnngraph.backend import legacy_pooling, libraries
+from cudnngraph.executor import torch_steps
+from cudnngraph.ir.spec import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
+from cudnngraph.rewrite.passes import BOUNDED, marked
 
 F16 = torch.float16
 WINDOW: dict[str, Any] = {
@@ -36,22 +36,24 @@ def like(tensor: torch.Tensor) -> TensorSpec:
 @pytest.mark.parametrize("last", [True, False])
 def test_images_of_both_layouts_are_taken(last: bool) -> None:
     x, y = image(2, 8, 16, 16, last=last), image(2, 8, 8, 8, last=last)
-    assert pooling.takes("max_pool", WINDOW, x, y)
+    assert legacy_pooling.takes("max_pool", WINDOW, x, y)
     volume = {name: 3 * value[:1] for name, value in WINDOW.items() if isinstance(value, tuple)}
     x, y = image(2, 8, 6, 6, 6, last=last), image(2, 8, 3, 3, 3, last=last)
-    assert pooling.takes("max_pool", volume, x, y)
+    assert legacy_pooling.takes("max_pool", volume, x, y)
 
 
 def test_slices_of_channels_are_taken() -> None:
     wide = torch.empty(2, 24, 16, 16, dtype=F16).to(memory_format=torch.channels_last)
-    assert pooling.takes("max_pool", WINDOW, like(wide[:, 8:16]), image(2, 8, 8, 8))
-    assert pooling.takes("max_pool", WINDOW, image(2, 8, 32, 32), like(wide[:, 8:16]))
+    assert legacy_pooling.takes("max_pool", WINDOW, like(wide[:, 8:16]), image(2, 8, 8, 8))
+    assert legacy_pooling.takes("max_pool", WINDOW, image(2, 8, 32, 32), like(wide[:, 8:16]))
 
 
 def test_strides_of_extents_of_one_are_those_of_the_layout() -> None:
     x = TensorSpec("x", (1, 8, 16, 1), (7, 1, 8, 3), F16)
-    assert pooling._strides(x) == [[128, 1, 8, 8]]
-    assert pooling._strides(TensorSpec("x", (1, 1, 4, 4), (16, 16, 4, 1), F16)) == [[16, 1, 4, 1]]
+    assert legacy_pooling._strides(x) == [[128, 1, 8, 8]]
+    assert legacy_pooling._strides(TensorSpec("x", (1, 1, 4, 4), (16, 16, 4, 1), F16)) == [
+        [16, 1, 4, 1]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +76,12 @@ def test_strides_of_extents_of_one_are_those_of_the_layout() -> None:
 def test_what_it_is_not_for_stays_torchs(
     attrs: dict[str, Any], x: TensorSpec, y: TensorSpec
 ) -> None:
-    assert not pooling.takes("max_pool", {**WINDOW, **attrs}, x, y)
+    assert not legacy_pooling.takes("max_pool", {**WINDOW, **attrs}, x, y)
 
 
 def test_other_ops_are_not_taken() -> None:
     x, y = image(2, 8, 16, 16), image(2, 8, 8, 8)
-    assert not pooling.takes("avg_pool", {**WINDOW, "count_include_pad": True}, x, y)
+    assert not legacy_pooling.takes("avg_pool", {**WINDOW, "count_include_pad": True}, x, y)
 
 
 def pool_of(build: Any) -> GraphSpec:
@@ -111,7 +113,7 @@ def test_only_images_without_minus_infinity_are_for_cudnn(build: Any, bounded: b
 def test_what_cudnn_refuses_is_torchs_again(
     monkeypatch: pytest.MonkeyPatch, does: bool | None
 ) -> None:
-    def stands_in(attrs: Any, x: TensorSpec, y: TensorSpec) -> pooling.Pooling | None:
+    def stands_in(attrs: Any, x: TensorSpec, y: TensorSpec) -> legacy_pooling.Pooling | None:
         def pool(image: torch.Tensor, out: torch.Tensor) -> bool:
             if does:
                 out.fill_(7.0)
@@ -119,11 +121,11 @@ def test_what_cudnn_refuses_is_torchs_again(
 
         return None if does is None else pool
 
-    monkeypatch.setattr(pooling, "pooling", stands_in)
+    monkeypatch.setattr(legacy_pooling, "pooling", stands_in)
     x, out = torch.randn(2, 8, 16, 16), torch.empty(2, 8, 8, 8)
     spec = pool_of(lambda g, x: g.relu(x))
     node = spec.nodes[-1]
-    rule = eager._rule(node, spec, torch.device("cuda", 0))
+    rule = torch_steps._rule(node, spec, torch.device("cuda", 0))
     assert rule is not None
     rule([x], dict(node.attrs), out)
     want = torch.full_like(out, 7.0) if does else F.max_pool2d(x, 3, 2, 1)
@@ -134,13 +136,13 @@ def test_what_cudnn_refuses_is_torchs_again(
 def test_where_it_is_not_clear_which_cudnn_made_the_handle_torch_pools(
     monkeypatch: pytest.MonkeyPatch, copies: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(pooling.env, "frontend", lambda: None)
+    monkeypatch.setattr(legacy_pooling.env, "frontend", lambda: None)
     monkeypatch.setattr(libraries, "loaded_copies", lambda: {libraries.CUDNN: copies})
-    pooling._library.cache_clear()
+    legacy_pooling._library.cache_clear()
     try:
-        assert pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
+        assert legacy_pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
     finally:
-        pooling._library.cache_clear()
+        legacy_pooling._library.cache_clear()
 
 
 class Library:
@@ -157,13 +159,13 @@ class Library:
 
 
 def test_windows_that_cudnn_refuses_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "_library", lambda: Library(2000))
-    assert pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
+    monkeypatch.setattr(legacy_pooling, "_library", lambda: Library(2000))
+    assert legacy_pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8)) is None
 
 
 def test_what_does_not_begin_at_16_bytes_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "_library", lambda: Library(0))
-    pool = pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8))
+    monkeypatch.setattr(legacy_pooling, "_library", lambda: Library(0))
+    pool = legacy_pooling.pooling(WINDOW, image(2, 8, 16, 16), image(2, 8, 8, 8))
     assert pool is not None
     given, out = torch.empty(2 * 8 * 256 + 1, dtype=F16), torch.empty(2, 8, 8, 8, dtype=F16)
     assert not pool(given[1:], out) and not pool(given, out.flatten()[1:])

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import eager, trial
 from cudnngraph.backend import lower
-from cudnngraph.partition import Graph, cuts, piece, work
+from cudnngraph.executor import torch_steps
+from cudnngraph.partition.cuts import Graph, cuts, piece, work
+from cudnngraph.select import trial
 from tests import numerics
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -484,7 +485,7 @@ def test_a_trial_tells_a_right_result_from_a_truncated_one(dtype: torch.dtype) -
     out = torch.empty_strided(
         spec.tensors["y"].shape, spec.tensors["y"].stride, dtype=spec.tensors["y"].dtype
     )
-    eager.launcher(spec, inputs, [out], allow_tf32=False)()
+    torch_steps.launcher(spec, inputs, [out], allow_tf32=False)()
     want = cg.reference.run(spec, inputs, F64)[0]
     bound = trial.tolerance(dtype, tf32=False, fp8=trial.multiplies_fp8(spec))
     assert trial.relative_error(out, want) <= bound / 4
@@ -517,5 +518,5 @@ def test_a_torch_step_of_an_activation_writes_a_narrower_dtype(op: str, dtype: t
     g = cg.Graph("g")
     g.output("y", getattr(g, op)(g.input("x", (64,), F32)), dtype=dtype)
     x, out = torch.linspace(-3, 3, 64), torch.empty(64, dtype=dtype)
-    eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+    torch_steps.launcher(g.spec(), [x], [out], allow_tf32=False)()
     assert torch.equal(out, cg.reference.run(g.spec(), [x])[0])

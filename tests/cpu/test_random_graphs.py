@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnngraph import reference
+from cudnngraph.executor import reference
 from tests import random_graphs, random_runs
 from tests.random_graphs import BF16, F16, F32, F64, OPS, Case, Rounding
 from tests.scripts import loaded

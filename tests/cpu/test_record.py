@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnngraph.key import Key
+from cudnngraph.ir.key import Key
 from plans_cache import Candidate, PlanRecord, RecordError, StepRecord, entry_id, from_json
 from plans_cache.record import MAX_CREATED, MAX_DEPTH, MAX_RECORD_BYTES, MAX_TIME_US, BlobRef
 from tests.cpu.store_worker import record

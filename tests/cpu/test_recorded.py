@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import select
 from cudnngraph.backend.env import EnvKey
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import graph_key
-from cudnngraph.recorded import (
+from cudnngraph.cache.codec import (
     StaleRecord,
     env_components,
     pack,
@@ -27,9 +24,12 @@ from cudnngraph.recorded import (
     to_record,
     unpack,
 )
-from cudnngraph.rewrites import channels_last, marked, prepared
-from cudnngraph.runtime import canonical
-from cudnngraph.select import Selection, StepPlan
+from cudnngraph.ir.key import graph_key
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.rewrite.passes import channels_last, marked, prepared
+from cudnngraph.runtime.executable import canonical
+from cudnngraph.select import heuristic
+from cudnngraph.select.heuristic import Selection, StepPlan
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json
 from tests.cuttings import every_cutting
 from tests.fakes import FakePlan, builder, choice_for
@@ -50,7 +50,7 @@ def record_of(spec: GraphSpec, selection: Selection, policy: cg.Policy = POLICY)
 def chosen(spec: GraphSpec, likely: float, seed: int = 0) -> Selection:
     """A selection in which cuDNN refuses each part with the given likelihood."""
     dice = random.Random(zlib.crc32(str(spec).encode()) + seed)
-    return select.heuristic(spec, POLICY, builder(lambda part: dice.random() < likely))
+    return heuristic.heuristic(spec, POLICY, builder(lambda part: dice.random() < likely))
 
 
 def block() -> GraphSpec:
@@ -78,7 +78,7 @@ def more_than_one_op(spec: GraphSpec) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if select.torch_only(spec) is not None:
+    if heuristic.torch_only(spec) is not None:
         pytest.skip("never stored")
     for likely in (0.0, 0.5, 1.0):
         selection = chosen(spec, likely)
@@ -89,7 +89,7 @@ def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> Non
 @given(case=st.sampled_from(CASES), likely=st.sampled_from([0.2, 0.5, 0.8]), seed=st.integers(0))
 def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
     spec = canonical(case.build().spec())
-    if select.torch_only(spec) is None:
+    if heuristic.torch_only(spec) is None:
         selection = chosen(spec, likely, seed)
         assert steps_of(record_of(spec, selection), spec) == selection.steps
 
@@ -97,7 +97,7 @@ def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_cut_of_every_rewrite_comes_back_from_json(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if select.torch_only(spec) is not None:
+    if heuristic.torch_only(spec) is not None:
         pytest.skip("never stored")
     ready = prepared(marked(spec, deterministic=False))
     for variant in {id(each): each for each in (ready, channels_last(ready))}.values():
@@ -126,7 +126,7 @@ def test_the_samples_are_cut_in_every_way() -> None:
     ways = set()
     for case in CASES:
         spec = canonical(case.build().spec())
-        if select.torch_only(spec) is None:
+        if heuristic.torch_only(spec) is None:
             for likely in (0.0, 0.5, 1.0):
                 steps = chosen(spec, likely).steps
                 kinds = {"torch" if step.choice is None else "cudnn" for step in steps}
@@ -148,7 +148,7 @@ def test_a_boolean_mask_comes_back_with_its_constant_of_minus_infinity() -> None
             for node in part.nodes
         )
 
-    selection = select.heuristic(spec, POLICY, builder(refuse))
+    selection = heuristic.heuristic(spec, POLICY, builder(refuse))
     record = record_of(spec, selection)
     assert [step.ops for step in record.steps] == [
         ("constant", "constant", "where"),
@@ -162,7 +162,7 @@ def test_a_boolean_mask_comes_back_with_its_constant_of_minus_infinity() -> None
 
 def test_choices_decisions_and_workspaces_come_back() -> None:
     spec = block()
-    selection = select.heuristic(spec, POLICY, builder(more_than_one_op))
+    selection = heuristic.heuristic(spec, POLICY, builder(more_than_one_op))
     steps = steps_of(record_of(spec, selection), spec)
     assert [step.choice for step in steps] == [choice_for(step.spec) for step in steps]
     assert [step.workspace_bytes for step in steps] == [
@@ -220,7 +220,7 @@ def changed(record: PlanRecord, place: int, **change: Any) -> PlanRecord:
 def cut() -> tuple[GraphSpec, PlanRecord]:
     """The block as two steps: the convolution, and what follows it."""
     spec = block()
-    selection = select.heuristic(spec, POLICY, builder(lambda part: len(part.nodes) == 6))
+    selection = heuristic.heuristic(spec, POLICY, builder(lambda part: len(part.nodes) == 6))
     assert [len(step.spec.nodes) for step in selection.steps] == [1, 5]
     return spec, record_of(spec, selection)
 

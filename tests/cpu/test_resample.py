@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import eager, reference, resample
-from cudnngraph.grad import RULES, NoGradient
-from cudnngraph.ir import channels_last_strides, contiguous_strides
+from cudnngraph.executor import reference, torch_steps
+from cudnngraph.grad.differentiate import RULES, NoGradient
+from cudnngraph.ir.spec import channels_last_strides, contiguous_strides
+from cudnngraph.ops import pooling
 from tests import numerics
 from tests.gradients import ours, upstream
 from tests.samples import BF16, F16, F32, F64
@@ -326,9 +327,9 @@ def test_a_step_writes_through_torchs_out_variant(
     def never(*given: Any) -> None:
         raise AssertionError("a copy")
 
-    monkeypatch.setattr(resample, "RULES", dict.fromkeys(resample.RULES, never))
-    monkeypatch.setattr(resample, "_interpolate", never)
-    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    monkeypatch.setattr(pooling, "RULES", dict.fromkeys(pooling.RULES, never))
+    monkeypatch.setattr(pooling, "_interpolate", never)
+    torch_steps.launcher(spec, [x], [out], allow_tf32=False)()
     assert torch.equal(out, run(x))
 
 
@@ -344,7 +345,7 @@ def test_a_step_writes_into_a_slice_of_a_larger_tensor(
     out = wide[:, 4:12]
     g = cg.Graph("g")
     g.output("y", apply(g, g.input("x", like=x)), stride=out.stride())
-    eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+    torch_steps.launcher(g.spec(), [x], [out], allow_tf32=False)()
     assert torch.equal(out, want)
     assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
 
@@ -371,14 +372,14 @@ def test_torch_is_given_strides_that_it_takes_for_one_layout(
         pytest.skip("of images")
     x = torch.empty_strided(shape, stride).copy_(torch.randn(shape))
     seen: list[Any] = []
-    plain = resample._plain
+    plain = pooling._plain
 
     def watched(*given: torch.Tensor) -> Any:
         found = plain(*given)
         seen.extend(found or ())
         return found
 
-    monkeypatch.setattr(resample, "_plain", watched)
+    monkeypatch.setattr(pooling, "_plain", watched)
     g = cg.Graph("g")
     given = g.input("x", like=x)
     if op == "interpolate":
@@ -391,7 +392,7 @@ def test_torch_is_given_strides_that_it_takes_for_one_layout(
     spec = g.spec()
     form = spec.tensors["y"]
     out = torch.empty_strided(form.shape, form.stride)
-    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    torch_steps.launcher(spec, [x], [out], allow_tf32=False)()
     assert numerics.relative_error(out, reference.run(spec, [x], torch.float64)[0]) < 5e-7
     assert len(seen) == 2
     for each in seen:
@@ -408,7 +409,7 @@ def test_one_element_is_copied_to_all(mode: str, layout: torch.memory_format) ->
     g = cg.Graph("g")
     value = g.interpolate(g.input("x", like=x), (5, 6), mode=mode)
     g.output("y", value, stride=out.stride())
-    eager.launcher(g.spec(), [x], [out], allow_tf32=False)()
+    torch_steps.launcher(g.spec(), [x], [out], allow_tf32=False)()
     numerics.check(out, F.interpolate(x.double(), (5, 6), mode=mode), F16)
     assert torch.equal(out, x.expand(out.shape))
     assert bool((wide[:, :4] == 77).all()) and bool((wide[:, 12:] == 77).all())
@@ -447,7 +448,7 @@ def test_the_weights_are_torchs(size: int, wanted: int, corners: bool, scale: fl
         wanted = int(size * scale)
     eye = torch.eye(size)[None]
     theirs = torch.ops.aten.upsample_linear1d(eye, [wanted], corners, scale)[0].t()
-    found = resample.weights(size, wanted, corners, scale)
+    found = pooling.weights(size, wanted, corners, scale)
     assert torch.allclose(found, theirs, rtol=0, atol=1e-6 * size)
     assert torch.allclose(found.sum(1), torch.ones(wanted))
 
@@ -473,7 +474,7 @@ def test_products_enlarge_as_torch_does(name: str, last: bool, dtype: torch.dtyp
     want = F.interpolate(x.double(), **given)
     out = torch.full_like(want, 77, dtype=dtype)
     out = channels_last(out) if last else out.contiguous()
-    run = resample.enlarging(attributes(x, given), x, out, CPU, least=0)
+    run = pooling.enlarging(attributes(x, given), x, out, CPU, least=0)
     assert run is not None
     run([x], {}, out)
     numerics.check(out, want, dtype, F.interpolate(x, **given), terms=4)
@@ -488,7 +489,7 @@ def test_products_write_into_a_slice_of_wider_rows(
     want = F.interpolate(x.double(), **options(shape, X2))
     wide = channels_last(torch.full((2, 20, *want.shape[2:]), 77.0).half())
     out = wide[:, 4:12]
-    run = resample.enlarging(attributes(x, options(shape, X2)), x, out, CPU, least=0)
+    run = pooling.enlarging(attributes(x, options(shape, X2)), x, out, CPU, least=0)
     assert run is not None
     written, bmm = [], torch.bmm
 
@@ -527,8 +528,8 @@ def test_torchs_own_kernel_runs_where_products_are_no_better_or_not_exact(
 ) -> None:
     x = channels_last(torch.randn(shape).to(dtype))
     attrs = attributes(x, options(shape, more))
-    out = x.new_empty(*shape[:2], *resample.sizes(shape[2:], attrs))
-    assert resample.enlarging(attrs, x, channels_last(out), CPU, least=0) is None
+    out = x.new_empty(*shape[:2], *pooling.sizes(shape[2:], attrs))
+    assert pooling.enlarging(attrs, x, channels_last(out), CPU, least=0) is None
 
 
 def test_products_are_for_images_that_lie_alike() -> None:
@@ -536,10 +537,10 @@ def test_products_are_for_images_that_lie_alike() -> None:
     attrs = attributes(x, options((2, 8, 12, 9), X2))
     out = x.new_empty(2, 8, 24, 18)
     wide = x.new_empty(2, 20, 24, 18)
-    assert resample.enlarging(attrs, x, out, CPU, least=0) is not None
+    assert pooling.enlarging(attrs, x, out, CPU, least=0) is not None
     for a, b in ((x, channels_last(out)), (channels_last(x), out), (x, wide[:, 4:12])):
-        assert resample.enlarging(attrs, a, b, CPU, least=0) is None
-    assert resample.enlarging(attrs, x, out, CPU, least=out.numel() + 1) is None
+        assert pooling.enlarging(attrs, a, b, CPU, least=0) is None
+    assert pooling.enlarging(attrs, x, out, CPU, least=out.numel() + 1) is None
 
 
 def test_a_large_step_runs_by_products_of_weights_that_are_made_once(
@@ -548,24 +549,24 @@ def test_a_large_step_runs_by_products_of_weights_that_are_made_once(
     x = channels_last(torch.randn(1, 16, 64, 128).half())
     spec = graph_of(lambda g, x: g.interpolate(x, scale_factor=4, mode="bilinear"), x).spec()
     out = channels_last(torch.full((1, 16, 256, 512), 77.0).half())
-    assert out.numel() >= resample.LEAST
-    launch = eager.launcher(spec, [x], [out], allow_tf32=False)
+    assert out.numel() >= pooling.LEAST
+    launch = torch_steps.launcher(spec, [x], [out], allow_tf32=False)
 
     def never(*given: Any) -> None:
         raise AssertionError("not by products")
 
-    monkeypatch.setattr(resample, "weights", never)
-    monkeypatch.setattr(resample, "_interpolate_into", never)
+    monkeypatch.setattr(pooling, "weights", never)
+    monkeypatch.setattr(pooling, "_interpolate_into", never)
     launch()
     want = F.interpolate(x.double(), scale_factor=4, mode="bilinear")
     numerics.check(out, want, F16, F.interpolate(x, scale_factor=4, mode="bilinear"), terms=4)
-    eager.launcher(spec, [x], [out], allow_tf32=False)()  # by the same weights
+    torch_steps.launcher(spec, [x], [out], allow_tf32=False)()  # by the same weights
 
 
 def test_products_leave_it_to_torchs_kernel_to_be_deterministic() -> None:
     x = torch.randn(2, 8, 12, 9).half()
     attrs, out = attributes(x, options((2, 8, 12, 9), X2)), x.new_empty(2, 8, 24, 18)
-    run = resample.enlarging(attrs, x, out, CPU, least=0)
+    run = pooling.enlarging(attrs, x, out, CPU, least=0)
     assert run is not None
     torch.use_deterministic_algorithms(True)
     try:
@@ -580,7 +581,7 @@ def test_what_is_not_finite_spreads_over_its_image_and_no_farther() -> None:
     x = torch.randn(2, 8, 12, 9).half()
     x[0, 3, 5, 5], x[1, 2, 0, 0] = math.inf, math.nan
     attrs, out = attributes(x, options((2, 8, 12, 9), X2)), x.new_empty(2, 8, 24, 18)
-    run = resample.enlarging(attrs, x, out, CPU, least=0)
+    run = pooling.enlarging(attrs, x, out, CPU, least=0)
     assert run is not None
     run([x], attrs, out)
     finite = out.isfinite().flatten(2).all(2)

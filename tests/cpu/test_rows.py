@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import rows
-from cudnngraph.importer import import_model
-from cudnngraph.ir import GraphSpec, is_contiguous
-from cudnngraph.ops import OPS
-from cudnngraph.partition import Graph, piece, regions
-from cudnngraph.rewrites import prepared, views
-from cudnngraph.rows import in_memory_order
-from cudnngraph.runtime import canonical
-from cudnngraph.views import lies_there
+from cudnngraph.ir.spec import GraphSpec, is_contiguous
+from cudnngraph.models.convert import import_model
+from cudnngraph.ops.base import OPS
+from cudnngraph.ops.views import lies_there
+from cudnngraph.partition.cuts import Graph, piece, regions
+from cudnngraph.rewrite import row_layout
+from cudnngraph.rewrite.passes import prepared, views
+from cudnngraph.rewrite.row_layout import in_memory_order
+from cudnngraph.runtime.executable import canonical
 from tests.cpu.test_views_behind import ops, same_numbers
 
 F16 = torch.float16
@@ -224,7 +224,7 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> Non
         g.output("half", g.mul(y, 2.0))
     g.output("y", y if y is not first else g.relu(y))
     spec = views(canonical(g.spec()))
-    made = rows._Rows(spec).run()
+    made = row_layout._Rows(spec).run()
     assert made is not None
     same_numbers(spec, made)
     for node in made.nodes:  # every view but copies lies in its operand
@@ -232,5 +232,5 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> Non
             form = made.tensors[node.results[0]]
             assert lies_there(made.tensors, node) or is_contiguous(form.shape, form.stride)
     kept = in_memory_order(spec)
-    assert rows._moved(kept) <= rows._moved(spec)
+    assert row_layout._moved(kept) <= row_layout._moved(spec)
     same_numbers(spec, prepared(canonical(g.spec())))

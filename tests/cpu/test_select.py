@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import select
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
-from cudnngraph.ir import GraphSpec
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import heuristic
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 POLICY = cg.Policy(allow_tf32=False)
@@ -46,12 +46,12 @@ def block() -> GraphSpec:
     return g.spec()
 
 
-def chosen(selection: select.Selection) -> list[tuple[tuple[str, ...], str]]:
+def chosen(selection: heuristic.Selection) -> list[tuple[tuple[str, ...], str]]:
     return [(ops(s.spec), "torch" if s.choice is None else "cuDNN") for s in selection.steps]
 
 
 def test_a_graph_that_cudnn_takes_is_one_step() -> None:
-    selection = select.heuristic(block(), POLICY, builder(lambda kinds: True))
+    selection = heuristic.heuristic(block(), POLICY, builder(lambda kinds: True))
     assert chosen(selection) == [(("conv", "bias", "relu"), "cuDNN")]
     (step,) = selection.steps
     assert step.workspace_bytes == 64
@@ -64,7 +64,7 @@ def test_a_graph_that_cudnn_takes_is_one_step() -> None:
 
 
 def test_a_refused_graph_is_cut_and_the_refusal_is_kept() -> None:
-    selection = select.heuristic(block(), POLICY, builder(lambda kinds: len(kinds) < 3))
+    selection = heuristic.heuristic(block(), POLICY, builder(lambda kinds: len(kinds) < 3))
     assert chosen(selection) == [(("conv",), "cuDNN"), (("bias", "relu"), "cuDNN")]
     first = selection.steps[0].decisions[0]
     assert (first.subject, first.accepted) == ("'block' as one plan", False)
@@ -73,7 +73,7 @@ def test_a_refused_graph_is_cut_and_the_refusal_is_kept() -> None:
 
 def test_an_op_that_cudnn_cannot_run_becomes_a_torch_step() -> None:
     takes = builder(lambda kinds: kinds in (("conv",), ("relu",)))
-    selection = select.heuristic(block(), POLICY, takes)
+    selection = heuristic.heuristic(block(), POLICY, takes)
     assert chosen(selection) == [(("conv",), "cuDNN"), (("bias",), "torch"), (("relu",), "cuDNN")]
     assert [plan is None for plan in selection.built] == [False, True, False]
     reasons = [d.reason for d in selection.steps[1].decisions]
@@ -81,7 +81,7 @@ def test_an_op_that_cudnn_cannot_run_becomes_a_torch_step() -> None:
 
 
 def test_nothing_is_ever_refused_for_good() -> None:
-    selection = select.heuristic(block(), POLICY, builder(lambda kinds: False))
+    selection = heuristic.heuristic(block(), POLICY, builder(lambda kinds: False))
     assert chosen(selection) == [((op,), "torch") for op in ("conv", "bias", "relu")]
     assert all(decision.reason for step in selection.steps for decision in step.decisions)
 
@@ -89,7 +89,7 @@ def test_nothing_is_ever_refused_for_good() -> None:
 def test_fallback_error_raises_what_cudnn_said() -> None:
     policy = cg.Policy(allow_tf32=False, fallback="error")
     with pytest.raises(cg.NotSupported) as caught:
-        select.heuristic(block(), policy, builder(lambda kinds: False))
+        heuristic.heuristic(block(), policy, builder(lambda kinds: False))
     assert caught.value.reasons == ("no engine for conv bias relu",)
     assert "cuDNN has no plan for graph 'block'" in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_only_a_refusal_makes_a_candidate_lose(error: type[Exception]) -> None:
         raise error("a mistake of ours")
 
     with pytest.raises(error, match="a mistake of ours"):
-        select.heuristic(block(), POLICY, build)
+        heuristic.heuristic(block(), POLICY, build)
 
 
 def one_relu(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> GraphSpec:
@@ -194,7 +194,7 @@ def alone(spec: GraphSpec) -> GraphSpec:
     ],
 )
 def test_what_is_better_run_apart(spec: GraphSpec, why: str | None) -> None:
-    assert select.why_apart(spec) == why
+    assert heuristic.why_apart(spec) == why
 
 
 def test_what_is_better_run_apart_is_not_shown_to_cudnn_whole() -> None:
@@ -204,7 +204,7 @@ def test_what_is_better_run_apart_is_not_shown_to_cudnn_whole() -> None:
         asked.append(kinds)
         return True
 
-    selection = select.heuristic(conv(8), POLICY, builder(takes))
+    selection = heuristic.heuristic(conv(8), POLICY, builder(takes))
     assert chosen(selection) == [(("conv",), "cuDNN"), (("relu",), "cuDNN")]
     assert asked == [("conv",), ("relu",)]
     first = selection.steps[0].decisions[0]
@@ -213,17 +213,17 @@ def test_what_is_better_run_apart_is_not_shown_to_cudnn_whole() -> None:
 
 def test_who_wants_one_plan_or_none_gets_what_is_better_run_apart() -> None:
     policy = cg.Policy(allow_tf32=False, fallback="error")
-    selection = select.heuristic(conv(8), policy, builder(lambda kinds: True))
+    selection = heuristic.heuristic(conv(8), policy, builder(lambda kinds: True))
     assert chosen(selection) == [(("conv", "relu"), "cuDNN")]
 
 
 def test_two_anchors_are_cut_into_the_coarsest_steps() -> None:
-    selection = select.heuristic(two_convolutions(), POLICY, builder(lambda kinds: True))
+    selection = heuristic.heuristic(two_convolutions(), POLICY, builder(lambda kinds: True))
     assert chosen(selection) == [(("conv",), "cuDNN"), (("conv", "relu"), "cuDNN")]
 
 
 def test_a_refused_step_of_a_cut_is_cut_again_and_the_others_are_not() -> None:
-    selection = select.heuristic(
+    selection = heuristic.heuristic(
         two_convolutions(), POLICY, builder(lambda kinds: kinds != ("conv", "relu"))
     )
     assert chosen(selection) == [((op,), "cuDNN") for op in ("conv", "conv", "relu")]
@@ -233,7 +233,7 @@ def test_a_boolean_mask_is_converted_in_a_step_before() -> None:
     g = cg.Graph("g")
     q, mask = g.input("q", (2, 4, 16, 16), F16), g.input("mask", (1, 1, 16, 16), torch.bool)
     g.output("o", g.sdpa(q, q, q, mask))
-    selection = select.heuristic(g.spec(), POLICY, builder(lambda kinds: True))
+    selection = heuristic.heuristic(g.spec(), POLICY, builder(lambda kinds: True))
     assert chosen(selection) == [(("where",), "cuDNN"), (("sdpa",), "cuDNN")]
     assert selection.steps[0].decisions[0].reason == COMPUTED
 
@@ -261,7 +261,7 @@ def test_what_cudnn_must_not_see_is_one_torch_step(spec: GraphSpec, reason: str)
     def build(part: GraphSpec) -> Any:
         raise AssertionError("cuDNN was asked")
 
-    selection = select.heuristic(spec, POLICY, build)
+    selection = heuristic.heuristic(spec, POLICY, build)
     assert chosen(selection) == [(("relu",), "torch")]
     assert selection.steps[0].decisions[0].reason == reason
 
@@ -270,9 +270,9 @@ def test_an_output_that_alone_is_too_large_is_found() -> None:
     g = cg.Graph("g")
     column, row = g.input("column", (2**16, 1), F16), g.input("row", (1, 2**16), F16)
     g.output("y", column + row)
-    assert select.torch_only(g.spec()) == "'y' spans 4294967296 elements, over 2^31 - 1"
+    assert heuristic.torch_only(g.spec()) == "'y' spans 4294967296 elements, over 2^31 - 1"
 
 
 def test_a_tensor_of_the_largest_size_is_shown_to_cudnn() -> None:
-    assert select.torch_only(one_relu((2**31 - 1,), F16)) is None
-    assert select.torch_only(one_relu((2**31,), F16)) is not None
+    assert heuristic.torch_only(one_relu((2**31 - 1,), F16)) is None
+    assert heuristic.torch_only(one_relu((2**31,), F16)) is not None

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import graph as graph_module
-from cudnngraph import runtime, settings
+from cudnngraph import settings
+from cudnngraph.graph import builder as graph_module
+from cudnngraph.runtime import executable as runtime
 from tests import numerics
 
-module: Any = sys.modules["cudnngraph.specialize"]  # the name in the package is the function
+module: Any = sys.modules["cudnngraph.runtime.specialize"]
 Recent, Static = module.Recent, module.Static
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph.exported import by_torch, export
-from cudnngraph.state import Held
+from cudnngraph.models.export import by_torch, export
+from cudnngraph.runtime.state import Held
 
 
 class Slotted:
@@ -213,7 +213,7 @@ def test_state_that_changes_is_refused_by_name_and_put_back(
             text = "changes|mutated"  # torch's own words, and names
         elif name == "another buffer":
             text = "changes 'hidden'"
-        monkeypatch.setattr("cudnngraph.tracer.trace", lambda *_: None)
+        monkeypatch.setattr("cudnngraph.models.trace.trace", lambda *_: None)
     model, x = Keeps(function).eval(), torch.ones(2, 3)
     before, objects = everything(model), {k: id(v) for k, v in vars(model).items()}
     with pytest.raises(cg.CannotImport, match=text):
@@ -256,7 +256,7 @@ def test_what_is_made_once_or_made_again_alike_is_taken(
     name: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "torch.export":
-        monkeypatch.setattr("cudnngraph.tracer.trace", lambda *_: None)
+        monkeypatch.setattr("cudnngraph.models.trace.trace", lambda *_: None)
     model, x = Keeps(TAKEN[name]).eval(), torch.randn(2, 3)
     before = everything(model)
     fused = cg.fuse(model, x)

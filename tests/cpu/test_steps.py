@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import direct, eager, runtime
 from cudnngraph.backend import env
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import graph_key
-from cudnngraph.partition import work
-from cudnngraph.runtime import Program, canonical
-from cudnngraph.select import FREE, heuristic
-from cudnngraph.trial import Chain
+from cudnngraph.executor import torch_steps
+from cudnngraph.ir.key import graph_key
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.partition.cuts import work
+from cudnngraph.runtime import executable, fast_call
+from cudnngraph.runtime.executable import Program, canonical
+from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.trial import Chain
 from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics
 from tests.fakes import builder
@@ -40,7 +41,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         given.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return given[-1]
 
-    monkeypatch.setattr(runtime, "WORKSPACE", WorkspacePool(allocate))
+    monkeypatch.setattr(executable, "WORKSPACE", WorkspacePool(allocate))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return given
 
@@ -314,7 +315,7 @@ def test_joining_on_a_gpu_copies_only_what_is_not_there_yet(
     values = [g.input(n, like=t) for n, t in (("a", there), ("b", apart))]
     g.output("y", g.concat(values, 1), layout="channels_last")
     there.fill_(3.0)
-    run = eager.launcher(g.spec(), [there, apart], [whole], allow_tf32=False)
+    run = torch_steps.launcher(g.spec(), [there, apart], [whole], allow_tf32=False)
     monkeypatch.setattr(torch, "cat", None)  # it would read what it writes
     run()
     assert torch.equal(whole[:, :8], torch.full((2, 8, 3, 3), 3.0))
@@ -374,7 +375,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
         dict(zip((*spec.inputs, *spec.outputs), tensors, strict=True)), 0
     ):
         launch(None)
-    bound, block = list(seen), runtime.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
+    bound, block = list(seen), executable.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
     seen.clear()
     program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound
@@ -432,7 +433,7 @@ def short_call(
     many = len(spec.inputs)
     steps = program.direct_steps(None)
     assert steps is not None
-    call = direct.call_of(steps, made[:many], made[many:], over, CPU, slots, checked=checked)
+    call = fast_call.call_of(steps, made[:many], made[many:], over, CPU, slots, checked=checked)
     return program, call
 
 
@@ -543,11 +544,11 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
 
     plan: Any = SimpleNamespace(native=(launch, 3))
     launches = [
-        direct.PlanLaunch(plan, array("Q", [16, 32]), 64),
-        direct.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
+        fast_call.PlanLaunch(plan, array("Q", [16, 32]), 64),
+        fast_call.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
     ]
     gpu.device = 0
-    call = direct.launch_of(launches, 0, 5)
+    call = fast_call.launch_of(launches, 0, 5)
     assert call is not None and call()
     assert seen == [((16, 32), 64, 7, 3), ((32, 48, 4096), 128, 7, 3)]
     assert not gpu.followed
@@ -558,11 +559,11 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
         setattr(gpu, name, before)
     assert len(seen) == 2
     gpu.stream = 8  # the handle is still on another
-    other = direct.launch_of(launches[:1], 0, 8)
+    other = fast_call.launch_of(launches[:1], 0, 8)
     assert other is not None and other()
     assert gpu.followed == [0]
     plan.native = None
-    assert direct.launch_of(launches, 0, 5) is None
+    assert fast_call.launch_of(launches, 0, 5) is None
 
 
 def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
@@ -573,7 +574,9 @@ def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
     steps = program.direct_steps(None)
     assert steps is not None
     steps.planned[0][1].native = None
-    assert direct.call_of(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True) is None
+    assert (
+        fast_call.call_of(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True) is None
+    )
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -605,7 +608,7 @@ def updates() -> GraphSpec:
 
 def test_a_step_may_write_over_what_no_later_step_reads() -> None:
     spec = updates()
-    names = runtime.canonical_tensor_names(spec)
+    names = executable.canonical_tensor_names(spec)
     program = in_steps(spec)
     assert [step.spec.nodes[0].op for step in program.steps] == ["mul", "add", "sigmoid"]
     own = {canonical_name: name for name, canonical_name in names.items()}
@@ -629,7 +632,7 @@ def test_the_steps_of_adamw_may_run_in_place() -> None:
     for name, value in zip(("p_", "m_", "v_"), g.adamw(*given, *numbers), strict=True):
         g.output(name, value)
     spec = g.spec()
-    program, names = in_steps(spec), runtime.canonical_tensor_names(spec)
+    program, names = in_steps(spec), executable.canonical_tensor_names(spec)
     assert len(program.steps) > 10
     over = {"p_": "p", "m_": "m", "v_": "v"}
     assert {(names[a], names[b]) for a, b in over.items()} <= program.may_write_over()

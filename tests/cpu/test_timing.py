@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnngraph.timing import DROP_OVER, ROUNDS, Captured, interleave
+from cudnngraph.device.timing import DROP_OVER, ROUNDS, Captured, interleave
 
 
 class Sampler:

@@ -11,7 +11,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
-from cudnngraph import torch_ops
+from cudnngraph.runtime import custom_ops
 from tests.samples import F32, F64
 
 EXACT = 1e-9
@@ -39,7 +39,7 @@ def compiled(function: Any, dynamic: bool | None = None) -> Any:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("wrt", [(True, True), (False, True), (False, False)], ids=str)
 def test_opcheck_of_the_forward(wrt: tuple[bool, bool], channels_last: bool) -> None:
-    torch.library.opcheck(torch_ops.forward, conv_call(channels_last, wrt))
+    torch.library.opcheck(custom_ops.forward, conv_call(channels_last, wrt))
 
 
 def test_a_name_stands_for_one_function() -> None:
@@ -47,20 +47,20 @@ def test_a_name_stands_for_one_function() -> None:
         return g.relu(x)
 
     with pytest.raises(ValueError, match="two functions of graphs are named 'attention'"):
-        torch_ops.function()(attention)
+        custom_ops.function()(attention)
 
 
 def test_opcheck_of_the_backward() -> None:
     given = conv_call()
     tensors = [t.detach() for t in given[0]]
-    described = torch_ops._described(tensors, *given[1:])
-    made = torch_ops._made(*described)
-    results = torch_ops.forward(tensors, *given[1:])
+    described = custom_ops._described(tensors, *given[1:])
+    made = custom_ops._made(*described)
+    results = custom_ops.forward(tensors, *given[1:])
     known = dict(zip(made.forward.inputs, tensors, strict=True))
     known |= dict(zip(made.forward.outputs, results, strict=True))
     known |= {name: torch.ones_like(results[0]) for name in made.backward.incoming.values()}
     ordered = [known[name] for name in made.backward.backward.inputs]
-    torch.library.opcheck(torch_ops.backward, (ordered, *described))
+    torch.library.opcheck(custom_ops.backward, (ordered, *described))
 
 
 def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
@@ -71,7 +71,7 @@ def test_opcheck_of_attention_with_a_mask_and_an_lse() -> None:
     there = [True, True, True, True, False, False]
     wrt = [True, True, True, False]
     given = ([q, k, v, keep], "attention", there, options, "None", [], [], wrt)
-    torch.library.opcheck(torch_ops.forward, given)
+    torch.library.opcheck(custom_ops.forward, given)
 
 
 def one_step(fast: Any, plain: Any, x: torch.Tensor) -> None:
@@ -342,9 +342,9 @@ def test_autocast_and_channels_last_hold_under_compile() -> None:
 
 def test_only_the_needed_gradients_are_part_of_a_compiled_graph() -> None:
     tensors, *rest = conv_call(wrt=(False, True))
-    made = torch_ops._made(*torch_ops._described(tensors, *rest))
+    made = custom_ops._made(*custom_ops._described(tensors, *rest))
     assert made.backward.backward.outputs == ("grad_weight",)
-    results = torch_ops.forward(tensors, *rest)
+    results = custom_ops.forward(tensors, *rest)
     (grad,) = torch.autograd.grad(results[0].sum(), tensors[1])
     expected = torch.autograd.grad(
         CF.conv2d(*tensors, padding=1, activation="relu").sum(), tensors[1]
@@ -354,7 +354,7 @@ def test_only_the_needed_gradients_are_part_of_a_compiled_graph() -> None:
 
 def test_double_backward_of_the_op_says_what_is_missing() -> None:
     tensors, *rest = conv_call()
-    y = torch_ops.forward(tensors, *rest)[0]
+    y = custom_ops.forward(tensors, *rest)[0]
     (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
     with pytest.raises(cg.FeatureMissing, match=r"graph 'conv_act': its gradient has no gradient"):
         torch.autograd.grad(dx.sum(), tensors[1])
@@ -364,9 +364,9 @@ def test_a_policy_reaches_the_executables_of_the_op() -> None:
     policy = cg.Policy(deterministic=True, workspace_limit=1 << 20, exclude_engines=("eng8",))
     numbers: list[float] = []
     counts: list[int] = []
-    fields = torch_ops._policy_text(policy, numbers, counts)
+    fields = custom_ops._policy_text(policy, numbers, counts)
     given = (*conv_call()[:4], fields, numbers, counts, [True, False])
-    made = torch_ops._made(*torch_ops._described(*given))
+    made = custom_ops._made(*custom_ops._described(*given))
     assert made.policy == policy
     assert made.executable("backward", torch.device("cpu")).policy.deterministic
 

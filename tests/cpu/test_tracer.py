@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cudnngraph as cg
-from cudnngraph import exported, tracer
-from cudnngraph.importer import Imported, convert
-from cudnngraph.ir import print_spec
-from cudnngraph.runtime import canonical
+from cudnngraph.ir.spec import print_spec
+from cudnngraph.models import export, trace
+from cudnngraph.models.convert import Imported, convert
+from cudnngraph.runtime.executable import canonical
 from tests.cpu.test_importer import NETS, Of, image
 
 IMAGE, LAST = (2, 8, 9, 7), torch.channels_last
 
 
-def imported(made: exported.Exported) -> Imported:
+def imported(made: export.Exported) -> Imported:
     return convert(made.module, made.constants, made.placeholders, channels_last=True)
 
 
@@ -32,13 +32,13 @@ def shown(made: Imported) -> str:
     return "" if made.spec is None else print_spec(canonical(made.spec))
 
 
-def same_as_export(model: nn.Module, *args: Any, **kwargs: Any) -> tracer.Traced:
+def same_as_export(model: nn.Module, *args: Any, **kwargs: Any) -> trace.Traced:
     """The run, after a comparison of what becomes of it and of torch.export's graph."""
-    traced = tracer.trace(model, args, kwargs)
+    traced = trace.trace(model, args, kwargs)
     assert traced is not None
-    theirs = exported.by_torch(model, args, kwargs)[0]
-    ours = exported.export(model, args, kwargs)
-    assert isinstance(ours.module, tracer.Traced)
+    theirs = export.by_torch(model, args, kwargs)[0]
+    ours = export.export(model, args, kwargs)
+    assert isinstance(ours.module, trace.Traced)
     assert len(ours.placeholders) == len(theirs.placeholders)
     assert ours.out_spec == theirs.out_spec
     mine, wanted = imported(ours), imported(theirs)
@@ -192,7 +192,7 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
 def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -> None:
     model, x = model_of(GIVEN_UP[name]), image(*IMAGE)
     before = x.clone(), model.c.clone(), set(vars(model))
-    assert tracer.trace(model, (x,), {}) is None
+    assert trace.trace(model, (x,), {}) is None
     assert torch.equal(x, before[0]) and torch.equal(model.c, before[1])
     assert set(vars(model)) == before[2]
     assert torch._C._len_torch_function_stack() == 0
@@ -204,17 +204,17 @@ def test_control_flow_works_as_before() -> None:
     model = model_of(GIVEN_UP["control_flow"])
     x = image(3)
     for _ in range(2):
-        tracer.trace(model, (x,), {})
+        trace.trace(model, (x,), {})
         torch.testing.assert_close(model(x), x + 1 if float(x.sum()) > 0 else x - 1)
 
 
 def test_one_tensor_in_two_places_autocast_and_subclasses_are_given_up() -> None:
     x = image(2, 3)
     two = Of(lambda m, a, b: a + b)
-    assert tracer.trace(two, (x, x), {}) is None
+    assert trace.trace(two, (x, x), {}) is None
     with torch.autocast("cpu"):
-        assert tracer.trace(two, (x, x + 1), {}) is None
-    assert tracer.trace(two, (x, x.to_sparse()), {}) is None
+        assert trace.trace(two, (x, x + 1), {}) is None
+    assert trace.trace(two, (x, x.to_sparse()), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_one_tensor_in_two_places_autocast_and_subclasses_are_given_up() -> None
 )
 def test_what_is_told_in_other_words_is_as_right(function: Callable[..., Any]) -> None:
     model, x = model_of(function), image(*IMAGE)
-    assert tracer.trace(model, (x,), {}) is not None
+    assert trace.trace(model, (x,), {}) is not None
     torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
 
 
@@ -239,17 +239,17 @@ def test_flags_are_those_of_the_real_tensors() -> None:
 
     model, x = Of(forward).eval(), image(2, 3)
     model.w = nn.Parameter(image(3))
-    assert tracer.trace(model, (x,), {}) is not None
+    assert trace.trace(model, (x,), {}) is not None
     torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
 
 
 def test_an_argument_that_the_model_holds_and_objects_are_given_up() -> None:
     held = image(2, 4)
-    assert tracer.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
+    assert trace.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
     writes = Of(lambda m, d: d.setdefault("y", d["x"] * 2)).eval()
-    assert tracer.trace(writes, ({"x": held},), {}) is None
+    assert trace.trace(writes, ({"x": held},), {}) is None
     box = SimpleNamespace(x=held)
-    assert tracer.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
+    assert trace.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
 
 
 def test_a_product_into_a_tensor_of_the_model() -> None:
@@ -321,7 +321,7 @@ FORMED: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("last", [False, True])
 def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
     x = torch.zeros(IMAGE).contiguous(memory_format=LAST if last else torch.contiguous_format)
-    traced = tracer.trace(Of(lambda m, x: FORMED[name](x)).eval(), (x,), {})
+    traced = trace.trace(Of(lambda m, x: FORMED[name](x)).eval(), (x,), {})
     assert traced is not None
     (result,) = (node for node in traced.graph.nodes if node.op == "output")
     seen, want = result.args[0][0].meta["val"], FORMED[name](x)
@@ -337,9 +337,9 @@ def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
 _ALONE = """
 import sys, torch, cudnngraph as cg
 from cudnngraph.bench import models
-from cudnngraph import eager
-from cudnngraph.importer import import_model
-from cudnngraph.partition import Graph, piece, work
+from cudnngraph.executor import torch_steps as eager
+from cudnngraph.models.convert import import_model
+from cudnngraph.partition.cuts import Graph, piece, work
 net, x = {
     "resnet": (models.ResNet((1, 1), 8, 5), torch.randn(1, 3, 64, 64)),
     "unet": (models.UNet(8, 3), torch.randn(1, 3, 32, 32)),
@@ -412,7 +412,7 @@ def test_an_einsum_that_is_a_product_of_matrices_is_one_node(equation: str) -> N
     terms = equation.replace(" ", "").split("->")[0].split(",")
     operands = tuple(map(made, terms))
     model = Of(lambda m, *xs: torch.einsum(equation, *xs)).eval()
-    traced = tracer.trace(model, operands, {})
+    traced = trace.trace(model, operands, {})
     assert traced is not None
     ops = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     one = "aten.matmul.default" in ops and set(ops) <= {"aten.matmul.default", "aten.transpose.int"}
@@ -432,7 +432,7 @@ def test_an_einsum_of_sizes_that_repeat_is_left_to_torch(
 ) -> None:
     operands = tuple(map(torch.randn, shapes))
     model = Of(lambda m, x, y: torch.einsum(equation, x, y)).eval()
-    traced = tracer.trace(model, operands, {})
+    traced = trace.trace(model, operands, {})
     assert traced is not None
     assert "aten.matmul.default" not in {str(node.target) for node in traced.graph.nodes}
     torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
@@ -440,14 +440,14 @@ def test_an_einsum_of_sizes_that_repeat_is_left_to_torch(
 
 def test_an_einsum_of_a_diagonal_is_no_product() -> None:
     x = torch.randn(2, 2, 4, 6)
-    assert tracer._product("abid,abjd->abij", x, x) is not None
-    assert tracer._product("bbid,bbjd->bbij", x, x) is None
+    assert trace._product("abid,abjd->abij", x, x) is not None
+    assert trace._product("bbid,bbjd->bbij", x, x) is None
 
 
 def test_an_einsum_that_torch_refuses_is_refused() -> None:
     x = torch.randn(2, 4, 6)
     model = Of(lambda m, x: torch.einsum("id,jd->ij", x, x)).eval()
-    assert tracer.trace(model, (x,), {}) is None
+    assert trace.trace(model, (x,), {}) is None
 
 
 def test_an_einsum_that_is_differentiated_or_cast_is_traced_as_before() -> None:
@@ -461,5 +461,5 @@ def test_an_einsum_that_is_differentiated_or_cast_is_traced_as_before() -> None:
     x = torch.randn(2, 4, 6)
     for function in (lambda m, x: torch.func.grad(squares)(x), cast):
         model = Of(function).eval()
-        assert tracer.trace(model, (x,), {}) is not None
+        assert trace.trace(model, (x,), {}) is not None
         torch.testing.assert_close(cg.fuse(model, x)(x), model(x))

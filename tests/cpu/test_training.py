@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import cudnngraph as cg
-from cudnngraph import training
+from cudnngraph.runtime import trainable
 from tests.gradients import differentiable, floating_inputs, ours, upstream
 from tests.samples import F32, F64, Case, enumerate_cases, make_inputs
 
@@ -327,7 +327,7 @@ def test_on_a_gpu_nothing_is_compiled_before_it_is_needed(monkeypatch: pytest.Mo
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        training, "compile_spec", lambda spec, *args, **options: asked.append(spec.name)
+        trainable, "compile_spec", lambda spec, *args, **options: asked.append(spec.name)
     )
     g, _ = block()
     exe = g.compile("cuda", training=True)

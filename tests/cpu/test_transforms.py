@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
-from cudnngraph import torch_ops, transforms
+from cudnngraph.runtime import custom_ops, transforms
 
 F64 = torch.float64
 EXACT = 1e-9
@@ -326,7 +326,7 @@ def test_the_op_is_mapped(dims: tuple[int | None, int | None]) -> None:
     }
 
     def op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch_ops.call("conv_act", (x, w, None, None), options, None, 1)[0]
+        return custom_ops.call("conv_act", (x, w, None, None), options, None, 1)[0]
 
     x, w = made((2, 4, 6, 6), (3, 4, 3, 3))
     tensors = [

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
-from cudnngraph import select
-from cudnngraph.ir import dense_strides
+from cudnngraph.ir.spec import dense_strides
+from cudnngraph.select import heuristic
 from tests import numerics
 from tests.samples import BF16, F16, F32, F64, enumerate_cases
 
@@ -292,9 +292,9 @@ def test_a_convolution_over_2_31_elements_is_not_shown_to_cudnn(
     g = cg.Graph("large")
     given = g.input("x", x, F16), g.input("w", w, F16)
     g.output("y", g.conv(*given, padding=w[2] // 2))
-    assert (select.torch_only(g.spec()) or "").startswith(f"'{large}' spans")
+    assert (heuristic.torch_only(g.spec()) or "").startswith(f"'{large}' spans")
     gradient = cg.differentiate(g.spec(), ("x", "w"))
-    assert "over 2^31 - 1" in (select.torch_only(gradient.backward) or "")
+    assert "over 2^31 - 1" in (heuristic.torch_only(gradient.backward) or "")
 
 
 RESIDUAL: dict[str, dict[str, Any]] = {

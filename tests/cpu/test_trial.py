@@ -11,11 +11,19 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference, trial
 from cudnngraph.backend import env
-from cudnngraph.ir import GraphSpec, TensorSpec
-from cudnngraph.ops import FP8_SCALES
-from cudnngraph.trial import GUARD_BYTES, Trial, random_inputs, relative_error, strided, tolerance
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec, TensorSpec
+from cudnngraph.ops.base import FP8_SCALES
+from cudnngraph.select import trial
+from cudnngraph.select.trial import (
+    GUARD_BYTES,
+    Trial,
+    random_inputs,
+    relative_error,
+    strided,
+    tolerance,
+)
 from tests import numerics
 from tests.samples import Case, enumerate_cases
 

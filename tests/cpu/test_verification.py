@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, verification, worker
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.ir import GraphSpec
+from cudnngraph.cache import lookup
+from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.policy import Policy
+from cudnngraph.select import guard, verification, worker
 from plans_cache.gate import Gate
 from tests.fakes import FakePlan
 
@@ -131,8 +132,8 @@ def test_a_plan_whose_check_fails_by_itself_is_left_out_and_may_be_tried_again(
     why = "its check fails: ValueError: a mistake of ours"
     assert found.plan is None and [each.reason for each in found.outcomes] == [why]
     assert verification.check(spec(), POLICY, CHOICE, 0) == (why, None)
-    monkeypatch.setattr(cache.Rejected, "id", lambda self, spec, policy: "0" * 32)
-    kept = cache.Rejected(0)
+    monkeypatch.setattr(lookup.Rejected, "id", lambda self, spec, policy: "0" * 32)
+    kept = lookup.Rejected(0)
     kept.add(spec(), POLICY, guard.wrong_of(found.outcomes))
     kept.withdraw(spec(), POLICY, CHOICE, why)
     assert kept.of(spec(), POLICY) == {}

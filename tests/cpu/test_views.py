@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.ir import TensorSpec, dense_strides, numel, same_layout, view_strides
-from cudnngraph.validate import check_node
+from cudnngraph.ir.spec import TensorSpec, dense_strides, numel, same_layout, view_strides
+from cudnngraph.ops.infer import check_node
 
 F16 = torch.float16
 SIZES = st.sampled_from([1, 1, 2, 2, 3, 4, 6])

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph import reference
-from cudnngraph.importer import import_model
-from cudnngraph.ir import GraphSpec, is_contiguous
-from cudnngraph.partition import Graph, piece, regions, work
-from cudnngraph.rewrites import prepared, views_behind
-from cudnngraph.runtime import canonical
-from cudnngraph.views import is_view
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec, is_contiguous
+from cudnngraph.models.convert import import_model
+from cudnngraph.ops.views import is_view
+from cudnngraph.partition.cuts import Graph, piece, regions, work
+from cudnngraph.rewrite.passes import prepared, views_behind
+from cudnngraph.runtime.executable import canonical
 from tests.models import Attends
 
 F16 = torch.float16

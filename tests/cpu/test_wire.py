@@ -7,9 +7,9 @@ import json
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import wire
 from cudnngraph.errors import CudnnGraphError
-from cudnngraph.ir import GraphSpec
+from cudnngraph.ir import wire
+from cudnngraph.ir.spec import GraphSpec
 from tests.samples import Case, enumerate_cases
 
 

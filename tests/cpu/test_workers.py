@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import workers
 from cudnngraph.backend.plan import Choice
-from cudnngraph.ir import GraphSpec
-from cudnngraph.workers import Server, Unusable, Workers
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import workers
+from cudnngraph.select.workers import Server, Unusable, Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 POLICY = cg.Policy(allow_tf32=False)

@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from cudnngraph import workers
-from cudnngraph.workers import Server, Unusable, Workers
+from cudnngraph.select import workers
+from cudnngraph.select.workers import Server, Unusable, Workers
 from plans_cache import gate as gates
 from plans_cache.gate import Gate
 from tests.cpu.user_programs import PATIENCE_S, POLICY, STAND_IN, graph, until
@@ -486,7 +486,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 import torch
 import cudnngraph as cg
-from cudnngraph import workers
+from cudnngraph.select import workers
 workers._PROGRAM = {program!r}
 os.chdir({elsewhere!r})
 sys.path[:0] = ["", {tools!r}, {path_like}]

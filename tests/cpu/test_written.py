@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import importer, reference
-from cudnngraph.exported import export
-from cudnngraph.importer import Imported, convert, import_model
-from cudnngraph.rewrites import prepared
-from cudnngraph.runtime import canonical
+from cudnngraph.executor import reference
+from cudnngraph.models import convert as importer
+from cudnngraph.models.convert import Imported, convert, import_model
+from cudnngraph.models.export import export
+from cudnngraph.rewrite.passes import prepared
+from cudnngraph.runtime.executable import canonical
 from tests.cpu.test_rows import copies
 from tests.cpu.test_views_behind import ops, same_numbers
 from tests.models import Windows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cudnngraph.importer import Imported, import_model
+from cudnngraph.models.convert import Imported, import_model
 from tests import numerics
 from tests.cpu.test_views_behind import ops
 from tests.cpu.test_written import exact

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, settings, workers
+from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
-from cudnngraph.workers import Answer, Server, Unusable, Workers
+from cudnngraph.cache import lookup
+from cudnngraph.select import guard, workers
+from cudnngraph.select.workers import Answer, Server, Unusable, Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 POLICY = cg.Policy(allow_tf32=False, verify="isolated")
@@ -195,13 +197,13 @@ def shares_a_cache(user: User) -> None:
     checked = Verified(1e-4, "a GPU", 91900, "1.28.0", "2.13")
     Verified.here = lambda index, error: checked  # type: ignore[method-assign,assignment]
     guard.load = lambda blob, choice, index: partial(str, choice)  # type: ignore[assignment]
-    cache.Rejected(0).gate.parent.mkdir(0o700, parents=True)  # type: ignore[union-attr]
-    user.say(gate=str(cache.Rejected(0).gate))
+    lookup.Rejected(0).gate.parent.mkdir(0o700, parents=True)  # type: ignore[union-attr]
+    user.say(gate=str(lookup.Rejected(0).gate))
 
     def build(who: str) -> None:
         engines = []
         for size in range(1, 7):
-            kept = cache.Rejected(0)
+            kept = lookup.Rejected(0)
             _, outcomes = guard.Builder(POLICY, 0, kept)(graph(f"{who}{size}", size))
             engines.append(outcomes[-1].candidate.choice.engine)
             assert Choice(4, ()) in kept.of(graph(who, size), POLICY)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import select
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import propose_for
 from cudnngraph.cli import main
-from cudnngraph.explain import Explanation
+from cudnngraph.explain.offline import Explanation
+from cudnngraph.select import heuristic
 
 F16, F32 = torch.float16, torch.float32
 
@@ -138,7 +138,7 @@ def test_engines_that_the_policy_excludes_are_barred() -> None:
 @pytest.mark.usefixtures("driver")
 def test_the_cuts_are_those_of_select(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    module = sys.modules["cudnngraph.explain"]
+    module = sys.modules["cudnngraph.explain.offline"]
 
     def recording(spec: cg.GraphSpec, target: str) -> Any:
         asked.append(tuple(node.op for node in spec.nodes))
@@ -155,7 +155,7 @@ def test_the_cuts_are_those_of_select(monkeypatch: pytest.MonkeyPatch) -> None:
         return module._Proposal(None, 0), ()  # type: ignore[attr-defined]
 
     again: list[tuple[str, ...]] = []
-    walked = select.heuristic(graph.spec(), found.policy, refuses_fusion)
+    walked = heuristic.heuristic(graph.spec(), found.policy, refuses_fusion)
     assert again == asked
     assert [step.spec for step in walked.steps] == [step.spec for step in found.steps]
     assert len(found.steps) > 1 and not found.whole

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import resample
 from cudnngraph.backend import env
 from cudnngraph.backend.lower import _REFUSALS, LOWERING, RULES, Alias, Constant, Lowered
 from cudnngraph.backend.plan import Choice, load, propose, propose_for
-from cudnngraph.ir import (
+from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir.spec import (
     GraphSpec,
     Node,
     TensorSpec,
@@ -33,10 +33,10 @@ from cudnngraph.ir import (
     memory_order,
     same_layout,
 )
-from cudnngraph.layout import Laid, Layout
-from cudnngraph.ops import ATTENTION, OPS
-from cudnngraph.partition import Graph, piece
-from cudnngraph.rewrites import by_flash, offsets_of_sequences
+from cudnngraph.ops import pooling
+from cudnngraph.ops.base import ATTENTION, OPS
+from cudnngraph.partition.cuts import Graph, piece
+from cudnngraph.rewrite.passes import by_flash, offsets_of_sequences
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
@@ -252,7 +252,7 @@ TORCH = (
     Known("an op of torch runs by torch", lambda spec: bool(_nodes(spec, "aten"))),
     Known(
         "cuDNN's Python frontend has no resampling",
-        lambda spec: bool(_nodes(spec, *resample.RULES)),
+        lambda spec: bool(_nodes(spec, *pooling.RULES)),
     ),
     Known(
         "cuDNN's Python frontend has softmax in attention alone",
@@ -688,7 +688,7 @@ def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphSpec, Lowered]
         seen.append((spec, lowered))
         return lowered, candidates
 
-    monkeypatch.setattr(sys.modules["cudnngraph.explain"], "propose_for", recording)
+    monkeypatch.setattr(sys.modules["cudnngraph.explain.offline"], "propose_for", recording)
     return seen
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench import models
-from cudnngraph.importer import import_model
+from cudnngraph.models.convert import import_model
 
 FREE = ("reshape", "transpose", "permute", "slice")  # views, which nothing runs
 

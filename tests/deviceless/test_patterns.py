@@ -9,19 +9,19 @@ from functools import lru_cache
 import pytest
 
 import cudnngraph as cg
-from cudnngraph import sweep
 from cudnngraph.backend import env, plan
+from cudnngraph.sweep import run
 
 TARGET = "nvidia-h200"
 PARTS = 8
 
 
 @lru_cache(maxsize=1)
-def full_spread() -> list[sweep.Task]:
-    return list(sweep.tasks(full=True))
+def full_spread() -> list[run.Task]:
+    return list(run.tasks(full=True))
 
 
-def taken(task: sweep.Task, *, propose: bool) -> int | None:
+def taken(task: run.Task, *, propose: bool) -> int | None:
     """How many candidates there are; None for a graph that is refused, for a reason."""
     if task.why_none:
         return None
@@ -41,7 +41,7 @@ def taken(task: sweep.Task, *, propose: bool) -> int | None:
 @pytest.mark.usefixtures("driver")
 def test_every_quick_graph_has_candidates_or_is_refused_with_a_reason(part: int) -> None:
     counts: Counter[str] = Counter()
-    for task in list(sweep.tasks(full=False))[part::PARTS]:
+    for task in list(run.tasks(full=False))[part::PARTS]:
         found = taken(task, propose=True)
         counts["refused" if found is None else "offered"] += 1
     assert counts["offered"] > counts["refused"], counts
@@ -58,13 +58,13 @@ def test_graphs_of_the_full_spread_are_lowered_or_refused_with_a_reason(part: in
 @pytest.mark.parametrize("family", ["conv 3x3", "conv_wgrad", "matmul", "layer_norm", "sdpa"])
 @pytest.mark.usefixtures("driver")
 def test_each_family_that_cudnn_has_is_offered_plans(family: str) -> None:
-    counts = [taken(task, propose=True) for task in sweep.tasks(full=False, only=f"{family}")]
+    counts = [taken(task, propose=True) for task in run.tasks(full=False, only=f"{family}")]
     assert sum(count or 0 for count in counts) > 0
 
 
 @pytest.mark.usefixtures("driver")
 def test_engines_that_the_ranking_leaves_out_follow_it() -> None:
-    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    (task, *_) = run.tasks(full=False, only="conv 3x3, x, float32, contiguous")
     frontend = env.frontend()
     ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
     every = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True, every=True)
@@ -81,7 +81,7 @@ def test_engines_that_the_ranking_leaves_out_follow_it() -> None:
 @pytest.mark.usefixtures("driver")
 def test_engines_that_are_less_exact_are_barred_behind_the_ranking_too(tf32: bool) -> None:
     """They would be found wrong in float32 otherwise, for what the policy rules out anyway."""
-    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    (task, *_) = run.tasks(full=False, only="conv 3x3, x, float32, contiguous")
     frontend = env.frontend()
     ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
     lowered = plan.lower_for(task.spec, TARGET)

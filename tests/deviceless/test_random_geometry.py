@@ -10,7 +10,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.lower import _cropped
-from cudnngraph.ir import GraphSpec, Node
+from cudnngraph.ir.spec import GraphSpec, Node
 from tests.geometry import Convolution, convolution, numbers
 
 TARGET = "nvidia-h200"

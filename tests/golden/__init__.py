@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import cudnngraph as cg
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import graph_key
-from cudnngraph.select import heuristic
+from cudnngraph.ir.key import graph_key
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select.heuristic import heuristic
 from tests import fakes, gradients
 from tests.samples import Case, enumerate_cases
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from cudnngraph import forkserver, verification, worker
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Plan
-from cudnngraph.ir import GraphSpec
-from cudnngraph.key import step_digest
+from cudnngraph.ir.key import step_digest
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select import forkserver, verification, worker
 from tests.gpu.test_autotune import (
     Double,
     scales_its_output,

@@ -17,16 +17,18 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import runtime, settings, timing
+from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
-from cudnngraph.ir import GraphSpec
-from cudnngraph.trial import Trial
+from cudnngraph.device import timing
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.runtime import executable
+from cudnngraph.select.trial import Trial
 from plans_cache.record import PlanRecord, from_json
 from tests import numerics
 from tests.gpu.test_plans import tensors
 
-autotune: Any = importlib.import_module("cudnngraph.autotune")
+autotune: Any = importlib.import_module("cudnngraph.select.search")
 
 F16 = torch.float16
 EFFORT = {"tune": "autotune", "max_candidates": 4, "budget_s": 20.0}
@@ -111,13 +113,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that were tuned, in order."""
     seen: list[str] = []
-    real = runtime.autotune
+    real = executable.autotune
 
     def counted(spec: GraphSpec, *args: Any, **options: Any) -> Any:
         seen.append(spec.name)
         return real(spec, *args, **options)
 
-    monkeypatch.setattr(runtime, "autotune", counted)
+    monkeypatch.setattr(executable, "autotune", counted)
     return seen
 
 

@@ -13,7 +13,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.cache import store
+from cudnngraph.cache.lookup import store
 from plans_cache.record import from_json
 from tests.gpu.test_plans import conv, tensors
 
@@ -188,7 +188,7 @@ def test_a_known_bad_plan_in_a_record_is_not_brought_back(
         asked.append(engine)
         return "found out later" if len(asked) == 1 else None
 
-    monkeypatch.setattr("cudnngraph.cache.why_bad", bad_once)
+    monkeypatch.setattr("cudnngraph.cache.lookup.why_bad", bad_once)
     assert again().tier == "built"
 
 
@@ -230,7 +230,7 @@ def test_the_pool_holds_the_largest_need_of_a_stream_not_the_sum(folder: Path) -
                 exe = g.compile("cuda")
                 exe(**tensors(exe))
                 needs.append(exe.workspace_bytes)
-    from cudnngraph.runtime import WORKSPACE
+    from cudnngraph.runtime.executable import WORKSPACE
 
     held = WORKSPACE.size_bytes(0, stream.cuda_stream)
     assert min(needs) > 0 and held == max(needs) < sum(needs)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cli, settings, sweep
+from cudnngraph import cli, settings
 from cudnngraph.backend import found_bad
 from cudnngraph.backend.plan import Choice
-from cudnngraph.runtime import compile as compile_spec
-from cudnngraph.sweep import Results
-from cudnngraph.workers import Server
+from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.select.workers import Server
+from cudnngraph.sweep import run
+from cudnngraph.sweep.run import Results
 
 ONLY = "conv 1x1, relu(x + c), float16, channels_last"
 # A worker that lets through what cudnngraph refuses: engines 4 and 7 read it from a wrong address.
@@ -25,8 +26,9 @@ LETS_THROUGH = """
 import sys
 from cudnngraph.backend import lower
 lower._check_beside_convolutions = lambda ctx: None
-from cudnngraph import forkserver, sweeper
-forkserver.serve(int(sys.argv[1]), sweeper.load)
+from cudnngraph.select import forkserver
+from cudnngraph.sweep import worker
+forkserver.serve(int(sys.argv[1]), worker.load)
 """
 
 
@@ -60,10 +62,10 @@ def test_a_few_graphs_by_every_engine(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_engines_that_the_ranking_leaves_out_are_built_too() -> None:
-    (task, *_) = sweep.tasks(full=False, only="conv 3x3, x, float32, contiguous")
-    library = sweep.OnGpu(0)
+    (task, *_) = run.tasks(full=False, only="conv 3x3, x, float32, contiguous")
+    library = run.OnGpu(0)
     others = [each for each in library.candidates(task) if each.choice.knobs == ()]
-    rows = [sweep.judged(library.submit(task, each.choice)) for each in others]
+    rows = [run.judged(library.submit(task, each.choice)) for each in others]
     assert others and all("do not propose" not in row.get("reason", "") for row in rows)
 
 
@@ -78,19 +80,19 @@ def test_what_is_wrong_here_is_found_and_barred(monkeypatch: pytest.MonkeyPatch)
     if env.cudnn_version() != 91900 or env.capability(0) != 90:
         pytest.skip("seen with cuDNN 9.19.0 on GPUs of compute capability 9.0")
     monkeypatch.setattr(lower, "_check_beside_convolutions", lambda ctx: None)
-    todo = list(sweep.tasks(full=False, only="conv 3x3, relu(x + v) [w,w,1,1], float16"))[:1]
+    todo = list(run.tasks(full=False, only="conv 3x3, relu(x + v) [w,w,1,1], float16"))[:1]
     store, results = found_bad.findings(0), Results()
-    assert sweep.run(todo, sweep.OnGpu(0, Server(_lets_through)), store, results)
+    assert run.run(todo, run.OnGpu(0, Server(_lets_through)), store, results)
     bad = results.bad()
     assert bad, results.counts()
-    sweep.write_known_bad(store, results, found_bad.environment(0))
+    run.write_known_bad(store, results, found_bad.environment(0))
     choice = Choice(bad[0]["engine"], tuple((name, value) for name, value in bad[0]["knobs"]))
     said = found_bad.why_found_bad(todo[0].spec, choice, 0, allow_tf32=False)
     assert said is not None and said.startswith("known bad on this GPU: ")
 
 
 def test_a_plan_that_is_barred_is_passed_over_and_explained() -> None:
-    (task, *_) = sweep.tasks(full=False, only=ONLY)
+    (task, *_) = run.tasks(full=False, only=ONLY)
     policy = cg.Policy(allow_tf32=False, tune="heuristic")
     first = compile_spec(task.spec, "cuda", policy=policy)
     (step,) = first._program.steps
@@ -106,7 +108,7 @@ def test_a_plan_that_is_barred_is_passed_over_and_explained() -> None:
             "reason": "wrong: said by a test",
         }
     )
-    sweep.write_known_bad(found_bad.findings(0), results, found_bad.environment(0))
+    run.write_known_bad(found_bad.findings(0), results, found_bad.environment(0))
     cg.cache_clear()
     second = compile_spec(task.spec, "cuda", policy=policy)
     (other,) = second._program.steps

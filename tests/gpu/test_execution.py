@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import resample, runtime
 from cudnngraph.backend import env
-from cudnngraph.runtime import WORKSPACE
+from cudnngraph.ops import pooling
+from cudnngraph.runtime import executable
+from cudnngraph.runtime.executable import WORKSPACE
 from tests import numerics
 from tests.copies import check_slices
 
@@ -162,11 +163,11 @@ def test_a_capture_of_ours_replays_and_lets_go_of_all_that_it_held() -> None:
     exe.bind(**given, y=out)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before, kept = torch.cuda.memory_reserved(), len(runtime._captured)
+    before, kept = torch.cuda.memory_reserved(), len(executable._captured)
     call = exe.capture(**given, y=out)
     assert isinstance(call.graph, torch.cuda.CUDAGraph)
     held = weakref.ref(next(iter(call._held.values()))[0])
-    assert len(runtime._captured) == kept
+    assert len(executable._captured) == kept
     out.zero_()
     call()
     torch.cuda.synchronize()
@@ -251,7 +252,7 @@ def test_a_captured_enlargement_outlives_its_executable(layout: torch.memory_for
     g.output("y", g.interpolate(g.input("x", like=x), scale_factor=8, mode="bilinear"))
     exe = g.compile("cuda")
     out = exe(x=x)
-    assert out.numel() >= resample.LEAST
+    assert out.numel() >= pooling.LEAST
     call = exe.bind(x=x, y=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, cli, guard, settings, workers
+from cudnngraph import cli, settings
+from cudnngraph.cache import lookup
+from cudnngraph.select import guard, workers
 from tests import numerics
 from tests.gpu.test_guard import again, embedded, inputs, is_right
 
@@ -176,7 +178,7 @@ def test_a_plan_that_ends_the_process_is_passed_by_in_the_next() -> None:
     assert code == 0, stderr
     assert told[0]["tier"] == "built" and ended not in told[0]["plans"]
     assert told[1]["off"] < numerics.bound(torch.float16)
-    assert marks() == [] and cache.DIED in reasons()
+    assert marks() == [] and lookup.DIED in reasons()
 
 
 def test_a_first_run_is_right_and_leaves_nothing_behind() -> None:
@@ -254,7 +256,7 @@ def test_plans_verify_removes_a_record_whose_plan_is_rejected(
     exe = g.compile("cuda")
     step = next(step for step in exe._program.steps if step.choice is not None)
     assert step.choice is not None
-    cache.Rejected(0).add(step.spec, exe.policy, {step.choice: "wrong: off by 0.5"})
+    lookup.Rejected(0).add(step.spec, exe.policy, {step.choice: "wrong: off by 0.5"})
     assert cli.main(["plans", "verify"]) == 1
     out = capsys.readouterr().out
     assert f"{step.choice}: wrong: off by 0.5" in out and "1 removed" in out

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import importer
 from cudnngraph.bench import models
-from cudnngraph.fuse import Fused, backend
+from cudnngraph.models import convert
+from cudnngraph.models.fused import Fused, backend
 from tests.models import Attends, DiffusionUNet, Windows, WritesAttention, turned
 
 F16 = torch.float16
@@ -115,7 +115,7 @@ def test_a_diffusion_models_embedding_is_added_where_it_belongs(
 
 def test_windows_of_an_example_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of five tokens each as one of ten, by a plan; check=True compares with float64."""
-    monkeypatch.setattr(importer, "BLOCKS", 1)
+    monkeypatch.setattr(convert, "BLOCKS", 1)
     model, x = made("windows")
     fused = cg.fuse(model, x)
     assert fused.report is not None and fused.report.errors

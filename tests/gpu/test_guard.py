@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, settings, workers
+from cudnngraph import settings
 from cudnngraph.backend import lower
 from cudnngraph.bench import models
+from cudnngraph.cache import lookup
+from cudnngraph.select import guard, workers
 from tests import numerics
 
 F16 = torch.float16
@@ -25,12 +27,12 @@ LETS_THROUGH = """
 import sys
 from cudnngraph.backend import lower
 lower._check_beside_convolutions = lambda ctx: None
-from cudnngraph import forkserver, worker
+from cudnngraph.select import forkserver, worker
 forkserver.serve(int(sys.argv[1]), worker.load)
 """
 BUSY = """
 import json, sys
-from cudnngraph import forkserver
+from cudnngraph.select import forkserver
 said = json.dumps({"unusable": "all devices are busy"}) + "\\n"
 forkserver.serve(int(sys.argv[1]), lambda: lambda talk, gpu: talk.sendall(said.encode()))
 """
@@ -80,8 +82,8 @@ def is_right(g: cg.Graph, exe: Any) -> None:
 def again() -> None:
     """What a new process has: nothing in memory, and no workers."""
     cg.cache_clear()
-    cache._stores.clear()
-    cache._rejected.clear()
+    lookup._stores.clear()
+    lookup._rejected.clear()
     workers._pools.clear()
 
 
@@ -151,8 +153,8 @@ def test_plans_that_fault_or_are_wrong_are_rejected_and_not_tried_again(
     assert "misaligned address" in texts and "is off by" in texts
     asked: list[str] = []
     again()
-    for entry in list(cache.store().scan()):
-        cache.store().remove(entry.id)
+    for entry in list(lookup.store().scan()):
+        lookup.store().remove(entry.id)
     second = pool()
     talk = second._talk
 

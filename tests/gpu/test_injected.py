@@ -20,10 +20,12 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import cache, guard, settings, workers
+from cudnngraph import settings
 from cudnngraph.backend.plan import Choice
-from cudnngraph.key import step_digest
-from cudnngraph.worker import from_choice
+from cudnngraph.cache import lookup
+from cudnngraph.ir.key import step_digest
+from cudnngraph.select import guard, workers
+from cudnngraph.select.worker import from_choice
 from tests.gpu import misbehaving
 from tests.gpu.test_autotune import check, conv_bias_relu, inputs_of
 from tests.gpu.test_guard import again
@@ -85,8 +87,8 @@ class Injected:
 
     def forget(self) -> None:
         """Remove what was chosen, but not what was rejected."""
-        for entry in list(cache.store().scan()):
-            cache.store().remove(entry.id)
+        for entry in list(lookup.store().scan()):
+            lookup.store().remove(entry.id)
 
     @property
     def attempts(self) -> int:

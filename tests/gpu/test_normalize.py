@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference
+from cudnngraph.executor import reference
 from tests import numerics
 
 F16, BF16 = torch.float16, torch.bfloat16

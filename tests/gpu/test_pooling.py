@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph import eager, reference
-from cudnngraph.backend import pooling
-from cudnngraph.ir import GraphSpec, TensorSpec
+from cudnngraph.backend import legacy_pooling
+from cudnngraph.executor import reference, torch_steps
+from cudnngraph.ir.spec import GraphSpec, TensorSpec
 from tests import numerics
 
 LAST = torch.channels_last
@@ -22,9 +22,9 @@ LAST = torch.channels_last
 def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether cuDNN's call did it, for every one; what other tests compiled is compiled anew."""
     cg.cache_clear()
-    made, found = pooling.pooling, list[bool]()
+    made, found = legacy_pooling.pooling, list[bool]()
 
-    def watched(*given: Any) -> pooling.Pooling:
+    def watched(*given: Any) -> legacy_pooling.Pooling:
         pool = made(*given)
         assert pool is not None
 
@@ -34,7 +34,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return run
 
-    monkeypatch.setattr(pooling, "pooling", watched)
+    monkeypatch.setattr(legacy_pooling, "pooling", watched)
     return found
 
 
@@ -70,7 +70,7 @@ def test_strides_of_a_single_row_say_nothing_of_the_layout(
 def _by_torch(spec: GraphSpec, x: torch.Tensor) -> torch.Tensor:
     form = spec.tensors["y"]
     out = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cuda")
-    eager.launcher(spec, [x], [out], allow_tf32=False)()
+    torch_steps.launcher(spec, [x], [out], allow_tf32=False)()
     return out
 
 
@@ -96,8 +96,8 @@ def test_it_has_torchs_bits(
     made = torch.empty_like(want)
     numbers = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": 1}
     attrs = {name: (value, value) for name, value in numbers.items()}
-    assert pooling.takes("max_pool", attrs, spec(x), spec(made))
-    pool = pooling.pooling(attrs, spec(x), spec(made))
+    assert legacy_pooling.takes("max_pool", attrs, spec(x), spec(made))
+    pool = legacy_pooling.pooling(attrs, spec(x), spec(made))
     assert pool is not None and pool(x, made)
     assert torch.equal(made.isnan(), want.isnan())
     assert torch.equal(made[~made.isnan()], want[~want.isnan()])
@@ -135,8 +135,8 @@ def test_it_reads_and_writes_slices(layout: torch.memory_format) -> None:
     held = torch.full((2, 40, 16, 16), 5.0, device="cuda").half().to(memory_format=layout)
     x, y = wide[:, 16:32], held[:, 8:24]
     attrs = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
-    assert pooling.takes("max_pool", attrs, spec(x), spec(y))
-    pool = pooling.pooling(attrs, spec(x), spec(y))
+    assert legacy_pooling.takes("max_pool", attrs, spec(x), spec(y))
+    pool = legacy_pooling.pooling(attrs, spec(x), spec(y))
     assert pool is not None and pool(x, y)
     assert torch.equal(y, F.max_pool2d(x, 3, 2, 1))
     assert bool((held[:, :8] == 5).all()) and bool((held[:, 24:] == 5).all())

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph import reference, trial
 from cudnngraph.backend import env
-from cudnngraph.bench.lowprecision import lowprecision_suite
+from cudnngraph.bench.quantized import lowprecision_suite
+from cudnngraph.executor import reference
+from cudnngraph.select import trial
 from cudnngraph.settings import override
 from tests import numerics
 

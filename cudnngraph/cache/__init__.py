@@ -1,0 +1,1 @@
+"""Keep plans: look up records, write them, agree on them between ranks."""

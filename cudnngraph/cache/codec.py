@@ -1,0 +1,189 @@
+"""A selection as a plan record, and a record as a selection again.
+
+A record names each step by its nodes in the canonical graph, and its plan by (engine, knobs).
+Coming back, the steps are made again from the graph, and have to have the tensors that the record
+says; what does not fit is stale.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from plans_cache.record import Candidate, PlanRecord, StepRecord
+
+from ..backend.env import EnvKey
+from ..backend.plan import Choice, Plan, Verified
+from ..ir.key import Key, encode
+from ..ir.spec import GraphSpec, print_spec
+from ..ops.base import is_default
+from ..partition.cuts import Graph, piece, work
+from ..policy import Policy
+from ..rewrite.passes import channels_last, marked, prepared
+from ..select.heuristic import Decision, Selection, StepPlan
+
+VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
+
+
+class StaleRecord(ValueError):
+    """A record whose steps are not those of the graph as it is cut now."""
+
+
+def env_components(env: EnvKey) -> tuple[tuple[str, str], ...]:
+    """The environment's part of a key, as named components in JSON."""
+    return tuple((name, json.dumps(encode(value))) for name, value in asdict(env).items())
+
+
+def summary(spec: GraphSpec) -> str:
+    """The graph in one line: its ops, then the types of what goes in and comes out."""
+    ops = " → ".join(node.op for node in spec.nodes if node.op != "constant")
+    ins = ", ".join(str(spec.tensors[name]) for name in spec.inputs)
+    outs = ", ".join(str(spec.tensors[name]) for name in spec.outputs)
+    return f"{ops}: {ins} → {outs}"
+
+
+def _candidate(decision: Decision) -> Candidate:
+    choice = decision.choice
+    return Candidate(
+        decision.subject,
+        decision.accepted,
+        decision.reason,
+        None if choice is None else choice.engine,
+        () if choice is None else choice.knobs,
+        decision.time_us,
+        decision.workspace_bytes,
+    )
+
+
+def _decision(candidate: Candidate) -> Decision:
+    choice = None if candidate.engine is None else Choice(candidate.engine, candidate.knobs)
+    return Decision(
+        candidate.subject,
+        candidate.accepted,
+        candidate.reason,
+        choice,
+        candidate.workspace_bytes,
+        candidate.time_us,
+    )
+
+
+def _step(step: StepPlan) -> StepRecord:
+    spec = step.spec
+    return StepRecord(
+        nodes=tuple(node.name for node in spec.nodes),
+        ops=tuple(node.op for node in spec.nodes),
+        inputs=tuple((name, str(spec.tensors[name])) for name in spec.inputs),
+        outputs=tuple((name, str(spec.tensors[name])) for name in spec.outputs),
+        kind="torch" if step.choice is None else "cudnn",
+        engine=None if step.choice is None else step.choice.engine,
+        knobs=() if step.choice is None else step.choice.knobs,
+        workspace_bytes=step.workspace_bytes,
+        time_us=step.time_us,
+        candidates=tuple(map(_candidate, step.decisions)),
+        extra={} if step.verified is None else {VERIFIED: asdict(step.verified)},
+    )
+
+
+def to_record(
+    spec: GraphSpec, key: Key, env: EnvKey, policy: Policy, selection: Selection
+) -> PlanRecord:
+    """The record of a selection for the canonical graph ``spec``."""
+    return PlanRecord(
+        key=key.components,
+        env=env_components(env),
+        summary=summary(spec),
+        graph=print_spec(spec, is_default),
+        steps=tuple(map(_step, selection.steps)),
+        policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
+        versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
+        created=time.time(),
+    )
+
+
+def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+    """The steps of a record for the canonical graph ``spec``.
+
+    Raises :class:`StaleRecord` when the graph has no such steps.
+    """
+    spec = marked(spec, bool(record.policy.get("deterministic")))
+    if record.policy.get("fallback") == "error":  # one plan of the graph as it is
+        return _steps_in(record, spec)
+    ready = prepared(spec)
+    try:
+        return _steps_in(record, ready)
+    except StaleRecord as stale:
+        try:
+            return _steps_in(record, channels_last(ready))
+        except StaleRecord:
+            raise stale from None
+
+
+def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+    """The steps of a record for a graph as it is cut."""
+    graph = Graph(spec)
+    left = {node.name: node for node in work(spec.nodes)}
+    constants = {node.name for node in spec.nodes if node.op == "constant"}
+    steps: list[StepPlan] = []
+    made = set(spec.inputs)
+    for number, step in enumerate(record.steps, 1):
+        mine = []
+        for name in (name for name in step.nodes if name not in constants):
+            if name not in left:
+                raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
+            mine.append(left.pop(name))
+        part = piece(graph, mine)
+        if tuple(node.name for node in part.nodes) != step.nodes:
+            raise StaleRecord(f"step {number} of the record has other ops than the graph")
+        types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
+        if tuple(types) != (*step.inputs, *step.outputs):
+            raise StaleRecord(f"step {number} has other tensors than in the record")
+        if not made.issuperset(part.inputs):
+            raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
+        made |= set(part.outputs)
+        choice = None if step.engine is None else Choice(step.engine, step.knobs)
+        decisions = tuple(map(_decision, step.candidates))
+        verified = None if choice is None else _verified(step.extra.get(VERIFIED))
+        steps.append(
+            StepPlan(part, choice, step.workspace_bytes, decisions, step.time_us, verified)
+        )
+    if left:
+        raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
+    return tuple(steps)
+
+
+def _verified(data: Any) -> Verified | None:
+    """What a record says of a check, None where that is nothing, or nothing that it could say."""
+    try:
+        found = Verified(**data)
+    except TypeError:
+        return None
+    texts = (found.gpu, found.frontend, found.torch)
+    number = found.error is None or isinstance(found.error, float)
+    whole = type(found.cudnn) is int and all(isinstance(text, str) for text in texts)
+    return found if number and whole else None
+
+
+def pack(plans: Sequence[Plan | None]) -> bytes:
+    """The serialized plans of a selection, one after the other, each behind its length."""
+    parts = [b"" if plan is None else plan.serialize() for plan in plans]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def unpack(blob: bytes, count: int) -> list[bytes]:
+    """The parts of what :func:`pack` made of ``count`` plans. Raises ValueError when it is not."""
+    parts, place = [], 0
+    for _ in range(count):
+        size = int.from_bytes(blob[place : place + 8], "little")
+        part = blob[place + 8 : place + 8 + size]
+        if len(blob) < place + 8 or len(part) != size:
+            raise ValueError("the serialized plans are cut short")
+        parts.append(part)
+        place += 8 + size
+    if place != len(blob):
+        raise ValueError("the serialized plans hold more than the record's steps")
+    return parts

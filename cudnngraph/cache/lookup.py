@@ -1,0 +1,509 @@
+"""Between selection and the store: look a selection up, bring it back, or have it made and keep it.
+
+The tiers, in order: the programs in memory (``runtime.py``), the store (memory, the user's
+directory, the seeds), a build. A record is brought back from its serialized plans, else by
+replaying (engine, knobs); where neither works the record is stale and the graph is built anew. A
+fault of the cache is a miss, never an exception, unless the policy says ``tune="cached"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from plans_cache.gate import Gate
+from plans_cache.launches import Launches, Mark
+from plans_cache.lock import LockTimeout
+from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
+from plans_cache.rejections import Rejections
+from plans_cache.store import Hit, PlanStore, Stats
+
+from .. import settings
+from ..backend import env
+from ..backend.env import EnvKey
+from ..backend.found_bad import why_found_bad
+from ..backend.known_bad import why_bad
+from ..backend.plan import UNCHECKED, Choice, Plan, Verified, load, replay
+from ..errors import NotSupported, PlanNotCached, UnkeyableError
+from ..ir.key import Key, graph_key, nearest, step_digest
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from ..select import guard
+from ..select.heuristic import Selection, StepPlan
+from . import distributed
+from .codec import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
+
+_log = logging.getLogger(__name__)
+
+DIED = "the process that launched it first did not come back from it"
+
+_stores: dict[Path, PlanStore] = {}
+_rejected: dict[Path, Rejections] = {}
+_launched: dict[Path, Launches] = {}
+_lock = threading.Lock()
+
+
+def store() -> PlanStore:
+    """The store of the directory that the settings name."""
+    directory = settings.current().cache_dir
+    with _lock:
+        if directory not in _stores:
+            _stores[directory] = PlanStore(directory)
+        return _stores[directory]
+
+
+class Rejected:
+    """What is not to be tried again, in the store's directory
+    (:class:`~cudnngraph.select.guard.Kept`)."""
+
+    def __init__(self, device_index: int) -> None:
+        self._index = device_index
+        self._directory = settings.current().cache_dir
+
+    @cached_property
+    def _env(self) -> str:
+        """Of the environment, asked for when the first step is: torch steps need no cuDNN."""
+        return digest(env_components(env.env_key(self._index)))
+
+    @cached_property
+    def gate(self) -> Path | None:
+        """See :class:`~cudnngraph.select.guard.Kept`."""
+        return _gate_of(self._index)
+
+    def of(self, spec: GraphSpec, policy: Policy) -> dict[Choice, str]:
+        """The choices that were rejected for a step, with the reasons."""
+        _lost(self._directory)
+        id = self.id(spec, policy)
+        found = {} if id is None else _rejections(self._directory).of(id)
+        return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
+
+    def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
+        """Keep more of them, but for those that may pass another version's check."""
+        plans = {}
+        for choice, why in rejected.items():
+            if why.startswith(UNCHECKED):
+                _log.warning("%s of '%s' is left out: %s", choice, spec.name, why)
+            else:
+                plans[choice.engine, choice.knobs] = why
+        id = self.id(spec, policy)
+        if id is not None:
+            _rejections(self._directory).add(id, plans)
+
+    def withdraw(self, spec: GraphSpec, policy: Policy, choice: Choice, why: str) -> None:
+        """Keep a choice as rejected that had passed: records that have it are stale from now on."""
+        self.add(spec, policy, {choice: why})
+        id = self.id(spec, policy)
+        if id is not None and not why.startswith(UNCHECKED):
+            _launches(self._directory).note(id)
+
+    def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:
+        """What is wrong with a choice of a record that had passed when it was kept, or None.
+
+        Where nothing was ever withdrawn that is one look for a folder.
+        """
+        lost = _lost(self._directory)
+        for step in steps if lost else ():
+            if step.choice is not None and self.id(step.spec, policy) in lost:
+                why = self.of(step.spec, policy).get(step.choice)
+                if why is not None:
+                    return f"{step.choice}: {why}"
+        return None
+
+    def begin(self) -> Mark:
+        """For this process to tell the next what it launches first; to be closed."""
+        return _launches(self._directory).begin()
+
+    def id(self, spec: GraphSpec, policy: Policy) -> str | None:
+        """Of a step in this environment; None where it has no key."""
+        try:
+            return entry_id(graph_key(spec, policy).digest, self._env)
+        except UnkeyableError:
+            return None
+
+
+def _rejections(directory: Path) -> Rejections:
+    with _lock:
+        if directory not in _rejected:
+            _rejected[directory] = Rejections(directory)
+        return _rejected[directory]
+
+
+def _launches(directory: Path) -> Launches:
+    with _lock:
+        if directory not in _launched:
+            _launched[directory] = Launches(directory)
+        return _launched[directory]
+
+
+def _lost(directory: Path) -> frozenset[str]:
+    """The steps of which a plan was withdrawn, with those that processes have died of by now."""
+    rejections = _rejections(directory)
+
+    def reject(id: str, plan: tuple[int, tuple[tuple[str, int], ...]]) -> None:
+        if plan not in rejections.of(id):
+            _log.warning("%s is not tried again: %s", Choice(*plan), DIED)
+            rejections.add(id, {plan: DIED})
+
+    return _launches(directory).look(reject)
+
+
+# -- counters and hooks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MissInfo:
+    """What a miss hook is told: the graph in one line, its key, and why nothing was found."""
+
+    graph: str
+    key: Key
+    reason: str
+
+
+class Counters:
+    """Lookups by the tier that served them, misses by reason, and time spent; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookups: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.build_ms = 0.0
+        self.load_ms = 0.0
+
+    def served(self, tier: str, *, build_ms: float = 0.0, load_ms: float = 0.0) -> None:
+        """Count one lookup."""
+        with self._lock:
+            self.lookups[tier] += 1
+            self.build_ms += build_ms
+            self.load_ms += load_ms
+
+    def missed(self, reason: str) -> None:
+        """Count one miss."""
+        with self._lock:
+            self.misses[reason] += 1
+
+
+COUNTERS = Counters()
+_hooks: list[Callable[[MissInfo], None]] = []
+
+
+def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
+    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
+
+    What a hook raises is logged and goes no further.
+    """
+    _hooks.append(hook)
+
+    def remove() -> None:
+        if hook in _hooks:
+            _hooks.remove(hook)
+
+    return remove
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How the cache has done in this process.
+
+    ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
+    store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times
+    are in milliseconds. ``workspace_bytes`` is what the pool holds now. ``store`` has the store's
+    own counters.
+    """
+
+    lookups: dict[str, int]
+    misses: dict[str, int]
+    build_ms: float
+    load_ms: float
+    programs: int
+    workspace_bytes: int
+    workspace_high_water_bytes: int
+    store: Stats
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held these; the stores see to theirs."""
+    global _lock, COUNTERS
+    _lock, COUNTERS = threading.Lock(), Counters()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- lookup ----------------------------------------------------------------------------------------
+
+
+def selection_for(
+    spec: GraphSpec,
+    policy: Policy,
+    key: Key,
+    device_index: int,
+    build: Callable[[], Selection],
+) -> tuple[Selection, str]:
+    """The selection for a canonical graph, and the tier that served it.
+
+    Where ``torch.distributed`` runs, one rank looks it up or builds it, and the others take its
+    record. Raises :class:`PlanNotCached` where nothing serves and ``policy.tune`` is "cached"; what
+    ``build`` raises goes through.
+    """
+    environment = env.env_key(device_index)
+    id = entry_id(key.digest, digest(env_components(environment)))
+
+    def here() -> tuple[Selection, str, PlanRecord]:
+        return _served(id, spec, policy, key, device_index, build)
+
+    def first() -> tuple[tuple[Selection, str], bytes]:
+        selection, tier, record = here()
+        return (selection, tier), record.to_json().encode()
+
+    def other(text: bytes) -> tuple[Selection, str]:
+        record = from_json(text)
+        if record.id != id:
+            raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
+        return _restored(record, None, "another rank", spec, policy, device_index)[:2]
+
+    if distributed.several():
+        try:
+            return distributed.agree(f"{id}/{policy.tune}", first, other)
+        except (RecordError, StaleRecord) as error:
+            _log.warning("this rank chooses plans of its own for %s: %s", id[:16], error)
+    return here()[:2]
+
+
+@contextmanager
+def alone_on(device_index: int) -> Iterator[None]:
+    """The right to measure on a GPU, held by one process and thread at a time.
+
+    Workers that build plans go on meanwhile; none of them runs one.
+    """
+    with store().building(_name_of(device_index)), Gate(_gate_of(device_index)).alone():
+        yield
+
+
+def _name_of(device_index: int) -> str:
+    return hashlib.sha256(env.uuid(device_index).encode()).hexdigest()
+
+
+def _gate_of(device_index: int) -> Path | None:
+    directory = store().directory
+    name = f"{_name_of(device_index)[:32]}.gate"
+    return None if directory is None else directory / "gates" / name
+
+
+def _served(
+    id: str,
+    spec: GraphSpec,
+    policy: Policy,
+    key: Key,
+    device_index: int,
+    build: Callable[[], Selection],
+) -> tuple[Selection, str, PlanRecord]:
+    """The selection by this process's own means, the tier and the record."""
+    environment = env.env_key(device_index)
+    plans = store()
+    found = plans.get(id)
+    useless: PlanRecord | None = None
+    if isinstance(found, Hit) and not _tuned_enough(found.record, policy):
+        reason = "untuned: what is kept was chosen without measuring"
+    elif isinstance(found, Hit):
+        try:
+            selection, tier, checked = _restored(*_parts(found), spec, policy, device_index)
+            kept = found.record
+            if checked:
+                kept = to_record(spec, key, environment, policy, selection)
+                kept = replace(kept, policy=found.record.policy, created=found.record.created)
+            if checked or ("replayed" in tier and (found.blob is not None or found.blob_problem)):
+                plans.put(kept, _serialized(selection, id))
+            return selection, tier, kept
+        except StaleRecord as stale:
+            reason, useless = f"stale: {stale}", found.record
+    else:
+        reason = found.reason
+    COUNTERS.missed(reason.split(":")[0])
+    _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
+    for hook in tuple(_hooks):
+        try:
+            hook(MissInfo(summary(spec), key, reason))
+        except Exception:
+            _log.exception("a miss hook failed")
+    if policy.tune == "cached":
+        raise _not_cached(plans, spec, key, environment, reason)
+
+    def accepts(record: PlanRecord) -> bool:
+        return record != useless and _tuned_enough(record, policy)
+
+    made: list[tuple[Selection, PlanRecord]] = []
+    failures: list[Exception] = []
+
+    def make() -> tuple[Selection, PlanRecord]:
+        start = time.perf_counter()
+        try:
+            selection = build()
+        except Exception as error:
+            failures.append(error)
+            raise
+        COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        made.append((selection, to_record(spec, key, environment, policy, selection)))
+        return made[-1]
+
+    def record() -> tuple[PlanRecord, bytes | None]:
+        selection, text = make()
+        return text, _serialized(selection, id)
+
+    try:
+        hit = plans.get_or_build(id, record, accepts=accepts)
+        if not made:  # another thread or process built it meanwhile
+            return (*_restored(*_parts(hit), spec, policy, device_index)[:2], hit.record)
+    except StaleRecord as stale:
+        _log.info("%s was made by another and is stale: %s", id[:16], stale)
+        plans.put(*record())
+    except (LockTimeout, RecordError, OSError) as error:
+        if error in failures:
+            raise  # the build's own, not the cache's
+        _log.warning("the plan cache is left out for %s: %s", id[:16], error)
+    selection, kept = made[-1] if made else make()
+    return selection, "built", kept
+
+
+def _serialized(selection: Selection, id: str) -> bytes | None:
+    """Its plans, to be kept beside the record; None where the frontend does not give them."""
+    try:
+        return pack(selection.built)
+    except Exception as error:  # the frontend's own errors have no common base
+        _log.info("plans of %s are not serialized: %s", id[:16], error)
+        return None
+
+
+def _tuned_enough(record: PlanRecord, policy: Policy) -> bool:
+    return policy.tune != "autotune" or record.policy.get("tune") == "autotune"
+
+
+def _parts(hit: Hit) -> tuple[PlanRecord, bytes | None, str]:
+    return hit.record, hit.blob, hit.tier
+
+
+def _restored(
+    record: PlanRecord,
+    blob: bytes | None,
+    tier: str,
+    spec: GraphSpec,
+    policy: Policy,
+    device_index: int,
+) -> tuple[Selection, str, bool]:
+    """A selection from a record, the tier, and whether plans of it were checked that had not been.
+
+    Raises :class:`StaleRecord` when it cannot be had from it.
+    """
+    start = time.perf_counter()
+    steps, checked = _verified(steps_of(record, spec), policy, device_index)
+    try:
+        parts = None if blob is None else unpack(blob, len(steps))
+    except ValueError as error:
+        _log.info("serialized plans of %s are left out: %s", record.id[:16], error)
+        parts = None
+    tf32 = dict(record.key).get("policy.allow_tf32") == "true"
+    how: set[str] = set()
+    plans: list[Plan | None] = []
+    made: dict[tuple[str, Choice], Plan] = {}  # steps that are equal share a plan
+    for number, step in enumerate(steps):
+        if step.choice is None:
+            plans.append(None)
+            continue
+        like = (step_digest(step.spec), step.choice)
+        if like in made:
+            plans.append(made[like])
+            continue
+        bad = why_bad(
+            step.spec,
+            step.choice.engine,
+            env.cudnn_version(),
+            capability=env.capability(device_index),
+            allow_tf32=tf32,
+        ) or why_found_bad(step.spec, step.choice, device_index, allow_tf32=tf32)
+        if bad is not None:
+            raise StaleRecord(bad)
+        try:
+            if parts is not None:
+                made[like] = load(parts[number], step.choice, device_index)
+                plans.append(made[like])
+                how.add("serialized")
+                continue
+        except NotSupported as error:
+            _log.info("step %d of %s is replayed: %s", number, record.id[:16], error)
+        try:
+            made[like] = replay(step.spec, step.choice, device_index)
+            plans.append(made[like])
+            how.add("replayed")
+        except NotSupported as error:
+            raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
+    COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
+    detail = " and ".join(sorted(how)) or "torch"
+    _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
+    return Selection(steps, tuple(plans)), f"{tier}, {detail}", checked
+
+
+def _verified(
+    steps: tuple[StepPlan, ...], policy: Policy, device_index: int
+) -> tuple[tuple[StepPlan, ...], bool]:
+    """The steps of a record, those checked that nobody has checked, and whether there were any.
+
+    Raises :class:`StaleRecord` where one does not pass, or was withdrawn after it had.
+    """
+    if guard.how(policy) == "off" or all(step.choice is None for step in steps):
+        return steps, False
+    kept = Rejected(device_index)
+    withdrawn = kept.why_withdrawn(steps, policy)
+    if withdrawn is not None:
+        raise StaleRecord(withdrawn)
+    if all(step.choice is None or step.verified for step in steps):
+        return steps, False
+    done: dict[tuple[str, Choice], Verified] = {}
+    found: list[StepPlan] = []
+    for step in steps:
+        if step.choice is None or step.verified is not None:
+            found.append(step)
+            continue
+        like = (step_digest(step.spec), step.choice)
+        if like not in done:
+            try:
+                why, passed = guard.check(step.spec, policy, step.choice, device_index, kept)
+            except NotSupported as error:
+                why, passed = f"it is not to be had: {error.reasons[0]}", None
+            if passed is None:
+                raise StaleRecord(f"{step.choice}: {why}")
+            done[like] = passed
+        found.append(replace(step, verified=done[like]))
+    return tuple(found), True
+
+
+def _not_cached(
+    plans: PlanStore, spec: GraphSpec, key: Key, environment: EnvKey, reason: str
+) -> PlanNotCached:
+    """The error that names the entry of the most similar graph, in the most similar environment."""
+    stored = [(Key(r.key), Key(r.env)) for r in (entry.record for entry in plans.scan()) if r]
+    close = nearest(key, (graph for graph, _ in stored))
+    if close is None:
+        return PlanNotCached(f"'{summary(spec)}'", f"{reason}, and the cache is empty")
+    other, differences = close
+    here = Key(env_components(environment))
+    there = nearest(here, (place for graph, place in stored if graph == other))
+    assert there is not None
+    where, elsewhere = there
+    if elsewhere and not differences:
+        reason = f"{reason} in this environment; the same graph is there for another"
+    return PlanNotCached(
+        f"'{summary(spec)}'",
+        reason,
+        entry_id(other.digest, where.digest),
+        [(d.component, d.a, d.b) for d in (*differences, *elsewhere)],
+    )

@@ -1,0 +1,1 @@
+"""Torch devices, nothing of graphs: memory, clocks, files."""

@@ -1,0 +1,699 @@
+"""Torch steps on a GPU: an op as eager torch runs it, writing into the tensor that it is given.
+
+The rules of :mod:`~cudnngraph.executor.reference` say what an op means; they compute in float32.
+Here an op on 16-bit data runs in 16 bits, where torch's own kernels do the arithmetic in float32
+all the same, and through torch's out variant where it has one. What has neither is left to the
+reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..backend import legacy_pooling
+from ..device.allocation import lasting
+from ..ir.spec import GraphSpec, Node, view_strides
+from ..ops import aten
+from ..ops import pooling as resample
+from ..ops.base import ATTENTION, OPS
+from ..ops.views import view_place
+from ..rewrite.passes import BOUNDED, by_flash
+from . import reference
+
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[Tensors, Tensors], object]
+OutRule = Callable[[Sequence[Any], Mapping[str, Any], torch.Tensor], object]
+
+_aten: Any = torch.ops.aten
+
+
+def _out(function: Callable[..., object]) -> OutRule:
+    return lambda inputs, attrs, out: function(*inputs, out=out)
+
+
+def _per_channel(function: Callable[..., object]) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        x, vector = inputs
+        if vector.dim() == 1:
+            vector = vector.view(1, -1, *(1,) * (x.dim() - 2))
+        return function(x, vector, out=out)
+
+    return run
+
+
+def _softmax(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        (x,) = inputs
+        if x.is_contiguous() and out.is_contiguous():
+            return function.out(x, attrs["dim"], False, out=out)
+        return out.copy_(function(x, attrs["dim"], False))
+
+    return run
+
+
+def _softmax_backward(function: Any) -> OutRule:
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        dy, y = inputs
+        return out.copy_(function(dy, y, attrs["dim"], y.dtype))
+
+    return run
+
+
+def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
+    """torch's CPU kernel (2.13) leaves ``out`` as it was where that lies otherwise than x."""
+    if out.device.type == "cpu" and _form(x) != _form(out):
+        return out.copy_(F.gelu(x))
+    return _aten.gelu.out(x, approximate="none", out=out)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    """torch takes matrices that share the second operand as one, and ``out`` then has to lie so."""
+    if a.dim() != b.dim() and not out.is_contiguous():
+        return out.copy_(torch.matmul(a, b))
+    return torch.matmul(a, b, out=out)
+
+
+def _normalize(x: torch.Tensor, eps: float, out: torch.Tensor) -> object:
+    """With norms in float32 at least: in float16 torch's eps is 0."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return torch.div(x, norms.clamp_min_(eps), out=out)
+
+
+OUT: Mapping[str, OutRule] = {
+    "softmax": _softmax(_aten._softmax),
+    "log_softmax": _softmax(_aten._log_softmax),
+    "softmax_backward": _softmax_backward(_aten._softmax_backward_data),
+    "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
+    "ragged_offsets": reference.ragged_into,
+    "identity": lambda inputs, attrs, out: copied(inputs[0], out),
+    "bias": _per_channel(torch.add),
+    "scale": _per_channel(torch.mul),
+    "relu": lambda inputs, attrs, out: torch.clamp_min(inputs[0], 0, out=out),
+    "leaky_relu": lambda inputs, attrs, out: _aten.leaky_relu.out(
+        inputs[0], attrs["negative_slope"], out=out
+    ),
+    "elu": lambda inputs, attrs, out: _aten.elu.out(inputs[0], attrs["alpha"], out=out),
+    "gelu": lambda inputs, attrs, out: _gelu(inputs[0], out),
+    "gelu_tanh": lambda inputs, attrs, out: _aten.gelu.out(inputs[0], approximate="tanh", out=out),
+    "expand": lambda inputs, attrs, out: out.copy_(
+        reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
+    ),
+    "normalize": lambda inputs, attrs, out: _normalize(inputs[0], attrs["eps"], out),
+    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
+    "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
+    "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
+    "matmul": lambda inputs, attrs, out: _matmul(inputs[0], inputs[1], out),
+    **resample.INTO,
+    **{
+        name: _out(getattr(torch, name))
+        for name in (
+            *("sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf"),
+            *("add", "sub", "mul", "div", "pow", "minimum", "maximum"),
+            *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+        )
+    },
+}
+
+# Without an out variant, but better run in 16 bits than in float32.
+NATIVE: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], torch.Tensor]] = {
+    "conv": reference.RULES["conv"],  # type: ignore[dict-item]
+    "conv_transpose": reference.RULES["conv_transpose"],  # type: ignore[dict-item]
+    "reduction": reference.RULES["reduction"],  # type: ignore[dict-item]
+    "instance_norm": lambda inputs, attrs: F.instance_norm(
+        inputs[0], weight=_vector(inputs[1]), bias=_vector(inputs[2]), eps=attrs["eps"]
+    ),
+    "layer_norm": lambda inputs, attrs: F.layer_norm(
+        inputs[0], inputs[1].shape, inputs[1], inputs[2], attrs["eps"]
+    ),
+    "rms_norm": lambda inputs, attrs: _plus(
+        F.rms_norm(inputs[0], inputs[1].shape, inputs[1], attrs["eps"]), inputs[2]
+    ),
+    "nll_loss": reference.RULES["nll_loss"],  # type: ignore[dict-item]
+    "nll_loss_backward": reference.RULES["nll_loss_backward"],  # type: ignore[dict-item]
+    **{op: rule for op, rule in resample.RULES.items() if op not in resample.INTO},
+}
+
+
+def _vector(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.flatten()
+
+
+def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x if bias is None else x + bias
+
+
+# What writes another floating dtype than it reads; the others' out variants refuse.
+_CASTS = frozenset(
+    (
+        *("bias", "scale", "add", "sub", "mul", "div", "pow", "minimum", "maximum", "normalize"),
+        *("sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "reciprocal", "erf"),
+        *("concat", "expand"),
+    )
+)
+_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
+
+
+def runs_whole(spec: GraphSpec) -> bool:
+    """Whether torch has one call for a graph of several ops."""
+    return _linear(spec) is not None
+
+
+def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
+    """The names of x, weight and bias of a linear layer, and the activation behind it.
+
+    A product of two matrices, a vector added, ReLU or tanh-GELU if any: cuBLASLt has it as one.
+    Dims before the rows of x are rows too, where they lie so.
+    """
+    ops = [node.op for node in spec.nodes]
+    if ops[:2] != ["matmul", "add"] or ops[2:] not in ([], ["relu"], ["gelu_tanh"]):
+        return None
+    matmul, add, *rest = spec.nodes
+    x, y = matmul.operands
+    added = [name for name in add.operands if name != matmul.results[0]]
+    if len(added) != 1 or len(spec.outputs) != 1 or added[0] not in spec.inputs:
+        return None
+    (bias,) = added
+    if rest and rest[0].operands != add.results:
+        return None
+    tensors = spec.tensors
+    kinds = {tensors[name].dtype for name in (x, y, bias, *spec.outputs)}
+    ranks = [len(tensors[name].shape) for name in (x, y, bias)]
+    if ranks[0] < 2 or ranks[1:] != [2, 1] or len(kinds) != 1:
+        return None
+    if not kinds <= {torch.float16, torch.bfloat16}:
+        return None
+    for each in (tensors[x], tensors[spec.outputs[0]]):
+        rows = (each.numel // max(each.shape[-1], 1), each.shape[-1])
+        if view_strides(each.shape, each.stride, rows) is None:
+            return None
+    if tensors[bias].shape[0] != tensors[y].shape[1]:
+        return None
+    return x, y, bias, rest[0].op if rest else None
+
+
+def _run_linear(spec: GraphSpec) -> Run | None:
+    found = _linear(spec)
+    if found is None:
+        return None
+    x, y, bias = (spec.inputs.index(name) for name in found[:3])
+    activation = found[3]
+    if activation is None:
+        return lambda given, out: torch.addmm(
+            given[bias], _rows(given[x]), given[y], out=_rows(out[0])
+        )
+    gelu = activation == "gelu_tanh"
+    return lambda given, out: _aten._addmm_activation.out(
+        given[bias], _rows(given[x]), given[y], use_gelu=gelu, out=_rows(out[0])
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix."""
+    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+
+
+def prepare(
+    spec: GraphSpec, *, allow_tf32: bool, device: torch.device
+) -> Callable[[Tensors, Tensors], None]:
+    """What runs ``spec`` on inputs into outputs on ``device``, on the current stream."""
+    run = _single(spec, device) or (
+        lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
+    )
+    tensors = spec.tensors.values()
+    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
+        tensor.dtype == torch.float32 for tensor in tensors
+    ):
+        return lambda inputs, outputs: _in_precision(run, inputs, outputs, allow_tf32)
+
+    def quietly(inputs: Tensors, outputs: Tensors) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                run(inputs, outputs)
+        else:
+            run(inputs, outputs)
+
+    return quietly
+
+
+def _run_aten(spec: GraphSpec, node: Node) -> Run:
+    """An op of torch; into the given tensors where those are as torch would make them, since out
+    variants of images take no other strides."""
+    attrs = dict(node.attrs)
+    operands = [spec.inputs.index(name) for name in node.operands]
+    like, wanted = (_alike(spec, names) for names in (node.operands, spec.outputs))
+    made = aten.forms(attrs, like)
+    turns = _turns(attrs, like[0].dim()) if attrs["overload"] == "aten.roll.default" else None
+    if turns is not None:
+        return lambda inputs, outputs: _rolled(inputs[operands[0]], turns, outputs[0])
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
+    found = aten.out_variant(attrs["overload"])
+    fits = found is not None and all(
+        result is not None and (at is None or _form(wanted[at]) == _form(result))
+        for at, result in zip(places, made, strict=True)
+    )
+    if found is None or not fits:
+        plain = aten.overload(attrs["overload"])
+
+        def compute(inputs: Tensors, outputs: Tensors) -> None:
+            results = aten.call(plain, attrs, [inputs[at] for at in operands])
+            for at, result in zip(places, results, strict=True):
+                if at is not None:
+                    outputs[at].copy_(result)
+
+        return compute
+    function, names = found
+
+    def run(inputs: Tensors, outputs: Tensors) -> object:
+        given = [inputs[at] for at in operands]
+        outs = {
+            name: torch.empty_strided(
+                unasked.shape, unasked.stride(), dtype=unasked.dtype, device=given[0].device
+            )
+            if at is None
+            else outputs[at]
+            for name, at, unasked in zip(names, places, made, strict=True)
+        }
+        return aten.call(function, attrs, given, **outs)
+
+    return run
+
+
+def _run_instance_norm_backward(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
+    """By torch's batch norm of several GPUs, for which each image's channels are channels of one.
+
+    On float32: of 16-bit images torch's kernels round products and partial sums to 16 bits (its
+    ``Float2`` in Normalization.cuh), which puts the sums off by 3e-4 (fp16) and 4e-3 (bf16) on an
+    H200. None on a CPU, which has no such kernels, and for empty images.
+    """
+    n, c, *pixels = spec.tensors[node.operands[0]].shape
+    if device.type != "cuda" or n * c * math.prod(pixels) == 0:
+        return None
+    operands = [spec.inputs.index(name) for name in node.operands]
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [None if name is None else place.get(name) for name in node.outputs]
+    count = _number(float(math.prod(pixels)).hex(), device, torch.int32).view(1)
+
+    def run(inputs: Tensors, outputs: Tensors) -> None:
+        dy, x, mean, inv_std, *vector = (inputs[at] for at in operands)
+        images = (
+            each.to(mean.dtype, memory_format=torch.contiguous_format).reshape(1, n * c, *pixels)
+            for each in (dy, x)
+        )
+        weight = vector[0].reshape(c).to(mean.dtype).repeat(n) if vector else None
+        given = (*images, mean.reshape(-1), inv_std.reshape(-1), weight)
+        sum_dy, sum_dy_xmu, dweight, dbias = _aten.batch_norm_backward_reduce(
+            *given, True, bool(vector), bool(vector)
+        )
+        dx = _aten.batch_norm_backward_elemt(*given, sum_dy, sum_dy_xmu, count)
+        vectors = (each.view(n, c).sum(0) for each in (dweight, dbias) if vector)
+        for at, result in zip(places, (dx, *vectors), strict=False):
+            if at is not None:
+                outputs[at].copy_(result.reshape(outputs[at].shape))
+
+    return run
+
+
+FLASH_CAPABILITY = (8, 0)
+
+
+def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
+    """Packed attention by torch's flash attention; None where :func:`by_flash` says no, and on a
+    GPU that is too old for it."""
+    kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
+    narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
+    if device.type != "cuda" or not narrow or not by_flash(node, spec.tensors):
+        return None
+    if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
+        return None
+    operands = [spec.inputs.index(str(name)) for name in node.inputs[:5]]
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    places = [None if name is None else place.get(name) for name in node.outputs]
+    left, right = node.attr("window") or (None, None)
+    band = {
+        "window_size_left": -1 if left is None else left,
+        "window_size_right": -1 if right is None else right,
+    }
+    longest = node.attr("max_seqlen_q"), node.attr("max_seqlen_kv")
+    causal, scale = node.attr("is_causal"), node.attr("scale")
+
+    def run(inputs: Tensors, outputs: Tensors) -> None:
+        given = [inputs[at] for at in operands]
+        whole = torch.contiguous_format
+        data = (x.clone(memory_format=whole) if x.data_ptr() % 16 else x for x in given[:3])
+        given = [*data, *(ends.contiguous() for ends in given[3:])]
+        o, lse, *_ = _aten._flash_attention_forward(
+            *given, *longest, 0.0, causal, False, scale=scale, **band
+        )
+        if places[0] is not None:
+            outputs[places[0]].copy_(o)
+        if places[1] is not None:
+            # Its lse of a row without a key, and of one of NaN, is inf; o is 0 there, or NaN.
+            lse = lse.t()
+            outputs[places[1]].copy_(torch.where(lse == math.inf, o[..., 0] - math.inf, lse))
+
+    return run
+
+
+def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
+    """By torch's means and deviations of channels, which read 16-bit images as they lie and give
+    float32. None for empty images, and for float64, of which the reference is as good.
+
+    The mean and the variance of a group are those of its channels' mean + deviation and mean -
+    deviation: numbers of which torch's layer norm has them in one kernel.
+    """
+    x = spec.tensors[node.operands[0]]
+    if x.numel == 0 or x.dtype == torch.float64:
+        return None
+    place = {name: at for at, name in enumerate(spec.outputs)}
+    shift_at, factor_at = (None if name is None else place.get(name) for name in node.outputs)
+    operands = [None if name is None else spec.inputs.index(name) for name in node.inputs]
+    groups, eps = node.attr("num_groups"), node.attr("eps")
+    signs = _signs(device)
+
+    def run(inputs: Tensors, outputs: Tensors) -> None:
+        x, weight = (None if at is None else inputs[at] for at in operands)
+        assert x is not None
+        rows = _by_channel(x, groups)
+        means = torch.mean(rows, 1, dtype=torch.float32)
+        deviations = _aten.std.correction_out(rows, [1], correction=0, out=torch.empty_like(means))
+        n, parts, _, width = means.shape
+        points = means.new_empty(n, groups, 2, parts, width)
+        torch.addcmul(means, signs, deviations, out=points.permute(2, 0, 3, 1, 4))
+        _, mean, inverse = _aten.native_layer_norm(points, points.shape[2:], None, None, eps)
+        if shift_at is not None:
+            shift = outputs[shift_at].view(n, groups, width)
+            torch.mul(mean.view(n, groups, 1).expand_as(shift), -1.0, out=shift)
+        if factor_at is not None:
+            factor, inverse = outputs[factor_at].view(n, groups, width), inverse.view(n, groups, 1)
+            if weight is None:
+                factor.copy_(inverse.expand_as(factor))
+            else:
+                torch.mul(inverse, weight.view(groups, width), out=factor)
+
+    return run
+
+
+# Of torch's reductions many short ones are faster than few long ones (by hand on an H200, 67 MB of
+# 128 channels: mean and deviation take 544 us as they lie, 83 with 64 pixels of each in a row).
+_MOST_FOLDED, _FEWEST_ROWS = 64, 8
+
+
+def _by_channel(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Images as (N, rows, parts, groups, channels of a group), whose rows are to be reduced: every
+    channel in so many parts as make it fast."""
+    n, c, *size = x.shape
+    last = x.movedim(1, -1)
+    if not last.is_contiguous():
+        return x.reshape(n, c, -1).transpose(1, 2).view(n, -1, 1, groups, c // groups)
+    pixels, parts = math.prod(size), 1
+    while 2 * parts <= _MOST_FOLDED and pixels % (2 * parts * _FEWEST_ROWS) == 0:
+        parts *= 2
+    return last.view(n, pixels // parts, parts, groups, c // groups)
+
+
+def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
+    """Tensors without memory, as those of ``names`` are."""
+    return [
+        torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
+        for t in (spec.tensors[name] for name in names)
+    ]
+
+
+def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
+    """torch.cat; of what has been written into ``out`` already, the rest alone."""
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start = 0
+    for x in inputs:
+        part = out.narrow(dim, start, x.shape[dim])
+        start += x.shape[dim]
+        if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
+            rest.append((part, x))
+    small = out.numel() * out.element_size() < LEAST_BYTES * len(inputs)
+    if len(rest) == len(inputs) and (small or any(_lie_dense(each, inputs) for each in _LAYOUTS)):
+        return torch.cat(list(inputs), dim, out=out)  # in one kernel
+    for part, x in rest:
+        copied(x, part)
+    return out
+
+
+_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def _lie_dense(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> bool:
+    rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensors[0].dim())
+    return tensors[0].dim() == rank and all(
+        each.is_contiguous(memory_format=layout) for each in tensors
+    )
+
+
+def _turns(attrs: Mapping[str, Any], rank: int) -> dict[int, int] | None:
+    """By how much torch.roll moves each dim; None where it rolls the whole, or one dim twice."""
+    if len(attrs["args"]) != 3:
+        return None
+    _, (_, *shifts), (_, *dims) = attrs["args"]
+    turns = {dim % rank: shift for dim, shift in zip(dims, shifts, strict=False)}
+    return turns if len(turns) == len(dims) == len(shifts) > 0 else None
+
+
+def _rolled(x: torch.Tensor, turns: Mapping[int, int], out: torch.Tensor) -> None:
+    """torch.roll, of several dims at once: torch takes a pass for each, element by element."""
+    parts = [(x, out)]
+    for dim, shift in turns.items():
+        size = x.shape[dim]
+        late = shift % size if size else 0
+        if late:
+            moves = ((0, late, size - late), (size - late, 0, late))
+            parts = [
+                (source.narrow(dim, start, count), target.narrow(dim, to, count))
+                for source, target in parts
+                for start, to, count in moves
+            ]
+    for source, target in parts:
+        copied(source, target)
+
+
+def copied(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out`` with the numbers of x: 16 bytes at a time where in both the same elements lie side by
+    side, in half the time that torch takes element by element (an H200: 36 against 79 us for 67 MB
+    of a slice of channels_last images)."""
+    large = x.numel() * x.element_size() >= LEAST_BYTES
+    if large and x.dtype == out.dtype and x.shape == out.shape:
+        for dim in reversed(range(x.dim())):
+            if x.shape[dim] > 1 and x.stride(dim) == out.stride(dim) == 1:
+                source, target = _wide(x, dim), _wide(out, dim)
+                if source is None or target is None:
+                    break
+                target.copy_(source)
+                return out
+    return out.copy_(x)
+
+
+_WIDE = torch.complex128
+LEAST_BYTES = 1 << 16  # that are worth a look at how they lie
+
+
+def _wide(tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The same memory as elements of 16 bytes, ``dim`` last, whose stride is 1; None where that is
+    not possible."""
+    many, rest = divmod(_WIDE.itemsize, tensor.dtype.itemsize)
+    strides = [stride for at, stride in enumerate(tensor.stride()) if at != dim]
+    steps = (tensor.shape[dim], *strides, tensor.storage_offset())
+    if rest or tensor.data_ptr() % _WIDE.itemsize or any(step % many for step in steps):
+        return None
+    if tensor.is_neg() or tensor.is_conj():
+        return None
+    return tensor.movedim(dim, -1).view(_WIDE)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """Dtype, shape, and strides where those say something."""
+    real = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    return tensor.dtype, tensor.shape, tuple(real)
+
+
+def launcher(
+    spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
+) -> Callable[[], None]:
+    """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
+    device = outputs[0].device
+    return partial(prepare(spec, allow_tf32=allow_tf32, device=device), inputs, outputs)
+
+
+def elements_past(node: Node, spec: GraphSpec) -> int:
+    """How many elements behind its operand's first one the result of a view op begins."""
+    place = view_place(node, spec.tensors[node.operands[0]])
+    assert place is not None
+    return place[1]
+
+
+def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool) -> None:
+    with torch.no_grad(), tf32(allow_tf32):
+        run(inputs, outputs)
+
+
+def _single(spec: GraphSpec, device: torch.device) -> Run | None:
+    """A graph of one op (and its constants) by torch's own call, None where that will not do."""
+    nodes = [node for node in spec.nodes if node.op != "constant"]
+    if len(nodes) == 1 and nodes[0].op == "aten":
+        return _run_aten(spec, nodes[0])
+    if len(nodes) == 1 and nodes[0].op == "instance_norm_backward":
+        return _run_instance_norm_backward(spec, nodes[0], device)
+    if len(nodes) == 1 and nodes[0].op == "sdpa_varlen":
+        return _run_packed(spec, nodes[0], device)
+    if len(nodes) == 1 and nodes[0].op == "group_affine":
+        return _run_group_affine(spec, nodes[0], device)
+    if len(nodes) != 1 or len(nodes[0].results) != 1:
+        return _run_linear(spec)
+    (node,) = nodes
+    rule = _rule(node, spec, device)
+    if rule is None:
+        return None
+    constants = {
+        each.results[0]: torch.tensor(each.attr("value"), dtype=torch.float64, device="cpu")
+        for each in spec.nodes
+        if each.op == "constant"
+    }
+    places = [spec.inputs.index(name) if name in spec.inputs else None for name in node.inputs]
+    fixed = [None if name is None else constants.get(name) for name in node.inputs]
+    attrs = dict(node.attrs)
+
+    def run(inputs: Tensors, outputs: Tensors) -> object:
+        given = [
+            other if place is None else inputs[place]
+            for place, other in zip(places, fixed, strict=True)
+        ]
+        return rule(given, attrs, outputs[0])
+
+    return run
+
+
+def _rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
+    """How torch, or a call of cuDNN's that is in no graph, runs one op into a tensor."""
+    by_torch = _torch_rule(node, spec, device)
+    if device.type != "cuda" or by_torch is None or not dict(node.attrs).get(BOUNDED):
+        return by_torch
+    attrs = dict(node.attrs)
+    forms = (spec.tensors[node.operands[0]], spec.tensors[node.results[0]])
+    if not legacy_pooling.takes(node.op, attrs, *forms):
+        return by_torch
+    pool = legacy_pooling.pooling(attrs, *forms)
+    if pool is None:
+        return by_torch
+    return lambda inputs, attrs, out: pool(inputs[0], out) or by_torch(inputs, attrs, out)
+
+
+def _torch_rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
+    if node.op in OUT and _runs_in_own_dtype(node, spec):
+        if node.op == "interpolate":
+            x, out = _alike(spec, (*node.operands, *node.results))
+            return resample.enlarging(dict(node.attrs), x, out, device) or OUT[node.op]
+        return OUT[node.op]
+    if OPS[node.op].view:
+        shape, made = spec.tensors[node.operands[0]].shape, spec.tensors[node.results[0]]
+        if node.op == "reshape" and view_strides(made.shape, made.stride, shape) is not None:
+            return lambda inputs, attrs, out: copied(inputs[0], out.view(shape))
+        show: Any = reference.RULES[node.op]
+        return lambda inputs, attrs, out: copied(show(inputs, attrs), out)
+    if node.op == "where":
+        return _choosing(node, spec, device)
+    kinds = {spec.tensors[name].dtype for name in (*node.operands, *node.results)}
+    kinds -= {torch.int64}  # classes
+    if node.op in NATIVE and len(kinds) == 1:
+        compute = NATIVE[node.op]
+        return lambda inputs, attrs, out: out.copy_(compute(inputs, attrs))
+    return None
+
+
+def _choosing(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
+    """``where`` into a tensor, of tensors of its dtype and of numbers, which lie on the device."""
+    dtype = spec.tensors[node.results[0]].dtype
+    numbers = {
+        each.results[0]: float(each.attr("value")) for each in spec.nodes if each.op == "constant"
+    }
+    chosen = node.operands[1:]
+    if any(spec.tensors[name].dtype != dtype for name in chosen if name not in numbers):
+        return None
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    fixed = [
+        _number(numbers[name].hex(), device, dtype) if name in numbers else None for name in chosen
+    ]
+
+    def run(inputs: Sequence[Any], attrs: Mapping[str, Any], out: torch.Tensor) -> object:
+        x, y = (a if b is None else b for a, b in zip(inputs[1:], fixed, strict=True))
+        return torch.where(inputs[0], x, y, out=out)
+
+    return run
+
+
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """1 and -1 on a device, for good, as below."""
+    return lasting(device, lambda: torch.tensor([1.0, -1.0], device=device).view(2, 1, 1, 1, 1))
+
+
+@cache
+def _number(hexadecimal: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A number on a device, for good: CUDA graphs of others may read it."""
+    value = float.fromhex(hexadecimal)  # 0.0 == -0.0
+    return lasting(device, lambda: torch.tensor(value, dtype=dtype, device=device))
+
+
+def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
+    """Whether torch's kernel, on these dtypes, computes in float32 and rounds once."""
+    if len(node.operands) != len(node.inputs):
+        return False
+    constants = {each.results[0] for each in spec.nodes if each.op == "constant"}
+    real = [spec.tensors[name].dtype for name in node.operands if name not in constants]
+    result = spec.tensors[node.results[0]].dtype
+    if not real or node.op == "identity":
+        return bool(real)
+    if node.op == "matmul":  # no mixed dtypes
+        return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})
+    if result == torch.bool:
+        return len(set(real)) == 1
+    if node.op not in _CASTS:
+        return set(real) == {result}
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    if result not in floats or any(dtype not in floats for dtype in real):
+        return False
+    # One dtype throughout, or float32 operands among them, which torch promotes to.
+    return set(real) == {result} or torch.float32 in real
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """torch's own TF32 switches for a torch step, put back afterwards."""
+    newer: Any = torch.backends
+    switches: list[tuple[Any, str]] = [
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
+    wanted: bool | str = allowed
+    try:
+        before = [getattr(owner, name) for owner, name in switches]
+    except RuntimeError:  # the newer per-op switches are in use
+        switches = [
+            (newer.cudnn.conv, "fp32_precision"),
+            (newer.cuda.matmul, "fp32_precision"),
+        ]
+        wanted = "tf32" if allowed else "ieee"
+        before = [getattr(owner, name) for owner, name in switches]
+    try:
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, wanted)
+        yield
+    finally:
+        for (owner, name), value in zip(switches, before, strict=True):
+            if value != wanted:
+                setattr(owner, name, value)

@@ -1,0 +1,1 @@
+"""Tell what becomes of a graph: planning without a GPU, drawings."""

@@ -1,0 +1,308 @@
+"""Planning without a GPU: which plans cuDNN would take for a graph on a described one.
+
+The graph is lowered for the GPU that ``target`` describes and shown to the real cuDNN library,
+which needs no GPU to answer. The cuts are those that ``compile`` would make on such a GPU, and so
+is the order of the plans; nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from ..arguments import checked
+from ..backend import env, libraries
+from ..backend.deviceless import Listed, examine, gpu_name
+from ..backend.plan import Choice, Outcome, Plan, propose_for, target_capability, targets
+from ..errors import NotSupported
+from ..graph.builder import Graph
+from ..ir.spec import GraphSpec, print_spec
+from ..ops.base import is_default
+from ..policy import Policy
+from ..runtime.executable import resolve_policy
+from ..select import heuristic
+from ..select.heuristic import Decision
+
+__all__ = ["Explanation", "ListedPlan", "PlannedStep", "explain"]
+
+_NO_DRIVER = "runtime prerequisite missing"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ListedPlan:
+    """One plan that cuDNN proposes for a step, at its ``rank`` (from 1) in cuDNN's own order.
+
+    ``runtime_compiled`` plans are compiled on the GPU's machine (about 0.5 s each), the others come
+    with the library. ``workspace_bytes`` is None where the library does not tell. ``allowed`` is
+    False where the policy bars the plan or it does not build; ``reason`` says so.
+    """
+
+    rank: int
+    engine: int
+    knobs: tuple[tuple[str, int], ...]
+    workspace_bytes: int | None
+    runtime_compiled: bool
+    allowed: bool
+    reason: str
+
+    @property
+    def choice(self) -> Choice:
+        """What names the plan: engine and knobs."""
+        return Choice(self.engine, self.knobs)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step of the graph.
+
+    ``runs_on`` is "cuDNN" (by the first plan that is allowed), "torch" (cuDNN has no plan), or
+    "unknown": cuDNN could not be asked, since its runtime-compiled engines want a CUDA driver
+    library to be there. ``refusals`` say why larger cuts, or this one, were refused.
+    """
+
+    spec: GraphSpec
+    runs_on: str
+    plans: tuple[ListedPlan, ...]
+    refusals: tuple[Decision, ...]
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names of the step's ops, in order."""
+        return tuple(node.op for node in self.spec.nodes if node.op != "constant")
+
+    @property
+    def first(self) -> ListedPlan | None:
+        """The plan that ``compile`` would take, None for a step without one."""
+        return next((plan for plan in self.plans if plan.allowed), None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The steps of a graph on a described GPU, the plans of each; ``str()`` of it is readable."""
+
+    spec: GraphSpec
+    target: str
+    gpu_name: str
+    policy: Policy
+    cudnn_version: int
+    frontend_version: str
+    driver: bool
+    steps: tuple[PlannedStep, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether cuDNN takes the graph as one plan."""
+        return len(self.steps) == 1 and self.steps[0].runs_on == "cuDNN"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as lists, dicts, numbers and strings, for JSON."""
+        return {
+            "graph": self.spec.name,
+            "target": self.target,
+            "gpu_name": self.gpu_name,
+            "cudnn_version": self.cudnn_version,
+            "frontend_version": self.frontend_version,
+            "driver": self.driver,
+            "policy": {
+                **asdict(self.policy),
+                "exclude_engines": list(self.policy.exclude_engines),
+            },
+            "whole": self.whole,
+            "steps": [
+                {
+                    "ops": list(step.ops),
+                    "inputs": {name: str(step.spec.tensors[name]) for name in step.spec.inputs},
+                    "outputs": {name: str(step.spec.tensors[name]) for name in step.spec.outputs},
+                    "runs_on": step.runs_on,
+                    "refusals": [
+                        {"subject": refusal.subject, "reason": refusal.reason}
+                        for refusal in step.refusals
+                    ],
+                    "plans": [{**asdict(plan), "knobs": dict(plan.knobs)} for plan in step.plans],
+                }
+                for step in self.steps
+            ],
+        }
+
+    def heading(self) -> str:
+        """Which GPU and which library were asked."""
+        version = self.cudnn_version
+        cudnn = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        return (
+            f"graph '{self.spec.name}' planned for {self.gpu_name} ({self.target}) by "
+            f"cuDNN {cudnn}, frontend {self.frontend_version}"
+        )
+
+    def note(self) -> str:
+        """What limits this answer, empty when nothing does."""
+        if self.driver:
+            return ""
+        return (
+            "no CUDA driver library (libcuda.so.1) can be loaded here, so runtime-compiled engines "
+            "are missing from the lists; any will do, it needs no GPU"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.heading(), *([f"note: {self.note()}"] if self.note() else []), ""]
+        lines += [print_spec(self.spec, is_default), ""]
+        for number, step in enumerate(self.steps, 1):
+            lines.append(f"step {number} of {len(self.steps)}: {describe(step)}")
+            lines += [f"  {line}" for line in refused(step)]
+            lines += [f"  {line}" for line in _plan_lines(step)]
+        return "\n".join(lines)
+
+
+def describe(step: PlannedStep) -> str:
+    """One line: the ops, where they run, and by which plan."""
+    ops = " → ".join(step.ops)
+    if step.runs_on == "unknown":
+        return f"{ops}: not known, it takes a runtime-compiled engine"
+    if step.first is None:
+        return f"{ops}: torch"
+    barred = sum(not plan.allowed for plan in step.plans)
+    counts = f"{len(step.plans)} plans" + (f", {barred} of them barred" if barred else "")
+    return f"{ops}: cuDNN, {counts}; takes number {step.first.rank}"
+
+
+def refused(step: PlannedStep) -> list[str]:
+    """Why cuDNN refused, a line for each reason; engines of other GPUs only if nothing else is."""
+    subjects: dict[str, list[str]] = {}
+    for refusal in step.refusals:
+        subjects.setdefault(refusal.subject, []).append(refusal.reason)
+    lines = []
+    for subject, reasons in subjects.items():
+        telling = [reason for reason in reasons if not reason.startswith("arch mismatch")]
+        lines += [f"{subject} is refused: {reason}" for reason in telling or reasons]
+    return lines
+
+
+def workspace(plan: ListedPlan) -> str:
+    """The plan's workspace in words."""
+    return "unknown" if plan.workspace_bytes is None else f"{plan.workspace_bytes} bytes"
+
+
+def _plan_lines(step: PlannedStep) -> list[str]:
+    """The first few plans that may be used, and how many others there are."""
+    allowed = [plan for plan in step.plans if plan.allowed]
+    lines = [
+        f"{plan.rank}: {plan.choice}, workspace {workspace(plan)}"
+        + (", compiled at run time" if plan.runtime_compiled else "")
+        for plan in allowed[:_SHOWN]
+    ]
+    if len(allowed) > _SHOWN:
+        lines.append(f"... and {len(allowed) - _SHOWN} more")
+    barred = Counter(plan.reason for plan in step.plans if not plan.allowed)
+    return lines + [f"{count} {reason}" for reason, count in barred.items()]
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """Stands where :func:`select.heuristic` expects a built plan."""
+
+    choice: Choice | None
+    workspace_bytes: int
+    verified: None = None  # nothing runs here
+
+
+class _Walk:
+    """Proposes plans for the parts that the walk of :mod:`~cudnngraph.select.heuristic` asks
+    for."""
+
+    def __init__(self, target: str, policy: Policy, driver: bool) -> None:
+        self._target = target
+        self._policy = policy
+        self._driver = driver
+        self._plans: list[tuple[GraphSpec, tuple[Listed, ...]]] = []
+        self._unasked: list[tuple[GraphSpec, tuple[str, ...]]] = []
+
+    def build(self, part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
+        """The first plan proposed for ``part`` that the policy allows, unbuilt."""
+        try:
+            lowered, candidates = propose_for(part, self._target)
+        except NotSupported as refusal:
+            if not self._driver and any(_NO_DRIVER in reason for reason in refusal.reasons):
+                self._unasked.append((part, refusal.reasons))
+                return cast(Plan, _Proposal(None, 0)), ()
+            raise
+        capability = target_capability(self._target)
+        listed = examine(lowered, candidates, part, self._policy, capability, env.frontend())
+        self._plans.append((part, listed))
+        outcomes = []
+        for plan in listed:
+            need = plan.workspace_bytes
+            outcomes.append(Outcome(plan.candidate, plan.allowed, plan.reason, need))
+            if plan.allowed:
+                return cast(Plan, _Proposal(plan.candidate.choice, need or 0)), tuple(outcomes)
+        raise NotSupported(
+            f"graph '{part.name}'",
+            [
+                f"{len(listed)} candidates, none allowed and buildable",
+                *dict.fromkeys(plan.reason for plan in listed),
+            ],
+        )
+
+    def step(self, chosen: heuristic.StepPlan) -> PlannedStep:
+        """The step that the walk ended with, and all that is known of its plans."""
+        part = chosen.spec
+        listed = next((plans for spec, plans in self._plans if spec is part), ())
+        unasked = next((reasons for spec, reasons in self._unasked if spec is part), None)
+        runs_on = "cuDNN" if chosen.choice is not None else "torch"
+        own = {str(plan.candidate.choice) for plan in listed}
+        refusals = [d for d in chosen.decisions if not d.accepted and d.subject not in own]
+        if unasked is not None:
+            runs_on = "unknown"
+            refusals += [Decision(f"'{part.name}' as one plan", False, why) for why in unasked]
+        plans = tuple(
+            ListedPlan(
+                rank,
+                plan.candidate.choice.engine,
+                plan.candidate.choice.knobs,
+                plan.workspace_bytes,
+                plan.runtime_compiled,
+                plan.allowed,
+                plan.reason,
+            )
+            for rank, plan in enumerate(listed, 1)
+        )
+        return PlannedStep(part, runs_on, plans, tuple(refusals))
+
+
+@checked
+def explain(
+    graph: Graph | GraphSpec,
+    target: str = "nvidia-h200",
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> Explanation:
+    """The plans that cuDNN proposes for ``graph`` on the GPU called ``target``, without having one.
+
+    Needs the cuDNN library and its frontend. Runtime-compiled engines (many fusions, attention)
+    also need some CUDA driver library to be loadable; without one those steps are "unknown".
+    Fields of :class:`~cudnngraph.Policy` may be given as keywords.
+
+    Raises :class:`BackendUnavailable` without the library or the frontend, :class:`GraphError` for
+    mistakes in the graph, :class:`NotSupported` for an unknown target and, with
+    ``fallback="error"``, for a graph that cuDNN refuses as one plan.
+    """
+    if target not in targets():
+        known = ", ".join(targets())
+        raise NotSupported(f"target '{target}'", [f"known targets: {known}"])
+    spec = graph.spec() if isinstance(graph, Graph) else graph
+    resolved = resolve_policy(policy, options, spec)
+    cudnn_version = env.cudnn_version()
+    driver = libraries.load_driver().usable
+    walk = _Walk(target, resolved, driver)
+    selection = heuristic.heuristic(spec, resolved, walk.build)
+    return Explanation(
+        spec,
+        target,
+        gpu_name(target),
+        resolved,
+        cudnn_version,
+        env.frontend_version(),
+        driver,
+        tuple(walk.step(step) for step in selection.steps),
+    )

@@ -1,0 +1,1 @@
+"""Differentiate a graph."""

@@ -1,0 +1,1 @@
+"""Declare a graph: the builder and its values."""

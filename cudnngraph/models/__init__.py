@@ -1,0 +1,1 @@
+"""Whole models: trace them, match patterns, convert them to graphs."""

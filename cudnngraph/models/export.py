@@ -1,0 +1,189 @@
+"""Models as ATen ops: by a run of our own where that will do, else by torch.export."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CannotImport
+from ..runtime.state import Held, check_kept
+from . import trace as tracer
+
+_TORCH = Path(torch.__file__).parent
+
+
+class HasGraph(Protocol):
+    """A GraphModule, or anything else with a graph, and with what its ``get_attr`` nodes name."""
+
+    graph: torch.fx.Graph
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model as ATen ops: the graph, its constants by placeholder, and how it is called.
+
+    ``placeholders`` are the names of those that stand for the caller's tensors, in the order of
+    the tensors among the flattened arguments.
+    """
+
+    module: HasGraph
+    constants: Mapping[str, torch.Tensor]
+    placeholders: tuple[str, ...]
+    out_spec: Any
+
+
+def export(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Exported:
+    """``model`` called with ``args`` as a graph of ATen ops, without a gradient.
+
+    Raises :class:`CannotImport` for a model that changes its state or its inputs, and for one
+    whose ops depend on the numbers in its tensors. The model is left as it was.
+    """
+    held = Held(model)
+    try:
+        with _exporting():
+            traced = tracer.trace(model, args, kwargs or {})
+            if traced is None:
+                held.restore()
+                made, changed = by_torch(model, args, kwargs)
+            else:
+                names = tuple(traced.placeholders)
+                made = Exported(traced, traced.constants, names, traced.out_spec)
+                changed = [*traced.exchanged, *held.changes()]
+    except tracer.Writes as error:
+        raise CannotImport(
+            f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
+        ) from error
+    finally:
+        held.restore()
+    if changed:
+        check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
+    return made
+
+
+#: What is to be said of a model that changes something in place.
+_NO_GRAPH = (
+    "which a graph does not (a batch norm in training mode, a counter, a cache?); "
+    "call model.eval(), or return the new value"
+)
+
+
+_exporters: list[int] = []
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    _exporters.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _exporters.remove(threading.get_ident())
+
+
+def is_exporting() -> bool:
+    """Whether this thread is in :func:`export`: what is made of torch's modules calls those then,
+    for a graph of their ops can do more than a call of ours in it."""
+    return bool(_exporters) and threading.get_ident() in _exporters
+
+
+@dataclass
+class _Changes:
+    """Whether a call has changed its arguments, and what it has of the model's state."""
+
+    arguments: bool = False
+    state: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Changes]:
+    """What calls of the model change: torch.export does not notice what becomes of lists and
+    dicts, and puts attributes back."""
+    before: list[Any] = []
+    found = _Changes()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        before.append((*pytree.tree_flatten((args, kwargs)), Held(model)))
+
+    def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        leaves, form, held = before.pop()
+        now, now_form = pytree.tree_flatten((args, kwargs))
+        if form != now_form or any(a is not b for a, b in zip(now, leaves, strict=True)):
+            found.arguments = True
+        found.state += held.changes()
+
+    hooks = (
+        model.register_forward_pre_hook(note, with_kwargs=True),
+        model.register_forward_hook(compare, with_kwargs=True),
+    )
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def by_torch(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[Exported, list[str]]:
+    """:func:`export`, by torch.export, and the names of the state that a call has changed."""
+    from torch.export.graph_signature import InputKind
+
+    name = type(model).__name__
+    try:
+        with torch.no_grad(), _watched(model) as changes:
+            program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
+            program = program.run_decompositions({})
+    except Exception as error:
+        raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
+    if changes.arguments:
+        raise CannotImport(f"{name} changes its arguments, which a graph does not")
+    signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    changed += getattr(signature, "parameters_to_mutate", {}).values()
+    if changed:
+        what = ", ".join(f"'{each}'" for each in changed)
+        raise CannotImport(f"{name} changes {what} in place, {_NO_GRAPH}")
+    constants: dict[str, torch.Tensor] = {}
+    placeholders: list[str] = []
+    for each in signature.input_specs:
+        held = {**program.state_dict, **program.constants}
+        if each.kind == InputKind.USER_INPUT:
+            if type(each.arg).__name__ == "TensorArgument":
+                placeholders.append(each.arg.name)
+        elif each.target in held:
+            constants[each.arg.name] = held[each.target].detach()
+        else:
+            raise CannotImport(f"{name} takes a {each.kind.name.lower()}, which no graph has")
+    made = Exported(
+        program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
+    )
+    return made, changes.state
+
+
+def _export_failure(error: Exception) -> str:
+    """Why torch.export gave up, in a line, and where."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    where = last_line(text)
+    return f"{first} ({where})" if where else first
+
+
+def last_line(trace: str) -> str:
+    """The last line of a stack trace that is not torch's own, "" where there is none."""
+    found = re.findall(r'File "([^"<]+)", line (\d+), in (\S+)\n\s*(.+)', trace)
+    ours = [each for each in found if _TORCH not in Path(each[0]).parents] or found
+    if not ours:
+        return ""
+    path, number, function, code = ours[-1]
+    return f"{Path(path).name}:{number} in {function}: {code.strip()}"

@@ -1,0 +1,352 @@
+"""Attention and norms that a model writes out, found in its graph of ATen ops.
+
+softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
+for all or each head, what is added to it or hidden of it, softmax along the keys, and a product
+with v. Where nobody reads what lies between, it is one op (:func:`attention_before`). So are rows
+by the roots of their mean squares, times a weight (:func:`rms_norm_before`); and rows by their
+norms, whoever reads those (:func:`least_norm_before`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops import meta
+
+Node = torch.fx.Node
+HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the other scores are
+
+_PRODUCTS = frozenset({"matmul", "bmm"})
+_SCALES = frozenset({"mul", "div"})
+_SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
+_SAME = frozenset({*meta.SAME, "to", "type_as"})  # but for the dtype
+
+
+@dataclass(frozen=True)
+class Written:
+    """Attention as a model writes it: q (..., S, D), k (..., T, D), or where that is ``turned``
+    (..., D, T), v (..., T, D);
+    what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
+    boolean mask, whether it is True where it hides, and the number that stands there then.
+    ``windowed`` is added to scores whose batch counts images and windows, as (images, windows);
+    ``factors`` (..., 1, 1) are what scores are multiplied with before, besides ``scale``."""
+
+    query: Node
+    key: Node
+    turned: bool
+    value: Node
+    scale: float
+    added: tuple[Node, ...]
+    hidden: tuple[tuple[Node, bool, float], ...]
+    windowed: tuple[tuple[Node, tuple[int, int]], ...]
+    factors: tuple[Node, ...]
+
+
+def attention_before(node: Node) -> Written | None:
+    """The attention that ends with the product ``node``, None where there is none."""
+    if len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
+        return None
+    weights: Any
+    value: Any
+    weights, value = node.args[:2]
+    softmax = _behind(weights)
+    if softmax is None or meta.packet(softmax) not in _SOFTMAX:
+        return None
+    given = meta.named(softmax.target, softmax.args, softmax.kwargs)
+    seen = softmax.meta["val"]
+    if given["dim"] not in (-1, seen.dim() - 1) or not _is_float(softmax):
+        return None
+    added: list[Node] = []
+    hidden: list[tuple[Node, bool, float]] = []
+    windowed: list[tuple[Node, tuple[int, int]]] = []
+    factors: list[Node] = []
+    scale = 1.0
+    scores = _behind(softmax.args[0])
+    while scores is not None and meta.packet(scores) not in _PRODUCTS:
+        if scores.meta["val"].shape != seen.shape:
+            return None
+        kind, first = meta.packet(scores), scores.args[0]
+        given = meta.named(scores.target, scores.args, scores.kwargs)
+        scaled = scale != 1.0 or bool(factors)
+        if (factor := _factor(scores)) is not None:
+            scale *= factor
+        elif kind == "mul" and (term := _of_heads(scores)) is not None:
+            first, of_heads = term
+            factors.append(of_heads)
+        elif kind == "add" and not scaled and given.get("alpha", 1) == 1:
+            pair = [each for each in scores.args[:2] if isinstance(each, Node)]
+            mains = [each for each in pair if _is_scores(each)]
+            if len(pair) != 2 or len(mains) != 1:
+                return None
+            (first,) = mains
+            added += [each for each in pair if each is not first]
+        elif kind in meta.RESHAPES and not scaled and (window := _windowed(scores)) is not None:
+            first, mask, counts = window
+            windowed.append((mask, counts))
+        elif kind == "masked_fill" and not scaled:
+            hidden.append((given["mask"], True, _number(given["value"])))
+        elif kind == "where" and not scaled:
+            first = given["self"]
+            hidden.append((given["condition"], False, _number(given["other"])))
+        else:
+            return None
+        scores = _behind(first)
+    if scores is None or scores.meta["val"].shape != seen.shape:
+        return None
+    least = -math.inf if added or windowed else HIDES
+    for hides, _, number in hidden:
+        if not isinstance(hides, Node) or not number <= least:
+            return None  # beside what is added a number may be more than what it hides
+    query: Any
+    key: Any
+    query, key = scores.args[:2]
+    if not isinstance(query, Node) or not isinstance(key, Node):
+        return None
+    if len(query.users) == 1 and (factor := _factor(query)) is not None:
+        scale *= factor
+        query = query.args[0]
+    key, turned, factor = _key(key)
+    scale *= factor
+    if not math.isfinite(scale):
+        return None
+    masks = (tuple(added), tuple(hidden), tuple(windowed))
+    return Written(query, key, turned, value, scale, *masks, tuple(factors))
+
+
+def _factor(node: Node) -> float | None:
+    """The number that a node multiplies its first operand with, None if it does something else."""
+    if meta.packet(node) not in _SCALES or not isinstance(node.args[0], Node):
+        return None
+    number = node.args[1] if len(node.args) == 2 else None
+    if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
+        return None
+    return float(number) if meta.packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
+
+
+def _key(node: Node) -> tuple[Node, bool, float]:
+    """k of its transpose, whether it is that still, and the number that it was multiplied with:
+    where nobody else reads what is scaled."""
+    last = {node.meta["val"].dim() - 1, node.meta["val"].dim() - 2}
+    if (
+        meta.packet(node) != "transpose"
+        or len(node.users) > 1
+        or not isinstance(node.args[0], Node)
+    ):
+        return node, True, 1.0
+    scaled, dims = node.args[0], node.args[1:3]
+    if {int(dim) % node.meta["val"].dim() for dim in dims} != last or len(scaled.users) > 1:  # type: ignore[arg-type]
+        return node, True, 1.0
+    if (factor := _factor(scaled)) is None:
+        return node, True, 1.0
+    return scaled.args[0], False, factor  # type: ignore[return-value]
+
+
+def _of_heads(node: Node) -> tuple[Node, Node] | None:
+    """Of a product with something that is the same for all queries and keys: the two."""
+    pair = node.args[:2]
+    for main, other in (pair, pair[::-1]):
+        if isinstance(main, Node) and isinstance(other, Node) and _is_scores(main):
+            seen = other.meta.get("val")
+            alike = isinstance(seen, torch.Tensor) and tuple(seen.shape[-2:]) == (1, 1)
+            return (main, other) if alike else None
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    """A number, or that of a tensor which is made of one; else NaN."""
+    while isinstance(value, Node) and meta.packet(value) in _SAME:
+        value = value.args[0]
+    if isinstance(value, Node) and meta.packet(value) == "scalar_tensor":
+        value = value.args[0]
+    elif isinstance(value, Node) and meta.packet(value) == "full" and not value.args[0]:
+        value = value.args[1]
+    return float(value) if _is_number(value) else math.nan
+
+
+def _is_float(node: Node) -> bool:
+    return node.meta["val"].dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _behind(node: Any) -> Node | None:
+    """What a node gives on, in whatever float dtype; None where others read it too."""
+    while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
+            return None
+        if meta.packet(node) not in _SAME:
+            return node
+        node = node.args[0]
+    return None
+
+
+def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
+    """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
+    of it, the other one, and (B, W); None for another view."""
+    inner, shape = _behind(node.args[0]), node.meta["val"].shape
+    if (
+        inner is None
+        or meta.packet(inner) != "add"
+        or (len(shape), inner.meta["val"].dim()) != (4, 5)
+    ):
+        return None
+    images, windows, *rest = inner.meta["val"].shape  # heads, queries and keys
+    terms = inner.args[:2]
+    given = meta.named(inner.target, inner.args, inner.kwargs)
+    if (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
+        return None
+    for place, term in enumerate(terms):
+        view, other = _behind(term), terms[1 - place]
+        if (
+            view is not None
+            and isinstance(other, Node)
+            and meta.packet(view) in meta.RESHAPES
+            and view.meta["val"].shape == inner.meta["val"].shape
+            and isinstance(view.args[0], Node)
+            and view.args[0].meta["val"].shape == shape
+        ):
+            return view.args[0], other, (images, windows)
+    return None
+
+
+def _is_scores(node: Node) -> bool:
+    """Whether a product is at the end of the ops that may stand between it and softmax."""
+    at: Any = node
+    while (found := _behind(at)) is not None:
+        kind = meta.packet(found)
+        if kind in _PRODUCTS:
+            return True
+        if kind in ("add", "mul"):
+            return any(_is_scores(each) for each in found.args[:2] if isinstance(each, Node))
+        if kind not in {*_SCALES, "masked_fill", "where"}:
+            return False
+        at = found.args[1 if kind == "where" else 0]
+    return False
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WrittenNorm:
+    """x / sqrt(mean(x * x) + eps) along the last dim, times ``weight`` if that is not None."""
+
+    x: Node
+    weight: Node | None
+    eps: float
+
+
+def rms_norm_before(node: Node) -> WrittenNorm | None:
+    """The RMS norm that ends with ``node``: with its weight, or with what it is converted to."""
+    end = _alone(node)
+    plain = _by_root(end)
+    if plain is not None:
+        return WrittenNorm(plain[0], None, plain[1])
+    if not _is_call(end) or meta.packet(end) != "mul":
+        return None
+    for main, weight in (end.args[:2], end.args[1::-1]):
+        if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
+            normed = _by_root(_alone(main))
+            if normed is not None:
+                return WrittenNorm(normed[0], weight, normed[1])
+    return None
+
+
+def _alone(node: Any) -> Any:
+    """What a node is of, but for conversions between float dtypes; None where others read that."""
+    while _is_call(node) and meta.packet(node) in _SAME and _is_float(node):
+        node = node.args[0]
+        if isinstance(node, Node) and len(node.users) != 1:
+            return None
+    return node
+
+
+def _source(node: Any) -> Any:
+    """What a node is of, but for conversions between float dtypes that keep every bit."""
+    while _is_call(node) and meta.packet(node) in _SAME and _is_float(node):
+        before = node.args[0]
+        seen = before.meta.get("val") if isinstance(before, Node) else None
+        if not isinstance(seen, torch.Tensor):
+            return node
+        if seen.dtype.itemsize > node.meta["val"].dtype.itemsize:
+            return node
+        node = before
+    return node
+
+
+def _is_call(node: Any) -> bool:
+    return (
+        isinstance(node, Node)
+        and isinstance(node.target, torch._ops.OpOverload)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def _by_root(node: Any) -> tuple[Node, float] | None:
+    """x and eps of x / sqrt(mean(x * x) + eps), where nobody else reads the root."""
+    if not _is_call(node) or len(node.args) < 2:
+        return None
+    if meta.packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
+        pairs = [(node.args[0], "sqrt", node.args[1])]
+    elif meta.packet(node) == "mul":
+        pairs = [(main, "rsqrt", root) for main, root in (node.args[:2], node.args[1::-1])]
+    else:
+        return None
+    for main, kind, root in pairs:
+        if not _is_call(root) or meta.packet(root) != kind or len(root.users) != 1:
+            continue
+        total = _source(root.args[0])
+        if not _is_call(total) or meta.packet(total) != "add":
+            continue
+        mean, eps = _source(total.args[0]), total.args[1]
+        alpha = meta.named(total.target, total.args, total.kwargs).get("alpha", 1)
+        if not _is_number(eps) or not 0 <= eps < math.inf or alpha != 1:
+            continue
+        squared, x = _squared(mean), _source(main)
+        if squared is not None and squared is x and _is_float(x):
+            return x, float(eps)
+    return None
+
+
+def _squared(mean: Any) -> Any:
+    """What ``mean`` has the mean square of, along the last dim, which is kept; else None."""
+    if not _is_call(mean) or mean.target is not torch.ops.aten.mean.dim:
+        return None
+    given = meta.named(mean.target, mean.args, mean.kwargs)
+    square, dims = _source(given["self"]), given["dim"]
+    if not _is_call(square) or not given["keepdim"]:
+        return None
+    if list(dims or ()) not in ([-1], [square.meta["val"].dim() - 1]):
+        return None
+    kind, args = meta.packet(square), square.args
+    if kind == "square" or (kind == "pow" and args[1:] == (2,)):
+        return _source(args[0])
+    return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
+
+
+def least_norm_before(node: Node) -> float | None:
+    """The least norm by which a quotient divides, if it is of rows by their norms (F.normalize
+    over the last dim); else None."""
+    given = meta.named(node.target, node.args, node.kwargs)
+    x, clamped = given["self"], given["other"]
+    if _is_call(clamped) and meta.packet(clamped) == "expand":
+        clamped = clamped.args[0]
+    if not _is_call(clamped) or meta.packet(clamped) not in ("clamp_min", "clamp"):
+        return None
+    clamp = meta.named(clamped.target, clamped.args, clamped.kwargs)
+    norms, floor = clamp["self"], clamp["min"]
+    if not _is_call(norms) or meta.packet(norms) != "linalg_vector_norm" or not _is_number(floor):
+        return None
+    norm = meta.named(norms.target, norms.args, norms.kwargs)
+    if norm["self"] is not x:
+        return None
+    rows = list(norm["dim"] or ()) in ([-1], [x.meta["val"].dim() - 1]) and norm["keepdim"]
+    plain = norm["ord"] == 2 and norm["dtype"] is None
+    unbound = clamp.get("max") is None and given.get("rounding_mode") is None
+    return float(floor) if rows and plain and unbound and 0 <= floor < math.inf else None

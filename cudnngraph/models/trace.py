@@ -1,0 +1,578 @@
+"""The ATen ops of a model, had by running it once on tensors without memory.
+
+torch.export says the same of more models, in ten times the time: it has to be ready for sizes that
+change, for state, for control flow. Here every op that torch dispatches becomes a node of an FX
+graph, in the order of the run; a few that torch would take apart (:data:`WHOLE`) stay whole, as
+torch.export leaves them. What writes over memory that something else sees, draws random numbers,
+asks for the numbers in a tensor, changes the model, or is unusual in any other way is given up:
+then torch.export is to say what there is to say.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..ops import meta as forms
+from ..ops.pooling import UPSAMPLE
+
+_aten: Any = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent)
+
+#: Ops that are one node each, though torch makes them of others.
+WHOLE = frozenset(
+    {
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
+        *("linear", "matmul", "flatten", "reshape", "softmax", "log_softmax", "chunk"),
+        *("scaled_dot_product_attention", "max_pool1d", "max_pool2d", "max_pool3d"),
+        *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu", "interpolate"),
+    }
+)
+#: The functions that are such an op, and those that tell where memory is.
+_FUNCTIONS: Mapping[Any, str] = {
+    **{
+        getattr(place, name): name
+        for name in WHOLE
+        for place in (torch, torch.Tensor, torch._C._nn, F)
+        if hasattr(place, name)
+    },
+    torch.Tensor.__matmul__: "matmul",
+}
+_OF_MEMORY: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
+)
+#: Ops whose result may be a view or a copy, as the strides are: what writes over it is given up.
+_MAY_COPY = frozenset(
+    f"aten::{name}" for name in ("reshape", "flatten", "clone", "_to_copy", "_unsafe_view")
+)
+_NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
+_POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
+#: Those that are written in Python: their arguments may have other places than the op's.
+_BY_NAME: frozenset[Any] = (
+    _NORMS | _POOLS | {F.rms_norm, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
+)
+
+
+#: What an argument and a result may be made of.
+_LEAVES = (
+    *(torch.Tensor, type(None), bool, int, float, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class GivenUp(Exception):
+    """Why a model is not for this."""
+
+
+class Writes(GivenUp):
+    """It writes over ``tensor``, which it holds."""
+
+    def __init__(self, op: Any, tensor: torch.Tensor) -> None:
+        super().__init__(f"{op} writes over what the model holds")
+        self.tensor = tensor
+
+
+class Shape(torch.Tensor):
+    """A tensor of some device without memory: ``meta`` has the same form on torch's meta device.
+
+    (torch's own FakeTensor imports its compiler: a second.)
+    """
+
+    meta: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, device: torch.device, real: torch.Tensor | None = None
+    ) -> Shape:
+        made: Shape = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+            requires_grad=real is not None and real.requires_grad,
+        )
+        made.meta = meta
+        if isinstance(real, nn.Parameter):
+            made._is_param = True
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise GivenUp(f"{func} outside of the run")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Shape({list(self.shape)}, {self.dtype}, {self.device})"
+
+
+class Traced:
+    """The graph of a run, its constants by placeholder, the placeholders of its arguments. What
+    the run has changed of the model is for the caller to put back."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.graph = torch.fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.placeholders: list[str] = []
+        self._nodes: dict[int, torch.fx.Node] = {}  # by the tensor's id
+        self._shapes: dict[int, Shape] = {}  # of what has memory, by its id
+        self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
+        self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
+        self._views: Counter[int] = Counter()  # how many of them see one memory
+        self._failed = False
+        self.exchanged: list[str] = []  # parameters and buffers with other tensors in their place
+        self._run(model, args, dict(kwargs))
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def _run(self, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        state: dict[str, torch.Tensor] = {}
+        for tensors in (model.named_parameters, model.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                state[name] = self._held(name, tensor)
+        leaves, form = pytree.tree_flatten((tuple(args), kwargs))
+        if any(not isinstance(leaf, _LEAVES) for leaf in leaves):
+            raise GivenUp("an argument is an object of another kind")
+        names = _names(model, form, leaves)
+        leaves = [
+            self._given(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        shaped_args, shaped_kwargs = pytree.tree_unflatten(leaves, form)
+        given = dict(state)
+        with torch.no_grad(), _Dispatched(self), _Called(self):
+            result = torch.func.functional_call(model, state, shaped_args, shaped_kwargs)
+        if self._failed:
+            raise GivenUp("it catches what an op has raised")
+        self.exchanged = [name for name, tensor in given.items() if state[name] is not tensor]
+        now, now_form = pytree.tree_flatten((shaped_args, shaped_kwargs))
+        if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
+            raise GivenUp("it changes its arguments")
+        made, self.out_spec = pytree.tree_flatten(result)
+        if any(not isinstance(leaf, _LEAVES) for leaf in made):
+            raise GivenUp("a result is an object of another kind")
+        self.graph.output(
+            tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
+        )
+        self.constants = {name: tensor.detach() for name, tensor in self.constants.items()}
+
+    def _shape(self, tensor: torch.Tensor) -> Shape:
+        """A tensor without memory in place of one that has it."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            raise GivenUp(f"an operand is a {type(tensor).__name__}, {tensor.layout}")
+        form: Any = (tensor.shape, tensor.stride())
+        with _no_modes():
+            meta = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
+            made = Shape(meta, tensor.device, tensor)
+        self._alive += [tensor, made]
+        self._shapes[id(tensor)] = made
+        return made
+
+    def _held(self, name: str, tensor: torch.Tensor) -> Shape:
+        """A constant, which becomes a placeholder where something reads it."""
+        found = self._shapes.get(id(tensor))
+        if found is None:
+            found = self._shape(tensor)
+            self._real[id(found)] = (name, tensor)
+        elif id(found) not in self._real:
+            raise GivenUp("an argument is held by the model too")
+        return found
+
+    def _given(self, tensor: torch.Tensor, name: str) -> Shape:
+        if id(tensor) in self._shapes:
+            raise GivenUp("a tensor has two places")
+        node = self.graph.placeholder(name)
+        self.placeholders.append(node.name)
+        return self._see(self._shape(tensor), node)
+
+    def _see(self, tensor: Shape, node: torch.fx.Node) -> Shape:
+        node.meta["val"] = tensor
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+        self._views[_memory(tensor)] += 1
+        return tensor
+
+    def _operand(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node of a tensor."""
+        if not isinstance(tensor, Shape):
+            tensor = self._held("constant", tensor)
+        found = self._nodes.get(id(tensor))
+        if found is not None:
+            return found
+        if id(tensor) not in self._real:
+            raise GivenUp("a tensor comes from nowhere")
+        name, real = self._real[id(tensor)]
+        with self.graph.inserting_before(None):  # before all ops: a rule may look ahead
+            node = self.graph.placeholder(name)
+        self.constants[node.name] = real
+        self._see(tensor, node)
+        return node
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Remember what is raised, though the model may catch it and go another way."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def dispatched(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What torch dispatches."""
+        if op is torch.ops.prim.device.default:
+            return args[0].device
+        if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+            raise GivenUp(f"{op} is none of torch's ops")
+        make = self._in_place if op._schema.is_mutable else self._new
+        return make(op, args, kwargs)
+
+    def called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What Python calls: an op of :data:`WHOLE`, or more calls."""
+        if function in _OF_MEMORY:
+            raise GivenUp(f"it asks for {function.__name__}")
+        name = _FUNCTIONS.get(function)
+        plain = not torch.is_grad_enabled() and not _casts()
+        if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
+            function, name, args, kwargs = torch.matmul, "matmul", pair, {}
+        if name is None:
+            return function(*args, **kwargs)
+        if torch.is_grad_enabled() or _casts():
+            raise GivenUp(f"{name} under autocast, or to be differentiated")
+        try:
+            if function is F.interpolate:
+                return self._new(*_interpolation(*args, **kwargs))
+            packet = getattr(_aten, name)
+            placed, named = _canonical(packet, function, args, kwargs)
+            which = torch._C._jit_resolve_packet(f"aten::{name}", *placed, **named)
+            if getattr(packet, which or "default")._schema.is_mutable:
+                raise TypeError
+        except (KeyError, TypeError, RuntimeError):  # arguments that only Python takes
+            return function(*args, **kwargs)
+        made = self._new(getattr(packet, which or "default"), placed, named)
+        return tuple(made) if isinstance(made, list) else made
+
+    def _new(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The results of an op that makes tensors."""
+        if op._schema.name in ("aten::batch_norm", "aten::instance_norm"):
+            given = forms.named(op, args, kwargs)
+            if (
+                given.get("training", given.get("use_input_stats"))
+                and given["running_mean"] is not None
+            ):
+                raise GivenUp(f"{op} changes its statistics")
+        result, device = self._computed(op, args, kwargs)
+        many = isinstance(result, (tuple, list))
+        metas = list(result) if many else [result]
+        if any(not isinstance(each, torch.Tensor) for each in metas):
+            raise GivenUp(f"{op} gives no tensor")
+        node = self._node(op, args, kwargs)
+        with _no_modes():
+            made = [Shape(each, device) for each in metas]
+        if not many:
+            return self._see(made[0], node)
+        node.meta["val"] = tuple(made)
+        for place, each in enumerate(made):
+            self._see(each, self.graph.call_function(operator.getitem, (node, place)))
+        return type(result)(made)
+
+    def _in_place(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """One that writes over its first operand, as the op that makes a new tensor."""
+        schema, name = op._schema, op._schema.name.removeprefix("aten::")
+        packet = getattr(_aten, name.removesuffix("_"), None)
+        pure = getattr(packet, op._overloadname, None)
+        written = [place for place, each in enumerate(schema.arguments) if each.is_write]
+        if pure is None or not name.endswith("_") or written != [0] or pure._schema.is_mutable:
+            raise GivenUp(f"{op} writes over its operands")
+        if torch.Tag.inplace_view in op.tags:
+            raise GivenUp(f"{op} changes a shape")
+        if [a.name for a in schema.arguments] != [a.name for a in pure._schema.arguments]:
+            raise GivenUp(f"{op} is no other form of {pure}")
+        target = args[0]
+        if not isinstance(target, Shape) or id(target) in self._real:
+            raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
+        before = self._nodes.get(id(target))
+        if before is None or before.op == "placeholder" or self._views[_memory(target)] != 1:
+            raise GivenUp(f"{op} writes over what is seen elsewhere")
+        maker: Any = before.target
+        if getattr(getattr(maker, "_schema", None), "name", "") in _MAY_COPY:
+            raise GivenUp(f"{op} writes over what may be a view")
+        made, _ = self._computed(pure, args, kwargs)
+        if (made.shape, made.dtype) != (target.shape, target.dtype):
+            raise GivenUp(f"{op} converts")
+        node = self._node(pure, args, kwargs)
+        node.meta["val"] = target
+        self._nodes[id(target)] = node
+        return target
+
+    def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
+        """What an op makes on the meta device, and the device that it is for."""
+        if forms.draws(op, args, kwargs):
+            raise GivenUp(f"{op} draws random numbers")
+        devices: list[torch.device] = []
+
+        def form(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                devices.insert(0, leaf)
+                return torch.device("meta")
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = leaf if isinstance(leaf, Shape) else self._held("constant", leaf)
+            devices.append(shape.device)
+            return shape.meta
+
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return self._from_numbers(op, args, kwargs)
+        args, kwargs = pytree.tree_map(form, (args, kwargs))
+        with _no_modes():
+            return forms.of(op, *args, **kwargs), devices[0]
+
+    def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
+        """Of an op that takes no tensors; it is run."""
+        device = kwargs.get("device") or torch.get_default_device()
+        with _no_modes():
+            made = op(*args, **{**kwargs, "device": torch.device("cpu")})
+            return forms.another(made), torch.device(device)
+
+    def _node(self, op: Any, args: Any, kwargs: Any) -> torch.fx.Node:
+        def operand(leaf: Any) -> Any:
+            return self._operand(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(operand, (args, kwargs))
+        node = self.graph.call_function(op, args, kwargs)
+        node.meta["stack_trace"] = _line()
+        return node
+
+
+# -- helpers -------------------------------------------------------------------------------------
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _no_modes() -> Any:
+    """Without the modes of the run, for what is no part of it."""
+    return torch._C._DisableTorchDispatch()
+
+
+def _memory(tensor: Shape) -> int:
+    return int(tensor.meta.untyped_storage()._cdata)
+
+
+def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call as the op takes them. Raises TypeError where they are others."""
+    if isinstance(function, FunctionType):
+        if function not in _BY_NAME:
+            raise TypeError
+        if function not in _POOLS:
+            kwargs = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+            args = (kwargs.pop("input"),)
+            if function in _NORMS:
+                last = packet.default._schema.arguments[-1].name
+                kwargs[last] = torch.backends.cudnn.enabled
+        elif kwargs.get("return_indices") or len(args) > len(packet.default._schema.arguments):
+            raise TypeError
+    kwargs = {key: value for key, value in kwargs.items() if key != "return_indices"}
+    if "default" not in packet.overloads():
+        return args, kwargs
+    arguments = packet.default._schema.arguments
+    if len(args) > len(arguments):
+        raise TypeError
+    may_be_none = {each.name for each in arguments if "Optional" in str(each.real_type)}
+    kwargs = {k: v for k, v in kwargs.items() if v is not None or k in may_be_none}
+    counts = {each.name: each.N for each in arguments}
+
+    def spread(name: str, value: Any) -> Any:
+        """A list where Python also takes its only number."""
+        return [value] * counts[name] if type(value) is int and counts.get(name) else value
+
+    given = dict(zip([each.name for each in arguments], args, strict=False))
+    given = {name: spread(name, value) for name, value in {**given, **kwargs}.items()}
+    placed = []
+    for each in arguments:  # what comes first by place, without what is as it is anyway
+        if each.name not in given or each.kwarg_only:
+            break
+        placed.append(given.pop(each.name))
+    while placed and _is_default(arguments[len(placed) - 1], placed[-1]) and not given:
+        placed.pop()
+    return tuple(placed), given
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    if not argument.has_default_value() or isinstance(value, torch.Tensor):
+        return False
+    return type(argument.default_value) is type(value) and argument.default_value == value
+
+
+def _interpolation(
+    input: torch.Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The op that F.interpolate is, and its arguments. Raises KeyError or TypeError for others."""
+    rank = input.dim() - 2
+    packet = getattr(_aten, UPSAMPLE[mode, rank])
+    if recompute_scale_factor or antialias or (size is None) == (scale_factor is None):
+        raise TypeError
+    size, scales = (
+        None if each is None else list(each) if isinstance(each, (tuple, list)) else [each] * rank
+        for each in (size, scale_factor)
+    )
+    corners = () if "nearest" in mode else (bool(align_corners),)
+    return packet.vec, (input, size, *corners, scales and [float(each) for each in scales]), {}
+
+
+def _line() -> str:
+    """The line that is being run outside of torch and of this file, as a traceback says it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename != __file__ and not code.co_filename.startswith((_TORCH, "<")):
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            place = f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'
+            return f"  {place}\n    {text}\n"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _names(model: nn.Module, form: Any, leaves: Sequence[Any]) -> Iterator[str]:
+    """What the arguments are called: by the parameters of ``forward`` where each is one leaf."""
+    args, kwargs = pytree.tree_unflatten(list(range(len(leaves))), form)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    named = {value: name for name, value in bound.items() if isinstance(value, int)}
+    return (named.get(place, f"args_{place}") for place in range(len(leaves)))
+
+
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be hidden from dynamo imports it
+
+    def __init__(self, run: Traced) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._run.noticing():
+            return self._run.dispatched(func, args, kwargs or {})
+
+
+def _product(equation: Any, *operands: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The matrices whose product is what torch.einsum gives, None where it is something else.
+
+    torch takes an einsum apart into views that are copied, and a product of three dims.
+    """
+    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in operands):
+        return None
+    terms = equation.replace(" ", "").replace("->", ",").split(",")
+    if len(terms) != 3 or len(operands) != 2 or operands[0].dim() != operands[1].dim():
+        return None
+    more = all(term.startswith("...") for term in terms)
+    one, two, out = terms = [term[3:] if more else term for term in terms]
+    if operands[0].dim() < len(one) or (operands[0].dim() > len(one) and not more):
+        return None
+    if len({*map(len, terms)}) > 1 or len(out) < 2 or len({one[:-2], two[:-2], out[:-2]}) > 1:
+        return None
+    if not "".join(terms).isalpha() or any(len({*term}) < len(term) for term in terms):
+        return None
+    summed = ({*one[-2:]} & {*two[-2:]}) - {*out}
+    if len(summed) != 1 or {*one[-2:], *two[-2:]} != {*out[-2:], *summed}:
+        return None
+    pair: list[torch.Tensor] = []
+    for label in out[-2:]:
+        place = int(label not in one)
+        x, term = operands[place], terms[place]
+        first = label if not pair else summed.copy().pop()
+        pair.append(x if term[-2] == first else x.transpose(-2, -1))
+    return (pair[0], pair[1]) if pair[0].shape[-1] == pair[1].shape[-2] else None
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self, run: Traced) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._run.noticing():
+            return self._run.called(func, args, kwargs or {})
+
+
+class _NoCompiler:
+    """Keeps this thread from importing torch's compiler."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.asked = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """As the import system asks."""
+        if name == _COMPILER and threading.get_ident() == self._thread:
+            self.asked = True
+            raise GivenUp(f"it needs {name}")
+
+
+_COMPILER = "torch._dynamo"
+
+
+def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced | None:
+    """``model`` called so; None where it is not for this. Raises :class:`Writes` where that is
+    because it writes over what it holds.
+
+    What a model compiles within itself, control flow among it, must not meet the modes of the run:
+    that would stay in the compiler's caches. So the compiler is kept out while it is not there
+    yet, and stands aside where it is.
+    """
+    if _casts():
+        return None
+    if _COMPILER not in sys.modules:
+        guard: Any = _NoCompiler()
+        sys.meta_path.insert(0, guard)
+        try:
+            traced = Traced(model, args, kwargs)
+            if not guard.asked:  # else the model may have caught that there is none
+                return traced
+        except Writes:
+            raise
+        except Exception:
+            if not guard.asked:
+                return None
+        finally:
+            sys.meta_path.remove(guard)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return Traced(model, args, kwargs)
+    except Writes:
+        raise
+    except Exception:  # whatever it is, torch.export is to say so
+        return None

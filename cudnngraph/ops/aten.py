@@ -1,0 +1,132 @@
+"""Torch's own ops inside a graph: an ATen overload by its name, its arguments as plain values.
+
+An argument is None, a bool, an int, a finite float or a str as it is, or a tuple that begins with
+what it stands for: ``("tensor", 0)`` the first operand, ``("list", a, b)``, ``("dtype",
+"float16")``, ``("device",)`` that of the operands, ``("layout", "strided")``, ``("memory_format",
+"channels_last")``, ``("float", "-inf")``. So it can be part of a key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from .meta import of as form_of
+
+#: How many results of an op a graph can use.
+RESULTS = 4
+
+
+def overload(name: str) -> Any:
+    """The overload called ``name``, as "aten.relu.default"; ValueError where there is none."""
+    namespace, _, rest = name.partition(".")
+    packet, _, which = rest.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), which)
+    except (AttributeError, RuntimeError):
+        raise ValueError(f"torch has no op {name!r}") from None
+
+
+def encode(value: Any, tensor: Callable[[Any], int | None]) -> Any:
+    """An argument as a plain value; ``tensor`` gives the place of an operand, None for what is
+    none. Raises ValueError for what has no such form.
+    """
+    place = tensor(value)
+    if place is not None:
+        return ("tensor", place)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else ("float", str(value))
+    if isinstance(value, (list, tuple, torch.Size)):
+        return ("list", *(encode(item, tensor) for item in value))
+    if isinstance(value, torch.device):
+        return ("device",)
+    for kind in (torch.dtype, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return (kind.__name__, str(value).removeprefix("torch."))
+    raise ValueError(f"an argument of type {type(value).__name__}: {value!r}")
+
+
+def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
+    """The argument that :func:`encode` made a plain value of."""
+    if not isinstance(value, tuple):
+        return value
+    kind, *rest = value
+    if kind == "tensor":
+        return tensors[rest[0]]
+    if kind == "list":
+        return [decode(item, tensors, device) for item in rest]
+    if kind == "device":
+        return device
+    if kind == "float":
+        return float(rest[0])
+    if kind in ("dtype", "layout", "memory_format"):
+        return getattr(torch, rest[0])
+    raise ValueError(f"an argument that begins with {kind!r}")
+
+
+def places(value: Any) -> list[int]:
+    """The operands that an argument names."""
+    if not isinstance(value, tuple):
+        return []
+    if value[:1] == ("tensor",):
+        return [value[1]]
+    return [place for item in value for place in places(item)]
+
+
+def named_dtypes(value: Any) -> frozenset[torch.dtype]:
+    """The dtypes in which an argument says that an op works."""
+    if not isinstance(value, tuple):
+        return frozenset()
+    if value[:1] == ("dtype",) and isinstance(value[1], str):  # no argument of that name
+        return frozenset({getattr(torch, value[1])})
+    return frozenset[torch.dtype]().union(*map(named_dtypes, value))
+
+
+def call(
+    function: Any, attrs: Mapping[str, Any], tensors: Sequence[Any], **more: Any
+) -> tuple[Any, ...]:
+    """The results of ``function`` on the arguments of a node and its operands."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    args = [decode(value, tensors, device) for value in attrs["args"]]
+    kwargs = {name: decode(value, tensors, device) for name, value in attrs["kwargs"]}
+    result = function(*args, **kwargs, **more)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def run(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of a node on its operands; None for what an op leaves undefined."""
+    with torch.no_grad():
+        return call(overload(attrs["overload"]), attrs, tensors)
+
+
+def forms(attrs: Mapping[str, Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The same on meta tensors."""
+    with torch.no_grad():
+        return call(partial(form_of, overload(attrs["overload"])), attrs, tensors)
+
+
+@lru_cache(maxsize=1024)
+def out_variant(name: str) -> tuple[Any, tuple[str, ...]] | None:
+    """The overload of the same op that writes into given tensors, and the names of those.
+
+    None for an op without one.
+    """
+    plain = overload(name)
+
+    def form(schema: Any) -> list[tuple[str, str]]:
+        return [(each.name, str(each.type)) for each in schema.arguments if not each.is_out]
+
+    packet = plain.overloadpacket
+    for which in packet.overloads():
+        other = getattr(packet, which)
+        outs = tuple(each.name for each in other._schema.arguments if each.is_out)
+        count = len(plain._schema.returns)
+        if outs and len(outs) == count and form(other._schema) == form(plain._schema):
+            return other, outs
+    return None

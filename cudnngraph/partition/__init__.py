@@ -1,0 +1,1 @@
+"""Cut a graph into steps."""

@@ -1,0 +1,1 @@
+"""Passes before the cut."""

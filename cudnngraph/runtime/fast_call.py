@@ -1,0 +1,208 @@
+"""The call of an executable as one function, whose code is written for it.
+
+A plan takes about 5 µs to launch. As much goes into loops over tensors and steps that find the same
+forms, places and offsets at every call. Here they stand in the code of a function, as fields do in
+that of a namedtuple. For programs of plans alone; a torch step needs tensors, not addresses.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..backend import env
+from ..backend.plan import Plan
+from ..ir.spec import GraphSpec
+
+Call = Callable[[Sequence[Any]], "list[torch.Tensor] | None"]
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Place = tuple[int, int]  # see Steps.behind
+
+
+class Steps:
+    """What the steps of a program are to the code: plans, and where their tensors lie.
+
+    ``places`` numbers the tensors by name: the graph's, of which the program has the one numbered
+    ``order[n]`` at place n (None: at place n), then those between the steps. ``behind`` says where
+    the latter lie: (place, or -1 for the scratch memory; bytes behind its start). ``planned`` has
+    for each step its graph, its plan and the offset of its own scratch memory.
+    """
+
+    def __init__(
+        self,
+        places: dict[str, int],
+        behind: Sequence[Place],
+        order: Sequence[int] | None,
+        planned: Sequence[tuple[GraphSpec, Plan, int]],
+        scratch_bytes: int,
+    ) -> None:
+        self.behind = behind
+        self.planned = planned
+        self.scratch_bytes = scratch_bytes
+        self._places = places
+        self._bound = len(places) - len(behind)
+        self._order = order
+
+    def address(self, name: str) -> str:
+        """The code for the address of a tensor."""
+        return self._at(self._places[name])
+
+    def _at(self, place: int) -> str:
+        if place < self._bound:
+            return f"a{place if self._order is None else self._order[place]}"
+        root, past = self.behind[place - self._bound]
+        return f"{'base' if root < 0 else self._at(root)} + {past}"
+
+
+def call_of(
+    steps: Steps,
+    inputs: Sequence[Form],
+    outputs: Sequence[Form],
+    over: Sequence[tuple[int, int]],
+    device: torch.device,
+    slots: Any,
+    *,
+    checked: bool,
+) -> Call | None:
+    """A function of inputs in order that runs ``steps`` once and returns the outputs, new ones but
+    for those that go ``over`` an input; for this thread. None where it cannot be written.
+
+    The function gives None, and has done nothing, where the call has to take the long way: a tensor
+    is not exactly as declared (not looked at if ``checked``), or lies at an address that is no
+    multiple of 16, another device is current, memory for the steps is yet to be had (``slots`` has
+    what there is, by device and stream), or a CUDA graph is being captured.
+    """
+    index, many, empty = device.index, len(inputs), _quick_empty()
+    names: dict[str, Any] = {
+        **_here(index),
+        "empty": torch.empty_strided,
+        "device": device,
+        "slots": slots,
+    }
+    code = [f"{', '.join(f't{at}' for at in range(many))}, = tensors"]
+    for at, (shape, stride, dtype) in enumerate((*inputs, *outputs)):
+        names |= {f"shape{at}": torch.Size(shape), f"stride{at}": stride, f"dtype{at}": dtype}
+        names[f"size{at}"] = tuple(shape)
+    if not checked:
+        code[:0] = [f"if len(tensors) != {many}: return None"]
+        code += [
+            f"if getattr(t{at}, 'dtype', None) is not dtype{at} or t{at}.shape != shape{at} "
+            f"or t{at}.stride() != stride{at} or t{at}.device != device: return None"
+            for at in range(many)
+        ]
+    code += [f"a{at} = t{at}.data_ptr()" for at in range(many)]
+    together = " | ".join(f"a{at}" for at in range(many))
+    code += [
+        f"if ({together}) & 15 or current() != {index} or capturing(): return None",
+        f"stream = stream_of({index})",
+        "base = 0",
+    ]
+    if steps.scratch_bytes:
+        code += [
+            f"slot = slots.get(({index}, stream))",
+            f"if slot is None or slot.size_bytes < {steps.scratch_bytes}: return None",
+            "base = slot.block.data_ptr()",
+        ]
+    places = dict(over)
+    form = "empty(shape{0}, stride{0}, dtype=dtype{0}, device=device)"
+    if empty is not None:
+        names["empty"], form = empty, "empty(size{0}, stride{0}, dtype{0})"
+    for at in range(many, many + len(outputs)):
+        if at - many in places:
+            code.append(f"t{at}, a{at} = t{places[at - many]}, a{places[at - many]}")
+        else:
+            code += [
+                f"t{at} = {form.format(at)}",
+                f"a{at} = t{at}.data_ptr()",
+            ]
+    code.append(f"if stream != entry.stream: follow({index})")
+    for number, (spec, plan, offset) in enumerate(steps.planned):
+        if plan.native is None:
+            return None
+        launch, place = plan.native
+        pack: list[str | int] = [steps.address(name) for name in (*spec.inputs, *spec.outputs)]
+        for position, past in plan.added:
+            pack.append(past if position is None else f"{pack[position]} + {past}")
+        pointers = array("Q", [each if isinstance(each, int) else 0 for each in pack])
+        names |= {f"p{number}": pointers, f"launch{number}": launch}
+        code += [f"p{number}[{at}] = {each}" for at, each in enumerate(pack) if type(each) is str]
+        address, count = pointers.buffer_info()
+        code.append(f"launch{number}({address}, {count}, base + {offset}, handle, {place})")
+    results = ", ".join(f"t{at}" for at in range(many, many + len(outputs)))
+    made: Call = _function("tensors", [*code, f"return [{results}]"], names)
+    return made
+
+
+@dataclass(frozen=True)
+class PlanLaunch:
+    """The launch of a plan on fixed tensors: their addresses (of :meth:`Plan.pointers`) and that of
+    its scratch memory, which ``block`` keeps alive. Called with a handle."""
+
+    plan: Plan
+    pointers: Any
+    scratch: int
+    block: torch.Tensor | None = None
+
+    def __call__(self, handle: Any) -> None:
+        self.plan.execute(self.pointers, self.scratch, handle)
+
+
+def launch_of(launches: Sequence[PlanLaunch], index: int, stream: int) -> Callable[[], bool] | None:
+    """A function of nothing for a row of launches; for this thread and ``stream``.
+
+    It returns False, and has done nothing, where another stream or device is current, or a CUDA
+    graph is being captured. None where it cannot be written.
+    """
+    names = _here(index)
+    code = [
+        f"if current() != {index} or stream_of({index}) != {stream} or capturing(): return False",
+        f"if entry.stream != {stream}: follow({index})",
+    ]
+    for number, each in enumerate(launches):
+        if each.plan.native is None:
+            return None
+        launch, place = each.plan.native
+        names |= {f"p{number}": each.pointers, f"launch{number}": launch}
+        address, count = each.pointers.buffer_info()
+        code.append(f"launch{number}({address}, {count}, {each.scratch}, handle, {place})")
+    made: Callable[[], bool] = _function("", [*code, "return True"], names)
+    return made
+
+
+def _here(index: int) -> dict[str, Any]:
+    """What the code asks of torch, and the handle of this thread for a device."""
+    entry = env.thread_handle(index)
+    return {
+        "current": torch._C._cuda_getDevice,
+        "capturing": torch._C._cuda_isCurrentStreamCapturing,
+        "stream_of": torch._C._cuda_getCurrentRawStream,
+        "follow": env.handle_on_current_stream,
+        "entry": entry,
+        "handle": entry.handle.backend_handle,
+    }
+
+
+def _function(arguments: str, code: Sequence[str], names: dict[str, Any]) -> Any:
+    """The function that has these lines, among these names."""
+    body = "\n    ".join(code)
+    exec(f"def call({arguments}):\n    {body}\n", names)
+    return names["call"]
+
+
+@cache
+def _quick_empty() -> Any | None:
+    """torch's own short way to an empty tensor on the current GPU, of a size, strides and a dtype,
+    which its compiler uses; None where it is not as known. In half the time of the public one."""
+    try:
+        guards: Any = torch._C._dynamo.guards
+        made: Any = guards._empty_strided_cuda
+        probe = made((2, 3), (1, 2), torch.float16)
+        fits = (tuple(probe.shape), probe.stride(), probe.dtype) == ((2, 3), (1, 2), torch.float16)
+    except Exception:
+        return None
+    return made if fits and probe.is_cuda else None

@@ -1,0 +1,108 @@
+"""Dropout by a seed, of which a plan and the reference have a generator each.
+
+What a plan drops can be told from what it computes: with scores of zero and values that pick out
+one key at a time, the result shows which weights are left (:func:`recovered`). With that as a mask
+the reference drops the same (:func:`explicit`), and the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..executor.reference import alibi_slopes
+from ..ir.spec import GraphSpec, Node, TensorSpec, contiguous_strides
+from ..ops.base import OPS
+
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[Tensors], Tensors]  # inputs of a graph → its outputs
+
+
+def attention(spec: GraphSpec) -> Node | None:
+    """The attention of a graph that has one, or the gradient of one; None for other graphs."""
+    nodes = [node for node in spec.nodes if node.op in ("sdpa", "sdpa_backward")]
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def draws(spec: GraphSpec) -> bool:
+    """Whether an attention of the graph, or its gradient, drops by a seed."""
+    return any(_at(node, "dropout_seed") is not None for node in spec.nodes if _attends(node))
+
+
+def _attends(node: Node) -> bool:
+    return node.op in ("sdpa", "sdpa_backward")
+
+
+def _at(node: Node, port: str) -> str | None:
+    return node.inputs[OPS[node.op].ports.index(port)]
+
+
+def explicit(
+    spec: GraphSpec, inputs: Tensors, keep: torch.Tensor | None
+) -> tuple[GraphSpec, list[torch.Tensor]]:
+    """A graph of one attention with ``keep`` (B, H, S_q, S_kv), bool, in place of its seed, and
+    with ALiBi's slopes as a tensor; and the inputs of that graph."""
+    node = attention(spec)
+    assert node is not None
+    ports = OPS[node.op].ports
+    operands = dict(zip(ports, node.inputs, strict=True))
+    given = dict(zip(spec.inputs, inputs, strict=True))
+    tensors, attrs = dict(spec.tensors), dict(node.attrs)
+    added: dict[str, torch.Tensor] = {}
+    if keep is not None:
+        for port in ("dropout_seed", "dropout_offset"):
+            given.pop(str(operands[port]), None)
+            operands[port] = None
+        added["dropout_mask"] = keep
+    if attrs["alibi"]:
+        heads = spec.tensors[str(operands["q"])].shape[1]
+        attrs["alibi"] = False
+        added["alibi_slopes"] = torch.tensor(alibi_slopes(heads), device=inputs[0].device)
+    for port, value in added.items():
+        name = operands[port] = f"{port} of {node.name}"
+        shape = tuple(value.shape)
+        tensors[name] = TensorSpec(name, shape, contiguous_strides(shape), value.dtype)
+        given[name] = value
+    made = replace(
+        node,
+        inputs=tuple(operands[port] for port in ports),
+        attrs=tuple(sorted(attrs.items())),
+    )
+    nodes = tuple(made if each is node else each for each in spec.nodes)
+    whole = replace(spec, tensors=tensors, nodes=nodes, inputs=tuple(given))
+    return whole, list(given.values())
+
+
+def recovered(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
+    """Which weights of a graph of one attention ``run`` keeps: bool (B, H, S_q, S_kv).
+
+    A weight that a mask or the distance makes zero counts as dropped. Works on the values, or for
+    a gradient on the gradients of the result, as many keys or rows at a time as those have columns.
+    """
+    node = attention(spec)
+    assert node is not None
+    given = dict(zip(spec.inputs, inputs, strict=True))
+    q, k, v = (spec.tensors[str(_at(node, port))].shape for port in ("q", "k", "v"))
+    keep = torch.zeros(q[0], q[1], q[2], k[2], dtype=torch.bool, device=inputs[0].device)
+    backward = node.op == "sdpa_backward"
+    flat = ("q", "attn_mask", "alibi_slopes", *(("lse", "o") if backward else ()))
+    for name in {_at(node, port) for port in flat} - {None}:
+        given[str(name)] = torch.zeros_like(given[str(name)])
+    probe = str(_at(node, "do" if backward else "v"))
+    columns, many = v[3], q[2] if backward else k[2]
+    groups = q[1] // k[1]
+    place = spec.outputs.index(str(node.outputs[2 if backward else 0]))
+    for start in range(0, many, columns):
+        taken = torch.arange(start, min(start + columns, many), device=keep.device)
+        for member in range(groups) if backward else [slice(None)]:
+            values = torch.zeros_like(given[probe])
+            heads = slice(member, None, groups) if backward else member
+            values[:, heads, taken, taken - start] = 1.0
+            out = run([values if name == probe else given[name] for name in given])[place] > 0
+            if backward:  # (B, H_kv, S_kv, columns) of one head in each group
+                keep[:, heads, taken] = out[..., : len(taken)].transpose(2, 3)
+            else:
+                keep[..., taken] = out[..., : len(taken)]
+    return keep

@@ -1,0 +1,328 @@
+"""Plans for this process that have passed their check, by workers or here.
+
+A plan computes nothing before it has run once on random data against the reference. What is wrong
+there, or ends a process, is kept with its reason, so that no later process tries it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from plans_cache.gate import Gate
+
+from ..backend import env
+from ..backend.plan import (
+    Candidate,
+    Choice,
+    Outcome,
+    Plan,
+    Proposals,
+    Verified,
+    build_first,
+    load,
+    replay,
+    why_passed_over,
+)
+from ..errors import NotSupported
+from ..ir.key import step_digest
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from . import verification, workers
+from .search import PATIENCE, GpuBench
+from .workers import Answer, Unusable
+
+_log = logging.getLogger(__name__)
+
+AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them
+
+_in_process = ""  # why no worker can be had, once that has turned out
+
+
+class Kept(Protocol):
+    """What is not to be tried again, kept from process to process."""
+
+    def of(self, spec: GraphSpec, policy: Policy) -> Mapping[Choice, str]:
+        """The choices that were rejected for a step, with the reasons."""
+
+    def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
+        """Keep more of them."""
+
+    @property
+    def gate(self) -> Path | None:
+        """Where processes that use the GPU leave it to one that measures."""
+
+
+def how(policy: Policy) -> str:
+    """How plans are checked under a policy: "isolated", "inprocess" or "off"."""
+    return "inprocess" if policy.verify == "isolated" and _in_process else str(policy.verify)
+
+
+def _without_workers(error: Unusable) -> None:
+    """From now on plans are checked in this process."""
+    global _in_process
+    if not _in_process:
+        _in_process = str(error)
+        _log.warning(
+            "plans are checked in this process, which one that faults would end: %s", error
+        )
+
+
+Built = tuple[Plan, tuple[Outcome, ...]]
+
+
+class Builder:
+    """The first plan of a step that passes; of steps that are equal, once."""
+
+    def __init__(self, policy: Policy, device_index: int, kept: Kept) -> None:
+        self._policy = policy
+        self._index = device_index
+        self._kept = kept
+        self._known: dict[str, Built | NotSupported] = {}
+        self._ahead: dict[str, Future[Answer]] = {}
+
+    def expect(self, parts: Iterable[GraphSpec]) -> None:
+        """Have steps built that will be asked for, several at a time."""
+        if how(self._policy) != "isolated":
+            return
+        for part in parts:
+            digest = step_digest(part)
+            if digest not in self._known and digest not in self._ahead:
+                self._ahead[digest] = self._submitted(part)
+
+    def __call__(self, part: GraphSpec) -> Built:
+        """The plan and what became of the candidates before it. Raises :class:`NotSupported`."""
+        digest = step_digest(part)
+        if digest not in self._known:
+            try:
+                self._known[digest] = self._built(part, digest)
+            except NotSupported as refusal:
+                self._known[digest] = refusal
+        found = self._known[digest]
+        if isinstance(found, NotSupported):
+            raise found
+        return found
+
+    def _submitted(self, part: GraphSpec) -> Future[Answer]:
+        rejected = self._kept.of(part, self._policy)
+        gate = self._kept.gate
+        return workers.on(self._index).first(part, self._policy, rejected, gate=gate)
+
+    def _built(self, part: GraphSpec, digest: str) -> Built:
+        if how(self._policy) == "off":
+            return build_first(part, self._policy, self._index)
+        if how(self._policy) == "isolated":
+            try:
+                asked = self._ahead.pop(digest, None) or self._submitted(part)
+                env.handle(self._index)  # what this process needs then, while it waits
+                answer = asked.result()
+            except Unusable as error:
+                _without_workers(error)
+            else:
+                return self._taken(part, answer)
+        rejected = self._kept.of(part, self._policy)
+        found = verification.Checks(part, self._policy, self._index, rejected=rejected).first()
+        self._kept.add(part, self._policy, wrong_of(found.outcomes))
+        if found.plan is None:
+            raise verification.none_passes(part, found.outcomes)
+        found.plan.verified = Verified.here(self._index, found.error)
+        return found.plan, found.outcomes
+
+    def _taken(self, part: GraphSpec, answer: Answer) -> Built:
+        """What a worker has found, for this process."""
+        self._kept.add(part, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
+        if answer.refused:
+            raise NotSupported(f"graph '{part.name}'", answer.refused)
+        if not answer.outcomes or not answer.outcomes[-1].accepted:
+            raise verification.none_passes(part, answer.outcomes)
+        return had(part, answer.outcomes[-1], answer, self._index), answer.outcomes
+
+
+def wrong_of(outcomes: Sequence[Outcome]) -> dict[Choice, str]:
+    """The choices among the outcomes that ran and are not to be tried again."""
+    return {each.candidate.choice: each.reason for each in outcomes if each.wrong}
+
+
+def had(spec: GraphSpec, outcome: Outcome, answer: Answer, device_index: int) -> Plan:
+    """The plan that a worker has checked, in this process."""
+    choice = outcome.candidate.choice
+    plan: Plan | None = None
+    if answer.blob is not None:
+        try:
+            plan = load(answer.blob, choice, device_index)
+            plan.blob = answer.blob
+        except NotSupported as error:
+            _log.info("%s of '%s' is built again: %s", choice, spec.name, error)
+    if plan is None:
+        plan = replay(spec, choice, device_index)
+    plan.verified = Verified.here(device_index, answer.error)
+    return plan
+
+
+def check(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
+) -> tuple[str | None, Verified | None]:
+    """What is wrong with a choice that was made before, or where it passed."""
+    why = kept.of(spec, policy).get(choice)
+    error: float | None = None
+    if why is None:
+        why, error = _checked(spec, policy, choice, device_index, kept)
+        if why is not None:
+            kept.add(spec, policy, {choice: why})
+    return (why, None) if why is not None else (None, Verified.here(device_index, error))
+
+
+def _checked(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
+) -> tuple[str | None, float | None]:
+    if how(policy) == "isolated":
+        try:
+            at_work = workers.on(device_index)
+            answer = at_work.check(spec, policy, choice, gate=kept.gate).result()
+        except Unusable as error:
+            _without_workers(error)
+        else:
+            return (answer.refused[0] if answer.refused else answer.wrong), answer.error
+    return verification.check(spec, policy, choice, device_index)
+
+
+# -- for the search --------------------------------------------------------------------------------
+
+
+class _Isolated:
+    """cuDNN's candidates for a step, each built and checked by a worker, some of them early."""
+
+    def __init__(self, spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> None:
+        self._spec = spec
+        self._policy = policy
+        self._index = device_index
+        self._kept = kept
+        self._rejected = kept.of(spec, policy)
+        self._proposals = Proposals(spec, policy, device_index, more=True)
+        self.candidates = self._proposals.candidates
+        self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
+        self._ahead: dict[Choice, Future[Answer]] = {}
+        self._submit(urgent=False)
+
+    def _why_not(self, candidate: Candidate) -> str | None:
+        capability = env.capability(self._index)
+        return why_passed_over(
+            candidate, self._spec, self._policy, capability, device_index=self._index
+        ) or self._rejected.get(candidate.choice)
+
+    def _submit(self, *, urgent: bool) -> None:
+        """Have the next few built, all of them by one worker, which knows the graph then."""
+        choices, self._queue = self._queue[:AHEAD], self._queue[AHEAD:]
+        self._ask(choices, urgent=urgent)
+
+    def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
+        if choices:
+            at_work = workers.on(self._index)
+            futures = at_work.these(
+                self._spec, self._policy, choices, gate=self._kept.gate, urgent=urgent
+            )
+            self._ahead.update(zip(choices, futures, strict=True))
+
+    def close(self) -> None:
+        """Build nothing ahead any more."""
+        self._queue = []
+        for future in self._ahead.values():
+            future.cancel()
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        why = self._why_not(candidate)
+        if why is not None:
+            return Outcome(candidate, False, why), None
+        if how(self._policy) != "isolated":
+            return self._proposals.build(candidate)
+        choice = candidate.choice
+        if choice in self._queue:
+            self._queue.remove(choice)
+        if choice not in self._ahead or self._ahead[choice].cancelled():
+            self._ask([choice], urgent=True)
+        future = self._ahead.pop(choice)
+        if len(self._ahead) <= 1:
+            self._submit(urgent=True)  # the search is at this step
+        try:
+            answer = future.result()
+        except Unusable as error:
+            _without_workers(error)
+            return self._proposals.build(candidate)
+        self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
+        if answer.faults or answer.refused:
+            reason = answer.wrong or ", ".join(answer.refused)
+            return Outcome(candidate, False, reason, wrong=bool(answer.faults)), None
+        (outcome,) = answer.outcomes
+        if not outcome.accepted:
+            return outcome, None
+        return outcome, had(self._spec, outcome, answer, self._index)
+
+
+class _Here:
+    """cuDNN's candidates for a step but for those that are not to be tried again."""
+
+    def __init__(self, proposals: Proposals, rejected: Mapping[Choice, str]) -> None:
+        self._proposals = proposals
+        self._rejected = rejected
+        self.candidates = proposals.candidates
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        why = self._rejected.get(candidate.choice)
+        if why is not None:
+            return Outcome(candidate, False, why), None
+        return self._proposals.build(candidate)
+
+
+class GuardedBench(GpuBench):
+    """Trials of plans that workers have built and checked."""
+
+    def __init__(self, policy: Policy, device: Any, kept: Kept, alone: Any) -> None:
+        super().__init__(policy, device, alone)
+        self._kept = kept
+        self._passed: dict[tuple[str, Choice], Plan] = {}
+        self._isolated: list[_Isolated] = []
+
+    def proposals(self, spec: GraphSpec) -> Any:
+        """See :class:`~cudnngraph.select.search.Bench`."""
+        if how(self._policy) == "off":
+            return super().proposals(spec)
+        if how(self._policy) == "inprocess":
+            return _Here(super().proposals(spec), self._kept.of(spec, self._policy))
+        self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
+        return self._isolated[-1]
+
+    def close(self) -> None:
+        """See :class:`~cudnngraph.select.search.Bench`."""
+        for each in self._isolated:
+            each.close()
+        self._isolated.clear()
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """See :class:`~cudnngraph.select.search.Bench`; what a worker has checked is right."""
+        if plan.verified is None:
+            why, error = verification.checked(lambda: self._trial(spec), plan, Gate(None))
+            if why is not None:
+                self._kept.add(spec, self._policy, {plan.choice: why})
+                return why
+            plan.verified = Verified.here(self._device.index, error)
+        self._passed[step_digest(spec), plan.choice] = plan
+        return None
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """See :class:`~cudnngraph.select.search.Bench`."""
+        passed = self._passed.get((step_digest(spec), choice))
+        plan: Plan | None = None
+        if passed is not None and passed.blob is not None:
+            with contextlib.suppress(NotSupported):
+                plan = load(passed.blob, choice, self._device.index)
+                plan.blob = passed.blob
+        if plan is None:
+            plan = super().replay(spec, choice)
+        plan.verified = None if passed is None else passed.verified
+        return plan

@@ -1,0 +1,179 @@
+"""Plans are run once on random data, between guard bytes, against the reference, before they
+compute anything for a user: by :mod:`~cudnngraph.select.worker` in a process of its own, or in this
+one.
+
+A plan that is wrong, faults or hangs is rejected with its reason. Whoever runs this in a process of
+its own is told before each attempt what comes next, so that a process that dies has named its
+cause.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from plans_cache.gate import Gate
+
+from ..backend import env
+from ..backend.lower import first_line
+from ..backend.plan import (
+    UNCHECKED,
+    Candidate,
+    Choice,
+    Outcome,
+    Plan,
+    Proposals,
+    replay,
+    why_passed_over,
+)
+from ..errors import NotSupported
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from .trial import Trial
+
+CHANCES = 2
+ONE_OF = f"{CHANCES} others of its engine are not right"
+
+Tell = Callable[[Choice], None]
+Rejected = Mapping[Choice, str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The plan that passed, None where none did; its outcome and those before it; and the largest
+    relative error of its results, None where there was no memory to check it."""
+
+    plan: Plan | None
+    outcomes: tuple[Outcome, ...]
+    error: float | None
+
+
+class Checks:
+    """The candidates of one graph on one GPU, each built and checked. Use it with that GPU current.
+
+    ``rejected`` is what must not be tried, with the reason. ``tell`` is called before each attempt.
+    Plans run while they have a share of ``gate``.
+    """
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        device_index: int,
+        *,
+        rejected: Rejected | None = None,
+        tell: Tell = lambda choice: None,
+        gate: Gate | None = None,
+        more: bool = False,
+    ) -> None:
+        self._place = (spec, policy, device_index)
+        self._proposals = Proposals(spec, policy, device_index, more=more)
+        self._made: Trial | None = None
+        self._rejected = rejected or {}
+        self._tell = tell
+        self._gate = gate or Gate(None)
+        self.candidates = self._proposals.candidates
+
+    def _trial(self) -> Trial:
+        """The random data, made for the first check."""
+        if self._made is None:
+            spec, policy, index = self._place
+            self._made = Trial(spec, policy, torch.device("cuda", index))
+        return self._made
+
+    def take(self, rejected: Rejected, gate: Gate) -> None:
+        """What must not be tried from now on, and the gate."""
+        self._rejected, self._gate = rejected, gate
+
+    def attempt(self, candidate: Candidate) -> tuple[Outcome, Plan | None, float | None]:
+        """Build and check one; there is a plan when the outcome is accepted."""
+        why = self._rejected.get(candidate.choice)
+        if why is not None:
+            return Outcome(candidate, False, why), None, None
+        self._tell(candidate.choice)
+        outcome, plan = self._proposals.build(candidate, launch=False)
+        if plan is None:
+            return outcome, None, None
+        why, error = checked(self._trial, plan, self._gate)
+        if why is not None:
+            return Outcome(candidate, False, why, outcome.workspace_bytes, wrong=True), None, None
+        return outcome, plan, error
+
+    def first(self) -> Found:
+        """The first of cuDNN's ranking that passes. An engine that was wrong :data:`CHANCES` times
+        is passed over: its other configurations compute the same in other tiles."""
+        outcomes: list[Outcome] = []
+        wrong = Counter(choice.engine for choice in self._rejected)
+        for candidate in self.candidates:
+            if wrong[candidate.choice.engine] >= CHANCES:
+                outcomes.append(
+                    Outcome(candidate, False, self._rejected.get(candidate.choice, ONE_OF))
+                )
+                continue
+            outcome, plan, error = self.attempt(candidate)
+            outcomes.append(outcome)
+            wrong[candidate.choice.engine] += outcome.wrong
+            if plan is not None:
+                return Found(plan, tuple(outcomes), error)
+        return Found(None, tuple(outcomes), None)
+
+    def of(self, choice: Choice) -> Found:
+        """One choice, proposed here or not. Raises :class:`NotSupported` where it is not built."""
+        for candidate in self.candidates:
+            if candidate.choice == choice:
+                outcome, plan, error = self.attempt(candidate)
+                return Found(plan, (outcome,), error)
+        spec, policy, index = self._place
+        candidate = Candidate(-1, choice, str(choice))
+        capability = env.capability(index)
+        why = why_passed_over(candidate, spec, policy, capability, device_index=index)
+        why = why or self._rejected.get(choice)
+        if why is not None:
+            return Found(None, (Outcome(candidate, False, why),), None)
+        self._tell(choice)
+        plan = replay(spec, choice, index)
+        why, error = checked(self._trial, plan, self._gate)
+        outcome = Outcome(candidate, why is None, why or "", plan.workspace_bytes, why is not None)
+        return Found(plan if why is None else None, (outcome,), error)
+
+
+def none_passes(spec: GraphSpec, outcomes: Sequence[Outcome]) -> NotSupported:
+    """The error that says what became of each candidate."""
+    reasons = dict.fromkeys(outcome.reason for outcome in outcomes)
+    return NotSupported(
+        f"graph '{spec.name}'",
+        [f"{len(outcomes)} candidates, none allowed, buildable and right", *reasons],
+    )
+
+
+def check(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, gate: Gate | None = None
+) -> tuple[str | None, float | None]:
+    """What is wrong with a choice that was made before, and the error of its results."""
+    plan = replay(spec, choice, device_index)
+    device = torch.device("cuda", device_index)
+    return checked(lambda: Trial(spec, policy, device), plan, gate or Gate(None))
+
+
+def checked(trial: Callable[[], Trial], plan: Plan, gate: Gate) -> tuple[str | None, float | None]:
+    """What is wrong with a plan, and how far it is off.
+
+    Nothing is known where memory is short for the trial, even without the other processes that
+    share the gate. A check that fails by itself is no reason to compute with the plan.
+    """
+    for alone in (False, True):
+        try:
+            with gate.alone() if alone else gate.shared():
+                on = trial()
+                why = on.why_wrong(plan)
+                torch.cuda.synchronize()  # a fault stays, whatever was caught
+            return why, on.error
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        except Exception as error:
+            torch.cuda.synchronize()  # raises where the plan has taken the GPU from this process
+            return f"{UNCHECKED}{type(error).__name__}: {first_line(str(error))}", None
+    return None, None

@@ -1,0 +1,1 @@
+"""The sweep of `cudnngraph check`: graphs, candidates, what is found."""
