@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,6 +131,14 @@ def test_the_modules_of_a_folder_import_one_way(folder: str) -> None:
         first = {name for name, others in reads.items() if not others & reads.keys()}
         assert first, f"a cycle among {sorted(reads)}"
         reads = {name: others for name, others in reads.items() if name not in first}
+
+
+def test_the_layout_page_has_the_folders_in_this_order() -> None:
+    page = (ROOT / "docs" / "layout.md").read_text()
+    named = re.findall(
+        r"^\| \[`([a-z_]+)/`\]\(\.\./cudnngraph(?:/([a-z_]+))?\)", page, re.MULTILINE
+    )
+    assert tuple(folder for _, folder in named) == FOLDERS
 
 
 def test_few_modules_stand_beside_the_folders() -> None:
