@@ -42,6 +42,7 @@ from .runtime.executable import (
 )
 from .runtime.specialize import Specialized, specialize
 from .runtime.trainable import Trainable
+from .settings import VERSION
 
 if TYPE_CHECKING:
     from . import functional, nn
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         FusedSDPA,
     )
 
+__version__ = VERSION
 __all__ = [
     "BackendUnavailable",
     "BindError",

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from .errors import SettingsError
 
+VERSION = "0.1.0.dev0"  #: of the package; pyproject.toml reads it here
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 BACKENDS = ("auto", "reference")
 TUNES = ("heuristic", "autotune", "cached")

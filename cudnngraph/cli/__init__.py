@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from ..backend.env import distribution_version
 from ..errors import CudnnGraphError
+from ..settings import VERSION
 from . import bench, check, doctor, explain, plan_dump, plans, tune
 from .records import UsageError
 
@@ -45,8 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="cudnngraph", description="Declare a graph, compile it, run it: fusion on cuDNN."
     )
-    version = distribution_version("cudnngraph") or "unknown (not installed)"
-    parser.add_argument("--version", action="version", version=f"cudnngraph {version}")
+    parser.add_argument("--version", action="version", version=f"cudnngraph {VERSION}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         before = set(subparsers.choices)

@@ -36,6 +36,7 @@ from ..bench.suites import SUITES, Options
 from ..device import files
 from ..errors import BackendUnavailable
 from ..select.progress import progress_bar
+from ..settings import VERSION
 from .records import UsageError
 from .table import print_table
 
@@ -230,9 +231,8 @@ def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, li
                 failed.append(f"{task.suite} {task.name}: {type(error).__name__}: {error}")
         tell(len(tasks), len(tasks))
     gpu = device.type == "cuda"
-    versions = {"torch": str(torch.__version__)}
-    for name, package in (("cudnngraph", "cudnngraph"), ("frontend", "nvidia-cudnn-frontend")):
-        versions[name] = distribution_version(package) or "unknown"
+    versions = {"torch": str(torch.__version__), "cudnngraph": VERSION}
+    versions["frontend"] = distribution_version("nvidia-cudnn-frontend") or "unknown"
     report = Report(
         device=torch.cuda.get_device_name(device) if gpu else "CPU",
         versions=versions,

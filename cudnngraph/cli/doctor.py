@@ -400,7 +400,7 @@ def _versions() -> dict[str, str | None]:
 
     return {
         "python": sys.version.split()[0],
-        "cudnngraph": env.distribution_version("cudnngraph"),
+        "cudnngraph": settings.VERSION,
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "cudnn": probe(_cudnn_text),

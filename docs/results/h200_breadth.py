@@ -30,6 +30,7 @@ import cudnngraph as cg
 from cudnngraph.bench.cases import Case
 from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.device import timing
+from cudnngraph.runtime.executable import default_device
 
 SUITES = ("breadth", "attention", "lowprecision")
 ROUNDS = 15
@@ -281,7 +282,7 @@ def versions(device: torch.device) -> Row:
 
 def run(args: argparse.Namespace) -> Row:
     """Measure what is asked for; the rest is as the JSON file has it."""
-    device = cg.runtime.default_device()
+    device = default_device()
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         torch.backends.cudnn.benchmark = True

@@ -19,6 +19,7 @@ from cudnngraph import cli, settings
 from cudnngraph.backend import env, found_bad, libraries, plan
 from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.cache import lookup
+from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import workers
 from cudnngraph.select.workers import Answer, Server
@@ -626,7 +627,7 @@ def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path)
     bad = FakePlan(Choice(4, ()))
     outcome = Outcome(Candidate(0, bad.choice, "eng4"), True)
     chosen = heuristic(spec, policy, lambda part: (bad, (outcome,)))  # type: ignore[arg-type,return-value]
-    record = to_record(spec, cg.key.graph_key(spec, policy), H200, policy, chosen)
+    record = to_record(spec, graph_key(spec, policy), H200, policy, chosen)
     swept(here, [task], lambda task, choice: rejected(OFF, wrong=True))
     with pytest.raises(StaleRecord, match=r"known bad on this GPU: wrong: 'y' is off by 0\.5"):
         lookup._restored(record, None, "disk", spec, policy, 0)

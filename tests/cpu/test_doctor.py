@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import cudnngraph
 from cudnngraph import cli, settings
 from cudnngraph.backend import env, found_bad, libraries, tested
 from cudnngraph.backend.libraries import CUDNN, CUDNN_PARTS, Library
@@ -37,7 +38,6 @@ class Machine:
         self.distributions = {
             "nvidia-cudnn-frontend": "1.28.0",
             "cuda-python": "13.0.1",
-            "cudnngraph": "0.1",
         }
         self.cudnn = Library(CUDNN, str(WHEEL / CUDNN))
         self.copies = {CUDNN: (str(WHEEL / CUDNN),)}
@@ -537,7 +537,7 @@ def test_json_is_one_object_of_a_fixed_shape(
     assert body["libraries"] == {CUDNN: str(WHEEL / CUDNN)}
     assert body["versions"] == {
         "python": sys.version.split()[0],
-        "cudnngraph": "0.1",
+        "cudnngraph": cudnngraph.__version__,
         "torch": "2.11.0+cu130",
         "torch_cuda": "13.0",
         "cudnn": "9.19.0",

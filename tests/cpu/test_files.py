@@ -445,7 +445,7 @@ def test_nothing_else_in_the_package_writes_a_file_that_a_user_names() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for path in (ROOT / "cudnngraph").rglob("*.py")
-        if path != ROOT / "cudnngraph" / "files.py"
+        if path != ROOT / "cudnngraph" / "device" / "files.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and _writes(node)
     }

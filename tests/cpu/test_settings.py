@@ -204,7 +204,7 @@ def test_the_log_variable_sets_the_level_and_prints_to_standard_error(
 def test_the_store_logs_its_lookups_when_the_variable_asks_for_it(
     level: str, said: str, tmp_path: Path
 ) -> None:
-    code = "from cudnngraph import cache; cache.store().get('0' * 16)"
+    code = "from cudnngraph.cache import lookup; lookup.store().get('0' * 16)"
     directory = {"CUDNNGRAPH_CACHE_DIR": str(tmp_path / "cache"), "CUDNNGRAPH_LOG": level}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -39,7 +39,7 @@ POLICY = cg.Policy(allow_tf32=False, verify="isolated")
 PATIENCE_S = 30.0
 
 
-def graph(name: str = "g", size: int = 4) -> cg.ir.GraphSpec:
+def graph(name: str = "g", size: int = 4) -> cg.GraphSpec:
     g = cg.Graph(name)
     g.output("y", g.relu(g.input("x", (size,), torch.float16)))
     return g.spec()
