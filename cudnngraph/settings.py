@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: a row of the README's table and a field of :class:`Settings`.
+    """One environment variable: a row of docs/environment.md, and a field of :class:`Settings`.
 
     ``parse(name, text)`` turns a non-empty value into the field's, or raises
     :class:`SettingsError`; ``default(environ)`` is what an unset variable means.
@@ -245,7 +245,7 @@ def override(**changes: object) -> Iterator[Settings]:
 
 
 def markdown_table() -> str:
-    """The table of environment variables for the README, one row for each of :data:`VARIABLES`."""
+    """The table of docs/environment.md, one row for each of :data:`VARIABLES`."""
     rows = ["| Variable | Values | Default | Meaning |", "|---|---|---|---|"]
     rows += [f"| `{v.name}` | {v.type_text} | {v.default_text} | {v.meaning} |" for v in VARIABLES]
     return "\n".join(rows) + "\n"

@@ -1,10 +1,10 @@
 """Write the tables that come from the code: `python docs/generate.py`.
 
-README.md holds the table of environment variables, its first numbers and two tables of what was
-measured, plans and whole models, from the JSON in docs/results, and one of what the sample graphs
-run as, from docs/coverage.json; docs/ops.md the table of ops, docs/versions.md that of the releases
-that the tests ran with. Each stands between a pair of markers; a test holds that they say what the
-code and the files say.
+README.md has its first numbers, docs/selection.md and docs/models.md what was measured, from the
+JSON files in docs/results. docs/environment.md has the variables, docs/support.md what the
+sample graphs run as (from docs/coverage.json), docs/ops.md the ops, docs/versions.md the releases
+that the tests ran with. Each table is between a pair of markers. A test holds that they say what
+the code and the files say.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def performance(path: Path = SELECTION) -> str:
     for suite in suites:
         lines.append(_ratios(_KINDS[suite], [row for row in rows if row["suite"] == suite]))
     lines.append(_ratios("all", rows))
-    page = f"docs/results/{path.stem}.md"
+    page = f"results/{path.stem}.md"
     lines += ["", f"Every case, in µs, is in [{page}]({page})."]
     return "\n".join(lines) + "\n"
 
@@ -97,7 +97,7 @@ def _ratios(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def whole_models(path: Path = MODELS) -> str:
     """What each model of a committed run takes by torch and fused, and how far off results are."""
     run = json.loads(path.read_text(encoding="utf-8"))
-    page = f"docs/results/{path.stem}.md"
+    page = f"results/{path.stem}.md"
     lines = [
         f"Whole models on one {run['device']} with torch {run['torch']}, float16, channels_last: "
         "ms a call, medians of",
@@ -146,8 +146,8 @@ def headline(path: Path = MODELS, startup: Path = STARTUP) -> str:
         "`reduce-overhead` and freezing:\n"
         f"**{', '.join(ratios)}**.\n"
         f"From a warm cache the first result of a ResNet-50 takes {ours:.1f} s, torch.compile's "
-        f"{theirs:.1f} s. See\n[all of it](#whole-models), "
-        "[single convolutions, products and attention](#plan-selection), and\n"
+        f"{theirs:.1f} s. See\n[all of it](docs/models.md), "
+        "[single convolutions, products and attention](docs/selection.md), and\n"
         "[the start](docs/results/h200-startup.md).\n"
     )
 
@@ -174,11 +174,11 @@ def coverage() -> str:
 
 
 TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
-    ("README.md", "environment variables"): settings.markdown_table,
+    ("docs/environment.md", "environment variables"): settings.markdown_table,
     ("README.md", "headline"): headline,
-    ("README.md", "performance"): performance,
-    ("README.md", "whole models"): whole_models,
-    ("README.md", "coverage"): coverage,
+    ("docs/selection.md", "performance"): performance,
+    ("docs/models.md", "whole models"): whole_models,
+    ("docs/support.md", "coverage"): coverage,
     ("docs/ops.md", "ops"): ops_table,
     ("docs/versions.md", "versions"): tested.markdown_table,
 }

@@ -239,10 +239,10 @@ def test_the_demo_prints_one_table_and_writes_the_picture(tmp_path: Path) -> Non
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (512, 600))
 
 
-def test_the_readme_shows_the_table_that_the_demo_prints() -> None:
+def test_the_page_shows_the_table_that_the_demo_prints() -> None:
     shown = [
         [cell.strip() for cell in line.strip("│┃").split(line[0])][:3]
-        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        for line in (ROOT / "docs" / "demo.md").read_text(encoding="utf-8").splitlines()
         if line.startswith(("│", "┃"))
     ]
     assert shown == [["graph", "device", "plan"], *([t, "cpu", "reference"] for t in TITLES)]

@@ -28,12 +28,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 OURS = [path for path in DOCUMENTS if "results" not in path.parts]
+PAGES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join([README, *PAGES])
 
 
 def section(title: str) -> str:
-    """The README's section of that title, without its subsections' bounds."""
+    """The page of that title, or the README's section."""
+    for page in PAGES:
+        if page.startswith(f"# {title}\n"):
+            return page
     _, _, rest = README.partition(f"\n## {title}\n")
-    assert rest, f"README.md has no section '{title}'"
+    assert rest, f"there is no page or section '{title}'"
     return rest.split("\n## ")[0]
 
 
@@ -62,16 +67,22 @@ def generate() -> ModuleType:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_the_readme_has_the_table_of_environment_variables() -> None:
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= 220
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{path.name})" in README, f"{path.name} is not reached"
+
+
+def test_the_page_has_the_table_of_environment_variables() -> None:
     begin, end = "<!-- begin: environment variables -->\n", "<!-- end: environment variables -->"
-    assert README.count(begin) == README.count(end) == 1
-    assert README.split(begin)[1].split(end)[0] == settings.markdown_table()
+    assert TEXT.count(begin) == TEXT.count(end) == 1
+    assert TEXT.split(begin)[1].split(end)[0] == settings.markdown_table()
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/ops.md"])
-def test_generated_tables_are_up_to_date(path: str, generate: ModuleType) -> None:
-    text = (ROOT / path).read_text(encoding="utf-8")
-    assert text == generate.with_tables(path), "run: python docs/generate.py"
+def test_generated_tables_are_up_to_date(generate: ModuleType) -> None:
+    for path in {path for path, _ in generate.TABLES}:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert text == generate.with_tables(path), f"{path}: run python docs/generate.py"
 
 
 def test_a_model_without_every_measurement_has_a_row(tmp_path: Path, generate: ModuleType) -> None:
@@ -100,7 +111,7 @@ def test_a_model_without_every_measurement_has_a_row(tmp_path: Path, generate: M
 def test_what_is_said_of_training_steps_is_measured() -> None:
     said = re.findall(
         r"([\d.]+) times as long as torch's for a block\b.*?([\d.]+) times without",
-        README,
+        TEXT,
         re.DOTALL,
     )
     text = (ROOT / "docs" / "results" / "h200-host.md").read_text(encoding="utf-8")
@@ -177,7 +188,7 @@ def test_the_lines_of_a_section_run_and_print_an_explanation(
 
 
 def test_what_is_said_of_the_key_is_what_is_in_it() -> None:
-    (said,) = re.findall(r"^`deterministic`,(.*?)and are not\.", README, re.DOTALL | re.MULTILINE)
+    (said,) = re.findall(r"^`deterministic`,(.*?)and are not\.", TEXT, re.DOTALL | re.MULTILINE)
     inside, _, outside = ("`deterministic`" + said).partition("part\nof the key")
     assert set(re.findall(r"`(\w+)`", outside)) == SEARCH_FIELDS
     fields = {field.name for field in dataclasses.fields(cg.Policy)}
@@ -200,7 +211,7 @@ def test_the_lines_on_the_plan_cache_run(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_entry_that_the_commands_show_is_in_the_example_cache() -> None:
-    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", README)
+    named = re.findall(r"plan-dump (?:--full )?([0-9a-f]{8})\b|nearest entry is (\w{8})", TEXT)
     assert len(named) == 3
     id = cache_example.records(0.0)["tuned"].id
     assert {first or second for first, second in named} == {id[:8]}
@@ -214,6 +225,16 @@ def test_the_lines_on_modules_run_and_print_what_the_readme_shows(
     exec(compile(code, "README.md", "exec"), {})
     (shown,) = blocks(text, "text")
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("title", ["A whole model", "Modules that train"])
+def test_the_readmes_other_lines_run_and_print_what_it_shows(
+    title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = section(title)
+    (code,) = blocks(text, "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "".join(blocks(text, "text"))
 
 
 def test_the_table_of_modules_names_modules() -> None:
@@ -263,12 +284,12 @@ def test_every_command_is_named_and_every_named_command_exists() -> None:
         for action in actions._group_actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    named = set(re.findall(r"(?:`|^    )cudnngraph ([a-z-]+)", README, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^    )cudnngraph ([a-z-]+)", TEXT, flags=re.MULTILINE))
     assert named == set(choices)
 
 
 def test_every_call_that_is_shown_is_one_that_the_commands_take() -> None:
-    shown = re.findall(r"^    cudnngraph (.+)$", README, flags=re.MULTILINE)
+    shown = re.findall(r"^    cudnngraph (.+)$", TEXT, flags=re.MULTILINE)
     assert len(shown) > 10
     for line in shown:
         words = shlex.split(line, comments=True)
