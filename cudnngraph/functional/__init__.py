@@ -2,7 +2,7 @@
 
 Each is one graph, compiled for every new combination of shapes, strides, dtypes and options
 (:func:`cudnngraph.specialize`). ``activation`` is a name of
-:data:`~cudnngraph.graph.builder.ACTIVATIONS` or None, its attributes go as further keywords
+:data:`~cudnngraph.graph.pointwise.ACTIVATIONS` or None, its attributes go as further keywords
 (``activation="leaky_relu", negative_slope=0.2``); ``residual`` is added before it. ``out`` takes
 the result and has no gradient; the ``…_into`` forms allocate nothing, which on a GPU is so once the
 workspace has grown.
@@ -23,7 +23,8 @@ import torch
 from ..arguments import NotPlain, explained, items, number
 from ..device.allocation import lasting
 from ..errors import BindError, GraphError, Problem
-from ..graph.builder import Graph, Ints, Padding, Value
+from ..graph.builder import Graph
+from ..graph.value import Ints, Padding, Value
 from ..ops.meta import default_eps
 from ..policy import Policy
 from ..runtime import custom_ops

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from .. import functional
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..ir.spec import numel
 from ..policy import Policy
 from ..runtime import custom_ops

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
-from cudnngraph.graph.builder import ACTIVATIONS
+from cudnngraph.graph.pointwise import ACTIVATIONS
 from tests import numerics
 from tests.samples import BF16, F16, F32, F64
 
