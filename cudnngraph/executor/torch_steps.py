@@ -22,7 +22,8 @@ from ..device.allocation import lasting
 from ..ir.spec import GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
-from ..ops.base import ATTENTION, OPS
+from ..ops.attention.checks import ATTENTION
+from ..ops.table import OPS
 from ..ops.views import view_place
 from ..rewrite.passes import BOUNDED, by_flash
 from . import reference

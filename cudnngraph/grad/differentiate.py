@@ -24,8 +24,9 @@ from ..arguments import checked
 from ..errors import GraphError, Problem
 from ..graph.builder import Graph, Value
 from ..ir.spec import GraphSpec, Node, TensorSpec, dense_strides, memory_order
-from ..ops.base import FLOATS, OPS, dtype_name
+from ..ops.base import FLOATS, dtype_name
 from ..ops.infer import check_node
+from ..ops.table import OPS
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ from ..ir.spec import (
     numel,
     print_spec,
 )
-from ..ops.base import FLOATS, OPS, QUANTIZED, dtype_name, is_default
+from ..ops.base import FLOATS, QUANTIZED, dtype_name
 from ..ops.infer import check_dtype, check_name, check_node, check_shape, check_stride, check_whole
+from ..ops.table import OPS, is_default
 from ..policy import Policy
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from ..executor.reference import alibi_slopes
 from ..ir.spec import GraphSpec, Node, TensorSpec, contiguous_strides
-from ..ops.base import OPS
+from ..ops.table import OPS
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors], Tensors]  # inputs of a graph → its outputs

@@ -22,7 +22,10 @@ from ..backend.lower import first_line
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.base import ATTENTION, FP8, FP8_SCALES, OPS
+from ..ops.attention.checks import ATTENTION
+from ..ops.attention.dense import FP8_SCALES
+from ..ops.base import FP8
+from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import PACKING, token_widths
 from .dropout_probe import attention, draws, explicit, recovered

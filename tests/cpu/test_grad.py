@@ -23,7 +23,7 @@ from cudnngraph.ir.spec import (
     is_channels_last,
     memory_order,
 )
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.table import OPS
 from tests import numerics
 from tests.gradients import (
     by_autograd,

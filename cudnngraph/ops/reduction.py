@@ -1,0 +1,49 @@
+"""Reductions over dims: inference and the row."""
+
+from __future__ import annotations
+
+from .base import Call, Result, register
+from .checks import dims_attr, float_operand, like_order
+
+MODES = ("sum", "mean", "max", "min", "amax")
+
+
+def _reduction(call: Call) -> list[Result] | None:
+    ok = float_operand(call, "x")
+    x, mode = call["x"], call.attrs["mode"]
+    rank = len(x.shape)
+    if mode not in MODES:
+        call.problem(f"mode={mode!r} is unknown", " or ".join(map(repr, MODES)))
+        ok = False
+    given, keep = call.attrs["dims"], call.attrs["keepdim"]
+    dims = tuple(range(rank)) if given is None else dims_attr(call, "dims", given, rank)
+    if dims is None:
+        return None
+    dims = tuple(sorted(dims))
+    if not dims and rank:
+        call.problem(f"dims={given!r} names no dim", "at least one, or None for all")
+        ok = False
+    kept = (
+        (dims if keep else ()) if isinstance(keep, bool) else dims_attr(call, "keepdim", keep, rank)
+    )
+    if kept is None:
+        return None
+    if not set(kept) <= set(dims):
+        call.problem(f"keepdim={keep!r} names dims that are not reduced", f"some of {dims}")
+        ok = False
+    if mode != "sum" and any(x.shape[dim] == 0 for dim in dims):
+        call.problem(f"{mode} over no element of x '{x.name}' {x.shape}", "mode='sum'")
+        ok = False
+    if not ok:
+        return None
+    kept = tuple(sorted(kept))
+    call.attrs["dims"] = dims
+    # One canonical form: True for all and False for none, else the dims.
+    call.attrs["keepdim"] = bool(dims) if kept == dims else kept or False
+    stay = [dim for dim in range(rank) if dim not in dims or dim in kept]
+    shape = tuple(1 if dim in dims else x.shape[dim] for dim in stay)
+    order = tuple(stay.index(dim) for dim in like_order(x) if dim in stay)
+    return [Result(shape, x.dtype, order)]
+
+
+register("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False)
