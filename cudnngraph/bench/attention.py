@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..executor.reference import alibi_slopes
 from ..graph.builder import Graph, Value
+from ..ops.attention.reference import alibi_slopes
 from .cases import Case, Eager, Tensors
 
 BF16 = torch.bfloat16

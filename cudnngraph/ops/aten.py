@@ -191,6 +191,7 @@ register(
     "aten",
     "x*",
     _aten,
+    lambda inputs, attrs: run(attrs, inputs),
     outputs=" ".join(("y", *(f"y{n}" for n in range(1, RESULTS)))),
     torch_only=True,
     overload=REQUIRED,

@@ -1,12 +1,12 @@
-"""An op is a row of the table: its ports, its attributes and its inference rule.
+"""An op is a row of the table: its ports, its attributes, its inference rule and its reference.
 
 A rule gets a :class:`Call`, checks the operands, brings the attributes into their one canonical
 form and answers with a :class:`Result` per output port: shape, dtype and the order in which the
 dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
 result cannot be known. A family of ops registers its rows in a module of its own, and
 :mod:`~cudnngraph.ops.table` collects them. Adding an op means one row there, one in
-``reference.RULES``, one in ``backend.lower.RULES``, one in ``grad.RULES`` and its samples; a test
-asserts that the tables agree.
+``backend.lower.RULES``, one in ``grad.RULES`` and its samples; a test asserts that the tables
+agree. A reference takes operands and canonical attributes, and says in torch what the op means.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
 S sequence, D head dim; M N rows and columns of a product, K what it sums over.
@@ -75,6 +75,8 @@ class Call:
 
 
 InferRule = Callable[[Call], Sequence[Result | None] | None]
+Tensors = Sequence["torch.Tensor | None"]
+Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor | None, ...]"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Op:
     outputs: tuple[str, ...]
     attrs: Mapping[str, Any]
     infer: InferRule
+    reference: Rule
     pointwise: bool = False
     view: bool = False
     torch_only: bool = False
@@ -128,6 +131,7 @@ def register(
     name: str,
     inputs: str,
     infer: InferRule,
+    reference: Rule,
     outputs: str = "y",
     pointwise: bool = False,
     view: bool = False,
@@ -138,4 +142,5 @@ def register(
     if name in ROWS:
         raise ValueError(f"op {name!r} is registered twice")
     ports = tuple(inputs.split())
-    ROWS[name] = Op(name, ports, tuple(outputs.split()), attrs, infer, pointwise, view, torch_only)
+    results = tuple(outputs.split())
+    ROWS[name] = Op(name, ports, results, attrs, infer, reference, pointwise, view, torch_only)

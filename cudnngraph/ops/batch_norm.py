@@ -1,8 +1,13 @@
-"""Batch norm and the ops that take one number per channel: inference and rows."""
+"""Batch norm and the ops that take one number per channel: rows, inference and reference."""
 
 from __future__ import annotations
 
-from .base import Call, InferRule, Result, register
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .base import Call, InferRule, Result, Tensors, register
 from .checks import (
     channels,
     eps_attr,
@@ -13,6 +18,7 @@ from .checks import (
     same_shape,
     statistics_dtype,
 )
+from .operands import all_but_channels, channel, need
 
 
 def _per_channel(port: str) -> InferRule:
@@ -83,10 +89,61 @@ def _batch_norm_backward(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, like_order(x)), vector, vector]
 
 
+def _run_batch_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = need(inputs[0])
+    mean, var = channel(inputs[1], x), channel(inputs[2], x)
+    y = (x - mean) * torch.rsqrt(var + attrs["eps"])
+    if inputs[3] is not None:
+        y = y * channel(inputs[3], x)
+    if inputs[4] is not None:
+        y = y + channel(inputs[4], x)
+    return y
+
+
+def _run_batch_norm_apply(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = need(inputs[0])
+    mean, inv_std, weight, bias = (channel(each, x) for each in inputs[1:])
+    return (x - mean) * inv_std * weight + bias
+
+
+def _run_batch_norm_train(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    x, weight, bias = need(inputs[0]), channel(inputs[1], inputs[0]), inputs[2]
+    dims = all_but_channels(x)
+    mean, var = x.mean(dims), x.var(dims, unbiased=False)
+    inv_std = torch.rsqrt(var + attrs["eps"])
+    y = (x - channel(mean, x)) * channel(inv_std, x) * weight + channel(bias, x)
+    if inputs[3] is None or inputs[4] is None:
+        return y, mean, inv_std, None, None
+    momentum, count = attrs["momentum"], x.numel() // x.shape[1]
+    unbiased = var * (count / (count - 1))
+    following = [
+        (1 - momentum) * running + momentum * now.view(running.shape)
+        for running, now in ((inputs[3], mean), (inputs[4], unbiased))
+    ]
+    return y, mean, inv_std, *following
+
+
+def _run_batch_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy, x, weight = need(inputs[0]), need(inputs[1]), need(inputs[2])
+    mean, inv_std = channel(inputs[3], x), channel(inputs[4], x)
+    dims, count = all_but_channels(x), x.numel() // max(x.shape[1], 1)
+    normal = (x - mean) * inv_std
+    dbias = dy.sum(dims)
+    dweight = (dy * normal).sum(dims)
+    pull = (channel(dbias, x) + normal * channel(dweight, x)) / count
+    dx = channel(weight, x) * inv_std * (dy - pull)
+    return dx, dweight.view(weight.shape), dbias.view(weight.shape)
+
+
 register(
     "batch_norm_train",
     "x weight bias running_mean? running_var?",
     _batch_norm_train,
+    _run_batch_norm_train,
     outputs="y mean inv_std next_running_mean next_running_var",
     eps=1e-5,
     momentum=0.1,
@@ -95,15 +152,35 @@ register(
     "batch_norm_backward",
     "dy x weight mean inv_std",
     _batch_norm_backward,
+    _run_batch_norm_backward,
     outputs="dx dweight dbias",
 )
 register(
     "batch_norm",
     "x running_mean running_var weight? bias?",
     _batch_norm,
+    _run_batch_norm,
     pointwise=True,
     eps=1e-5,
 )
-register("batch_norm_apply", "x mean inv_std weight bias", _batch_norm_apply, pointwise=True)
-register("bias", "x bias", _per_channel("bias"), pointwise=True)
-register("scale", "x scale", _per_channel("scale"), pointwise=True)
+register(
+    "batch_norm_apply",
+    "x mean inv_std weight bias",
+    _batch_norm_apply,
+    _run_batch_norm_apply,
+    pointwise=True,
+)
+register(
+    "bias",
+    "x bias",
+    _per_channel("bias"),
+    lambda inputs, attrs: need(inputs[0]) + channel(inputs[1], need(inputs[0])),
+    pointwise=True,
+)
+register(
+    "scale",
+    "x scale",
+    _per_channel("scale"),
+    lambda inputs, attrs: need(inputs[0]) * channel(inputs[1], need(inputs[0])),
+    pointwise=True,
+)

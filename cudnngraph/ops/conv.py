@@ -1,14 +1,15 @@
-"""Convolution, transposed convolution and the gradient of a weight: inference and rows."""
+"""Convolution, transposed or not, and a weight's gradient: rows, inference and reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..ir.spec import numel
-from .base import REQUIRED, Call, Result, register
+from .base import REQUIRED, Call, Result, Tensors, register
 from .checks import (
     conv_order,
     each_dim,
@@ -19,6 +20,7 @@ from .checks import (
     is_whole,
     same_dtype,
 )
+from .operands import exactly, need
 
 
 def _padding(
@@ -244,6 +246,101 @@ def _conv_wgrad(call: Call) -> list[Result] | None:
 _CONV: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-register("conv", "x weight", _conv, **_CONV)
-register("conv_transpose", "x weight", _conv_transpose, output_padding=0, **_CONV)
-register("conv_wgrad", "dy x", _conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV)
+_CONVS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+_CONVS_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+def _framed(x: torch.Tensor, sides: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """x with so many zeros (before, after) each spatial dim; below 0, without so many elements.
+
+    The zeros come first: what is cut at one end may be more than x has, and ``F.pad``, which cuts
+    first, then fails.
+    """
+    added = [max(side, 0) for pair in reversed(sides) for side in pair]
+    x = F.pad(x, added) if any(added) else x
+    for dim, (before, after) in enumerate(sides, 2):
+        start, stop = max(-before, 0), x.shape[dim] + min(after, 0)
+        x = x.narrow(dim, start, stop - start)
+    return x
+
+
+def _run_conv(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, weight = need(inputs[0]), need(inputs[1])
+    padding, stride, dilation = list(attrs["padding"]), list(attrs["stride"]), attrs["dilation"]
+    sizes = []
+    for dim, (before, after) in enumerate(padding):
+        n, reach = x.shape[2 + dim], dilation[dim] * (weight.shape[2 + dim] - 1) + 1
+        sizes.append((n + before + after - reach) // stride[dim] + 1)
+        if sizes[dim] == 1 < stride[dim]:
+            # No stride is taken; with one oneDNN's result is garbage (float32 of one channel, where
+            # the last dim is such a one; of bfloat16 see pytorch#169688).
+            padding[dim], stride[dim] = (before, reach - n - before), 1
+    if x.numel() == 0 or weight.numel() == 0:  # torch refuses some; no tap meets an element
+        return x.new_zeros((x.shape[0], weight.shape[0], *sizes))
+    same = [before for before, _ in padding]
+    if any(before != after for before, after in padding):
+        x, same = _framed(x, padding), [0] * len(padding)
+    return _CONVS[len(padding) - 1](x, weight, None, stride, same, dilation, attrs["groups"])
+
+
+def _run_conv_transpose(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, weight = need(inputs[0]), need(inputs[1])
+    padding = attrs["padding"]
+    run = _CONVS_TRANSPOSED[len(padding) - 1]
+    groups, dilation, stride = attrs["groups"], attrs["dilation"], attrs["stride"]
+    if x.numel() == 0 or weight.numel() == 0:
+        extra = attrs["output_padding"]
+        many = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, extra, strict=True)
+        sizes = [(n - 1) * s - sum(pad) + d * (r - 1) + e + 1 for n, pad, d, r, s, e in many]
+        return x.new_zeros((x.shape[0], weight.shape[1] * groups, *sizes))
+    same = [min(pair) for pair in padding]
+    y = run(x, weight, None, stride, same, attrs["output_padding"], groups, dilation)
+    return _framed(
+        y, [(n - before, n - after) for (before, after), n in zip(padding, same, strict=True)]
+    )
+
+
+def _run_conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, x = need(inputs[0]), need(inputs[1])
+    kernel, stride, dilation = attrs["kernel"], attrs["stride"], attrs["dilation"]
+    shape = (dy.shape[1], x.shape[1] // attrs["groups"], *kernel)
+    if dy.numel() == 0 or x.numel() == 0:
+        return x.new_zeros(shape)
+    # What the kernel reaches of the padded x; rows behind that meet no tap.
+    many = zip(dy.shape[2:], stride, dilation, kernel, x.shape[2:], attrs["padding"], strict=True)
+    sides = [
+        (before, (out - 1) * s + d * (r - 1) + 1 - n - before)
+        for out, s, d, r, n, (before, _) in many
+    ]
+    x = _framed(x, sides)
+    none = [0] * len(kernel)
+    _, weight, _ = torch.ops.aten.convolution_backward(
+        dy,
+        x,
+        x.new_zeros(()).expand(shape),
+        None,
+        stride,
+        none,
+        dilation,
+        False,
+        none,
+        attrs["groups"],
+        [False, True, False],
+    )
+    return need(weight)
+
+
+register("conv", "x weight", _conv, exactly(_run_conv), **_CONV)
+register(
+    "conv_transpose",
+    "x weight",
+    _conv_transpose,
+    exactly(_run_conv_transpose),
+    output_padding=0,
+    **_CONV,
+)
+register(
+    "conv_wgrad", "dy x", _conv_wgrad, _run_conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV
+)

@@ -1,9 +1,15 @@
-"""Norms over each image, as instance norm and group norm have them: inference and rows."""
+"""Norms over each image, as instance and group norm: rows, inference and reference."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from ..ir.spec import TensorSpec
-from .base import REQUIRED, Call, Result, dtype_name, register
+from .base import REQUIRED, Call, Result, Tensors, dtype_name, register
 from .checks import (
     channels,
     eps_attr,
@@ -15,6 +21,7 @@ from .checks import (
     same_shape,
     statistics_dtype,
 )
+from .operands import all_but_channels, channel, need
 
 
 def _per_image(call: Call) -> bool:
@@ -86,10 +93,52 @@ def _instance_norm_backward(call: Call) -> list[Result | None] | None:
     return [Result(x.shape, x.dtype, like_order(x)), vector, vector]
 
 
+def _run_instance_norm(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    x, dims = need(inputs[0]), list(range(2, need(inputs[0]).dim()))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse
+    if inputs[1] is not None:
+        y = y * channel(inputs[1], x) + channel(inputs[2], x)
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _run_group_affine(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight, groups = need(inputs[0]), inputs[1], attrs["num_groups"]
+    n, c, *pixels = x.shape
+    rows = x.reshape(n, groups, c // groups * math.prod(pixels))
+    mean = rows.mean(-1, keepdim=True)
+    inverse = torch.rsqrt((rows - mean).square().mean(-1, keepdim=True) + attrs["eps"])
+    shift, factor = (each.expand(n, groups, c // groups) for each in (-mean, inverse))
+    factor = factor if weight is None else factor * weight.view(groups, -1)
+    column = (n, c, *(1,) * len(pixels))
+    return shift.reshape(column), factor.reshape(column)
+
+
+def _run_instance_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, mean, inverse = (need(value) for value in inputs[:4])
+    weight, dims = inputs[4], list(range(2, x.dim()))
+    normal = (x - mean) * inverse
+    scaled = dy if weight is None else dy * channel(weight, x)
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dx = inverse * (scaled - pull)
+    if weight is None:
+        return dx, None, None
+    over = all_but_channels(x)
+    return dx, (dy * normal).sum(over).view(weight.shape), dy.sum(over).view(weight.shape)
+
+
 register(
     "instance_norm",
     "x weight? bias?",
     _instance_norm,
+    _run_instance_norm,
     outputs="y mean inv_std",
     eps=1e-5,
     return_stats=False,
@@ -98,12 +147,14 @@ register(
     "instance_norm_backward",
     "dy x mean inv_std weight?",
     _instance_norm_backward,
+    _run_instance_norm_backward,
     outputs="dx dweight dbias",
 )
 register(
     "group_affine",
     "x weight?",
     _group_affine,
+    _run_group_affine,
     outputs="shift factor",
     torch_only=True,
     num_groups=REQUIRED,

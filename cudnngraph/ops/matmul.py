@@ -1,9 +1,12 @@
-"""The matrix product: inference and its row."""
+"""The matrix product: row, inference and reference."""
 
 from __future__ import annotations
 
+import torch
+
 from .base import Call, Result, register
 from .checks import broadcast_shapes, factors, fits_int32
+from .operands import exactly, need
 
 
 def _matmul(call: Call) -> list[Result] | None:
@@ -40,4 +43,9 @@ def _matmul(call: Call) -> list[Result] | None:
     return [Result(shape, dtype, tuple(range(len(shape))))]
 
 
-register("matmul", "x y", _matmul)
+register(
+    "matmul",
+    "x y",
+    _matmul,
+    exactly(lambda inputs, attrs: torch.matmul(need(inputs[0]), need(inputs[1]))),
+)

@@ -1,14 +1,17 @@
-"""Ops that work element by element: inference and rows."""
+"""Ops that work element by element: rows, inference and reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from .base import Call, InferRule, Result, dtype_name, register
+from .base import Call, InferRule, Result, Rule, Tensors, dtype_name, register
 from .checks import broadcast_shapes, float_operand, like_order, number_attr, same_shape
+from .operands import need
 
 #: From here on softplus is the identity, as torch has it by default.
 SOFTPLUS_THRESHOLD = 20
@@ -150,46 +153,121 @@ def _constant(call: Call) -> list[Result] | None:
     return [Result((), torch.float32, ())] if number_attr(call, "value") is not None else None
 
 
-def _elementwise(name: str, **attrs: Any) -> None:
-    register(name, "x", _unary(*attrs), pointwise=True, **attrs)
+def _run_relu_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = need(inputs[0]), need(inputs[1])
+    slope = attrs["negative_slope"]
+    return torch.where(y > 0, dy, slope * dy if slope else 0.0)
 
 
-_elementwise("relu")
-_elementwise("leaky_relu", negative_slope=0.01)
-_elementwise("elu", alpha=1.0)
-_elementwise("gelu")
-_elementwise("gelu_tanh")
-_elementwise("silu")
-_elementwise("sigmoid")
-_elementwise("tanh")
-register("softplus", "x", _softplus, pointwise=True, beta=1.0)
-register("clamp", "x", _clamp, pointwise=True, min=None, max=None)
+def _run_gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    normal = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    return dy * (0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))) + x * normal)
+
+
+def _run_gelu_tanh_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    slope = math.sqrt(2.0 / math.pi)
+    tanh = torch.tanh(slope * (x + 0.044715 * x * x * x))
+    inner = slope * (1.0 + 3.0 * 0.044715 * x * x)
+    return dy * 0.5 * (1.0 + tanh + x * (1.0 - tanh * tanh) * inner)
+
+
+def _run_silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x)
+    return dy * gate * (1.0 + x * (1.0 - gate))
+
+
+def _run_unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    return lambda inputs, attrs: function(need(inputs[0]))
+
+
+def _run_binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Rule:
+    return lambda inputs, attrs: function(need(inputs[0]), need(inputs[1]))
+
+
+def _elementwise(name: str, reference: Rule, **attrs: Any) -> None:
+    register(name, "x", _unary(*attrs), reference, pointwise=True, **attrs)
+
+
+_elementwise("relu", _run_unary(F.relu))
+_elementwise(
+    "leaky_relu",
+    lambda inputs, attrs: F.leaky_relu(need(inputs[0]), attrs["negative_slope"]),
+    negative_slope=0.01,
+)
+_elementwise("elu", lambda inputs, attrs: F.elu(need(inputs[0]), attrs["alpha"]), alpha=1.0)
+_elementwise("gelu", _run_unary(F.gelu))
+_elementwise("gelu_tanh", _run_unary(lambda x: F.gelu(x, approximate="tanh")))
+_elementwise("silu", _run_unary(F.silu))
+_elementwise("sigmoid", _run_unary(torch.sigmoid))
+_elementwise("tanh", _run_unary(torch.tanh))
+register(
+    "softplus",
+    "x",
+    _softplus,
+    lambda inputs, attrs: F.softplus(need(inputs[0]), attrs["beta"]),
+    pointwise=True,
+    beta=1.0,
+)
+register(
+    "clamp",
+    "x",
+    _clamp,
+    lambda inputs, attrs: torch.clamp(need(inputs[0]), attrs["min"], attrs["max"]),
+    pointwise=True,
+    min=None,
+    max=None,
+)
 register(
     "relu_backward",
     "dy y",
     _activation_backward("y", "negative_slope"),
+    _run_relu_backward,
     outputs="dx",
     pointwise=True,
     negative_slope=0.0,
 )
-for _name in ("gelu", "gelu_tanh", "silu"):
-    register(f"{_name}_backward", "dy x", _activation_backward("x"), outputs="dx", pointwise=True)
-_elementwise("identity")
-register("to_float", "x", _to_float, pointwise=True)
-_elementwise("neg")
-_elementwise("abs")
-_elementwise("exp")
-_elementwise("log")
-_elementwise("sqrt")
-_elementwise("rsqrt")
-_elementwise("reciprocal")
-_elementwise("erf")
+for _name, _slope in (
+    ("gelu", _run_gelu_backward),
+    ("gelu_tanh", _run_gelu_tanh_backward),
+    ("silu", _run_silu_backward),
+):
+    register(
+        f"{_name}_backward",
+        "dy x",
+        _activation_backward("x"),
+        _run_binary(_slope),
+        outputs="dx",
+        pointwise=True,
+    )
+_elementwise("identity", _run_unary(lambda x: x))
+register("to_float", "x", _to_float, _run_unary(lambda x: x.to(torch.float32)), pointwise=True)
+_elementwise("neg", _run_unary(torch.neg))
+_elementwise("abs", _run_unary(torch.abs))
+_elementwise("exp", _run_unary(torch.exp))
+_elementwise("log", _run_unary(torch.log))
+_elementwise("sqrt", _run_unary(torch.sqrt))
+_elementwise("rsqrt", _run_unary(torch.rsqrt))
+_elementwise("reciprocal", _run_unary(torch.reciprocal))
+_elementwise("erf", _run_unary(torch.erf))
 for _name in ("add", "sub", "mul", "div", "pow", "minimum", "maximum"):
-    register(_name, "x y", _binary, pointwise=True)
+    register(_name, "x y", _binary, _run_binary(getattr(torch, _name)), pointwise=True)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    register(_name, "x y", _comparison, pointwise=True)
-register("logical_and", "x y", _logical("x", "y"), pointwise=True)
-register("logical_or", "x y", _logical("x", "y"), pointwise=True)
-register("logical_not", "x", _logical("x"), pointwise=True)
-register("where", "condition x y", _where, pointwise=True)
-register("constant", "", _constant, pointwise=True, value=0.0)
+    register(_name, "x y", _comparison, _run_binary(getattr(torch, _name)), pointwise=True)
+register("logical_and", "x y", _logical("x", "y"), _run_binary(torch.logical_and), pointwise=True)
+register("logical_or", "x y", _logical("x", "y"), _run_binary(torch.logical_or), pointwise=True)
+register("logical_not", "x", _logical("x"), _run_unary(torch.logical_not), pointwise=True)
+register(
+    "where",
+    "condition x y",
+    _where,
+    lambda inputs, attrs: torch.where(need(inputs[0]), need(inputs[1]), need(inputs[2])),
+    pointwise=True,
+)
+register(
+    "constant",
+    "",
+    _constant,
+    lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64, device="cpu"),
+    pointwise=True,
+    value=0.0,
+)

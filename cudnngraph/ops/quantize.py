@@ -1,11 +1,15 @@
-"""Quantisation to 8 bits and back: inference and rows."""
+"""Quantisation to 8 bits and back: rows, inference and reference."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from .base import QUANTIZED, REQUIRED, Call, Result, dtype_name, register
+from .base import QUANTIZED, REQUIRED, Call, Result, Tensors, dtype_name, register
 from .checks import dim_attr, float_operand, is_whole, like_order
+from .operands import need
 
 
 def _quantization(call: Call) -> bool:
@@ -66,11 +70,40 @@ def _quantize(call: Call) -> list[Result] | None:
     return [Result(x.shape, dtype, like_order(x))]
 
 
-register("dequantize", "x scale", _dequantize, pointwise=True, dim=1, zero_point=0)
+def _along(scale: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A scale so that it broadcasts: one for all of x, or one for each index of ``dim``."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    return scale.reshape([-1 if place == dim else 1 for place in range(x.dim())])
+
+
+def _run_dequantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = need(inputs[0]), need(inputs[1])
+    return x.to(scale.dtype) * _along(scale, x, attrs["dim"])
+
+
+def _run_quantize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, scale = need(inputs[0]), inputs[1]
+    if scale is not None:
+        x = x / _along(scale, x, attrs["dim"])
+    return saturated(x, getattr(torch, attrs["dtype"]))
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x rounded to the nearest number of an 8-bit dtype, ties to even; its largest where x is
+    beyond. In FP8 what is not finite is NaN."""
+    if dtype == torch.int8:
+        return x.round().clamp(-128, 127).to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.clamp(-limit, limit) + x * 0.0).to(dtype)
+
+
+register("dequantize", "x scale", _dequantize, _run_dequantize, pointwise=True, dim=1, zero_point=0)
 register(
     "quantize",
     "x scale?",
     _quantize,
+    _run_quantize,
     pointwise=True,
     dtype=REQUIRED,
     dim=1,

@@ -1,9 +1,15 @@
-"""Reductions over dims: inference and the row."""
+"""Reductions over dims: row, inference and reference."""
 
 from __future__ import annotations
 
-from .base import Call, Result, register
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .base import Call, Result, Tensors, register
 from .checks import dims_attr, float_operand, like_order
+from .operands import need
 
 MODES = ("sum", "mean", "max", "min", "amax")
 
@@ -46,4 +52,22 @@ def _reduction(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, order)]
 
 
-register("reduction", "x", _reduction, dims=None, mode="sum", keepdim=False)
+_REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "min": torch.amin,
+    "amax": lambda x, dims, keepdim: torch.amax(x.abs(), dims, keepdim=keepdim),
+}
+
+
+def _run_reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, dims, keep = need(inputs[0]), attrs["dims"], attrs["keepdim"]
+    if not dims:  # a number
+        return x.abs() if attrs["mode"] == "amax" else x
+    result = _REDUCTIONS[attrs["mode"]](x, dims, keepdim=True)
+    kept = dims if keep is True else keep or ()
+    return result.squeeze([dim for dim in dims if dim not in kept])
+
+
+register("reduction", "x", _reduction, _run_reduction, dims=None, mode="sum", keepdim=False)

@@ -1,4 +1,4 @@
-"""Pooling and interpolation of images: inference and rows."""
+"""Pooling and interpolation of images: rows, inference and reference."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..ir.spec import TensorSpec
+from . import pooling
 from .base import REQUIRED, Call, InferRule, Result, register
 from .checks import conv_order, each_dim, flag, float_operand, int_tuple, same_dtype
 
@@ -216,7 +217,7 @@ _RESIZED: dict[str, Any] = {
 
 def _resample(name: str, inputs: str, infer: InferRule, **attrs: Any) -> None:
     outputs = "dx" if name.endswith("_backward") else "y"
-    register(name, inputs, infer, outputs, torch_only=True, **attrs)
+    register(name, inputs, infer, pooling.RULES[name], outputs, torch_only=True, **attrs)
 
 
 _resample("max_pool", "x", _pool, **_MAX)

@@ -1,8 +1,13 @@
-"""Norms over trailing dims, as layer norm and RMS norm are: inference and rows."""
+"""Norms over trailing dims, as layer norm and RMS norm are: rows, inference and reference."""
 
 from __future__ import annotations
 
-from .base import Call, InferRule, Result, dtype_name, register
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .base import Call, InferRule, Result, Tensors, dtype_name, register
 from .checks import (
     eps_attr,
     flag,
@@ -13,6 +18,7 @@ from .checks import (
     same_shape,
     statistics_dtype,
 )
+from .operands import need
 
 
 def _trailing_norm(*stats: str) -> InferRule:
@@ -94,10 +100,66 @@ def _trailing_norm_backward(*stats: str) -> InferRule:
     return infer
 
 
+def _trailing(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
+    return tuple(range(x.dim() - weight.dim(), x.dim()))
+
+
+def _run_layer_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = need(inputs[0]), need(inputs[1])
+    dims = _trailing(x, weight)
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt(centred.square().mean(dims, keepdim=True) + attrs["eps"])
+    y = centred * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, mean, inverse) if attrs["return_stats"] else (y, None, None)
+
+
+def _run_rms_norm(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    x, weight = need(inputs[0]), need(inputs[1])
+    inverse = torch.rsqrt(x.square().mean(_trailing(x, weight), keepdim=True) + attrs["eps"])
+    y = x * inverse * weight
+    y = y if inputs[2] is None else y + inputs[2]
+    return (y, inverse) if attrs["return_stats"] else (y, None)
+
+
+def _run_normalize(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = need(inputs[0])
+    return x / x.square().sum(-1, keepdim=True).sqrt().clamp_min(attrs["eps"])
+
+
+def _run_layer_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, mean, inverse = (need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = (x - mean) * inverse, dy * weight
+    pull = scaled.mean(dims, keepdim=True)
+    pull = pull + normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _run_rms_norm_backward(
+    inputs: Tensors, attrs: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, ...]:
+    dy, x, weight, inverse = (need(value) for value in inputs)
+    dims, lead = _trailing(x, weight), tuple(range(x.dim() - weight.dim()))
+    normal, scaled = x * inverse, dy * weight
+    pull = normal * (scaled * normal).mean(dims, keepdim=True)
+    dweight, dbias = _sum(dy * normal, lead), _sum(dy, lead)
+    return inverse * (scaled - pull), dweight, dbias if attrs["bias_grad"] else None
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    return x.sum(tuple(dims)) if dims else x  # torch's sum over no dim is one over all
+
+
 register(
     "layer_norm",
     "x weight bias?",
     _trailing_norm("mean", "inv_std"),
+    _run_layer_norm,
     outputs="y mean inv_std",
     eps=1e-5,
     return_stats=False,
@@ -106,15 +168,17 @@ register(
     "rms_norm",
     "x weight bias?",
     _trailing_norm("inv_std"),
+    _run_rms_norm,
     outputs="y inv_std",
     eps=1e-5,
     return_stats=False,
 )
-register("normalize", "x", _normalize, eps=1e-12)
+register("normalize", "x", _normalize, _run_normalize, eps=1e-12)
 register(
     "layer_norm_backward",
     "dy x weight mean inv_std",
     _trailing_norm_backward("mean", "inv_std"),
+    _run_layer_norm_backward,
     outputs="dx dweight dbias",
     bias_grad=True,
 )
@@ -122,6 +186,7 @@ register(
     "rms_norm_backward",
     "dy x weight inv_std",
     _trailing_norm_backward("inv_std"),
+    _run_rms_norm_backward,
     outputs="dx dweight dbias",
     bias_grad=True,
 )

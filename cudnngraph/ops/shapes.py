@@ -1,14 +1,16 @@
-"""Ops that change the shape alone, and concatenation: inference and rows."""
+"""Ops that change the shape alone, and concatenation: rows, inference and reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..ir.spec import TensorSpec, numel, view_strides
-from .base import MAX_RANK, REQUIRED, Call, Result, dtype_name, register
+from .base import MAX_RANK, REQUIRED, Call, Result, Tensors, dtype_name, register
 from .checks import dim_attr, dims_attr, is_whole, like_order, whole_tuple
+from .operands import need
 
 
 def _expand(call: Call) -> list[Result] | None:
@@ -162,9 +164,50 @@ def _common_order(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     return order
 
 
-register("expand", "x", _expand, pointwise=True, shape=REQUIRED, dims=None)
-register("reshape", "x", _reshape, view=True, shape=REQUIRED)
-register("transpose", "x", _transpose, view=True, dim0=REQUIRED, dim1=REQUIRED)
-register("permute", "x", _permute, view=True, dims=REQUIRED)
-register("slice", "x", _slice, view=True, dim=REQUIRED, start=0, stop=None, step=1)
-register("concat", "x*", _concat, torch_only=True, dim=0)
+def _run_expand(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x = need(inputs[0])
+    sizes = dict(zip(attrs["dims"], x.shape, strict=True))
+    shape = attrs["shape"]
+    return x.reshape([sizes.get(dim, 1) for dim in range(len(shape))]).expand(shape)
+
+
+def _run_slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    taken = slice(attrs["start"], attrs["stop"], attrs["step"])
+    return need(inputs[0])[(slice(None),) * attrs["dim"] + (taken,)]
+
+
+register("expand", "x", _expand, _run_expand, pointwise=True, shape=REQUIRED, dims=None)
+register(
+    "reshape",
+    "x",
+    _reshape,
+    lambda inputs, attrs: need(inputs[0]).reshape(attrs["shape"]),
+    view=True,
+    shape=REQUIRED,
+)
+register(
+    "transpose",
+    "x",
+    _transpose,
+    lambda inputs, attrs: need(inputs[0]).transpose(attrs["dim0"], attrs["dim1"]),
+    view=True,
+    dim0=REQUIRED,
+    dim1=REQUIRED,
+)
+register(
+    "permute",
+    "x",
+    _permute,
+    lambda inputs, attrs: need(inputs[0]).permute(attrs["dims"]),
+    view=True,
+    dims=REQUIRED,
+)
+register("slice", "x", _slice, _run_slice, view=True, dim=REQUIRED, start=0, stop=None, step=1)
+register(
+    "concat",
+    "x*",
+    _concat,
+    lambda inputs, attrs: torch.cat([need(value) for value in inputs], attrs["dim"]),
+    torch_only=True,
+    dim=0,
+)

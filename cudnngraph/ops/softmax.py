@@ -1,12 +1,13 @@
-"""Softmax and the losses behind it: inference and rows."""
+"""Softmax and the losses behind it: rows, inference and reference."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .base import REQUIRED, Call, Result, dtype_name, register
+from .base import REQUIRED, Call, Result, Tensors, dtype_name, register
 from .checks import (
     dim_attr,
     float_operand,
@@ -16,6 +17,7 @@ from .checks import (
     same_shape,
     whole_tuple,
 )
+from .operands import need
 
 
 def _softmax(call: Call) -> list[Result] | None:
@@ -87,21 +89,82 @@ def _nll_loss_backward(call: Call) -> list[Result] | None:
 _LOSS: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
 
 
-for _name in ("softmax", "log_softmax"):
-    register(_name, "x", _softmax, torch_only=True, dim=REQUIRED)
-    register(
-        f"{_name}_backward",
-        "dy y",
-        _softmax_backward,
-        outputs="dx",
-        torch_only=True,
-        dim=REQUIRED,
-    )
-register("nll_loss", "x target", _nll_loss, torch_only=True, **_LOSS)
+def _run_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = need(inputs[0]), need(inputs[1])
+    return y * (dy - (dy * y).sum(attrs["dim"], keepdim=True))
+
+
+def _run_log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    dy, y = need(inputs[0]), need(inputs[1])
+    return dy - torch.exp(y) * dy.sum(attrs["dim"], keepdim=True)
+
+
+def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    counts = target != attrs["ignore_index"]
+    return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
+
+
+def _run_nll_loss(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    x, target = need(inputs[0]), need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -x.gather(1, place).squeeze(1)
+    each = each.to(torch.promote_types(each.dtype, torch.float32))  # 16 bits hold no sum
+    each = torch.where(counts, each, torch.zeros_like(each))
+    if attrs["reduction"] == "none":
+        return each
+    return each.sum() / counts.sum() if attrs["reduction"] == "mean" else each.sum()
+
+
+def _run_nll_loss_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
+    """-dy at each row's class; over the number of rows that count for a mean."""
+    dy, target = need(inputs[0]), need(inputs[1])
+    counts, place = _counted(target, attrs)
+    each = -dy / counts.sum() if attrs["reduction"] == "mean" else -dy
+    each = torch.where(counts, each, torch.zeros_like(each))
+    return dy.new_zeros(attrs["shape"]).scatter_(1, place, each.unsqueeze(1))
+
+
+register(
+    "softmax",
+    "x",
+    _softmax,
+    lambda inputs, attrs: torch.softmax(need(inputs[0]), attrs["dim"]),
+    torch_only=True,
+    dim=REQUIRED,
+)
+register(
+    "softmax_backward",
+    "dy y",
+    _softmax_backward,
+    _run_softmax_backward,
+    outputs="dx",
+    torch_only=True,
+    dim=REQUIRED,
+)
+register(
+    "log_softmax",
+    "x",
+    _softmax,
+    lambda inputs, attrs: torch.log_softmax(need(inputs[0]), attrs["dim"]),
+    torch_only=True,
+    dim=REQUIRED,
+)
+register(
+    "log_softmax_backward",
+    "dy y",
+    _softmax_backward,
+    _run_log_softmax_backward,
+    outputs="dx",
+    torch_only=True,
+    dim=REQUIRED,
+)
+register("nll_loss", "x target", _nll_loss, _run_nll_loss, torch_only=True, **_LOSS)
 register(
     "nll_loss_backward",
     "dy target",
     _nll_loss_backward,
+    _run_nll_loss_backward,
     outputs="dx",
     torch_only=True,
     shape=REQUIRED,

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from ..executor.reference import alibi_slopes
 from ..ir.spec import GraphSpec, Node, TensorSpec, contiguous_strides
+from ..ops.attention.reference import alibi_slopes
 from ..ops.table import OPS
 
 Tensors = Sequence[torch.Tensor]

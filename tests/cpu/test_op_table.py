@@ -38,7 +38,7 @@ def test_the_tables_have_the_same_keys() -> None:
 
 def test_a_name_has_one_row() -> None:
     with pytest.raises(ValueError, match="op 'matmul' is registered twice"):
-        register("matmul", "x y", OPS["matmul"].infer)
+        register("matmul", "x y", OPS["matmul"].infer, OPS["matmul"].reference)
 
 
 def test_the_tables_can_be_read_without_cudnn() -> None:

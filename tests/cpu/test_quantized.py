@@ -10,7 +10,9 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import lower
-from cudnngraph.executor import torch_steps
+from cudnngraph.executor import reference, torch_steps
+from cudnngraph.ops.operands import exactly
+from cudnngraph.ops.quantize import saturated
 from cudnngraph.partition.cuts import Graph, cuts, piece, work
 from cudnngraph.select import trial
 from tests import numerics
@@ -187,7 +189,7 @@ def test_sums_of_int8_products_are_exact_past_what_float32_holds() -> None:
 
 def test_sums_of_int8_are_rounded_to_the_whole_number_that_they_are() -> None:
     """An algorithm by FFT, as a GPU may take, is a hair off it."""
-    product = cg.reference._exactly(lambda inputs, attrs: inputs[0] @ inputs[1] * (1 - 2.0**-50))
+    product = exactly(lambda inputs, attrs: inputs[0] @ inputs[1] * (1 - 2.0**-50))
     x, w = whole(-128, 127, 8, 32), whole(-128, 127, 32, 8)
     assert torch.equal(product([x, w], {}).long(), x.long() @ w.long())
 
@@ -247,7 +249,7 @@ def test_the_arithmetic_that_rounds_in_a_plan_rounds_to_even() -> None:
     x = torch.cat([torch.linspace(-140, 140, 100_001), torch.arange(-257, 257) / 2.0])
     clamped = x.clamp(-128, 127)
     made = (clamped + lower._ROUNDER) - lower._ROUNDER
-    assert torch.equal(made.to(I8), cg.reference.saturated(x, I8))
+    assert torch.equal(made.to(I8), saturated(x, I8))
     assert torch.equal(made, made.round())
 
 
@@ -486,7 +488,7 @@ def test_a_trial_tells_a_right_result_from_a_truncated_one(dtype: torch.dtype) -
         spec.tensors["y"].shape, spec.tensors["y"].stride, dtype=spec.tensors["y"].dtype
     )
     torch_steps.launcher(spec, inputs, [out], allow_tf32=False)()
-    want = cg.reference.run(spec, inputs, F64)[0]
+    want = reference.run(spec, inputs, F64)[0]
     bound = trial.tolerance(dtype, tf32=False, fp8=trial.multiplies_fp8(spec))
     assert trial.relative_error(out, want) <= bound / 4
     limit = 127 if dtype == I8 else torch.finfo(dtype).max
@@ -519,4 +521,4 @@ def test_a_torch_step_of_an_activation_writes_a_narrower_dtype(op: str, dtype: t
     g.output("y", getattr(g, op)(g.input("x", (64,), F32)), dtype=dtype)
     x, out = torch.linspace(-3, 3, 64), torch.empty(64, dtype=dtype)
     torch_steps.launcher(g.spec(), [x], [out], allow_tf32=False)()
-    assert torch.equal(out, cg.reference.run(g.spec(), [x])[0])
+    assert torch.equal(out, reference.run(g.spec(), [x])[0])

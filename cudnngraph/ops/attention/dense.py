@@ -20,6 +20,7 @@ from .checks import (
     sdpa_lengths,
     sdpa_shapes,
 )
+from .reference import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged
 
 
 def _sdpa(call: Call) -> list[Result | None] | None:
@@ -148,6 +149,7 @@ register(
     "sdpa",
     f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",
     _sdpa,
+    sdpa,
     outputs="o lse",
     **BAND,
     return_lse=False,
@@ -158,6 +160,7 @@ register(
     "sdpa_paged",
     "q k_cache v_cache page_table seq_len_kv seq_len_q? page_table_v?",
     _sdpa_paged,
+    sdpa_paged,
     outputs="o lse",
     **{**BAND, "diagonal_alignment": "bottom_right"},
     return_lse=False,
@@ -167,6 +170,7 @@ register(
     "sdpa_fp8",
     f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
     _sdpa_fp8,
+    sdpa_fp8,
     outputs="o lse amax_s amax_o",
     dtype=None,
     scale=None,
@@ -179,6 +183,7 @@ register(
     "sdpa_backward",
     f"do q k v o lse attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes?",
     _sdpa_backward,
+    sdpa_backward,
     outputs="dq dk dv dmask",
     **BAND,
     mask_grad=False,

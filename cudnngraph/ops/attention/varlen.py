@@ -9,6 +9,7 @@ import torch
 from ..base import REQUIRED, Call, Result, dtype_name, register
 from ..checks import flag, is_whole, like_order, same_dtype, statistics_dtype, whole_tuple
 from .checks import BAND, PADDING, has_rank, heads_agree, int32_of, sdpa_band
+from .packed import ragged_offsets, sdpa_varlen, sdpa_varlen_backward
 
 
 def _varlen_checked(call: Call, *data: str) -> bool:
@@ -99,6 +100,7 @@ register(
     "sdpa_varlen",
     "q k v cu_seqlens_q? cu_seqlens_kv? ragged?",
     _sdpa_varlen,
+    sdpa_varlen,
     outputs="o lse",
     **BAND,
     **_LONGEST,
@@ -109,6 +111,7 @@ register(
     "sdpa_varlen_backward",
     "do q k v o lse cu_seqlens_q? cu_seqlens_kv? ragged?",
     _sdpa_varlen_backward,
+    sdpa_varlen_backward,
     outputs="dq dk dv",
     **BAND,
     **_LONGEST,
@@ -117,6 +120,7 @@ register(
     "ragged_offsets",
     "cu_seqlens_q cu_seqlens_kv",
     _ragged_offsets,
+    ragged_offsets,
     widths_q=REQUIRED,
     widths_kv=REQUIRED,
 )
