@@ -27,7 +27,8 @@ from .errors import (
     WrongResult,
 )
 from .explain.offline import Explanation, explain
-from .grad.differentiate import Gradient, differentiate
+from .grad.backward import Gradient
+from .grad.differentiate import differentiate
 from .graph.builder import Graph, Value
 from .ir.spec import GraphSpec, TensorSpec
 from .models.fused import Fused, fuse
