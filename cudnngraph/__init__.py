@@ -27,7 +27,8 @@ from .errors import (
     WrongResult,
 )
 from .explain.offline import Explanation, explain
-from .grad.differentiate import Gradient, differentiate
+from .grad.backward import Gradient
+from .grad.differentiate import differentiate
 from .graph.builder import Graph
 from .graph.value import Value
 from .ir.spec import GraphSpec, TensorSpec

@@ -19,7 +19,8 @@ from typing import Any
 
 from cudnngraph import Graph, settings
 from cudnngraph.backend import tested
-from cudnngraph.ops.base import OPS, REQUIRED, Op
+from cudnngraph.ops.base import REQUIRED, Op
+from cudnngraph.ops.table import OPS
 
 ROOT = Path(__file__).parents[1]
 

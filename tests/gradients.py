@@ -13,7 +13,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.table import OPS
 from tests import numerics
 from tests.samples import F64, Case, in_float64
 

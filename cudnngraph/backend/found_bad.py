@@ -28,7 +28,7 @@ from plans_cache.findings import Findings
 from .. import settings
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec, is_channels_last
-from ..ops.base import OPS
+from ..ops.table import OPS
 from . import env, libraries
 from .tested import dotted
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, is_channels_last, numel
-from ..ops.base import OPS
+from ..ops.table import OPS
 
 
 @dataclass(frozen=True)

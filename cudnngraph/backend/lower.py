@@ -33,8 +33,9 @@ from ..ir.spec import (
     same_layout,
 )
 from ..ops import pooling
-from ..ops.base import FP8, OPS, QUANTIZED
+from ..ops.base import FP8, QUANTIZED
 from ..ops.infer import check_node
+from ..ops.table import OPS
 from ..rewrite.passes import ALIKE, REPEATABLE, by_flash, token_widths
 from . import env
 

@@ -21,7 +21,7 @@ import torch
 from ..device.allocation import lasting
 from ..errors import BackendUnavailable, CaptureError, NotSupported
 from ..ir.spec import GraphSpec
-from ..ops.base import OPS
+from ..ops.table import OPS
 from ..policy import Policy
 from . import env
 from .found_bad import why_found_bad

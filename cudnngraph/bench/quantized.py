@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..executor import reference
 from ..graph.builder import Graph
+from ..ops.quantize import saturated
 from . import cases
 from .cases import Case, Eager, Tensors
 
@@ -77,7 +77,7 @@ def conv(
         weight = (t["w"].float() * factor).half()
         given = t["b"].half() if bias else None
         y = F.relu(F.conv2d(t["x"].half(), weight, given, stride, padding))
-        return reference.saturated(y.float() / step, dtype)
+        return saturated(y.float() / step, dtype)
 
     narrow = Graph("conv")
     x = narrow.input("x", (n, c, size, size), torch.float16, layout="channels_last")
@@ -130,7 +130,7 @@ def sdpa(b: int, h: int, s: int, d: int, *, causal: bool = False) -> Case:
     def eager(t: Tensors) -> torch.Tensor:
         q, k, v = (t[name].bfloat16() for name in "qkv")
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return reference.saturated(o.float() * t["scale_o"], E4M3)
+        return saturated(o.float() * t["scale_o"], E4M3)
 
     others = {"bf16": selected(cases.sdpa(b, h, s, d, causal=causal).graph)}
     name = f"sdpa B{b} H{h} S{s} D{d}" + (" causal" if causal else "") + " e4m3"

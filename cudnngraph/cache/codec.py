@@ -21,7 +21,7 @@ from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
 from ..ir.key import Key, encode
 from ..ir.spec import GraphSpec, print_spec
-from ..ops.base import is_default
+from ..ops.table import is_default
 from ..partition.cuts import Graph, piece, work
 from ..policy import Policy
 from ..rewrite.passes import channels_last, marked, prepared

@@ -26,7 +26,7 @@ from ..errors import CudnnGraphError
 from ..explain.text import clean
 from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.base import OPS
+from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
 from ..runtime.executable import canonical
 from ..select import guard

@@ -22,7 +22,9 @@ from ..device.allocation import lasting
 from ..ir.spec import GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
-from ..ops.base import ATTENTION, OPS
+from ..ops.attention.checks import ATTENTION
+from ..ops.attention.packed import ragged_into
+from ..ops.table import OPS
 from ..ops.views import view_place
 from ..rewrite.passes import BOUNDED, by_flash
 from . import reference
@@ -92,7 +94,7 @@ OUT: Mapping[str, OutRule] = {
     "log_softmax": _softmax(_aten._log_softmax),
     "softmax_backward": _softmax_backward(_aten._softmax_backward_data),
     "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
-    "ragged_offsets": reference.ragged_into,
+    "ragged_offsets": ragged_into,
     "identity": lambda inputs, attrs, out: copied(inputs[0], out),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),

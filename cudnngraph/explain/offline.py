@@ -18,7 +18,7 @@ from ..backend.plan import Choice, Outcome, Plan, propose_for, target_capability
 from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
-from ..ops.base import is_default
+from ..ops.table import is_default
 from ..policy import Policy
 from ..runtime.executable import resolve_policy
 from ..select import heuristic

@@ -28,8 +28,9 @@ from ..ir.spec import (
     contiguous_strides,
     print_spec,
 )
-from ..ops.base import FLOATS, QUANTIZED, dtype_name, is_default
+from ..ops.base import FLOATS, QUANTIZED, dtype_name
 from ..ops.infer import check_dtype, check_name, check_shape, check_stride, check_whole
+from ..ops.table import is_default
 from ..policy import Policy
 from .attention import AttentionMethods
 from .conv import ConvMethods

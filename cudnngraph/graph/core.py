@@ -14,8 +14,8 @@ import torch
 from ..arguments import NotPlain, is_a, plain, real
 from ..errors import Problem
 from ..ir.spec import Node, TensorSpec
-from ..ops.base import OPS
 from ..ops.infer import check_name, check_node
+from ..ops.table import OPS
 from .value import Value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import Problem
-from ..ops.base import OPS
+from ..ops.table import OPS
 from .core import Core
 from .value import Operand, Value
 

@@ -12,7 +12,7 @@ import torch
 
 from ..arguments import NotPlain, expected, items, neutral, plain, wrong_kind
 from ..errors import Problem
-from ..ops.base import OPS
+from ..ops.table import OPS
 from .value import Value
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import GraphError
 from ..ir.spec import TensorSpec
-from ..ops.base import OPS
+from ..ops.table import OPS
 
 if TYPE_CHECKING:
     from .builder import Graph

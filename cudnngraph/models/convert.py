@@ -42,8 +42,10 @@ from ..ir.spec import (
 )
 from ..ops import aten
 from ..ops import meta as forms
-from ..ops.base import FLOATS, SOFTPLUS_THRESHOLD, in_padding
+from ..ops.base import FLOATS
+from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..ops.pooling import UPSAMPLE
+from ..ops.resampling import in_padding
 from ..ops.views import order
 from ..partition.cuts import LOW_PRECISION
 from .export import HasGraph, export, last_line

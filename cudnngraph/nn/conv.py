@@ -18,7 +18,7 @@ from .. import functional
 from ..arguments import NotPlain, checked, explained, items
 from ..errors import GraphError, Problem
 from ..graph.pointwise import ACTIVATIONS
-from ..ops.base import SOFTPLUS_THRESHOLD
+from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..policy import Policy
 from ..runtime.specialize import Recent, check_in_place
 from . import sync

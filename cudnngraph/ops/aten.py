@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from ..ir.spec import TensorSpec
+from .base import REQUIRED, Call, Result, register
+from .checks import like_order
 from .meta import of as form_of
 
 #: How many results of an op a graph can use.
@@ -130,3 +133,68 @@ def out_variant(name: str) -> tuple[Any, tuple[str, ...]] | None:
         if outs and len(outs) == count and form(other._schema) == form(plain._schema):
             return other, outs
     return None
+
+
+def _aten_problem(call: Call) -> str | None:
+    """What is wrong with the attributes, or None."""
+    name, args, kwargs = (call.attrs[attr] for attr in ("overload", "args", "kwargs"))
+    if not isinstance(name, str) or not isinstance(args, tuple) or not isinstance(kwargs, tuple):
+        return f"overload={name!r}, args={args!r}, kwargs={kwargs!r} is no name and two tuples"
+    try:
+        schema = overload(name)._schema
+        named = sorted(places((*args, *(value for _, value in kwargs))))
+    except (TypeError, ValueError, IndexError) as error:
+        return str(error)
+    if schema.is_mutable:
+        return f"{name} writes over its operands"
+    if sorted(set(named)) != list(range(len(call.inputs))):
+        return f"args and kwargs name the operands {named}, there are {len(call.inputs)}"
+    return None
+
+
+def _aten(call: Call) -> list[Result | None] | None:
+    """torch itself is asked, on tensors without memory."""
+    wrong = _aten_problem(call)
+    if wrong is not None:
+        call.problem(
+            wrong, "the name of an overload, and its arguments as cudnngraph.ops.aten has them"
+        )
+        return None
+    specs = [call[port] for port in call.inputs]
+    like = [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+        for spec in specs
+    ]
+    try:
+        results = forms(call.attrs, like)
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        call.problem(f"{call.attrs['overload']} does not take these operands: {lines[0]}")
+        return None
+    if not 0 < len(results) <= RESULTS or not isinstance(results[0], torch.Tensor):
+        call.problem(
+            f"{call.attrs['overload']} gives {len(results)} results",
+            f"1 to {RESULTS} tensors",
+        )
+        return None
+    made: list[Result | None] = []
+    for result in results:
+        if result is None:
+            made.append(None)
+            continue
+        seen = TensorSpec("", tuple(result.shape), tuple(result.stride()), result.dtype)
+        made.append(Result(seen.shape, seen.dtype, like_order(seen)))
+    return made + [None] * (RESULTS - len(made))
+
+
+register(
+    "aten",
+    "x*",
+    _aten,
+    lambda inputs, attrs: run(attrs, inputs),
+    outputs=" ".join(("y", *(f"y{n}" for n in range(1, RESULTS)))),
+    torch_only=True,
+    overload=REQUIRED,
+    args=REQUIRED,
+    kwargs=(),
+)

@@ -12,7 +12,8 @@ import torch
 
 from ..errors import Problem
 from ..ir.spec import DTYPE_NAMES, TensorSpec, dense_strides, numel
-from .base import MAX_RANK, OPS, REQUIRED, Call
+from .base import MAX_RANK, REQUIRED, Call
+from .table import OPS
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Pooling and interpolation as torch has them: the call of each op, its gradient, its out variant.
 
-A call takes the operands and the attributes in canonical form, as the rules of
-:mod:`~cudnngraph.executor.reference` do. Images with one spatial dim are pooled as such with two,
-the first of extent 1.
+A call takes the operands and the attributes in canonical form, as the reference rule of an op does.
+Images with one spatial dim are pooled as such with two, the first of extent 1.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout, view_strides
-from .base import OPS
+from .table import OPS
 
 
 def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | None:

@@ -22,7 +22,8 @@ from functools import cached_property
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout
-from ..ops.base import FLOATS, OPS, Call
+from ..ops.base import FLOATS, Call
+from ..ops.table import OPS
 from ..ops.views import is_view, slots
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

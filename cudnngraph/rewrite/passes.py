@@ -28,7 +28,7 @@ from ..ir.spec import (
     odd_rows,
     same_layout,
 )
-from ..ops.base import OPS
+from ..ops.table import OPS
 from ..ops.views import is_view, order_of, shape_of, view_place
 from ..partition.cuts import LOW_PRECISION, Graph, is_anchor
 from .row_layout import in_memory_order

@@ -25,7 +25,7 @@ from ..ir.spec import (
     same_layout,
     view_strides,
 )
-from ..ops.base import OPS
+from ..ops.table import OPS
 from ..ops.views import lies_there, order_of, shape_of, view_place
 
 Atom = tuple[int, int]  # how many elements, and how far apart they lie

@@ -22,7 +22,8 @@ import torch
 
 from ..errors import BindError, FeatureMissing, GraphError
 from ..executor import reference
-from ..grad.differentiate import Gradient, differentiable, differentiate
+from ..grad.backward import Gradient
+from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from ..policy import Policy
 from ..runtime.executable import Executable, _wrong

@@ -33,7 +33,9 @@ from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.key import Key, graph_key, step_digest
 from ..ir.spec import GraphSpec, TensorSpec, print_spec, same_layout
-from ..ops.base import ATTENTION, OPS, dtype_name, is_default
+from ..ops.attention.checks import ATTENTION
+from ..ops.base import dtype_name
+from ..ops.table import OPS, is_default
 from ..policy import Policy
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import Decision, Selection, StepPlan, heuristic, reference_only, torch_only

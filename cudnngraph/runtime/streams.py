@@ -15,7 +15,7 @@ import torch
 
 from ..backend import env
 from ..executor.memory import Laid
-from ..ops.base import OPS
+from ..ops.table import OPS
 
 SIDES = 3  # how many steps may run beside the others at a time
 

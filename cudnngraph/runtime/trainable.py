@@ -15,7 +15,8 @@ import torch
 from ..arguments import checked
 from ..errors import BindError, FeatureMissing, WrongResult
 from ..executor import reference
-from ..grad.differentiate import Gradient, differentiable, differentiate
+from ..grad.backward import Gradient
+from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select.dropout_probe import draws

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ..errors import FeatureMissing, NotSupported
-from ..grad.differentiate import Gradient, differentiable, differentiate
+from ..grad.backward import Gradient
+from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec, TensorSpec, same_layout
-from ..ops.base import OPS
+from ..ops.table import OPS
 from ..policy import Policy
 from ..select.dropout_probe import draws
 from .executable import Executable

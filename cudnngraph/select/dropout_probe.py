@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from ..executor.reference import alibi_slopes
 from ..ir.spec import GraphSpec, Node, TensorSpec, contiguous_strides
-from ..ops.base import OPS
+from ..ops.attention.reference import alibi_slopes
+from ..ops.table import OPS
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors], Tensors]  # inputs of a graph → its outputs

@@ -16,7 +16,8 @@ import torch
 from ..backend.plan import Choice, Outcome, Plan, Verified
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec, Node
-from ..ops.base import ATTENTION, QUANTIZED
+from ..ops.attention.checks import ATTENTION
+from ..ops.base import QUANTIZED
 from ..partition.cuts import Graph, Group, cuts, is_anchor, on_numbers, piece, regions, work
 from ..policy import Policy
 from ..rewrite.passes import marked, prepared

@@ -22,7 +22,11 @@ from ..backend.lower import first_line
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.base import ATTENTION, FP8, FP8_SCALES, OPS
+from ..ops.attention.checks import ATTENTION
+from ..ops.attention.dense import FP8_SCALES
+from ..ops.attention.packed import ragged_into
+from ..ops.base import FP8
+from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import PACKING, token_widths
 from .dropout_probe import attention, draws, explicit, recovered
@@ -307,7 +311,7 @@ def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor
     if ragged is not None:
         widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
         made = torch.zeros(ragged.shape, dtype=torch.int32)
-        ragged.copy_(reference.ragged_into(ends, widths, made))
+        ragged.copy_(ragged_into(ends, widths, made))
 
 
 def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.ir.key import encode, graph_key
 from cudnngraph.ir.spec import GraphSpec, print_spec
-from cudnngraph.ops.base import is_default
+from cudnngraph.ops.table import is_default
 from cudnngraph.partition.cuts import Graph, cuts, piece, work
 from cudnngraph.runtime.executable import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord

@@ -12,6 +12,7 @@ import cudnngraph as cg
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.ops.attention.dropout import dropout_keep, philox
 from cudnngraph.runtime.trainable import check_dropout
 from cudnngraph.select.dropout_probe import draws, explicit, recovered
 from cudnngraph.select.heuristic import Decision, StepPlan, why_apart
@@ -42,16 +43,16 @@ CPU = torch.device("cpu")
 def test_philox_gives_the_known_answers(
     counter: Sequence[int], key: Sequence[int], answer: Sequence[int]
 ) -> None:
-    words = reference.philox(list(map(torch.tensor, counter)), list(map(torch.tensor, key)))
+    words = philox(list(map(torch.tensor, counter)), list(map(torch.tensor, key)))
     assert tuple(map(int, words)) == tuple(answer)
 
 
 def test_the_share_that_is_kept_is_1_less_p_and_rows_differ() -> None:
     seed, offset = torch.tensor([-3]), torch.tensor(7)
-    keep = reference.dropout_keep((64, 1024), 0.3, seed, offset)
+    keep = dropout_keep((64, 1024), 0.3, seed, offset)
     assert abs(float(keep.double().mean()) - 0.7) < 4 * (0.21 / 65536) ** 0.5
     assert len({tuple(row.tolist()) for row in keep[:, :64]}) == 64
-    other = reference.dropout_keep((64, 1024), 0.3, seed, offset + 1)
+    other = dropout_keep((64, 1024), 0.3, seed, offset + 1)
     assert 0.5 < float((keep == other).double().mean()) < 0.66  # 0.7^2 + 0.3^2 = 0.58
 
 
@@ -105,7 +106,7 @@ def test_what_a_plan_drops_is_recovered_and_makes_the_reference_agree(
     inputs = random_inputs(spec, CPU)
     assert draws(spec)
     keep = recovered(spec, inputs, runner(spec))
-    whole = reference.dropout_keep((B, H, S, S), 0.4, torch.tensor([1]), torch.tensor([2]))
+    whole = dropout_keep((B, H, S, S), 0.4, torch.tensor([1]), torch.tensor([2]))
     reach = torch.ones(S, S, dtype=torch.bool)
     if options.get("is_causal"):
         reach = reach.tril()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import cudnngraph as cg
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.table import OPS
 from cudnngraph.partition.cuts import Graph, piece
 from cudnngraph.rewrite.passes import by_flash
 from tests import numerics

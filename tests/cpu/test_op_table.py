@@ -13,12 +13,13 @@ import pytest
 import cudnngraph as cg
 from cudnngraph.backend import lower
 from cudnngraph.executor import reference
-from cudnngraph.grad import differentiate
+from cudnngraph.grad.rules.table import RULES
 from cudnngraph.graph.pointwise import ACTIVATIONS
 from cudnngraph.graph.value import METHODS
 from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.base import register
+from cudnngraph.ops.table import OPS
 from cudnngraph.rewrite.passes import PACKING
 from tests import samples
 
@@ -33,7 +34,12 @@ LOSSES = {
 def test_the_tables_have_the_same_keys() -> None:
     assert set(reference.RULES) == set(OPS)
     assert set(lower.RULES) == set(OPS)
-    assert set(differentiate.RULES) == set(OPS)
+    assert set(RULES) == set(OPS)
+
+
+def test_a_name_has_one_row() -> None:
+    with pytest.raises(ValueError, match="op 'matmul' is registered twice"):
+        register("matmul", "x y", OPS["matmul"].infer, OPS["matmul"].reference)
 
 
 def test_the_tables_can_be_read_without_cudnn() -> None:
@@ -80,7 +86,8 @@ def test_no_reference_goes_through_the_backend() -> None:
             sys.setprofile(None)
     files = {Path(name) for name in entered}
     ours = {file.relative_to(package).as_posix() for file in files if package in file.parents}
-    assert ours == {"executor/reference.py", "ops/aten.py", "ops/pooling.py", "ir/spec.py"}
+    assert "executor/reference.py" in ours
+    assert {file.split("/")[0] for file in ours} == {"executor", "ir", "ops"}
     assert not [file for file in files if {"cudnn", "cuda"} & set(file.parts)]
 
 

@@ -14,7 +14,7 @@ import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.grad import differentiate as grad
 from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.table import OPS
 from cudnngraph.partition import cuts as partition
 from cudnngraph.partition.cuts import LOW_PRECISION, Graph, cuts, piece, regions, work
 from cudnngraph.rewrite import passes

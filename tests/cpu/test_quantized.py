@@ -11,6 +11,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import lower
 from cudnngraph.executor import reference, torch_steps
+from cudnngraph.ops.operands import exactly
+from cudnngraph.ops.quantize import saturated
 from cudnngraph.partition.cuts import Graph, cuts, piece, work
 from cudnngraph.select import trial
 from tests import numerics
@@ -187,7 +189,7 @@ def test_sums_of_int8_products_are_exact_past_what_float32_holds() -> None:
 
 def test_sums_of_int8_are_rounded_to_the_whole_number_that_they_are() -> None:
     """An algorithm by FFT, as a GPU may take, is a hair off it."""
-    product = reference._exactly(lambda inputs, attrs: inputs[0] @ inputs[1] * (1 - 2.0**-50))
+    product = exactly(lambda inputs, attrs: inputs[0] @ inputs[1] * (1 - 2.0**-50))
     x, w = whole(-128, 127, 8, 32), whole(-128, 127, 32, 8)
     assert torch.equal(product([x, w], {}).long(), x.long() @ w.long())
 
@@ -247,7 +249,7 @@ def test_the_arithmetic_that_rounds_in_a_plan_rounds_to_even() -> None:
     x = torch.cat([torch.linspace(-140, 140, 100_001), torch.arange(-257, 257) / 2.0])
     clamped = x.clamp(-128, 127)
     made = (clamped + lower._ROUNDER) - lower._ROUNDER
-    assert torch.equal(made.to(I8), reference.saturated(x, I8))
+    assert torch.equal(made.to(I8), saturated(x, I8))
     assert torch.equal(made, made.round())
 
 

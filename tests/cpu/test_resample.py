@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.executor import reference, torch_steps
-from cudnngraph.grad.differentiate import RULES, NoGradient
+from cudnngraph.grad.context import NoGradient
+from cudnngraph.grad.rules.table import RULES
 from cudnngraph.ir.spec import channels_last_strides, contiguous_strides
 from cudnngraph.ops import pooling
 from tests import numerics

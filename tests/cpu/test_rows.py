@@ -13,7 +13,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
-from cudnngraph.ops.base import OPS
+from cudnngraph.ops.table import OPS
 from cudnngraph.ops.views import lies_there
 from cudnngraph.partition.cuts import Graph, piece, regions
 from cudnngraph.rewrite import row_layout

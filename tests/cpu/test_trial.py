@@ -14,7 +14,7 @@ import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, TensorSpec
-from cudnngraph.ops.base import FP8_SCALES
+from cudnngraph.ops.attention.dense import FP8_SCALES
 from cudnngraph.select import trial
 from cudnngraph.select.trial import (
     GUARD_BYTES,

@@ -34,7 +34,8 @@ from cudnngraph.ir.spec import (
     same_layout,
 )
 from cudnngraph.ops import pooling
-from cudnngraph.ops.base import ATTENTION, OPS
+from cudnngraph.ops.attention.checks import ATTENTION
+from cudnngraph.ops.table import OPS
 from cudnngraph.partition.cuts import Graph, piece
 from cudnngraph.rewrite.passes import by_flash, offsets_of_sequences
 from tests import coverage

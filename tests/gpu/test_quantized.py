@@ -11,6 +11,7 @@ import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.bench.quantized import lowprecision_suite
 from cudnngraph.executor import reference
+from cudnngraph.ops.quantize import saturated
 from cudnngraph.select import trial
 from cudnngraph.settings import override
 from tests import numerics
@@ -52,7 +53,7 @@ BEYOND = [127.5, 128.0, 129.0, 1e4, 3e9, -128.5, -129.0, -1e4, -3e9]
 def test_int8_is_rounded_to_even_and_saturated() -> None:
     values = torch.tensor([*TIES, *BEYOND, *torch.linspace(-140, 140, 1001).tolist()])
     made = rounded_by_a_plan(values, I8)
-    assert torch.equal(made.cpu(), reference.saturated(values, I8))
+    assert torch.equal(made.cpu(), saturated(values, I8))
 
 
 def test_int8_is_rounded_to_even_behind_a_product() -> None:
@@ -66,7 +67,7 @@ def test_fp8_is_rounded_to_even_and_saturated(dtype: torch.dtype) -> None:
     some = torch.cat([torch.logspace(-12, 20, 4001, base=2.0), torch.linspace(0, 2, 513)])
     values = torch.cat([some, -some, torch.tensor([most, 1.03 * most, 1.07 * most, 2 * most, 1e9])])
     made = rounded_by_a_plan(values, dtype)
-    assert torch.equal(made.cpu().double(), reference.saturated(values, dtype).double())
+    assert torch.equal(made.cpu().double(), saturated(values, dtype).double())
 
 
 @pytest.mark.parametrize("dtype", [E4, E5], ids=str)
@@ -90,7 +91,7 @@ def test_fp8_saturates_behind_a_product(kind: str, dtype: torch.dtype) -> None:
     for factor in (1.07, 2.0):
         scale = torch.tensor(factor)
         made = exe(x=data.cuda(), w=one if image else one.t(), s=scale.cuda())[:, 0].reshape(-1)
-        want = reference.saturated(values.float() * scale, dtype).double()
+        want = saturated(values.float() * scale, dtype).double()
         assert float(want.max()) == -float(want.min()) == torch.finfo(dtype).max
         assert torch.equal(made.cpu().double(), want)
 

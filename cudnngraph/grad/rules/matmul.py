@@ -1,0 +1,47 @@
+"""The gradient of the matrix product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...graph.value import Value
+from ..context import Context, Gradients, GradRule, NoGradient, own_order
+
+
+def _matmul(ctx: Context) -> Gradients:
+    """Transposed operands are views; batch dims that broadcast are summed behind the product."""
+
+    def turned(port: str) -> Value:
+        rank = len(ctx.spec(port).shape)
+        return ctx.build.wide(ctx.g.transpose(ctx[port], rank - 2, rank - 1))
+
+    def dy() -> Value:
+        rank = len(ctx.dy.shape)
+        return ctx.build.wide(ctx.g.transpose(ctx.dy, rank - 2, rank - 1))
+
+    def dweight() -> Value:
+        """Of a matrix that all batches share: one product over batch and rows together.
+
+        Of a matrix whose columns lie in rows, as that of a linear layer does, the product is made
+        the other way round, so that its result lies like the matrix.
+        """
+        x, y = ctx.spec("x"), ctx.spec("y")
+        rank, wide = len(y.shape), ctx.build.wide
+        x_, dy_ = ctx["x"], ctx.dy
+        if rank == 2 < len(x.shape):
+            rows = math.prod(x.shape[:-1])
+            x_, dy_ = (wide(ctx.g.reshape(v, (rows, v.shape[-1]))) for v in (x_, dy_))
+        last = len(x_.shape) - 1
+        order = own_order(y)
+        if rank == 2 and order.index(1) < order.index(0):
+            product = ctx.anchor("matmul", (wide(ctx.g.transpose(dy_, last - 1, last)), x_))[0]
+            return wide(ctx.g.transpose(product, last - 1, last))
+        return ctx.anchor("matmul", (wide(ctx.g.transpose(x_, last - 1, last)), dy_))[0]
+
+    return {"x": lambda: ctx.anchor("matmul", (ctx.dy, turned("y")))[0], "y": dweight}
+
+
+RULES: Mapping[str, GradRule | NoGradient] = {
+    "matmul": _matmul,
+}

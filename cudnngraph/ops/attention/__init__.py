@@ -1,0 +1,1 @@
+"""Attention as ops: what its kinds have in common, and the rows of each."""
