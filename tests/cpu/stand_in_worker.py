@@ -145,7 +145,7 @@ def load(behaviours: dict[str, str], log: Path) -> Callable[[socket.socket, int]
 def main() -> None:
     """Fork workers for who has the other end of the socket."""
     behaviours, log, file = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    path = ROOT / "cudnngraph" / "forkserver.py"
+    path = ROOT / "cudnngraph" / "select" / "forkserver.py"
     found = importlib.util.spec_from_file_location("forkserver", path)
     forkserver = importlib.util.module_from_spec(found)
     found.loader.exec_module(forkserver)
