@@ -25,7 +25,7 @@ from ..ops.base import is_default
 from ..partition.cuts import Graph, piece, work
 from ..policy import Policy
 from ..rewrite.passes import channels_last, marked, prepared
-from ..select.heuristic import Decision, Selection, StepPlan
+from ..select.decision import Decision, Selection, StepPlan
 
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 

@@ -38,7 +38,7 @@ from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select import guard
-from ..select.heuristic import Selection, StepPlan
+from ..select.decision import Selection, StepPlan
 from . import distributed
 from .codec import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
 

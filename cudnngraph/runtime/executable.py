@@ -35,10 +35,12 @@ from ..ir.key import Key, graph_key, step_digest
 from ..ir.spec import GraphSpec, TensorSpec, print_spec, same_layout
 from ..ops.base import ATTENTION, OPS, dtype_name, is_default
 from ..policy import Policy
+from ..select.autotune import autotune
+from ..select.decision import Decision, Selection, StepPlan
 from ..select.guard import Builder, GuardedBench, how
-from ..select.heuristic import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
+from ..select.heuristic import heuristic, reference_only
 from ..select.progress import progress_bar
-from ..select.search import autotune
+from ..select.rules import torch_only
 from . import fast_call, streams
 from .first_launch import FirstRun
 

@@ -35,9 +35,10 @@ from ..partition.cuts import Graph, Group, cuts, piece, work
 from ..policy import Policy
 from ..rewrite.passes import marked, prepared
 from ..runtime.executable import canonical
-from ..select.heuristic import torch_only, why_apart
+from ..select.processes import Server, Unusable, program
+from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice
-from ..select.workers import MOST, Answer, Server, Unusable, Workers, program
+from ..select.workers import MOST, Answer, Workers
 from .patterns import Sample, samples
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from cudnngraph.rewrite.passes import marked, prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.executable import canonical, canonical_tensor_names
 from cudnngraph.runtime.executable import compile as compile_spec
-from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.decision import FREE
+from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
 from tests import numerics
 from tests.cpu.test_importer import NETS, Of, image

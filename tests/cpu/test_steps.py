@@ -20,7 +20,8 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.cuts import work
 from cudnngraph.runtime import executable, fast_call
 from cudnngraph.runtime.executable import Program, canonical
-from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.decision import FREE
+from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
 from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics
