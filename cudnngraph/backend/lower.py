@@ -35,7 +35,8 @@ from ..ir.spec import (
 from ..ops import pooling
 from ..ops.base import FP8, OPS, QUANTIZED
 from ..ops.infer import check_node
-from ..rewrite.passes import ALIKE, REPEATABLE, by_flash, token_widths
+from ..rewrite.annotate import REPEATABLE
+from ..rewrite.packed import ALIKE, by_flash, token_widths
 from . import env
 
 Shape = Sequence[int]

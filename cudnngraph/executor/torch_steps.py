@@ -24,7 +24,8 @@ from ..ops import aten
 from ..ops import pooling as resample
 from ..ops.base import ATTENTION, OPS
 from ..ops.views import view_place
-from ..rewrite.passes import BOUNDED, by_flash
+from ..rewrite.annotate import BOUNDED
+from ..rewrite.packed import by_flash
 from . import reference
 
 Tensors = Sequence[torch.Tensor]

@@ -44,7 +44,7 @@ from ..ops import meta as forms
 from ..ops.base import FLOATS, SOFTPLUS_THRESHOLD, in_padding
 from ..ops.pooling import UPSAMPLE
 from ..ops.views import order
-from ..partition.cuts import LOW_PRECISION
+from ..partition.analysis import LOW_PRECISION
 from .export import HasGraph, export, last_line
 from .patterns import Written, attention_before, least_norm_before, rms_norm_before
 

@@ -11,9 +11,12 @@ import time
 
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from ..partition.cuts import Graph, regions, work
+from ..partition.analysis import Graph, work
+from ..partition.regions import regions
 from ..policy import Policy
-from ..rewrite.passes import channels_last, marked, prepared
+from ..rewrite.annotate import marked
+from ..rewrite.channels_last import channels_last
+from ..rewrite.passes import prepared
 from .bench import Bench
 from .decision import Selection, StepPlan
 from .regions import Progress, Regions

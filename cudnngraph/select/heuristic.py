@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable
 from ..backend.plan import Outcome, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from ..partition.cuts import Graph, Group, cuts, piece, regions, work
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import cuts, piece
+from ..partition.regions import regions
 from ..policy import Policy
-from ..rewrite.passes import marked, prepared
+from ..rewrite.annotate import marked
+from ..rewrite.passes import prepared
 from .decision import FREE, Decision, Selection, StepPlan
 from .rules import torch_only, why_apart
 

@@ -14,7 +14,7 @@ import torch
 from ..executor import reference
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.base import ATTENTION, FP8_SCALES, OPS
-from ..rewrite.passes import PACKING, token_widths
+from ..rewrite.packed import PACKING, token_widths
 from .tolerance import terms_of
 
 # op → the port whose numbers it wants positive.

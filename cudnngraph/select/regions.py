@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from ..backend.plan import Plan
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.cuts import Graph, Group, piece, work
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import piece
 from ..policy import Policy
-from ..rewrite.passes import channels_last
+from ..rewrite.channels_last import channels_last
 from .bench import Bench
 from .config import (
     IN_PLACE,

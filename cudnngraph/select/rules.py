@@ -8,7 +8,8 @@ import torch
 
 from ..ir.spec import GraphSpec, Node
 from ..ops.base import ATTENTION, QUANTIZED
-from ..partition.cuts import is_anchor, on_numbers, work
+from ..partition.analysis import is_anchor, work
+from ..partition.cuts import on_numbers
 from .dropout_probe import draws
 
 INT32_MAX = 2**31 - 1

@@ -24,7 +24,8 @@ from ..errors import NotSupported
 from ..executor.torch_steps import runs_whole
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.cuts import Graph, Group, cuts, piece, work
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import cuts, piece
 from ..policy import Policy
 from .bench import Bench
 from .config import (

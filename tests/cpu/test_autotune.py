@@ -21,7 +21,7 @@ from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
-from cudnngraph.partition.cuts import Graph, work
+from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
 from cudnngraph.select.decision import FREE, Decision, Selection

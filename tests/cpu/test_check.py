@@ -24,7 +24,8 @@ from cudnngraph.select import processes, workers
 from cudnngraph.select.processes import Server, Unusable
 from cudnngraph.select.workers import Answer
 from cudnngraph.sweep import run
-from cudnngraph.sweep.patterns import CHAINS, QUICK_SIZES, samples
+from cudnngraph.sweep.declare import CHAINS, QUICK_SIZES
+from cudnngraph.sweep.patterns import samples
 from cudnngraph.sweep.run import Results, Task
 from plans_cache.findings import Findings
 from tests.fakes import H200

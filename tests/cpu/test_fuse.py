@@ -22,8 +22,11 @@ from cudnngraph.executor.memory import Laid
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import export
 from cudnngraph.models.convert import Packed, convert, import_model
-from cudnngraph.partition.cuts import Graph, piece, regions, work
-from cudnngraph.rewrite.passes import marked, prepared
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.regions import regions
+from cudnngraph.rewrite.annotate import marked
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.executable import canonical, canonical_tensor_names
 from cudnngraph.runtime.executable import compile as compile_spec

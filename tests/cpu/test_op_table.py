@@ -18,7 +18,7 @@ from cudnngraph.graph.builder import ACTIVATIONS, METHODS
 from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
 from cudnngraph.ops.base import OPS
-from cudnngraph.rewrite.passes import PACKING
+from cudnngraph.rewrite.packed import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)

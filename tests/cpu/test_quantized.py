@@ -11,7 +11,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import lower
 from cudnngraph.executor import torch_steps
-from cudnngraph.partition.cuts import Graph, cuts, piece, work
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.select.tolerance import multiplies_fp8, relative_error, tolerance
 from tests import numerics

@@ -26,7 +26,9 @@ from cudnngraph.cache.codec import (
 )
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.rewrite.passes import channels_last, marked, prepared
+from cudnngraph.rewrite.annotate import marked
+from cudnngraph.rewrite.channels_last import channels_last
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime.executable import canonical
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
