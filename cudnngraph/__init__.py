@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cache.lookup import CacheStats, MissInfo, on_miss
+from .cache.stats import CacheStats, MissInfo, on_miss
 from .errors import (
     BackendUnavailable,
     BindError,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import cudnngraph as cg
-from cudnngraph.sweep.patterns import CHAINS
+from cudnngraph.sweep.declare import CHAINS
 
 Value = cg.Value
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from itertools import chain, product
 
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.cuts import Graph, Group, cuts, piece, work
-from cudnngraph.rewrite.passes import channels_last, numeric_masks, slices, views
+from cudnngraph.partition.analysis import Graph, Group, work
+from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.rewrite.channels_last import channels_last
+from cudnngraph.rewrite.concat import slices
+from cudnngraph.rewrite.masks import numeric_masks
+from cudnngraph.rewrite.views import views
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:

@@ -10,8 +10,9 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.executor import reference
-from cudnngraph.select import trial
-from cudnngraph.select.search import GpuBench
+from cudnngraph.select.bench import GpuBench
+from cudnngraph.select.inputs import random_inputs
+from cudnngraph.select.tolerance import relative_error, tolerance
 from cudnngraph.sweep import run
 from tests import broadcasts
 
@@ -74,12 +75,12 @@ def _as_compiled(graph: cg.Graph, device: torch.device) -> str:
     """What is wrong with what heuristics compile, or nothing."""
     exe = graph.compile(device, policy=cg.Policy(allow_tf32=False))
     spec = graph.spec()
-    inputs = trial.random_inputs(spec, device, seed=1)
+    inputs = random_inputs(spec, device, seed=1)
     made = exe(**dict(zip(spec.inputs, inputs, strict=True)))
     results = [made] if isinstance(made, torch.Tensor) else list(made)
     wanted = reference.run(spec, inputs, torch.float64)
     for name, out, want in zip(spec.outputs, results, wanted, strict=True):
-        error, bound = trial.relative_error(out, want), trial.tolerance(out.dtype, tf32=False)
+        error, bound = relative_error(out, want), tolerance(out.dtype, tf32=False)
         if not error <= bound:
             return f"wrong: '{name}' is off by {error:.2g}, at most {bound:.2g} is right"
     return ""

@@ -18,7 +18,7 @@ from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.cache import lookup
+from cudnngraph.cache import lookup, stats
 from cudnngraph.cache.codec import env_components
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
@@ -137,9 +137,9 @@ class World:
         monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
         monkeypatch.setenv("CUDNNGRAPH_VERIFY", "off")  # its plans compute nothing
         monkeypatch.setattr(settings, "_from_environ", None)
-        monkeypatch.setattr(lookup, "COUNTERS", lookup.Counters())
+        monkeypatch.setattr(stats, "COUNTERS", stats.Counters())
         monkeypatch.setattr(lookup, "_stores", {})
-        monkeypatch.setattr(lookup, "_hooks", [])
+        monkeypatch.setattr(stats, "hooks", [])
         monkeypatch.setattr(lookup, "load", self.load)
         monkeypatch.setattr(lookup, "replay", self.replay)
         monkeypatch.setattr(lookup, "why_bad", lambda spec, engine, version, **options: self.bad)

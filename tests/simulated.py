@@ -21,7 +21,7 @@ from cudnngraph.explain.offline import _Walk
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import executable
 from cudnngraph.select import heuristic
-from cudnngraph.select.heuristic import Selection, StepPlan
+from cudnngraph.select.decision import Selection, StepPlan
 
 TARGET = "nvidia-h200"
 

@@ -36,7 +36,8 @@ from ..ops import pooling
 from ..ops.base import FP8, QUANTIZED
 from ..ops.infer import check_node
 from ..ops.table import OPS
-from ..rewrite.passes import ALIKE, REPEATABLE, by_flash, token_widths
+from ..rewrite.annotate import REPEATABLE
+from ..rewrite.packed import ALIKE, by_flash, token_widths
 from . import env
 
 Shape = Sequence[int]

@@ -22,10 +22,13 @@ from ..backend.plan import Choice, Plan, Verified
 from ..ir.key import Key, encode
 from ..ir.spec import GraphSpec, print_spec
 from ..ops.table import is_default
-from ..partition.cuts import Graph, piece, work
+from ..partition.analysis import Graph, work
+from ..partition.cuts import piece
 from ..policy import Policy
-from ..rewrite.passes import channels_last, marked, prepared
-from ..select.heuristic import Decision, Selection, StepPlan
+from ..rewrite.annotate import marked
+from ..rewrite.channels_last import channels_last
+from ..rewrite.passes import prepared
+from ..select.decision import Decision, Selection, StepPlan
 
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 

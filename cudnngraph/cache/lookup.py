@@ -13,10 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from plans_cache.launches import Launches, Mark
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
 from plans_cache.rejections import Rejections
-from plans_cache.store import Hit, PlanStore, Stats
+from plans_cache.store import Hit, PlanStore
 
 from .. import settings
 from ..backend import env
@@ -38,9 +37,10 @@ from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select import guard
-from ..select.heuristic import Selection, StepPlan
-from . import distributed
+from ..select.decision import Selection, StepPlan
+from . import distributed, stats
 from .codec import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
+from .stats import MissInfo
 
 _log = logging.getLogger(__name__)
 
@@ -156,83 +156,10 @@ def _lost(directory: Path) -> frozenset[str]:
     return _launches(directory).look(reject)
 
 
-# -- counters and hooks ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MissInfo:
-    """What a miss hook is told: the graph in one line, its key, and why nothing was found."""
-
-    graph: str
-    key: Key
-    reason: str
-
-
-class Counters:
-    """Lookups by the tier that served them, misses by reason, and time spent; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.lookups: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()
-        self.build_ms = 0.0
-        self.load_ms = 0.0
-
-    def served(self, tier: str, *, build_ms: float = 0.0, load_ms: float = 0.0) -> None:
-        """Count one lookup."""
-        with self._lock:
-            self.lookups[tier] += 1
-            self.build_ms += build_ms
-            self.load_ms += load_ms
-
-    def missed(self, reason: str) -> None:
-        """Count one miss."""
-        with self._lock:
-            self.misses[reason] += 1
-
-
-COUNTERS = Counters()
-_hooks: list[Callable[[MissInfo], None]] = []
-
-
-def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
-    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
-
-    What a hook raises is logged and goes no further.
-    """
-    _hooks.append(hook)
-
-    def remove() -> None:
-        if hook in _hooks:
-            _hooks.remove(hook)
-
-    return remove
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """How the cache has done in this process.
-
-    ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
-    store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times
-    are in milliseconds. ``workspace_bytes`` is what the pool holds now. ``store`` has the store's
-    own counters.
-    """
-
-    lookups: dict[str, int]
-    misses: dict[str, int]
-    build_ms: float
-    load_ms: float
-    programs: int
-    workspace_bytes: int
-    workspace_high_water_bytes: int
-    store: Stats
-
-
 def _after_fork() -> None:
-    """A thread of the parent may have held these; the stores see to theirs."""
-    global _lock, COUNTERS
-    _lock, COUNTERS = threading.Lock(), Counters()
+    """A thread of the parent may have held it; the stores see to theirs."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -328,9 +255,9 @@ def _served(
             reason, useless = f"stale: {stale}", found.record
     else:
         reason = found.reason
-    COUNTERS.missed(reason.split(":")[0])
+    stats.COUNTERS.missed(reason.split(":")[0])
     _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
-    for hook in tuple(_hooks):
+    for hook in tuple(stats.hooks):
         try:
             hook(MissInfo(summary(spec), key, reason))
         except Exception:
@@ -351,7 +278,7 @@ def _served(
         except Exception as error:
             failures.append(error)
             raise
-        COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        stats.COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
         made.append((selection, to_record(spec, key, environment, policy, selection)))
         return made[-1]
 
@@ -445,7 +372,7 @@ def _restored(
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
-    COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    stats.COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)

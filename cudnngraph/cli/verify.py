@@ -30,7 +30,7 @@ from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
 from ..runtime.executable import canonical
 from ..select import guard
-from ..select.heuristic import StepPlan
+from ..select.decision import StepPlan
 from .records import DTYPES, Stored, parsed, tensor
 
 # What is wrong with the plan of a step, or where it passed: see guard.check.

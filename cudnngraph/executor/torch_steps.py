@@ -26,7 +26,8 @@ from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS
 from ..ops.views import view_place
-from ..rewrite.passes import BOUNDED, by_flash
+from ..rewrite.annotate import BOUNDED
+from ..rewrite.packed import by_flash
 from . import reference
 
 Tensors = Sequence[torch.Tensor]

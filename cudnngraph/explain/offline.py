@@ -22,7 +22,7 @@ from ..ops.table import is_default
 from ..policy import Policy
 from ..runtime.executable import resolve_policy
 from ..select import heuristic
-from ..select.heuristic import Decision
+from ..select.decision import Decision, StepPlan
 
 __all__ = ["Explanation", "ListedPlan", "PlannedStep", "explain"]
 
@@ -243,7 +243,7 @@ class _Walk:
             ],
         )
 
-    def step(self, chosen: heuristic.StepPlan) -> PlannedStep:
+    def step(self, chosen: StepPlan) -> PlannedStep:
         """The step that the walk ended with, and all that is known of its plans."""
         part = chosen.spec
         listed = next((plans for spec, plans in self._plans if spec is part), ())

@@ -47,7 +47,7 @@ from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..ops.pooling import UPSAMPLE
 from ..ops.resampling import in_padding
 from ..ops.views import order
-from ..partition.cuts import LOW_PRECISION
+from ..partition.analysis import LOW_PRECISION
 from .export import HasGraph, export, last_line
 from .patterns import Written, attention_before, least_norm_before, rms_norm_before
 

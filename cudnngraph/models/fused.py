@@ -37,8 +37,8 @@ from ..policy import Policy
 from ..runtime import comparison, custom_ops
 from ..runtime.executable import ALIGNMENT_BYTES, CapturedCall, Executable, compile, strided_copy
 from ..runtime.state import Held, agree
-from ..select.heuristic import FREE, Selection, StepPlan
-from ..select.trial import relative_error
+from ..select.decision import FREE, Selection, StepPlan
+from ..select.tolerance import relative_error
 from .convert import CONVOLUTIONS, Imported, convert
 from .export import Exported, export
 

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from ..backend.plan import multiplies_float32
 from ..errors import CudnnGraphError, WrongResult
 from ..ir.spec import GraphSpec, overlaps_itself
-from ..partition.cuts import LOW_PRECISION
-from ..select.trial import TF32_TOLERANCE, TOLERANCE, distance
+from ..partition.analysis import LOW_PRECISION
+from ..select.tolerance import TF32_TOLERANCE, TOLERANCE, distance
 from .state import agree
 
 _log = logging.getLogger(__name__)

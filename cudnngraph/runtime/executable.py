@@ -25,8 +25,8 @@ from .. import settings
 from ..arguments import NotPlain, checked, is_a, items, shown, unreadable, without_memory
 from ..backend import env
 from ..backend.plan import Choice, Plan, multiplies_float32, refuse_during_capture, replay
-from ..cache import lookup
-from ..cache.lookup import CacheStats
+from ..cache import lookup, stats
+from ..cache.stats import CacheStats
 from ..device.allocation import lasting
 from ..errors import BackendUnavailable, BindError, CaptureError, GraphError, PolicyError, Problem
 from ..executor import reference, torch_steps
@@ -37,10 +37,12 @@ from ..ops.attention.checks import ATTENTION
 from ..ops.base import dtype_name
 from ..ops.table import OPS, is_default
 from ..policy import Policy
+from ..select.autotune import autotune
+from ..select.decision import Decision, Selection, StepPlan
 from ..select.guard import Builder, GuardedBench, how
-from ..select.heuristic import Decision, Selection, StepPlan, heuristic, reference_only, torch_only
+from ..select.heuristic import heuristic, reference_only
 from ..select.progress import progress_bar
-from ..select.search import autotune
+from ..select.rules import torch_only
 from . import fast_call, streams
 from .first_launch import FirstRun
 
@@ -453,7 +455,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         program = _programs.get(place)
         if program is not None and (program.tuned or policy.tune != "autotune"):
             _programs.move_to_end(place)
-            lookup.COUNTERS.served("memory")
+            stats.COUNTERS.served("memory")
             return program
     spec = canonical(spec)
     tier = "reference"
@@ -480,7 +482,7 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
             else:
                 selection, tier = build(), "torch"
     if tier in ("reference", "torch"):
-        lookup.COUNTERS.served(tier)
+        stats.COUNTERS.served(tier)
     first: FirstRun | None = None
     if tier == "built" and how(policy) != "off":
         first = FirstRun(selection.steps, policy, device, lookup.Rejected(device.index))
@@ -1240,8 +1242,8 @@ def compile(
 
 
 def cache_stats() -> CacheStats:
-    """How the cache has done in this process: see :class:`~cudnngraph.cache.lookup.CacheStats`."""
-    counters = lookup.COUNTERS
+    """How the cache has done in this process: see :class:`~cudnngraph.cache.stats.CacheStats`."""
+    counters = stats.COUNTERS
     return CacheStats(
         dict(counters.lookups),
         dict(counters.misses),

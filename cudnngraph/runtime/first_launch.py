@@ -16,7 +16,7 @@ from ..cache import lookup
 from ..cache.codec import summary
 from ..errors import PlanFault
 from ..policy import Policy
-from ..select.heuristic import StepPlan
+from ..select.decision import StepPlan
 
 
 class FirstRun:

@@ -33,8 +33,10 @@ from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import verification, workers
-from .search import PATIENCE, GpuBench
-from .workers import Answer, Unusable
+from .bench import GpuBench
+from .config import PATIENCE
+from .processes import Unusable
+from .workers import Answer
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +291,7 @@ class GuardedBench(GpuBench):
         self._isolated: list[_Isolated] = []
 
     def proposals(self, spec: GraphSpec) -> Any:
-        """See :class:`~cudnngraph.select.search.Bench`."""
+        """See :class:`~cudnngraph.select.bench.Bench`."""
         if how(self._policy) == "off":
             return super().proposals(spec)
         if how(self._policy) == "inprocess":
@@ -298,13 +300,13 @@ class GuardedBench(GpuBench):
         return self._isolated[-1]
 
     def close(self) -> None:
-        """See :class:`~cudnngraph.select.search.Bench`."""
+        """See :class:`~cudnngraph.select.bench.Bench`."""
         for each in self._isolated:
             each.close()
         self._isolated.clear()
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
-        """See :class:`~cudnngraph.select.search.Bench`; what a worker has checked is right."""
+        """See :class:`~cudnngraph.select.bench.Bench`; what a worker has checked is right."""
         if plan.verified is None:
             why, error = verification.checked(lambda: self._trial(spec), plan, Gate(None))
             if why is not None:
@@ -315,7 +317,7 @@ class GuardedBench(GpuBench):
         return None
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
-        """See :class:`~cudnngraph.select.search.Bench`."""
+        """See :class:`~cudnngraph.select.bench.Bench`."""
         passed = self._passed.get((step_digest(spec), choice))
         plan: Plan | None = None
         if passed is not None and passed.blob is not None:

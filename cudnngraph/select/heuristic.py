@@ -8,137 +8,21 @@ keeps its decisions. Nothing here touches the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-import torch
-
-from ..backend.plan import Choice, Outcome, Plan, Verified
+from ..backend.plan import Outcome, Plan
 from ..errors import NotSupported
-from ..ir.spec import GraphSpec, Node
-from ..ops.attention.checks import ATTENTION
-from ..ops.base import QUANTIZED
-from ..partition.cuts import Graph, Group, cuts, is_anchor, on_numbers, piece, regions, work
+from ..ir.spec import GraphSpec
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import cuts, piece
+from ..partition.regions import regions
 from ..policy import Policy
-from ..rewrite.passes import marked, prepared
-from .dropout_probe import draws
-
-INT32_MAX = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A candidate for a step, and what became of it. ``choice`` is None for what is no plan."""
-
-    subject: str
-    accepted: bool
-    reason: str
-    choice: Choice | None = None
-    workspace_bytes: int | None = None
-    time_us: float | None = None
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: a subgraph and the plan that runs it; ``choice`` is None for a torch step.
-
-    ``time_us`` is what was measured of it, None where nothing was; ``verified`` that the plan was
-    right on random data, None where it was not run on any.
-    """
-
-    spec: GraphSpec
-    choice: Choice | None
-    workspace_bytes: int
-    decisions: tuple[Decision, ...]
-    time_us: float | None = None
-    verified: Verified | None = None
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The steps in order, and for each cuDNN step the plan as this thread built it."""
-
-    steps: tuple[StepPlan, ...]
-    built: tuple[Plan | None, ...]
-
-
-# AdamW as one plan: as fast as with its numbers apart on 2^24 elements, 3.8 times slower on 2^26.
-NUMBERS_APART = 3
-ELEMENTS_APART = 1 << 25
-
-FREE = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")
+from ..rewrite.annotate import marked
+from ..rewrite.passes import prepared
+from .decision import FREE, Decision, Selection, StepPlan
+from .rules import torch_only, why_apart
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
-
-
-def torch_only(spec: GraphSpec) -> str | None:
-    """Why a graph is not shown to cuDNN at all, or None."""
-    tensors = spec.tensors.values()
-    if any(tensor.numel == 0 for tensor in tensors):
-        return "a tensor is empty"
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        return "cuDNN graphs have no float64"
-    large = [tensor for tensor in tensors if max(tensor.numel, tensor.extent) > INT32_MAX]
-    if large:
-        return f"'{large[0].name}' spans {large[0].extent} elements, over 2^31 - 1"
-    return None
-
-
-def why_apart(spec: GraphSpec) -> str | None:
-    """Why a graph should not be one plan although cuDNN may take it, or None.
-
-    Rules from measurements on an H200 with cuDNN 9.19; the numbers are in
-    ``docs/results/h200-selection.md``.
-    """
-    nodes = work(spec.nodes)
-    anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
-    if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
-        anchors = [node for node in anchors if not _is_total_amax(spec, node)] or anchors
-    if len(anchors) > 1:
-        names = " and ".join(dict.fromkeys(node.op for node in anchors))
-        return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
-    if not anchors or len(nodes) == 1:
-        return _why_computed_once(spec, nodes)
-    (anchor,) = anchors
-    if anchor.op in ATTENTION:
-        computed = {name for node in nodes if node is not anchor for name in node.results}
-        if computed & set(anchor.operands):
-            return "attention reads tensors, not results of the same plan"
-        if draws(spec):
-            return "what attention drops by a seed can be told of its own result alone"
-    data = spec.tensors[anchor.operands[0]].dtype
-    if any(spec.tensors[name].dtype != data for name in spec.outputs):
-        return None  # apart, the anchor would have to hand on float32, which few engines write
-    if _depthwise(spec, anchor):
-        return "an epilogue makes a depthwise convolution many times slower"
-    if anchor.op == "conv_transpose":
-        kernel = spec.tensors[anchor.operands[1]].shape[2:]
-        if any(r > s > 1 for r, s in zip(kernel, anchor.attr("stride"), strict=True)):
-            return "an epilogue slows a strided transposed convolution whose taps overlap"
-    return None
-
-
-def _why_computed_once(spec: GraphSpec, nodes: Sequence[Node]) -> str | None:
-    """Why what pointwise ops compute of numbers and vectors should be a plan of its own."""
-    count = len(on_numbers(spec, nodes))
-    many = max(spec.tensors[node.results[0]].numel for node in nodes)
-    if not NUMBERS_APART <= count < len(nodes) or many < ELEMENTS_APART:
-        return None
-    return f"{count} ops on numbers would run for each of {many} elements"
-
-
-def _is_total_amax(spec: GraphSpec, node: Node) -> bool:
-    """The largest |x| of a whole tensor, which cuDNN takes along behind a product."""
-    if node.op != "reduction" or node.attr("mode") != "amax":
-        return False
-    return spec.tensors[node.results[0]].numel == 1
-
-
-def _depthwise(spec: GraphSpec, node: Node) -> bool:
-    if node.op not in ("conv", "conv_transpose"):
-        return False
-    groups = int(node.attr("groups"))
-    return groups > 1 and groups == spec.tensors[node.operands[0]].shape[1]
 
 
 def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:

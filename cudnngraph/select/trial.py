@@ -9,7 +9,7 @@ strided output, or over its inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,50 +21,27 @@ from ..backend import env
 from ..backend.lower import first_line
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
-from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.attention.checks import ATTENTION
-from ..ops.attention.dense import FP8_SCALES
-from ..ops.attention.packed import ragged_into
-from ..ops.base import FP8
-from ..ops.table import OPS
+from ..ir.spec import GraphSpec, TensorSpec
 from ..policy import Policy
-from ..rewrite.passes import PACKING, token_widths
 from .dropout_probe import attention, draws, explicit, recovered
+from .inputs import LARGE_SCORES, at_port, random_inputs
+from .tolerance import (
+    STRICT_TOLERANCE,
+    STRICT_TOLERANCE_OF_SUMS,
+    TOLERANCE,
+    TORCH_FACTOR,
+    is_pointwise,
+    is_strict,
+    multiplies_fp8,
+    relative_error,
+    rounding_of_sums,
+    tolerance,
+)
 
-# Largest relative error ||out - ref|| / ||ref||: a wrong plan is off by far more.
-TOLERANCE: Mapping[torch.dtype, float] = {
-    torch.float32: 1e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.6e-2,
-    torch.float8_e4m3fn: 2.0**-3,
-    torch.float8_e5m2: 2.0**-2,
-}
-TF32_TOLERANCE = 2e-3
-# Of float32 data without TF32: three roundings, or seven where there are sums. cuDNN's exp and tanh
-# are off by 1e-6 to 6e-6, torch's by 1e-7.
-STRICT_TOLERANCE = 3 * 2.0**-24
-STRICT_TOLERANCE_OF_SUMS = 7 * 2.0**-24
-TORCH_FACTOR = 1.5  # how much farther off than torch's own float32 such a result may be
-FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at about 13 bits
-STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 GUARD_BYTES = 4096
 _GUARD, _UNWRITTEN = 0xA5, 0xFF  # 0xFF… is NaN in every floating dtype
 _LAG_CYCLES = 1_000_000  # about 0.5 ms, in which a plan is issued
-# op → the port whose numbers it wants positive.
-_WANTS_POSITIVE = {
-    "batch_norm": "running_var",
-    "div": "y",
-    **dict.fromkeys(("log", "pow", "reciprocal", "rsqrt", "sqrt"), "x"),
-}
-_MAKES_POSITIVE = {"exp", "sigmoid", "softmax", "softplus", "sqrt", "rsqrt", "reciprocal", "pow"}
-_KEEPS_POSITIVE = {  # of operands that are all positive
-    *("add", "mul", "div", "maximum", "minimum", "where", "bias", "scale", "relu", "clamp"),
-    *("identity", "expand", "to_float", "concat", "reshape", "transpose", "permute", "slice"),
-    *("reduction", "avg_pool", "max_pool", "adaptive_avg_pool"),
-}
-_SMALLEST_WEIGHTS = 2.0**-6
 _POWERS = (-4, -2, 0, 2, 4, 6)  # of two: the magnitudes at which functions of numbers are tried
-_LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
 
 class Runnable(Protocol):
@@ -79,283 +56,6 @@ class Runnable(Protocol):
 
     def execute(self, pointers: object, workspace: int, handle: object) -> None:
         """Launch on the handle's stream."""
-
-
-def tolerance(dtype: torch.dtype, *, tf32: bool, fp8: bool = False) -> float:
-    """The largest relative error that a result of ``dtype`` may have; 0 for whole numbers.
-
-    ``fp8``: products of FP8 data are behind it (:func:`multiplies_fp8`).
-    """
-    if not dtype.is_floating_point:
-        return 0.0
-    if dtype == torch.float32 and tf32:
-        return TF32_TOLERANCE
-    if dtype == torch.float32 and fp8:
-        return FP8_TOLERANCE
-    return TOLERANCE[dtype]
-
-
-def is_strict(spec: GraphSpec, policy: Policy) -> bool:
-    """Whether float32 results are held to about what torch's own float32 gives."""
-    kinds = {spec.tensors[name].dtype for name in spec.inputs}
-    return not policy.allow_tf32 and {k for k in kinds if k.is_floating_point} == {torch.float32}
-
-
-def is_pointwise(spec: GraphSpec) -> bool:
-    """Whether no element of a result depends on several of one operand."""
-    return all(OPS[node.op].pointwise or OPS[node.op].view for node in spec.nodes)
-
-
-def rounding_of_sums(spec: GraphSpec) -> float:
-    """What the longest sum of a graph may be off by in float32, term added to term: u sqrt(n / 6),
-    where step k adds an error of variance k u² / 3 to a sum of variance n."""
-    terms = (_terms(spec, node) for node in spec.nodes)
-    return 2.0**-24 * math.sqrt(max(terms, default=1.0) / 6)
-
-
-def _terms(spec: GraphSpec, node: Node) -> float:
-    """About how many terms the sums of an op have."""
-    if OPS[node.op].pointwise or OPS[node.op].view or not node.operands:
-        return 1.0
-    read = sorted((spec.tensors[name].numel for name in node.operands), reverse=True)
-    made = min(max(1, spec.tensors[name].numel) for name in node.results)
-    # A product of M x K and K x N numbers makes M x N; else each number is read once.
-    return max(1.0, math.sqrt(read[0] * read[1] / made) if len(read) > 1 else read[0] / made)
-
-
-def multiplies_fp8(spec: GraphSpec) -> bool:
-    """Whether an op that is not element by element reads FP8."""
-    return any(
-        spec.tensors[name].dtype in FP8
-        for node in spec.nodes
-        if not OPS[node.op].pointwise
-        for name in node.operands
-    )
-
-
-def relative_error(out: torch.Tensor, ref64: torch.Tensor) -> float:
-    """``||out - ref|| / ||ref||``; infinite where one is infinite or NaN and the other is not.
-
-    Of int8 a few elements one step off are no error: what is rounded may lie next to a tie.
-    """
-    off, size = distance(out, ref64)
-    if off == 0.0:
-        return 0.0
-    return off / size if size and off == off else float("inf")
-
-
-def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
-    """``||out - ref||`` and ``||ref||``, as :func:`relative_error` takes them."""
-    wide = out.to(torch.float64)
-    ref = ref64.to(wide)  # what the reference makes of constants alone lies on the CPU
-    finite = ref.isfinite()
-    size = float(ref[finite].norm())
-    if out.dtype == torch.int8:
-        steps = (out.int() - ref.int()).abs()
-        if int((steps > 0).sum()) <= max(1, int(STRAYS * steps.numel())) and bool(
-            (steps < 2).all()
-        ):
-            return 0.0, size
-    mine, theirs = wide[~finite], ref[~finite]
-    if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-        return float("inf"), size
-    return float((wide - ref)[finite].norm()), size
-
-
-def random_inputs(
-    spec: GraphSpec, device: torch.device, seed: int = 0, *, power: int | None = None
-) -> list[torch.Tensor]:
-    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, integers 1, both bools.
-
-    Floats are within (0.5, 1.5) where an op wants them positive or divides by them; all of them,
-    where it wants that of what others make. What a product is made with is smaller by the number of
-    terms, so that its result hides nothing that is added to it. ``power``: floats of magnitudes
-    from 2^(power - 2) to 2^power, but for single numbers, which might hide others. A boolean mask
-    of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
-    lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
-    divides by is over 0.5; int32 sums of int8 products are within 100.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    ops = {node.op for node in spec.nodes}
-    positive = _positive(spec)
-    weights = _weights(spec, positive)
-    sums = {node.inputs[0] for node in spec.nodes if node.op == "dequantize"}
-    made = []
-    for declared in (spec.tensors[name] for name in spec.inputs):
-        values = torch.rand(declared.shape, generator=generator, device=device)
-        if declared.dtype.is_floating_point:
-            values = 0.5 + values if declared.name in positive else 2.0 * values - 1.0
-            values *= weights.get(declared.name, 1.0)
-            if power is not None and declared.numel > 1:
-                signs = torch.where(values < 0, -1.0, 1.0)
-                values = signs * (0.25 + 0.75 * (values.abs() % 1.0)) * 2.0**power
-        elif declared.dtype == torch.bool and "sdpa" not in ops:
-            values = values < 0.5
-            values.view(-1)[:1], values.view(-1)[1:][-1:] = True, False
-        elif declared.dtype == torch.int8 or declared.name in sums:
-            most = 2 if declared.dtype == torch.int8 else 100
-            values = (values * (2 * most + 1)).floor() - most
-        else:
-            values = torch.ones(declared.shape, device=device)
-        made.append(strided(declared, values, device))
-    given = dict(zip(spec.inputs, made, strict=True))
-    for node in spec.nodes:
-        if node.op in ("nll_loss", "nll_loss_backward") and str(_port(node, "target")) in given:
-            given[str(_port(node, "target"))].zero_()  # there is a class 0 in any case
-        scale = node.inputs[1] if node.op == "quantize" else None
-        if scale is not None and scale in given:
-            given[scale].abs_().add_(0.5)
-        if node.op in ATTENTION:
-            _set_lengths(spec, node, given)
-        if node.op == "sdpa_fp8":
-            _set_scales(node, given)
-        if node.op in ("sdpa_varlen", "sdpa_varlen_backward"):
-            _set_sequences(spec, node, given)
-        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
-            _set_results(node, given)
-    return made
-
-
-def _positive(spec: GraphSpec) -> set[str]:
-    """The inputs that have to be positive for the ops that want that of what they read."""
-    makers = {name: node for node in spec.nodes for name in node.results}
-    whole_numbers = {
-        each.results[0]
-        for each in spec.nodes
-        if each.op == "constant" and float(each.attr("value")).is_integer()
-    }
-    found: set[str] = set()
-
-    def is_to_be(name: str, summed: bool = False) -> bool:
-        """Whether a tensor is positive if the inputs found are."""
-        node = makers.get(name)
-        if node is None:
-            found.add(name)
-            return True
-        if node.op == "constant":
-            return bool(node.attr("value") > 0)
-        operands = node.operands
-        if node.op == "abs" or (node.op == "mul" and len(set(operands)) == 1):
-            return summed or operands[0] in spec.inputs
-        if node.op in _MAKES_POSITIVE:
-            return True
-        summed |= node.op == "reduction"
-        parts = operands[1:] if node.op == "where" else operands
-        return node.op in _KEEPS_POSITIVE and all([is_to_be(each, summed) for each in parts])
-
-    for node in spec.nodes:
-        if node.op not in _WANTS_POSITIVE:
-            continue
-        if node.op == "pow" and node.operands[1] in whole_numbers:
-            continue
-        if not is_to_be(str(_port(node, _WANTS_POSITIVE[node.op]))):
-            return set(spec.inputs)
-    return found
-
-
-def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
-    """What inputs are multiplied by so that products of many terms are about as large as these: a
-    power of two, which rounds nothing."""
-    found: dict[str, float] = {}
-    for node in spec.nodes:
-        given = [name for name in node.operands[1::-1] if name in spec.inputs]
-        if node.op not in ("conv", "conv_transpose", "conv_wgrad", "matmul") or not given:
-            continue
-        if spec.tensors[given[0]].dtype.itemsize < 2:
-            continue
-        terms = _terms(spec, node)
-        size = terms if set(node.operands) <= set(positive) else math.sqrt(terms / 3)
-        scale = max(_SMALLEST_WEIGHTS, min(1.0, 2.0 ** -round(math.log2(size))))
-        found[given[0]] = min(scale, found.get(given[0], 1.0))
-    return found
-
-
-def _port(node: Node, port: str) -> str | None:
-    """The name of the tensor at a port of a node."""
-    return node.inputs[OPS[node.op].ports.index(port)]
-
-
-def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
-    """Make the lengths of attention three quarters of what they may be at most."""
-    paged = node.op == "sdpa_paged"
-    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
-        if port not in OPS[node.op].ports or str(_port(node, port)) not in given:
-            continue
-        longest = spec.tensors[str(_port(node, whole))].shape[2]
-        if paged and port == "seq_len_kv":
-            longest *= spec.tensors[str(_port(node, "page_table"))].shape[1]
-        given[str(_port(node, port))].fill_(-(-3 * longest // 4))
-    for port in ("page_table", "page_table_v") if paged else ():
-        table = given.get(str(_port(node, port)))
-        if table is not None:
-            pages = spec.tensors[str(_port(node, "k_cache"))].shape[0]
-            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
-            table.copy_(order.view(table.shape))
-
-
-def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
-    """Make packed sequences of about equal lengths out of all tokens, or of as many as fit: what
-    lies behind the last sequence is nobody's."""
-    ends: list[torch.Tensor] = []
-    for side, port in enumerate(PACKING[:2]):
-        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
-        tokens = spec.tensors[str(_port(node, whole))].shape[0]
-        tensor = spec.tensors[str(_port(node, port) or _port(node, "ragged"))]
-        count = tensor.shape[-1] - 1
-        used = min(tokens, count * node.attr(attr))
-        made = (torch.arange(count + 1) * used // count).to(torch.int32)
-        ends.append(made)
-        if str(_port(node, port)) in given:
-            given[str(_port(node, port))].copy_(made)
-    ragged = given.get(str(_port(node, "ragged")))
-    if ragged is not None:
-        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
-        made = torch.zeros(ragged.shape, dtype=torch.int32)
-        ragged.copy_(ragged_into(ends, widths, made))
-
-
-def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
-    """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
-    usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
-    for port in FP8_SCALES:
-        name = str(_port(node, port))
-        if name in given:
-            given[name].fill_(usual.get(port, 1.0))
-
-
-def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
-    """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
-    forward = OPS[node.op.removesuffix("_backward")]
-    mine = OPS[node.op].ports
-    ports = [_port(node, port) if port in mine else None for port in forward.ports]
-    if not all(name is None or name in given for name in ports):
-        return
-    names = (str(_port(node, "o")), str(_port(node, "lse")))
-    q, k = given[str(ports[0])], given[str(ports[1])]
-    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
-    if math.prod(q.shape[:-1]) * keys > _LARGE_SCORES:  # too much work for data of a trial
-        if names[1] in given:
-            given[names[1]].fill_(math.log(keys) + 1.0)
-        return
-    operands = [None if name is None else given[name] for name in ports]
-    attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
-    attrs["return_lse"] = True
-    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
-    for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
-        if name in given and made is not None:
-            # cuDNN wants a large number for a row without a key, as grad.py gives it.
-            given[name].copy_(torch.where(made == -math.inf, 1e30, made))
-
-
-def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` in memory as ``declared`` lays it out; what it repeats is stored once."""
-    out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype, device=device)
-    core = out
-    for dim, stride in enumerate(declared.stride):
-        if stride == 0 and declared.shape[dim] > 1:
-            core, values = core.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    core.copy_(values)
-    return out
 
 
 @contextmanager
@@ -605,7 +305,7 @@ def _corners(spec: GraphSpec) -> list[tuple[int, int]] | None:
     if len(nodes) != 1 or nodes[0].op not in ("sdpa", "sdpa_fp8"):
         return None
     q, k = (spec.tensors[name] for name in nodes[0].operands[:2])
-    if math.prod(q.shape[:3]) * k.shape[2] <= _LARGE_SCORES:
+    if math.prod(q.shape[:3]) * k.shape[2] <= LARGE_SCORES:
         return None
     return list(dict.fromkeys([(0, 0), (q.shape[0] - 1, k.shape[1] - 1)]))
 
@@ -621,7 +321,7 @@ def _corner(
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
     if node.op == "sdpa" and name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
-    if node.op == "sdpa" and name in (_port(node, "alibi_slopes"), _port(node, "sink")):
+    if node.op == "sdpa" and name in (at_port(node, "alibi_slopes"), at_port(node, "sink")):
         return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)

@@ -9,82 +9,40 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..graph.builder import Graph
 from ..graph.value import Value
-
-Op = Callable[..., Value]
-Shape = tuple[int, ...]
-
-F16, BF16, F32, I8 = torch.float16, torch.bfloat16, torch.float32, torch.int8
-E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-LAST, CONTIGUOUS = "channels_last", "contiguous"
-
-# What stands behind an anchor's result x: v and u are repeated, c is a vector of the last dim or of
-# the channels, z is as large as x.
-CHAINS: Mapping[str, tuple[Op, str]] = {
-    "x": (lambda g, x: x, ""),
-    "relu(x)": (lambda g, x: g.relu(x), ""),
-    "x + v": (lambda g, x, v: x + v, "v"),
-    "v - x": (lambda g, x, v: v - x, "v"),
-    "x v": (lambda g, x, v: x * v, "v"),
-    "relu(x + v)": (lambda g, x, v: g.relu(x + v), "v"),
-    "relu(x v + c)": (lambda g, x, v, c: g.relu(x * v + c), "vc"),
-    "silu(x + c + v)": (lambda g, x, v, c: g.silu(x + c + v), "vc"),
-    "x (v + 1) + u": (lambda g, x, v, u: x * (v + 1.0) + u, "vu"),
-    "x + silu(v)": (lambda g, x, v: x + g.silu(v), "v"),
-    "x + v + u": (lambda g, x, v, u: x + v + u, "vu"),
-    "relu(x + v) + z": (lambda g, x, v, z: g.relu(x + v) + z, "vz"),
-    "gelu(x) v": (lambda g, x, v: g.gelu(x) * v, "v"),
-    "where(v > 0, x, x / 2)": (lambda g, x, v: g.where(g.gt(v, 0.0), x, x * 0.5), "v"),
-    "maximum(x, v)": (lambda g, x, v: g.maximum(x, v), "v"),
-    "x / (|v| + 1)": (lambda g, x, v: x / (g.abs(v) + 1.0), "v"),
-}
-# The same with operands that are not repeated otherwise than a bias is.
-EPILOGUES: Mapping[str, tuple[Op, str]] = {
-    "x + c": (lambda g, x, c: x + c, "c"),
-    "relu(x + c)": (lambda g, x, c: g.relu(x + c), "c"),
-    "leaky_relu(x + c)": (lambda g, x, c: g.leaky_relu(x + c, 0.2), "c"),
-    "clamp(x + c, 0, 6)": (lambda g, x, c: g.clamp(x + c, 0.0, 6.0), "c"),
-    "elu(x + c)": (lambda g, x, c: g.elu(x + c), "c"),
-    "gelu(x + c)": (lambda g, x, c: g.gelu(x + c), "c"),
-    "gelu_tanh(x + c)": (lambda g, x, c: g.gelu_tanh(x + c), "c"),
-    "silu(x + c)": (lambda g, x, c: g.silu(x + c), "c"),
-    "sigmoid(x + c)": (lambda g, x, c: g.sigmoid(x + c), "c"),
-    "tanh(x + c)": (lambda g, x, c: g.tanh(x + c), "c"),
-    "softplus(x + c)": (lambda g, x, c: g.softplus(x + c), "c"),
-    "hardswish(x + c)": (lambda g, x, c: g.hardswish(x + c), "c"),
-    "x z": (lambda g, x, z: x * z, "z"),
-    "x + z": (lambda g, x, z: x + z, "z"),
-    "relu(x + c + z)": (lambda g, x, c, z: g.relu(x + c + z), "cz"),
-    "relu(x / 2 + 2 z + c)": (lambda g, x, c, z: g.relu(x * 0.5 + z * 2.0 + c), "cz"),
-    "relu(x c + c)": (lambda g, x, c: g.relu(x * c + c), "c"),
-}
-_QUICK_CHAINS = ("x", "relu(x + v)", "relu(x v + c)")
-_QUICK_EPILOGUES = ("relu(x + c)", "leaky_relu(x + c)", "relu(x / 2 + 2 z + c)")
-
-# One letter a dim of the result: "w" whole, "1" repeated.
-_WAYS: Mapping[int, tuple[str, ...]] = {
-    2: ("1w", "w1", "11", "ww"),
-    3: ("11w", "w11", "1w1", "www"),
-    4: ("1w11", "ww11", "w1ww", "1111", "wwww"),
-    5: ("1w111", "ww111", "w1www", "wwwww"),
-}
-
-# In the order in which they are swept; a pattern's first QUICK_SIZES are the quick ones.
-QUICK_SIZES = 3
-_IMAGES: tuple[tuple[int, int, Shape], ...] = (  # channels in, channels out, images and pixels
-    (64, 64, (2, 16, 16)),
-    (33, 17, (3, 7, 5)),
-    (8, 24, (2, 1, 1)),
-    (320, 64, (1, 8, 8)),
-    (16, 32, (1, 57, 31)),
+from .convolutions import convolutions
+from .declare import (
+    BF16,
+    CHAINS,
+    CONTIGUOUS,
+    E4,
+    E5,
+    EPILOGUES,
+    F16,
+    F32,
+    FEW_CHAINS,
+    FEW_EPILOGUES,
+    I8,
+    IMAGES,
+    LAST,
+    QUICK_PLACES,
+    QUICK_SIZES,
+    WAYS,
+    Declaring,
+    Op,
+    Sample,
+    Shape,
+    chains,
+    short,
+    sizes,
 )
+
 _PRODUCTS: tuple[Shape, ...] = (
     (64, 64, 64),
     (33, 17, 5),
@@ -102,236 +60,22 @@ _HEADS: tuple[Shape, ...] = (  # batch, heads, rows, keys, depth
 )
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One graph to sweep.
-
-    ``pattern`` names what it has in common with other sizes; ``quick``: it is one of the small
-    spread.
-    """
-
-    pattern: str
-    size: str
-    quick: bool
-    build: Callable[[], Graph] = field(repr=False, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.pattern}, {self.size}"
-
-
 def samples(*, full: bool, only: str | None = None) -> Iterator[Sample]:
     """The graphs in the order in which they are swept.
 
     ``only`` leaves those whose pattern has it in its name.
     """
-    for family in (_convolutions, _products, _norms, _attention, _pointwise, _quantized, _others):
+    for family in (convolutions, _products, _norms, _attention, _pointwise, _quantized, _others):
         for each in family():
             if (full or each.quick) and (only is None or only.lower() in each.pattern.lower()):
                 yield each
 
 
-# -- what the families share -----------------------------------------------------------------------
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sizes(*numbers: int) -> str:
-    return "x".join(map(str, numbers))
-
-
-@dataclass
-class _Declaring:
-    """A graph being declared: inputs of one dtype in one layout, a chain behind a result."""
-
-    dtype: torch.dtype
-    layout: str
-    graph: Graph = field(default_factory=lambda: Graph("check"))
-
-    def given(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Value:
-        """An input; images lie as the layout says."""
-        layout = self.layout if len(shape) in (3, 4, 5) else CONTIGUOUS
-        return self.graph.input(name, shape, dtype or self.dtype, layout=layout)
-
-    def ended(self, x: Value, chain: tuple[Op, str], way: str = "", *, flat: bool = False) -> Graph:
-        """The graph whose result is the chain behind ``x``."""
-        op, more = chain
-        vector = (x.shape[-1],) if flat else (1, x.shape[1], *(1,) * (len(x.shape) - 2))
-        repeated = tuple(
-            n if kind == "w" else 1
-            for n, kind in zip(x.shape, way or "w" * len(x.shape), strict=True)
-        )
-        shapes = {"v": repeated, "u": repeated, "c": vector, "z": x.shape}
-        y = op(self.graph, x, *(self.given(name, shapes[name]) for name in more))
-        layout = self.layout if len(y.shape) in (3, 4, 5) else CONTIGUOUS
-        self.graph.output("y", y, layout=layout)
-        return self.graph
-
-
-def _chains(rank: int, ways: Sequence[str]) -> Iterator[tuple[str, tuple[Op, str], str, bool]]:
-    """(name, chain, way to repeat, whether it is quick) of everything behind an anchor."""
-    for name, chain in CHAINS.items():
-        for way in ways if set(chain[1]) & set("vu") else ("",):
-            quick = name in _QUICK_CHAINS and way in ("", *_WAYS[rank][:3])
-            yield f"{name} [{','.join(way)}]" if way else name, chain, way, quick
-    for name, chain in EPILOGUES.items():
-        yield name, chain, "", name in _QUICK_EPILOGUES
-
-
-# -- families --------------------------------------------------------------------------------------
-
-_KINDS: Mapping[str, Mapping[str, Any]] = {
-    "conv 1x1": {"kernel": 1},
-    "conv 3x3": {"kernel": 3, "padding": 1},
-    "conv 3x3 stride 2": {"kernel": 3, "padding": 1, "stride": 2},
-    "conv 3x3 dilation 2": {"kernel": 3, "padding": 2, "dilation": 2},
-    "conv 2 groups": {"kernel": 3, "padding": 1, "groups": 2},
-    "depthwise": {"kernel": 3, "padding": 1, "groups": 0},
-    "conv 1d": {"kernel": 3, "padding": 1},
-    "conv 3d": {"kernel": 3, "padding": 1},
-    "conv_transpose": {"kernel": 2, "stride": 2},
-    "conv_transpose 3x3": {"kernel": 3, "padding": 1},
-}
-_WITH_EVERY_CHAIN = ("conv 1x1", "conv 3x3", "conv_transpose")
-_FEW_CHAINS = ("x", "relu(x)", "relu(x + v)", "relu(x v + c)", "x + silu(v)")
-_FEW_EPILOGUES = ("relu(x + c)", "silu(x + c)", "relu(x + c + z)", "relu(x / 2 + 2 z + c)")
-_QUICK_PLACES = ((F16, LAST), (F32, CONTIGUOUS))
-
-
-def _convolved(d: _Declaring, kind: str, size: tuple[int, int, Shape]) -> Value:
-    channels, made, (images, height, width) = size
-    options = dict(_KINDS[kind])
-    kernel = options.pop("kernel")
-    groups = options.get("groups", 1)
-    if groups == 0:
-        made = options["groups"] = groups = channels
-    elif groups > 1:
-        channels, made = channels + channels % groups, made + made % groups
-    space: Shape = (height, width)
-    if kind == "conv 1d":
-        space = (height * width,)
-    elif kind == "conv 3d":
-        space = (3, height, width)
-    x = d.given("x", (images, channels, *space))
-    kernels = (kernel,) * len(space)
-    if kind.startswith("conv_transpose"):
-        weight = d.given("w", (channels, made // groups, *kernels))
-        return d.graph.conv_transpose(x, weight, **options)
-    return d.graph.conv(x, d.given("w", (made, channels // groups, *kernels)), **options)
-
-
-def _convolutions() -> Iterator[Sample]:
-    for kind in _KINDS:
-        rank = {"conv 1d": 3, "conv 3d": 5}.get(kind, 4)
-        every = kind in _WITH_EVERY_CHAIN
-        ways = _WAYS[rank] if every else _WAYS[rank][:2]
-        for name, chain, way, quick in _chains(rank, ways):
-            if not every and name.partition(" [")[0] not in (*_FEW_CHAINS, *_FEW_EPILOGUES):
-                continue
-            for dtype in (F16, BF16, F32):
-                for layout in (LAST, CONTIGUOUS):
-                    for number, size in enumerate(_IMAGES):
-
-                        def build(
-                            kind: str = kind,
-                            chain: tuple[Op, str] = chain,
-                            way: str = way,
-                            dtype: torch.dtype = dtype,
-                            layout: str = layout,
-                            size: tuple[int, int, Shape] = size,
-                        ) -> Graph:
-                            d = _Declaring(dtype, layout)
-                            return d.ended(_convolved(d, kind, size), chain, way)
-
-                        spread = quick and (every or name in ("x", "relu(x + c)"))
-                        yield Sample(
-                            f"{kind}, {name}, {_short(dtype)}, {layout}",
-                            f"{size[0]} to {size[1]} channels, {_sizes(*size[2])}",
-                            spread and (dtype, layout) in _QUICK_PLACES and number < QUICK_SIZES,
-                            build,
-                        )
-    yield from _weight_gradients()
-    yield from _two_outputs()
-
-
-def _weight_gradients() -> Iterator[Sample]:
-    behind: Mapping[str, tuple[Op, str]] = {
-        "dw": (lambda g, x: x, ""),
-        "dw v": (lambda g, x, v: x * v, "v"),
-        "dw + z": (lambda g, x, z: x + z, "z"),
-    }
-    for name, chain in behind.items():
-        for stride in (1, 2):
-            for dtype in (F16, BF16, F32):
-                for layout in (LAST, CONTIGUOUS):
-                    for number, size in enumerate(_IMAGES):
-
-                        def build(
-                            chain: tuple[Op, str] = chain,
-                            stride: int = stride,
-                            dtype: torch.dtype = dtype,
-                            layout: str = layout,
-                            size: tuple[int, int, Shape] = size,
-                        ) -> Graph:
-                            d = _Declaring(dtype, layout)
-                            channels, made, (images, height, width) = size
-                            out = ((height - 1) // stride + 1, (width - 1) // stride + 1)
-                            dy = d.given("dy", (images, made, *out))
-                            x = d.given("x", (images, channels, height, width))
-                            dw = d.graph.conv_wgrad(dy, x, kernel=3, padding=1, stride=stride)
-                            return d.ended(dw, chain, "1w11")
-
-                        yield Sample(
-                            f"conv_wgrad stride {stride}, {name}, {_short(dtype)}, {layout}",
-                            f"{size[0]} to {size[1]} channels, {_sizes(*size[2])}",
-                            stride == 1
-                            and (dtype, layout) in _QUICK_PLACES
-                            and number < QUICK_SIZES,
-                            build,
-                        )
-
-
-def _two_outputs() -> Iterator[Sample]:
-    """What training keeps: the result before its activation too; and another layout's result."""
-    for dtype in (F16, BF16, F32):
-        for layout, other in ((LAST, CONTIGUOUS), (CONTIGUOUS, LAST)):
-            for number, size in enumerate(_IMAGES):
-
-                def both(
-                    dtype: torch.dtype = dtype,
-                    layout: str = layout,
-                    size: tuple[int, int, Shape] = size,
-                ) -> Graph:
-                    d = _Declaring(dtype, layout)
-                    y = d.graph.bias(_convolved(d, "conv 3x3", size), d.given("b", (size[1],)))
-                    d.graph.output("before", y, layout=layout)
-                    d.graph.output("y", d.graph.silu(y), layout=layout)
-                    return d.graph
-
-                def across(
-                    dtype: torch.dtype = dtype,
-                    layout: str = layout,
-                    other: str = other,
-                    size: tuple[int, int, Shape] = size,
-                ) -> Graph:
-                    d = _Declaring(dtype, layout)
-                    y = d.graph.bias(_convolved(d, "conv 3x3", size), d.given("b", (size[1],)))
-                    d.graph.output("y", d.graph.relu(y), layout=other)
-                    return d.graph
-
-                text = f"{size[0]} to {size[1]} channels, {_sizes(*size[2])}"
-                quick = dtype == F16 and number < QUICK_SIZES
-                place = f"{_short(dtype)}, {layout}"
-                yield Sample(f"conv 3x3, two outputs, {place}", text, quick, both)
-                yield Sample(f"conv 3x3, into {other}, {place}", text, quick, across)
-
-
 def _products() -> Iterator[Sample]:
     for kind, rank in (("matmul", 2), ("matmul transposed", 2), ("matmul batch", 3)):
-        for name, chain, way, quick in _chains(rank, _WAYS[rank]):
+        for name, chain, way, quick in chains(rank, WAYS[rank]):
             few = kind == "matmul transposed"
-            if few and name.partition(" [")[0] not in (*_FEW_CHAINS, *_FEW_EPILOGUES):
+            if few and name.partition(" [")[0] not in (*FEW_CHAINS, *FEW_EPILOGUES):
                 continue
             for dtype in (F16, BF16, F32):
                 for number, size in enumerate(_PRODUCTS):
@@ -343,7 +87,7 @@ def _products() -> Iterator[Sample]:
                         dtype: torch.dtype = dtype,
                         size: Shape = size,
                     ) -> Graph:
-                        d = _Declaring(dtype, CONTIGUOUS)
+                        d = Declaring(dtype, CONTIGUOUS)
                         rows, terms, columns = size
                         more = (3,) if kind == "matmul batch" else ()
                         x = d.given("x", (*more, rows, terms))
@@ -354,8 +98,8 @@ def _products() -> Iterator[Sample]:
                         return d.ended(d.graph.matmul(x, w), chain, way, flat=True)
 
                     yield Sample(
-                        f"{kind}, {name}, {_short(dtype)}",
-                        _sizes(*size),
+                        f"{kind}, {name}, {short(dtype)}",
+                        sizes(*size),
                         quick and dtype in (F16, F32) and not few and number < QUICK_SIZES,
                         build,
                     )
@@ -374,7 +118,7 @@ def _norms() -> Iterator[Sample]:
                         dtype: torch.dtype = dtype,
                         size: Shape = size,
                     ) -> Graph:
-                        d = _Declaring(dtype, CONTIGUOUS)
+                        d = Declaring(dtype, CONTIGUOUS)
                         x, w = d.given("x", size), d.given("w", size[-1:])
                         if op == "layer_norm":
                             y = d.graph.layer_norm(x, w, d.given("b", size[-1:]))
@@ -383,7 +127,7 @@ def _norms() -> Iterator[Sample]:
                         return d.ended(y, chain, flat=True)
 
                     quick = dtype in (F16, F32) and name != "relu(x)" and number < QUICK_SIZES
-                    yield Sample(f"{op}, {name}, {_short(dtype)}", _sizes(*size), quick, build)
+                    yield Sample(f"{op}, {name}, {short(dtype)}", sizes(*size), quick, build)
         yield from _norm_gradients(op)
     for op in (
         "batch_norm_train",
@@ -395,7 +139,7 @@ def _norms() -> Iterator[Sample]:
         for name, chain in behind.items() if op != "batch_norm_backward" else [("x", CHAINS["x"])]:
             for dtype in (F16, BF16, F32):
                 for layout in (LAST, CONTIGUOUS):
-                    for number, images in enumerate(_IMAGES):
+                    for number, images in enumerate(IMAGES):
 
                         def of_images(
                             op: str = op,
@@ -404,13 +148,13 @@ def _norms() -> Iterator[Sample]:
                             layout: str = layout,
                             images: tuple[int, int, Shape] = images,
                         ) -> Graph:
-                            return _image_norm(_Declaring(dtype, layout), op, chain, images)
+                            return _image_norm(Declaring(dtype, layout), op, chain, images)
 
                         yield Sample(
-                            f"{op}, {name}, {_short(dtype)}, {layout}",
-                            f"{images[0]} channels, {_sizes(*images[2])}",
+                            f"{op}, {name}, {short(dtype)}, {layout}",
+                            f"{images[0]} channels, {sizes(*images[2])}",
                             name == "x"
-                            and (dtype, layout) in _QUICK_PLACES
+                            and (dtype, layout) in QUICK_PLACES
                             and number < QUICK_SIZES,
                             of_images,
                         )
@@ -421,7 +165,7 @@ def _norm_gradients(op: str) -> Iterator[Sample]:
         for number, size in enumerate(_ROWS):
 
             def build(dtype: torch.dtype = dtype, size: Shape = size) -> Graph:
-                d = _Declaring(dtype, CONTIGUOUS)
+                d = Declaring(dtype, CONTIGUOUS)
                 dy, x, w = d.given("dy", size), d.given("x", size), d.given("w", size[-1:])
                 stats = (size[0], 1)
                 inv_std = d.given("inv_std", stats, F32)
@@ -435,11 +179,11 @@ def _norm_gradients(op: str) -> Iterator[Sample]:
                 return d.graph
 
             quick = dtype == F16 and number < QUICK_SIZES
-            yield Sample(f"{op}_backward, {_short(dtype)}", _sizes(*size), quick, build)
+            yield Sample(f"{op}_backward, {short(dtype)}", sizes(*size), quick, build)
 
 
 def _image_norm(
-    d: _Declaring, op: str, chain: tuple[Op, str], size: tuple[int, int, Shape]
+    d: Declaring, op: str, chain: tuple[Op, str], size: tuple[int, int, Shape]
 ) -> Graph:
     channels, _, (images, height, width) = size
     g = d.graph
@@ -491,7 +235,7 @@ def _attention() -> Iterator[Sample]:
                     dtype: torch.dtype = dtype,
                     size: Shape = size,
                 ) -> Graph:
-                    d = _Declaring(dtype, CONTIGUOUS)
+                    d = Declaring(dtype, CONTIGUOUS)
                     q, k, v, _, more = _heads(d, options, size)
                     made = d.graph.sdpa(q, k, v, **more)
                     for name, each in zip(
@@ -501,14 +245,14 @@ def _attention() -> Iterator[Sample]:
                     return d.graph
 
                 quick = dtype == F16 and kind in _QUICK_ATTENTION and number < QUICK_SIZES
-                yield Sample(f"{kind}, {_short(dtype)}", _sizes(*size), quick, forward)
+                yield Sample(f"{kind}, {short(dtype)}", sizes(*size), quick, forward)
 
                 def backward(
                     options: Mapping[str, Any] = options,
                     dtype: torch.dtype = dtype,
                     size: Shape = size,
                 ) -> Graph:
-                    d = _Declaring(dtype, CONTIGUOUS)
+                    d = Declaring(dtype, CONTIGUOUS)
                     q, k, v, o_shape, more = _heads(d, options, size)
                     do, o = d.given("do", o_shape), d.given("o", o_shape)
                     lse = d.given("lse", o_shape[:3], F32)
@@ -521,12 +265,12 @@ def _attention() -> Iterator[Sample]:
                 if kind != "sdpa, lse":
                     quick = dtype == F16 and kind == "sdpa, causal" and number < QUICK_SIZES
                     name = kind.replace("sdpa", "sdpa_backward", 1)
-                    yield Sample(f"{name}, {_short(dtype)}", _sizes(*size), quick, backward)
+                    yield Sample(f"{name}, {short(dtype)}", sizes(*size), quick, backward)
     for dtype in (F16, BF16):
         for number, size in enumerate(_HEADS):
 
             def packed(dtype: torch.dtype = dtype, size: Shape = size) -> Graph:
-                d = _Declaring(dtype, CONTIGUOUS)
+                d = Declaring(dtype, CONTIGUOUS)
                 batch, heads, rows, keys, depth = size
                 q = d.given("q", (batch * rows, heads, depth))
                 k, v = (d.given(name, (batch * keys, heads, depth)) for name in "kv")
@@ -537,15 +281,15 @@ def _attention() -> Iterator[Sample]:
                 return d.graph
 
             yield Sample(
-                f"sdpa_varlen, {_short(dtype)}",
-                _sizes(*size),
+                f"sdpa_varlen, {short(dtype)}",
+                sizes(*size),
                 dtype == F16 and number < QUICK_SIZES,
                 packed,
             )
 
 
 def _heads(
-    d: _Declaring, options: Mapping[str, Any], size: Shape
+    d: Declaring, options: Mapping[str, Any], size: Shape
 ) -> tuple[Value, Value, Value, Shape, dict[str, Any]]:
     """q, k, v, the shape of o, and the options of attention."""
     batch, heads, rows, keys, depth = size
@@ -564,12 +308,12 @@ def _heads(
 
 
 def _pointwise() -> Iterator[Sample]:
-    for name, chain, way, quick in _chains(4, _WAYS[4]):
+    for name, chain, way, quick in chains(4, WAYS[4]):
         if name == "x":
             continue
         for dtype in (F16, BF16, F32):
             for layout in (LAST, CONTIGUOUS):
-                for number, size in enumerate(_IMAGES):
+                for number, size in enumerate(IMAGES):
 
                     def build(
                         chain: tuple[Op, str] = chain,
@@ -578,22 +322,22 @@ def _pointwise() -> Iterator[Sample]:
                         layout: str = layout,
                         size: tuple[int, int, Shape] = size,
                     ) -> Graph:
-                        d = _Declaring(dtype, layout)
+                        d = Declaring(dtype, layout)
                         channels, _, (images, height, width) = size
                         x = d.given("x", (images, channels, height, width))
                         return d.ended(x, chain, way)
 
                     yield Sample(
-                        f"pointwise, {name}, {_short(dtype)}, {layout}",
-                        f"{size[0]} channels, {_sizes(*size[2])}",
-                        quick and (dtype, layout) in _QUICK_PLACES and number < QUICK_SIZES,
+                        f"pointwise, {name}, {short(dtype)}, {layout}",
+                        f"{size[0]} channels, {sizes(*size[2])}",
+                        quick and (dtype, layout) in QUICK_PLACES and number < QUICK_SIZES,
                         build,
                     )
 
 
 def _quantized() -> Iterator[Sample]:
     for dtype, result in ((I8, I8), (E4, E4), (E5, E4), (I8, None)):
-        for number, (channels, made, space) in enumerate(_IMAGES):
+        for number, (channels, made, space) in enumerate(IMAGES):
 
             def conv(
                 dtype: torch.dtype = dtype,
@@ -602,7 +346,7 @@ def _quantized() -> Iterator[Sample]:
                 made: int = made,
                 space: Shape = space,
             ) -> Graph:
-                d = _Declaring(dtype, LAST)
+                d = Declaring(dtype, LAST)
                 images, height, width = space
                 x = d.given("x", (images, channels, height, width))
                 w = d.given("w", (made, channels, 3, 3), E4 if dtype == E5 else None)
@@ -619,8 +363,8 @@ def _quantized() -> Iterator[Sample]:
 
             kind = "sums" if result is None else "relu(x scale + c) / scale"
             yield Sample(
-                f"conv 3x3 quantized, {kind}, {_short(dtype)}",
-                f"{channels} to {made} channels, {_sizes(*space)}",
+                f"conv 3x3 quantized, {kind}, {short(dtype)}",
+                f"{channels} to {made} channels, {sizes(*space)}",
                 number < QUICK_SIZES,
                 conv,
             )
@@ -628,7 +372,7 @@ def _quantized() -> Iterator[Sample]:
         for number, size in enumerate(_PRODUCTS):
 
             def product(dtype: torch.dtype = dtype, size: Shape = size) -> Graph:
-                d = _Declaring(dtype, CONTIGUOUS)
+                d = Declaring(dtype, CONTIGUOUS)
                 rows, terms, columns = size
                 second = E4 if dtype == E5 else dtype
                 w = d.graph.input("w", (terms, columns), second, stride=(1, terms))
@@ -639,7 +383,7 @@ def _quantized() -> Iterator[Sample]:
                 return d.graph
 
             yield Sample(
-                f"matmul quantized, {_short(dtype)}", _sizes(*size), number < QUICK_SIZES, product
+                f"matmul quantized, {short(dtype)}", sizes(*size), number < QUICK_SIZES, product
             )
 
 
@@ -660,7 +404,7 @@ def _others() -> Iterator[Sample]:
     for name, op in made.items():
         for dtype in (F16, BF16, F32):
             for layout in (LAST, CONTIGUOUS):
-                for number, size in enumerate(_IMAGES):
+                for number, size in enumerate(IMAGES):
 
                     def build(
                         op: Op = op,
@@ -668,7 +412,7 @@ def _others() -> Iterator[Sample]:
                         layout: str = layout,
                         size: tuple[int, int, Shape] = size,
                     ) -> Graph:
-                        d = _Declaring(dtype, layout)
+                        d = Declaring(dtype, layout)
                         channels, _, (images, height, width) = size
                         return d.ended(
                             op(d.graph, d.given("x", (images, channels, height, width))),
@@ -676,8 +420,8 @@ def _others() -> Iterator[Sample]:
                         )
 
                     yield Sample(
-                        f"{name}, {_short(dtype)}, {layout}",
-                        f"{size[0]} channels, {_sizes(*size[2])}",
-                        (dtype, layout) in _QUICK_PLACES and number < QUICK_SIZES,
+                        f"{name}, {short(dtype)}, {layout}",
+                        f"{size[0]} channels, {sizes(*size[2])}",
+                        (dtype, layout) in QUICK_PLACES and number < QUICK_SIZES,
                         build,
                     )

@@ -31,14 +31,18 @@ from ..backend.plan import (
 from ..errors import NotSupported
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.cuts import Graph, Group, cuts, piece, work
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import cuts, piece
 from ..policy import Policy
-from ..rewrite.passes import marked, prepared
+from ..rewrite.annotate import marked
+from ..rewrite.passes import prepared
 from ..runtime.executable import canonical
-from ..select.heuristic import torch_only, why_apart
+from ..select.processes import Server, Unusable, program
+from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice
-from ..select.workers import MOST, Answer, Server, Unusable, Workers, program
-from .patterns import Sample, samples
+from ..select.workers import MOST, Answer, Workers
+from .declare import Sample
+from .patterns import samples
 
 if TYPE_CHECKING:
     from plans_cache.findings import Findings

@@ -28,7 +28,7 @@ import torch
 from h200_masks import write
 
 import cudnngraph as cg
-from cudnngraph.select.search import GpuBench
+from cudnngraph.select.bench import GpuBench
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SHORT = {F16: "float16", BF16: "bfloat16", F32: "float32"}

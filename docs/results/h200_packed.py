@@ -20,7 +20,7 @@ from h200_masks import measured_rows, page, sampler
 
 import cudnngraph as cg
 from cudnngraph.device import timing
-from cudnngraph.rewrite import passes
+from cudnngraph.rewrite import packed
 from cudnngraph.settings import override
 
 BF16 = torch.bfloat16
@@ -54,14 +54,14 @@ def compiled(
     made = g.sdpa_varlen(q, k, v, ends, ends, longest, longest, **options)
     for name, value in zip(("o", "lse"), made if lse else (made,), strict=False):
         g.output(name, value)
-    before = passes.FLASH_WIDTH
-    passes.FLASH_WIDTH = before if flash else 0
+    before = packed.FLASH_WIDTH
+    packed.FLASH_WIDTH = before if flash else 0
     cg.cache_clear()
     try:
         with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
             exe = g.compile(policy=cg.Policy(tune="autotune"))
     finally:
-        passes.FLASH_WIDTH = before
+        packed.FLASH_WIDTH = before
     return exe, [str(step.choice or "torch") for step in exe.steps]
 
 

@@ -21,7 +21,8 @@ import cudnngraph as cg
 from cudnngraph.ir.key import encode, graph_key
 from cudnngraph.ir.spec import GraphSpec, print_spec
 from cudnngraph.ops.table import is_default
-from cudnngraph.partition.cuts import Graph, cuts, piece, work
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.runtime.executable import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 

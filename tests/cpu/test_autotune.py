@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 import time
@@ -22,14 +21,14 @@ from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
-from cudnngraph.partition.cuts import Graph, work
-from cudnngraph.select.heuristic import Decision, Selection, why_apart
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.select import autotune, search
+from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
+from cudnngraph.select.decision import FREE, Decision, Selection
+from cudnngraph.select.rules import why_apart
 from tests.cpu.test_partition import BINARY, UNARY, random_graph, two_branches
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
-
-# The package has a function of that name too.
-autotune: Any = importlib.import_module("cudnngraph.select.search")
 
 F16, F32 = torch.float16, torch.float32
 POLICY = cg.Policy(tune="autotune", allow_tf32=False, budget_s=1e6)
@@ -114,7 +113,7 @@ class Bench:
                 took = self._torch_us(spec)
             else:
                 offer = self.offer(spec, plan.choice.engine)
-                again = rounds == autotune.FINAL_ROUNDS and offer.final_us is not None
+                again = rounds == FINAL_ROUNDS and offer.final_us is not None
                 took = offer.final_us if again else offer.time_us  # type: ignore[assignment]
             mine = self.timed.setdefault(digest(spec), {})
             mine[None if plan is None else plan.choice.engine] = took
@@ -357,7 +356,7 @@ def test_close_plans_are_measured_again_for_longer_and_that_counts() -> None:
     selection = run(block(), bench)
     assert taken(selection) == [(WHOLE, 1)]
     assert (selection.steps[0].time_us, of(selection, 0).time_us) == (10.1, 10.8)
-    assert (autotune.FINAL_ROUNDS, 2) in bench.rounds, "12.0 is no finalist"
+    assert (FINAL_ROUNDS, 2) in bench.rounds, "12.0 is no finalist"
 
 
 def test_a_first_time_is_not_compared_with_final_ones() -> None:
@@ -394,14 +393,12 @@ def test_a_list_without_any_gain_is_left_alone() -> None:
     bench = table({WHOLE: offers})
     selection = run(block(), bench)
     built = [engine for step, engine in bench.built if step == WHOLE]
-    assert built == list(range(1 + autotune.PATIENCE))
-    assert of(selection, 10).reason == (
-        f"not tried: the {autotune.PATIENCE} before it were no faster"
-    )
+    assert built == list(range(1 + PATIENCE))
+    assert of(selection, 10).reason == (f"not tried: the {PATIENCE} before it were no faster")
 
 
 def test_a_gain_starts_patience_anew() -> None:
-    slow = [Offer(11.0)] * (autotune.PATIENCE - 1)
+    slow = [Offer(11.0)] * (PATIENCE - 1)
     offers = [Offer(10.0), *slow, Offer(9.0), *slow, Offer(5.0)]
     selection = run(block(), table({WHOLE: offers}), replace(POLICY, max_candidates=99))
     assert taken(selection) == [(WHOLE, len(offers) - 1)]
@@ -426,7 +423,8 @@ def test_the_budget_ends_the_search_but_every_parts_first_plan_is_tried(
     budget_s: float, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(1.0)
-    monkeypatch.setattr(autotune, "time", clock)
+    for module in (autotune, search):
+        monkeypatch.setattr(module, "time", clock)
     offers = {WHOLE: [Offer(20.0 - n) for n in range(4)], CONV: [Offer(30.0)]}
     bench = table(offers)
     bench.on_build = clock.tick
@@ -439,7 +437,8 @@ def test_the_budget_ends_the_search_but_every_parts_first_plan_is_tried(
 
 def test_the_budget_is_for_each_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(1.0)
-    monkeypatch.setattr(autotune, "time", clock)
+    for module in (autotune, search):
+        monkeypatch.setattr(module, "time", clock)
     bench = table({"conv relu last": [Offer(20.0 - n) for n in range(9)]})
     bench.on_build = clock.tick
     run(chain("relu"), bench, replace(POLICY, budget_s=2.0))
@@ -707,7 +706,7 @@ def test_no_way_to_run_a_random_graph_is_faster_than_the_one_taken(
     spec = random_graph(steps, extra).spec()
     bench = random_bench(seed, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotune, "TIE", 1.0)  # with it a way may be taken that is 2 % slower
+        patch.setattr(search, "TIE", 1.0)  # with it a way may be taken that is 2 % slower
         selection = run(spec, bench)
     total = sum(step.time_us or math.inf for step in selection.steps)
     assert total == min(totals(bench, spec))
@@ -910,7 +909,7 @@ def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
     selection = run(g.spec(), table({"matmul": [Offer(5.0)], "tanh": [Offer(1.0)]}))
     shown = [s for s in selection.steps if s.spec.nodes[-1].op == "reshape"]
     assert len(shown) == 16
-    assert all(autotune.FREE in step.decisions for step in shown)
+    assert all(FREE in step.decisions for step in shown)
     assert [ops(s.spec) for s in selection.steps if s.choice is not None] == ["matmul"] * 8 + [
         "tanh"
     ]

@@ -19,7 +19,7 @@ from cudnngraph import settings
 from cudnngraph.cache import lookup
 from cudnngraph.cache.codec import env_components
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition import cuts
+from cudnngraph.partition import analysis, cuts
 from cudnngraph.runtime import executable
 from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
@@ -199,7 +199,7 @@ def test_a_graph_whose_steps_pass_other_tensors_now_is_built_anew(
 ) -> None:
     world.refuse = in_pieces
     compiled()
-    monkeypatch.setattr(cuts.Graph, "passed", {})  # float32 crosses as float32
+    monkeypatch.setattr(analysis.Graph, "passed", {})  # float32 crosses as float32
     second = again()
     assert second.tier == "built"
     assert cg.cache_stats().misses["stale"] == 1

@@ -21,10 +21,12 @@ from cudnngraph.backend.plan import Candidate, Choice, Outcome
 from cudnngraph.cache import lookup
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.select import workers
-from cudnngraph.select.workers import Answer, Server
+from cudnngraph.select import processes, workers
+from cudnngraph.select.processes import Server, Unusable
+from cudnngraph.select.workers import Answer
 from cudnngraph.sweep import run
-from cudnngraph.sweep.patterns import CHAINS, QUICK_SIZES, samples
+from cudnngraph.sweep.declare import CHAINS, QUICK_SIZES
+from cudnngraph.sweep.patterns import samples
 from cudnngraph.sweep.run import Results, Task
 from plans_cache.findings import Findings
 from tests.fakes import H200
@@ -216,8 +218,8 @@ def test_a_worker_that_fails_is_no_plans_fault_and_no_workers_end_the_sweep() ->
     future.set_exception(RuntimeError("a worker failed: TypeError: None"))
     assert run.judged(future)["status"] == "failed"
     future = Future()
-    future.set_exception(workers.Unusable("the GPU is busy"))
-    with pytest.raises(workers.Unusable):
+    future.set_exception(Unusable("the GPU is busy"))
+    with pytest.raises(Unusable):
         run.judged(future)
 
 
@@ -334,7 +336,7 @@ def test_workers_that_die_or_hang_are_the_candidates_result(
     store: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By processes: one that aborts, one that hangs, one that is right."""
-    monkeypatch.setattr(workers, "LIMIT_S", 1.0)
+    monkeypatch.setattr(processes, "LIMIT_S", 1.0)
     monkeypatch.setattr(workers, "IDLE_S", 1.0)
     told = json.dumps({"4": "aborts", "7": "hangs", "9": "is right", "11": OFF})
 
@@ -800,7 +802,7 @@ def test_no_workers_are_an_error_and_what_was_found_is_kept(
 ) -> None:
     def judge(task: Task, choice: Choice) -> Answer:
         if "3x7x5" in task.graph:
-            raise workers.Unusable("a worker does not start: the GPU is busy")
+            raise Unusable("a worker does not start: the GPU is busy")
         return accepted()
 
     gpu["judge"] = judge

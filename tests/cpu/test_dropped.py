@@ -14,9 +14,10 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.ops.attention.dropout import dropout_keep, philox
 from cudnngraph.runtime.trainable import check_dropout
+from cudnngraph.select.decision import Decision, StepPlan
 from cudnngraph.select.dropout_probe import draws, explicit, recovered
-from cudnngraph.select.heuristic import Decision, StepPlan, why_apart
-from cudnngraph.select.trial import random_inputs
+from cudnngraph.select.inputs import random_inputs
+from cudnngraph.select.rules import why_apart
 from tests.samples import F16, F32, F64
 
 B, H, S, D = 2, 4, 13, 8

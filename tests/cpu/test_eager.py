@@ -15,8 +15,9 @@ import cudnngraph as cg
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops.table import OPS
-from cudnngraph.partition.cuts import Graph, piece
-from cudnngraph.rewrite.passes import by_flash
+from cudnngraph.partition.analysis import Graph
+from cudnngraph.partition.cuts import piece
+from cudnngraph.rewrite.packed import by_flash
 from tests import numerics
 from tests.copies import check_slices
 from tests.cuttings import every_cutting

@@ -22,12 +22,16 @@ from cudnngraph.executor.memory import Laid
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import export
 from cudnngraph.models.convert import Packed, convert, import_model
-from cudnngraph.partition.cuts import Graph, piece, regions, work
-from cudnngraph.rewrite.passes import marked, prepared
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.regions import regions
+from cudnngraph.rewrite.annotate import marked
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.executable import canonical, canonical_tensor_names
 from cudnngraph.runtime.executable import compile as compile_spec
-from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.decision import FREE
+from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
 from tests import numerics
 from tests.cpu.test_importer import NETS, Of, image

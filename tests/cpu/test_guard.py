@@ -17,8 +17,9 @@ import cudnngraph as cg
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.select import guard, heuristic, verification, workers
-from cudnngraph.select.workers import Answer, Server, Workers
+from cudnngraph.select import guard, heuristic, processes, verification, workers
+from cudnngraph.select.processes import Server
+from cudnngraph.select.workers import Answer, Workers
 from tests.cpu.test_cache import again, compiled
 from tests.fakes import FakePlan, World
 
@@ -62,7 +63,7 @@ class Behaves:
         self.log = folder / "log"
         self.log.touch()
         self.behaviours: dict[str, str] = {"7": "is right"}
-        monkeypatch.setattr(workers, "LIMIT_S", 1.0)
+        monkeypatch.setattr(processes, "LIMIT_S", 1.0)
         monkeypatch.setattr(workers, "IDLE_S", 1.0)
         monkeypatch.setattr(workers, "_pools", {})
         monkeypatch.setattr(guard, "_in_process", "")
@@ -163,8 +164,8 @@ def no_right(*args: Any, **options: Any) -> Any:
     ("place", "value", "why"),
     [
         (None, None, "busy or unavailable"),
-        ((workers.subprocess, "Popen"), no_right, "no process can be started: no right to"),
-        ((workers.socket, "socketpair"), no_right, "no worker can be talked to: no right to"),
+        ((processes.subprocess, "Popen"), no_right, "no process can be started: no right to"),
+        ((processes.socket, "socketpair"), no_right, "no worker can be talked to: no right to"),
         ((sys, "executable"), None, "sys.executable does not say where Python is"),
     ],
 )

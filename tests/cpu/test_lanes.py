@@ -13,7 +13,8 @@ import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.cuts import Graph, piece, work
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import piece
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
 from cudnngraph.runtime.executable import canonical

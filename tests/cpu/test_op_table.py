@@ -20,7 +20,7 @@ from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
 from cudnngraph.ops.base import register
 from cudnngraph.ops.table import OPS
-from cudnngraph.rewrite.passes import PACKING
+from cudnngraph.rewrite.packed import PACKING
 from tests import samples
 
 NAMES = sorted(OPS)

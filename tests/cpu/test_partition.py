@@ -15,10 +15,14 @@ from cudnngraph.executor import reference
 from cudnngraph.grad import differentiate as grad
 from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
 from cudnngraph.ops.table import OPS
-from cudnngraph.partition import cuts as partition
-from cudnngraph.partition.cuts import LOW_PRECISION, Graph, cuts, piece, regions, work
-from cudnngraph.rewrite import passes
-from cudnngraph.rewrite.passes import aligned_masks, channels_last, numeric_masks, prepared
+from cudnngraph.partition import regions as regions_module
+from cudnngraph.partition.analysis import LOW_PRECISION, Graph, work
+from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.partition.regions import regions
+from cudnngraph.rewrite import masks
+from cudnngraph.rewrite.channels_last import channels_last
+from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime.executable import canonical
 from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
@@ -169,18 +173,18 @@ def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if every graph were large: ops that only serve one region are moved into it."""
-    monkeypatch.setattr(partition, "MODEL_ANCHORS", 0)
+    monkeypatch.setattr(regions_module, "MODEL_ANCHORS", 0)
     spec = case.build().spec()
     can_be_run(cg.differentiate(spec, floating_inputs(spec)).backward)
 
 
 @pytest.mark.parametrize("first", range(0, 240, 40))
-@pytest.mark.parametrize("anchors", [0, partition.MODEL_ANCHORS])
+@pytest.mark.parametrize("anchors", [0, regions_module.MODEL_ANCHORS])
 def test_cuts_of_random_graphs_are_in_an_order_that_can_be_run(
     first: int, anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only an output reads came ahead of what it reads itself, in seed 2500."""
-    monkeypatch.setattr(partition, "MODEL_ANCHORS", anchors)
+    monkeypatch.setattr(regions_module, "MODEL_ANCHORS", anchors)
     for seed in (*range(first, first + 40), 2500):
         case = random_graphs.case(seed)
         spec = case.graph(case.tensors()).spec()
@@ -591,7 +595,7 @@ def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.Monk
     g.output("o", g.sdpa(q, q, q, mask))
     spec = g.spec()
     assert aligned_masks(spec) is spec
-    monkeypatch.setattr(passes, "LEAST_SCORES", 1)
+    monkeypatch.setattr(masks, "LEAST_SCORES", 1)
     made = aligned_masks(spec)
     assert made is not spec
     assert same_results(spec, made)

@@ -35,8 +35,8 @@ from cudnngraph.ir.key import Difference, graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime.executable import canonical
 from cudnngraph.select import guard, heuristic, workers
-from cudnngraph.select.heuristic import StepPlan
-from cudnngraph.select.trial import random_inputs
+from cudnngraph.select.decision import StepPlan
+from cudnngraph.select.inputs import random_inputs
 from cudnngraph.select.workers import Answer
 from plans_cache import Hit, PlanRecord, PlanStore
 from plans_cache.record import MAX_CREATED

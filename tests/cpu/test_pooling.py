@@ -12,7 +12,7 @@ import cudnngraph as cg
 from cudnngraph.backend import legacy_pooling, libraries
 from cudnngraph.executor import torch_steps
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
-from cudnngraph.rewrite.passes import BOUNDED, marked
+from cudnngraph.rewrite.annotate import BOUNDED, marked
 
 F16 = torch.float16
 WINDOW: dict[str, Any] = {

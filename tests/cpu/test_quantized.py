@@ -13,8 +13,10 @@ from cudnngraph.backend import lower
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.ops.operands import exactly
 from cudnngraph.ops.quantize import saturated
-from cudnngraph.partition.cuts import Graph, cuts, piece, work
-from cudnngraph.select import trial
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.select.inputs import random_inputs
+from cudnngraph.select.tolerance import multiplies_fp8, relative_error, tolerance
 from tests import numerics
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -483,34 +485,34 @@ def test_what_crosses_between_steps_is_the_sum_itself(
 def test_a_trial_tells_a_right_result_from_a_truncated_one(dtype: torch.dtype) -> None:
     """The data of a trial neither overflow nor vanish, and the tolerance is one of roundings."""
     spec = _graph(dtype).spec()
-    inputs = trial.random_inputs(spec, torch.device("cpu"))
+    inputs = random_inputs(spec, torch.device("cpu"))
     out = torch.empty_strided(
         spec.tensors["y"].shape, spec.tensors["y"].stride, dtype=spec.tensors["y"].dtype
     )
     torch_steps.launcher(spec, inputs, [out], allow_tf32=False)()
-    want = reference.run(spec, inputs, F64)[0]
-    bound = trial.tolerance(dtype, tf32=False, fp8=trial.multiplies_fp8(spec))
-    assert trial.relative_error(out, want) <= bound / 4
+    want = cg.reference.run(spec, inputs, F64)[0]
+    bound = tolerance(dtype, tf32=False, fp8=multiplies_fp8(spec))
+    assert relative_error(out, want) <= bound / 4
     limit = 127 if dtype == I8 else torch.finfo(dtype).max
     assert float((out.double() != 0).double().mean()) > 0.2
     assert float((out.double().abs() >= limit).double().mean()) < 0.1
     if dtype == I8:
-        assert trial.relative_error(out - (out > 0).to(I8), want) > bound  # rounded down
+        assert relative_error(out - (out > 0).to(I8), want) > bound  # rounded down
     else:
         shrunk = (out.double() * (1 - 1.5 * bound)).to(dtype)
-        assert trial.relative_error(shrunk, want) > bound
+        assert relative_error(shrunk, want) > bound
 
 
 def test_a_few_int8_elements_may_be_one_step_off_in_a_trial() -> None:
     want = whole(-100, 100, 4000)
     out = want.clone()
     out[:4] += 1
-    assert trial.relative_error(out, want) == 0.0
+    assert relative_error(out, want) == 0.0
     out[4] += 1
-    assert trial.relative_error(out, want) > 0.0
+    assert relative_error(out, want) > 0.0
     out = want.clone()
     out[0] += 2
-    assert trial.relative_error(out, want) > 0.0
+    assert relative_error(out, want) > 0.0
 
 
 @pytest.mark.parametrize("dtype", [F16, torch.bfloat16])

@@ -26,10 +26,13 @@ from cudnngraph.cache.codec import (
 )
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.rewrite.passes import channels_last, marked, prepared
+from cudnngraph.rewrite.annotate import marked
+from cudnngraph.rewrite.channels_last import channels_last
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime.executable import canonical
 from cudnngraph.select import heuristic
-from cudnngraph.select.heuristic import Selection, StepPlan
+from cudnngraph.select.decision import Selection, StepPlan
+from cudnngraph.select.rules import torch_only
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json
 from tests.cuttings import every_cutting
 from tests.fakes import FakePlan, builder, choice_for
@@ -78,7 +81,7 @@ def more_than_one_op(spec: GraphSpec) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if heuristic.torch_only(spec) is not None:
+    if torch_only(spec) is not None:
         pytest.skip("never stored")
     for likely in (0.0, 0.5, 1.0):
         selection = chosen(spec, likely)
@@ -89,7 +92,7 @@ def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> Non
 @given(case=st.sampled_from(CASES), likely=st.sampled_from([0.2, 0.5, 0.8]), seed=st.integers(0))
 def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
     spec = canonical(case.build().spec())
-    if heuristic.torch_only(spec) is None:
+    if torch_only(spec) is None:
         selection = chosen(spec, likely, seed)
         assert steps_of(record_of(spec, selection), spec) == selection.steps
 
@@ -97,7 +100,7 @@ def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_cut_of_every_rewrite_comes_back_from_json(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if heuristic.torch_only(spec) is not None:
+    if torch_only(spec) is not None:
         pytest.skip("never stored")
     ready = prepared(marked(spec, deterministic=False))
     for variant in {id(each): each for each in (ready, channels_last(ready))}.values():
@@ -126,7 +129,7 @@ def test_the_samples_are_cut_in_every_way() -> None:
     ways = set()
     for case in CASES:
         spec = canonical(case.build().spec())
-        if heuristic.torch_only(spec) is None:
+        if torch_only(spec) is None:
             for likely in (0.0, 0.5, 1.0):
                 steps = chosen(spec, likely).steps
                 kinds = {"torch" if step.choice is None else "cudnn" for step in steps}

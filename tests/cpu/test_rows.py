@@ -15,10 +15,13 @@ from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.table import OPS
 from cudnngraph.ops.views import lies_there
-from cudnngraph.partition.cuts import Graph, piece, regions
+from cudnngraph.partition.analysis import Graph
+from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite import row_layout
-from cudnngraph.rewrite.passes import prepared, views
+from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.row_layout import in_memory_order
+from cudnngraph.rewrite.views import views
 from cudnngraph.runtime.executable import canonical
 from tests.cpu.test_views_behind import ops, same_numbers
 

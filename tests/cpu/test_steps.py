@@ -17,10 +17,11 @@ from cudnngraph.backend import env
 from cudnngraph.executor import torch_steps
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.cuts import work
+from cudnngraph.partition.analysis import work
 from cudnngraph.runtime import executable, fast_call
 from cudnngraph.runtime.executable import Program, canonical
-from cudnngraph.select.heuristic import FREE, heuristic
+from cudnngraph.select.decision import FREE
+from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
 from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics

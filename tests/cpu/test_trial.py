@@ -15,15 +15,11 @@ from cudnngraph.backend import env
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, TensorSpec
 from cudnngraph.ops.attention.dense import FP8_SCALES
+from cudnngraph.select import inputs as inputs_module
 from cudnngraph.select import trial
-from cudnngraph.select.trial import (
-    GUARD_BYTES,
-    Trial,
-    random_inputs,
-    relative_error,
-    strided,
-    tolerance,
-)
+from cudnngraph.select.inputs import random_inputs, strided
+from cudnngraph.select.tolerance import TF32_TOLERANCE, relative_error, tolerance
+from cudnngraph.select.trial import GUARD_BYTES, Trial
 from tests import numerics
 from tests.samples import Case, enumerate_cases
 
@@ -167,7 +163,7 @@ def test_for_large_attention_the_lse_is_about_that_of_even_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own would take the reference too long."""
-    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    monkeypatch.setattr(inputs_module, "LARGE_SCORES", 0)
     g = cg.Graph("g")
     q, k, v, do, o = (g.input(name, (1, 2, 8, 16), F16) for name in ("q", "k", "v", "do", "o"))
     made = g.sdpa_backward(do, q, k, v, o, g.input("lse", (1, 2, 8), F32))
@@ -254,7 +250,7 @@ def test_the_tolerance_lets_nothing_through_that_is_far_beyond_the_tests_own(
 
 
 def test_tf32_loosens_float32_alone() -> None:
-    assert tolerance(F32, tf32=True) == trial.TF32_TOLERANCE > tolerance(F32, tf32=False)
+    assert tolerance(F32, tf32=True) == TF32_TOLERANCE > tolerance(F32, tf32=False)
     assert tolerance(F16, tf32=True) == tolerance(F16, tf32=False)
     assert tolerance(torch.bool, tf32=True) == tolerance(torch.int32, tf32=False) == 0.0
 
@@ -734,7 +730,7 @@ def test_small_attention_is_compared_whole() -> None:
 
 
 def test_only_attention_alone_is_compared_by_corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    monkeypatch.setattr(trial, "LARGE_SCORES", 0)
     assert trial._corners(ATTENTIONS["gqa"]) == [(0, 0), (2, 1)]
     assert trial._corners(product()) is None
     g = cg.Graph("g")
@@ -751,7 +747,7 @@ def test_only_attention_alone_is_compared_by_corners(monkeypatch: pytest.MonkeyP
 def test_large_attention_is_checked_at_both_ends(
     spec: GraphSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    monkeypatch.setattr(trial, "LARGE_SCORES", 0)
     assert why(Plan(spec)) is None
     for place in (0, -1):
 
@@ -764,7 +760,7 @@ def test_large_attention_is_checked_at_both_ends(
 
 def test_large_attention_of_fp8_is_checked_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest of all its weights is no part of an end, and is left alone."""
-    monkeypatch.setattr(trial, "_LARGE_SCORES", 0)
+    monkeypatch.setattr(trial, "LARGE_SCORES", 0)
     g = cg.Graph("attention")
     q = g.input("q", (3, 4, 8, 16), torch.float8_e4m3fn)
     k, v = (g.input(name, (3, 2, 8, 16), torch.float8_e4m3fn) for name in "kv")

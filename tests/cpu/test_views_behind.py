@@ -15,8 +15,11 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.views import is_view
-from cudnngraph.partition.cuts import Graph, piece, regions, work
-from cudnngraph.rewrite.passes import prepared, views_behind
+from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.regions import regions
+from cudnngraph.rewrite.passes import prepared
+from cudnngraph.rewrite.views import views_behind
 from cudnngraph.runtime.executable import canonical
 from tests.models import Attends
 

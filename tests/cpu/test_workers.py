@@ -17,8 +17,9 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.select import workers
-from cudnngraph.select.workers import Server, Unusable, Workers
+from cudnngraph.select import processes, workers
+from cudnngraph.select.processes import Server, Unusable
+from cudnngraph.select.workers import Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 POLICY = cg.Policy(allow_tf32=False)
@@ -52,7 +53,7 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LIMIT_S", 1.0)
+    monkeypatch.setattr(processes, "LIMIT_S", 1.0)
     monkeypatch.setattr(workers, "IDLE_S", 1.0)
 
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from cudnngraph.select import workers
-from cudnngraph.select.workers import Server, Unusable, Workers
+from cudnngraph.select import processes, workers
+from cudnngraph.select.processes import Server, Unusable
+from cudnngraph.select.workers import Workers
 from plans_cache import gate as gates
 from plans_cache.gate import Gate
 from tests.cpu.user_programs import PATIENCE_S, POLICY, STAND_IN, graph, until
@@ -138,7 +139,7 @@ def test_no_plan_is_blamed_where_the_fork_server_is_killed(tmp_path: Path) -> No
 def test_a_worker_that_ends_while_the_fork_server_is_stopped_costs_time_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "START_S", 2.0)
+    monkeypatch.setattr(processes, "START_S", 2.0)
     pool = Pool(tmp_path, {"7": "is right"})
     assert pool.ask().result(PATIENCE_S).blob == b"plan 7"
     first, (worker,) = pool.server, pool.processes
@@ -152,8 +153,8 @@ def test_a_worker_that_ends_while_the_fork_server_is_stopped_costs_time_alone(
 def test_a_plan_that_hangs_while_the_fork_server_is_stopped_is_ended_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "START_S", 2.0)
-    monkeypatch.setattr(workers, "LIMIT_S", 0.5)
+    monkeypatch.setattr(processes, "START_S", 2.0)
+    monkeypatch.setattr(processes, "LIMIT_S", 0.5)
     pool = Pool(tmp_path, {"4": "hangs", "7": "is right"})
     future = pool.ask()
     assert until(lambda: pool.attempts)
@@ -175,7 +176,7 @@ def test_a_plan_that_hangs_while_the_fork_server_is_stopped_is_ended_with_it(
 def test_a_fork_server_that_dies_at_its_start_is_said(
     program: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "START_S", 0.5)
+    monkeypatch.setattr(processes, "START_S", 0.5)
     started: list[int] = []
     real = subprocess.Popen
 
@@ -184,7 +185,7 @@ def test_a_fork_server_that_dies_at_its_start_is_said(
         started.append(made.pid)
         return made
 
-    monkeypatch.setattr(workers.subprocess, "Popen", popen)
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
     refused = Workers(0, 1, Server(lambda file: [sys.executable, "-c", program]))
     with pytest.raises(Unusable, match=why):
         refused.first(graph(), POLICY, {}).result(PATIENCE_S)
@@ -217,7 +218,7 @@ def test_where_no_process_may_be_started_that_is_said(
     def refused(*args: Any, **options: Any) -> Any:
         raise error("no right to")
 
-    monkeypatch.setattr(workers.subprocess, "Popen", refused)
+    monkeypatch.setattr(processes.subprocess, "Popen", refused)
     pool = Pool(tmp_path, {"7": "is right"})
     for _ in range(2):
         with pytest.raises(Unusable, match="no process can be started: no right to"):
@@ -486,8 +487,8 @@ import os, sys
 sys.path.insert(0, {root!r})
 import torch
 import cudnngraph as cg
-from cudnngraph.select import workers
-workers._PROGRAM = {program!r}
+from cudnngraph.select import processes, workers
+processes._PROGRAM = {program!r}
 os.chdir({elsewhere!r})
 sys.path[:0] = ["", {tools!r}, {path_like}]
 def ask():
@@ -508,7 +509,7 @@ thread.join()
 
 def program_that_stands_in(log: Path) -> str:
     """The fork server's own program, but for what it forks."""
-    head, last = workers._PROGRAM.rstrip().rsplit("\n", 1)
+    head, last = processes._PROGRAM.rstrip().rsplit("\n", 1)
     assert last.startswith("forkserver.serve(")
     return f"""{head}
 import importlib.util, json, pathlib, queue, select

@@ -32,7 +32,8 @@ from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
 from cudnngraph.select import guard, workers
-from cudnngraph.select.workers import Answer, Server, Unusable, Workers
+from cudnngraph.select.processes import Server, Unusable
+from cudnngraph.select.workers import Answer, Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 POLICY = cg.Policy(allow_tf32=False, verify="isolated")
@@ -63,7 +64,7 @@ class User:
         self.log = folder / "log"
         self.log.touch()
         self._told = json.dumps(behaviours)
-        workers.Server = partial(Server, self._command)  # type: ignore[misc,assignment]
+        workers.Server = partial(Server, self._command)  # type: ignore[misc,assignment,attr-defined]
         workers._server = workers.Server()
         workers._pools[0] = Workers(0, 2)
 

@@ -36,8 +36,9 @@ from cudnngraph.ir.spec import (
 from cudnngraph.ops import pooling
 from cudnngraph.ops.attention.checks import ATTENTION
 from cudnngraph.ops.table import OPS
-from cudnngraph.partition.cuts import Graph, piece
-from cudnngraph.rewrite.passes import by_flash, offsets_of_sequences
+from cudnngraph.partition.analysis import Graph
+from cudnngraph.partition.cuts import piece
+from cudnngraph.rewrite.packed import by_flash, offsets_of_sequences
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases

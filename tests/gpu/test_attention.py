@@ -14,7 +14,7 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime.executable import compile as compile_spec
 from cudnngraph.select.dropout_probe import explicit, recovered
-from cudnngraph.select.trial import random_inputs
+from cudnngraph.select.inputs import random_inputs
 from tests import numerics
 from tests.models import packed_training
 from tests.samples import BF16, F16, F32

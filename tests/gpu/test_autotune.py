@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -23,12 +22,11 @@ from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_f
 from cudnngraph.device import timing
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import executable
+from cudnngraph.select import bench
 from cudnngraph.select.trial import Trial
 from plans_cache.record import PlanRecord, from_json
 from tests import numerics
 from tests.gpu.test_plans import tensors
-
-autotune: Any = importlib.import_module("cudnngraph.select.search")
 
 F16 = torch.float16
 EFFORT = {"tune": "autotune", "max_candidates": 4, "budget_s": 20.0}
@@ -340,7 +338,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                     plan = make(plan, self.spec)
                 return outcome, plan
 
-        monkeypatch.setattr(autotune, "Proposals", Doubled)
+        monkeypatch.setattr(bench, "Proposals", Doubled)
 
     return apply
 

@@ -19,6 +19,7 @@ from cudnngraph.backend import lower
 from cudnngraph.bench import models
 from cudnngraph.cache import lookup
 from cudnngraph.select import guard, workers
+from cudnngraph.select.processes import Server
 from tests import numerics
 
 F16 = torch.float16
@@ -140,7 +141,7 @@ def test_plans_that_fault_or_are_wrong_are_rejected_and_not_tried_again(
         return [sys.executable, "-c", LETS_THROUGH, str(file)]
 
     def pool() -> workers.Workers:
-        workers._pools[0] = workers.Workers(0, 4, workers.Server(lenient))
+        workers._pools[0] = workers.Workers(0, 4, Server(lenient))
         return workers._pools[0]
 
     g = embedded(320)
@@ -182,7 +183,7 @@ def test_a_whole_model_is_checked(record_property: Any) -> None:
 def test_where_no_worker_can_have_the_gpu_plans_are_checked_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    busy = workers.Server(lambda file: [sys.executable, "-c", BUSY, str(file)])
+    busy = Server(lambda file: [sys.executable, "-c", BUSY, str(file)])
     workers._pools[0] = workers.Workers(0, 1, busy)
     g = embedded()
     exe = g.compile("cuda")

@@ -24,7 +24,8 @@ from cudnngraph import settings
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cache import lookup
 from cudnngraph.ir.key import step_digest
-from cudnngraph.select import guard, workers
+from cudnngraph.select import guard, processes, workers
+from cudnngraph.select.processes import Server
 from cudnngraph.select.worker import from_choice
 from tests.gpu import misbehaving
 from tests.gpu.test_autotune import check, conv_bias_relu, inputs_of
@@ -55,13 +56,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(told: Path) -> Iterator[workers.Server]:
+def server(told: Path) -> Iterator[Server]:
     """The process that forks them: one for all cases, which has torch imported."""
 
     def command(file: int) -> Sequence[str]:
         return [sys.executable, "-c", misbehaving.PROGRAM, str(told), str(file)]
 
-    made = workers.Server(command)
+    made = Server(command)
     yield made
     if made._control is not None:
         made._stop()
@@ -76,7 +77,7 @@ class Injected:
     choice: Choice
     log: Path
     told: Path
-    server: workers.Server
+    server: Server
 
     def begin(self, does: str) -> None:
         """Be a new process, with workers where the plan does that."""
@@ -126,7 +127,7 @@ def works() -> None:
 
 @pytest.fixture
 def injected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Path, server: workers.Server
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Path, server: Server
 ) -> Iterator[Injected]:
     """An empty cache but for a record that nobody has checked; its plan is the one."""
     monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(tmp_path / "cache"))
@@ -153,7 +154,7 @@ def test_another_plan_is_taken_and_this_one_is_not_tried_again(
     tune: Any, does: str, injected: Injected, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     if does == "hangs":
-        monkeypatch.setattr(workers, "LIMIT_S", HANG_S)
+        monkeypatch.setattr(processes, "LIMIT_S", HANG_S)
     injected.begin(does)
     injected.forget()
     start = time.perf_counter()
@@ -177,7 +178,7 @@ def test_a_record_that_nobody_has_checked_serves_nobody(
     does: str, injected: Injected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if does == "hangs":
-        monkeypatch.setattr(workers, "LIMIT_S", HANG_S)
+        monkeypatch.setattr(processes, "LIMIT_S", HANG_S)
     injected.begin(does)
     with pytest.raises(cg.PlanNotCached, match=REASONS[does]):
         injected.graph.compile("cuda", tune="cached")

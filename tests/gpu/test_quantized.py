@@ -12,7 +12,7 @@ from cudnngraph.backend import env
 from cudnngraph.bench.quantized import lowprecision_suite
 from cudnngraph.executor import reference
 from cudnngraph.ops.quantize import saturated
-from cudnngraph.select import trial
+from cudnngraph.select.inputs import random_inputs
 from cudnngraph.settings import override
 from tests import numerics
 
@@ -224,7 +224,7 @@ def test_selection_measures_checks_and_keeps_8_bit_plans(
     decided = [decision.reason for step in exe.steps for decision in step.decisions]
     assert not [reason for reason in decided if reason.startswith("wrong:")], exe.explain()
     assert [step.choice for step in again.steps] == [step.choice for step in exe.steps]
-    given = trial.random_inputs(exe.spec, torch.device("cuda"))
+    given = random_inputs(exe.spec, torch.device("cuda"))
     (want,) = reference.run(exe.spec, given, F64)
     for each in (exe, again):
         numerics.check(each(*given), want if dtype == I8 else want.double(), dtype)

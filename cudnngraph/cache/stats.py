@@ -1,0 +1,93 @@
+"""Counters of the cache in this process, and hooks that are told of each miss."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from plans_cache.store import Stats
+
+from ..ir.key import Key
+
+
+@dataclass(frozen=True)
+class MissInfo:
+    """What a miss hook is told: the graph in one line, its key, and why nothing was found."""
+
+    graph: str
+    key: Key
+    reason: str
+
+
+class Counters:
+    """Lookups by the tier that served them, misses by reason, and time spent; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookups: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.build_ms = 0.0
+        self.load_ms = 0.0
+
+    def served(self, tier: str, *, build_ms: float = 0.0, load_ms: float = 0.0) -> None:
+        """Count one lookup."""
+        with self._lock:
+            self.lookups[tier] += 1
+            self.build_ms += build_ms
+            self.load_ms += load_ms
+
+    def missed(self, reason: str) -> None:
+        """Count one miss."""
+        with self._lock:
+            self.misses[reason] += 1
+
+
+COUNTERS = Counters()
+hooks: list[Callable[[MissInfo], None]] = []
+
+
+def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
+    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
+
+    What a hook raises is logged and goes no further.
+    """
+    hooks.append(hook)
+
+    def remove() -> None:
+        if hook in hooks:
+            hooks.remove(hook)
+
+    return remove
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How the cache has done in this process.
+
+    ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
+    store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times
+    are in milliseconds. ``workspace_bytes`` is what the pool holds now. ``store`` has the store's
+    own counters.
+    """
+
+    lookups: dict[str, int]
+    misses: dict[str, int]
+    build_ms: float
+    load_ms: float
+    programs: int
+    workspace_bytes: int
+    workspace_high_water_bytes: int
+    store: Stats
+
+
+def _after_fork() -> None:
+    """A thread of the parent may have held the lock."""
+    global COUNTERS
+    COUNTERS = Counters()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,286 @@
+"""What every cut asks about a graph: anchors, views, readers, stages, and dtypes between steps.
+
+What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
+torch's own ops do it. It halves the traffic, and cuDNN has more engines for it. Inside a step
+values stay in the graph's intermediate dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout
+from ..ops.base import FLOATS, Call
+from ..ops.table import OPS
+from ..ops.views import is_view, slots
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+Group = tuple[Node, ...]
+_GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
+
+# Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
+# they held the operands. (exp, pow, division … may leave float16's range on the way.)
+_TAME = frozenset(
+    {
+        *(
+            "bias",
+            "scale",
+            "batch_norm",
+            "batch_norm_apply",
+            "add",
+            "sub",
+            "mul",
+            "minimum",
+            "maximum",
+            "clamp",
+        ),
+        *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
+        *("identity", "neg", "abs", "where", "expand"),
+        *("relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"),
+    }
+)
+
+
+def work(nodes: Sequence[Node]) -> Group:
+    """The nodes that compute something: all but constants."""
+    return tuple(node for node in nodes if node.op != "constant")
+
+
+def is_anchor(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a node is no part of a group of pointwise ops.
+
+    Such are the ops that are not element by element, and copies into another layout.
+    """
+    return not OPS[node.op].pointwise or is_copy(node, tensors)
+
+
+def is_copy(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a node only changes the layout, which no plan of cuDNN does."""
+    if node.op != "identity":
+        return False
+    source, result = tensors[node.operands[0]], tensors[node.results[0]]
+    return not same_layout(source.shape, source.stride, result.stride)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph to be cut, with what every cut asks about it."""
+
+    spec: GraphSpec
+
+    def is_anchor(self, node: Node) -> bool:
+        """See :func:`is_anchor`."""
+        return is_anchor(node, self.spec.tensors)
+
+    def takes_epilogue(self, node: Node) -> bool:
+        """Whether pointwise ops behind a node may be part of its plan."""
+        row = OPS[node.op]
+        return not (row.pointwise or row.view or row.torch_only)
+
+    def takes_prologue(self, node: Node) -> bool:
+        """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""
+        return node.op == "batch_norm_backward"
+
+    def is_free(self, node: Node) -> bool:
+        """Whether a node is a view, or joins what was written in its place: nothing has to run."""
+        if node.op == "concat":
+            return set(node.operands) <= self.joined and len(set(node.operands)) == len(node.inputs)
+        if node.results[0] in self.spec.outputs:
+            return node.results[0] in self.written_as_operand
+        return self._is_view(node)
+
+    def _is_view(self, node: Node) -> bool:
+        if not OPS[node.op].view:
+            return False
+        return is_view({n: self.crossing(n) for n in (node.operands[0], node.results[0])}, node)
+
+    @cached_property
+    def written_as_operand(self) -> frozenset[str]:
+        """Outputs that are a view of a step's result, all of it: the step writes them itself."""
+        found: dict[str, str] = {}  # by what they are a view of
+        for node in self.spec.nodes:
+            if node.results[0] not in self.spec.outputs or not self._is_view(node):
+                continue
+            name = node.operands[0]
+            while (source := self.producer.get(name)) is not None and self._is_view(source):
+                name = source.operands[0]
+            one, other = self.crossing(name), self.crossing(node.results[0])
+            if (
+                source is not None
+                and name not in self.spec.outputs
+                and name not in self.joined
+                and (one.numel, one.dtype) == (other.numel, other.dtype)
+            ):
+                found.setdefault(name, other.name)
+        return frozenset(found.values())
+
+    def crossing(self, name: str) -> TensorSpec:
+        """A tensor as it is where it crosses from one step to another."""
+        return self.passed.get(name, self.spec.tensors[name])
+
+    @cached_property
+    def joined(self) -> frozenset[str]:
+        """What is written straight into its slice of a concatenation's result."""
+        found: set[str] = set()
+        for node in self.spec.nodes:
+            if node.op != "concat":
+                continue
+            tensors = {name: self.crossing(name) for name in (*node.operands, *node.results)}
+            found |= {name for name in slots(tensors, node) if self.may_join(name)}
+        return frozenset(found)
+
+    def may_join(self, name: str) -> bool:
+        """Whether a tensor is memory of one of the steps, and of no view's operand."""
+        source = self.producer.get(name)
+        return source is not None and name not in self.spec.outputs and not OPS[source.op].view
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[Node]]:
+        """The nodes that read each tensor, once for each port."""
+        found: dict[str, list[Node]] = {}
+        for node in self.spec.nodes:
+            for name in node.operands:
+                found.setdefault(name, []).append(node)
+        return found
+
+    @cached_property
+    def producer(self) -> Mapping[str, Node]:
+        """The node that makes each tensor, constants left out."""
+        return {name: node for node in work(self.spec.nodes) for name in node.results}
+
+    @cached_property
+    def passed(self) -> Mapping[str, TensorSpec]:
+        """Intermediates in 16 bits, as they are where they cross from one step to another."""
+        narrow: dict[str, TensorSpec] = {}
+        for node in self.spec.nodes:
+            for name in node.results:
+                tensor, dtype = self.spec.tensors[name], self._data[name]
+                if name in self.spec.outputs or name in self._wide or dtype == tensor.dtype:
+                    continue
+                if node.op == "reduction":  # cuDNN writes float32, and it is small
+                    continue
+                if self._is_row_product(node):  # its sum may cancel, and a row has few terms
+                    continue
+                small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
+                if dtype in LOW_PRECISION and small:
+                    narrow[name] = replace(tensor, dtype=dtype)
+        return narrow
+
+    def _is_row_product(self, node: Node) -> bool:
+        """Whether a product is there for its sums along rows alone, as in a row's dot product."""
+        name = node.results[0]
+        rows = (len(self.spec.tensors[name].shape) - 1,)
+        readers = self.readers.get(name, ())
+        return (
+            node.op == "mul"
+            and bool(readers)
+            and all(each.op == "reduction" and each.attr("dims") == rows for each in readers)
+        )
+
+    @cached_property
+    def _data(self) -> Mapping[str, torch.dtype]:
+        """The dtype of the data that each tensor comes of; statistics are data of their own."""
+        data = {name: self.spec.tensors[name].dtype for name in self.spec.inputs}
+        for node in self.spec.nodes:
+            if node.op == "aten":
+                data.update(self._of_torch(node, data))
+                continue
+            dtype = self._data_dtype(node, data)
+            for port, name in enumerate(node.outputs):
+                if name is not None:
+                    tensor = self.spec.tensors[name]
+                    gradients = node.op in _GRADIENTS and port < 3  # dq, dk, dv
+                    is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
+                    data[name] = dtype if is_data else tensor.dtype
+        return data
+
+    def _of_torch(self, node: Node, data: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of the results of torch's own op on data."""
+        operands = {
+            f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
+            for place, name in enumerate(node.operands)
+        }
+        results = OPS["aten"].infer(Call("aten", node.name, operands, dict(node.attrs))) or ()
+        found = dict(zip(node.outputs, results, strict=False))
+        return {
+            name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
+            for name in node.results
+        }
+
+    @cached_property
+    def _wide(self) -> frozenset[str]:
+        """What pointwise ops and views make float32 outputs of 16-bit data of: roundings would show
+        there."""
+        wide = {
+            name
+            for name in self.spec.outputs
+            if self.spec.tensors[name].dtype == torch.float32 and self._data[name] in LOW_PRECISION
+        }
+        for node in reversed(self.spec.nodes):
+            op = OPS[node.op]
+            if (op.pointwise or op.view) and node.results[0] in wide:
+                wide |= set(node.operands)
+        return frozenset(wide)
+
+    def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
+        """The dtype of the data that a node works on: of its first operand for an anchor, else what
+        its largest floating operands have in common. What becomes of 8-bit data is data anew, and
+        so is what a group norm multiplies by and adds: rounded, it would move whole images."""
+        own = self.spec.tensors[node.results[0]].dtype
+        if node.op in ("constant", "quantize", "dequantize", "group_affine"):
+            return own
+        if self.is_anchor(node):
+            dtype = data[node.operands[0]]
+            return dtype if dtype in FLOATS or OPS[node.op].view else own
+        floats = [n for n in node.operands if data[n].is_floating_point and n not in self._numbers]
+        if not floats:
+            return own
+        most = max(self.spec.tensors[name].numel for name in floats)
+        dtype = data[next(n for n in floats if self.spec.tensors[n].numel == most)]
+        for name in floats:
+            if self.spec.tensors[name].numel == most:
+                dtype = torch.promote_types(dtype, data[name])
+        return dtype
+
+    @cached_property
+    def _read_as_data(self) -> frozenset[str]:
+        """What anchors read that were declared on data of that dtype; sums take any."""
+        anchors = (n for n in self.spec.nodes if self.is_anchor(n) and n.op != "reduction")
+        return frozenset(name for node in anchors for name in node.operands)
+
+    @cached_property
+    def _numbers(self) -> frozenset[str]:
+        """The tensors that constants make."""
+        return frozenset(n.results[0] for n in self.spec.nodes if n.op == "constant")
+
+    @cached_property
+    def stage(self) -> Mapping[str, int]:
+        """When each node runs: an anchor as soon as it can, a pointwise op with its first user.
+
+        An anchor's stage is the longest chain of anchors that ends at it; the pointwise ops of a
+        stage follow its anchors. So no group waits for a later one, and what only an epilogue needs
+        (a scaled residual) is part of the epilogue, not a step before the anchor.
+        """
+        nodes = work(self.spec.nodes)
+        users: dict[str, list[Node]] = {}
+        stage: dict[str, int] = {}
+        for node in nodes:
+            sources = [self.producer[name] for name in node.operands if name in self.producer]
+            for source in sources:
+                users.setdefault(source.name, []).append(node)
+            depth = max((stage[source.name] for source in sources), default=0)
+            stage[node.name] = depth + self.is_anchor(node)
+        for node in reversed(nodes):
+            if not self.is_anchor(node) and node.name in users:
+                stage[node.name] = min(
+                    stage[user.name] - self.is_anchor(user) for user in users[node.name]
+                )
+        return stage
+
+    def sources(self, node: Node) -> list[Node]:
+        """The nodes that make the operands of ``node``."""
+        return [self.producer[name] for name in node.operands if name in self.producer]

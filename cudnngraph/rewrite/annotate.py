@@ -1,0 +1,41 @@
+"""Marks on nodes for those who run the steps: attributes that only the steps' own graphs have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir.spec import (
+    GraphSpec,
+    Node,
+)
+from ..ops.table import OPS
+from ..partition.analysis import Graph
+
+#: Attributes that only the steps' own graphs have. Of max pools: that they read no -inf. Of
+#: gradients of attention: to be the same bits in every run.
+BOUNDED, REPEATABLE = "bounded", "repeatable"
+
+_NO_LOWER_THAN_MINUS_ONE = frozenset({"relu", "relu6", "sigmoid", "tanh", "exp", "abs", "softmax"})
+
+
+def marked(spec: GraphSpec, deterministic: bool) -> GraphSpec:
+    """The graph, before it is cut, with marks for those who run its steps: on max pools that read
+    no -inf, being behind a ReLU, say; where it has to be ``deterministic`` on gradients of
+    attention, for which cuDNN has another way, and no note of its plans tells them apart."""
+    graph = Graph(spec)
+
+    def bounded(node: Node) -> bool:
+        made: Node | None = node
+        while made is not None and (made.op in ("max_pool", "identity") or OPS[made.op].view):
+            made = graph.producer.get(made.operands[0])
+        return made is not None and made.op in _NO_LOWER_THAN_MINUS_ONE
+
+    def mark(node: Node) -> Node:
+        if node.op == "max_pool" and bounded(node):
+            return replace(node, attrs=((BOUNDED, True), *node.attrs))
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward") and deterministic:
+            return replace(node, attrs=((REPEATABLE, True), *node.attrs))
+        return node
+
+    nodes = tuple(map(mark, spec.nodes))
+    return spec if nodes == spec.nodes else replace(spec, nodes=nodes)

@@ -1,0 +1,64 @@
+"""Convolutions channels last, whatever the tensors' layout, with copies at the graph's edges."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..ir.spec import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    channels_last_strides,
+    is_channels_last,
+)
+from ..partition.analysis import is_anchor
+
+_CONVOLUTIONS = frozenset({"conv", "conv_transpose", "conv_wgrad"})
+
+
+def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> GraphSpec:
+    """A graph of convolutions with every image channels last, copied at the graph's edges; or only
+    those named in ``images``.
+
+    Another graph, and one that lies so already, is given back as it is.
+    """
+    anchors = [node for node in spec.nodes if is_anchor(node, spec.tensors)]
+    if not anchors or not all(node.op in _CONVOLUTIONS for node in anchors):
+        return spec
+    rank = len(spec.tensors[anchors[0].operands[0]].shape)
+
+    def last(tensor: TensorSpec) -> TensorSpec:
+        return replace(tensor, stride=channels_last_strides(tensor.shape))
+
+    tensors, nodes = dict(spec.tensors), list(spec.nodes)
+    renamed: dict[str, str] = {}
+    copies: list[Node] = []
+    for name, tensor in spec.tensors.items():
+        if len(tensor.shape) != rank or is_channels_last(tensor.shape, tensor.stride):
+            continue
+        if images is not None and name not in images:
+            continue
+        if name not in spec.inputs and name not in spec.outputs:
+            tensors[name] = last(tensor)
+            continue
+        other = f"{name}_last"
+        tensors[other] = replace(last(tensor), name=other)
+        renamed[name] = other
+        source, target = (name, other) if name in spec.inputs else (other, name)
+        copies.append(Node("identity", f"{name}_copy", (source,), (target,)))
+    if not copies:
+        return spec
+
+    def new(name: str | None) -> str | None:
+        return None if name is None else renamed.get(name, name)
+
+    nodes = [
+        replace(
+            node,
+            inputs=tuple(new(name) for name in node.inputs),
+            outputs=tuple(new(name) for name in node.outputs),
+        )
+        for node in nodes
+    ]
+    return replace(spec, tensors=tensors, nodes=(*nodes, *copies))

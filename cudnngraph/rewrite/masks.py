@@ -1,0 +1,97 @@
+"""Masks of attention: numbers where boolean ones stood, and copies whose rows are aligned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..ir.spec import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    aligned_rows,
+    contiguous_strides,
+    odd_rows,
+)
+from ..ops.table import OPS
+from ..partition.analysis import LOW_PRECISION, Graph
+
+
+def numeric_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
+    added to the scores, and for dropout 1 or 0."""
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
+    for place, node in enumerate(spec.nodes):
+        if node.op not in ("sdpa", "sdpa_backward"):
+            continue
+        ports = OPS[node.op].ports
+        data = graph.crossing(str(node.inputs[ports.index("q")])).dtype
+        inputs = list(node.inputs)
+        for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
+            name = node.inputs[ports.index(port)]
+            if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
+                continue
+            if (node.op, port) == ("sdpa_backward", "dropout_mask"):
+                continue  # a torch step, see lower.py
+            shape = tensors[name].shape
+            stride = contiguous_strides(shape)
+            if (node.op, port) == ("sdpa", "attn_mask") and odd_rows(shape, stride):
+                stride = aligned_rows(shape)  # see aligned_masks
+            known = numbers_of.get((name, port, data, stride))
+            if known is None:
+                label = f"{node.results[0]}_{'mask' if port == 'attn_mask' else port}"
+                known = f"{label}_numbers"
+                names = (f"{label}_keep", f"{label}_drop")
+                tensors |= {each: TensorSpec(each, (), (), torch.float32) for each in names}
+                tensors[known] = TensorSpec(known, shape, stride, data)
+                nodes += [
+                    Node("constant", each, (), (each,), (("value", number),))
+                    for each, number in zip(names, numbers, strict=True)
+                ]
+                nodes.append(Node("where", label, (name, *names), (known,)))
+                numbers_of[name, port, data, stride] = known
+            inputs[ports.index(port)] = known
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return (
+        spec
+        if len(nodes) == len(spec.nodes)
+        else replace(spec, tensors=tensors, nodes=tuple(nodes))
+    )
+
+
+LEAST_SCORES = 1 << 23  # of attention, for which a copy of its mask is worth a launch
+
+
+def aligned_masks(spec: GraphSpec) -> GraphSpec:
+    """The graph with a copy of an additive mask of attention whose rows start at odd elements.
+
+    cuDNN takes up to twice as long for it (an H200, float16, (16, 16, 577, 64) and a mask for all
+    images: 234 us, and 122 with rows 584 elements apart). Where each image and head has numbers of
+    its own, the copy would take as long as it saves.
+    """
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    copies: dict[str, str] = {}
+    for place, node in enumerate(spec.nodes):
+        if node.op != "sdpa":
+            continue
+        ports = OPS["sdpa"].ports
+        q, k, name = (node.inputs[ports.index(port)] for port in ("q", "k", "attn_mask"))
+        mask = None if name is None else graph.crossing(name)
+        if mask is None or name is None or mask.dtype not in LOW_PRECISION:
+            continue
+        (batch, heads, rows, _), keys = tensors[str(q)].shape, tensors[str(k)].shape[2]
+        scores = batch * heads * rows * keys
+        if not odd_rows(mask.shape, mask.stride) or scores < max(LEAST_SCORES, 4 * mask.numel):
+            continue
+        if name not in copies:
+            copy = copies[name] = f"{node.results[0]}_mask_aligned"
+            tensors[copy] = replace(mask, name=copy, stride=aligned_rows(mask.shape))
+            nodes.append(Node("identity", copy, (name,), (copy,)))
+        inputs = list(node.inputs)
+        inputs[ports.index("attn_mask")] = copies[name]
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if copies else spec

@@ -1,0 +1,128 @@
+"""Packed sequences in attention: where each starts, how its tensors lie, and what runs as flash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..ir.spec import (
+    GraphSpec,
+    Node,
+    TensorSpec,
+    same_layout,
+)
+from ..ops.table import OPS
+from ..partition.analysis import LOW_PRECISION, Graph
+
+
+def token_widths(
+    node: Node, tensors: Mapping[str, TensorSpec]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How far apart the tokens of packed attention lie, in elements: the different widths of what
+    has the tokens of q, and of what has those of k."""
+    row = OPS[node.op]
+    widths: tuple[dict[int, None], dict[int, None]] = ({}, {})
+    for port, name in (*zip(row.ports, node.inputs), *zip(row.outputs, node.outputs)):  # noqa: B905
+        if name is not None and port not in PACKING:
+            widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
+    return tuple(widths[0]), tuple(widths[1])
+
+
+FLASH_WIDTH = 256  # the widest head that torch's flash attention takes
+
+
+def by_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether packed attention is torch's flash attention on a GPU: where nothing is promised of
+    other sequences' numbers. cuDNN's faster engines let NaN in from there, and those that do not
+    take longer (an H200, 8 sequences of 256 to 2048, 16 heads of 128, causal: 390 against 235 us).
+
+    Its diagonals end at the bottom right, which for q and k of the same sequences is any. A torch
+    that was built for CPUs alone plans for others, which have it.
+    """
+    if torch.version.cuda is not None and not torch.backends.cuda.is_flash_attention_available():
+        return False
+    if node.op != "sdpa_varlen" or node.attr("finite_padding") or node.attr("max_seqlen_q") < 2:
+        return False
+    names = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    if names["ragged"] is not None:
+        return False
+    q, k, v = (tensors[str(names[port])] for port in "qkv")
+    causal, window = node.attr("is_causal"), node.attr("window")
+    longest = node.attr("max_seqlen_q"), node.attr("max_seqlen_kv")
+    alike = longest[0] == longest[1] and names["cu_seqlens_q"] == names["cu_seqlens_kv"]
+    at_the_end = node.attr("diagonal_alignment") == "bottom_right"
+    if window is not None and not causal and (window[1] is None or window[1] >= longest[1]):
+        # It sees as many keys to the right as the longest k has, from rows left of the first too.
+        at_the_end = at_the_end and longest[0] <= longest[1]
+    return (
+        ((not causal and window is None) or alike or at_the_end)
+        and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
+        and min(q.numel, k.numel) > 0
+        and all(x.stride[-1] == 1 for x in (q, k, v))
+        and all(step % 8 == 0 for x in (q, k, v) for step in (x.shape[-1], *x.stride[:-1]))
+    )
+
+
+# Of the gradient of packed attention: what lies as the other does, or is copied; see below.
+ALIKE = (("q", "dq"), ("k", "dk"), ("v", "dv"), ("do", "o"))
+
+
+def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
+    """The graph in which the gradient of packed attention of 16-bit data reads q, k and v in the
+    strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
+    buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    for place, node in enumerate(spec.nodes):
+        if node.op != "sdpa_varlen_backward":
+            continue
+        row = OPS[node.op]
+        names = dict(zip((*row.ports, *row.outputs), (*node.inputs, *node.outputs), strict=True))
+        for port, other in ALIKE:
+            own, want = (graph.crossing(str(names[each])) for each in (port, other))
+            if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
+                continue
+            made = f"{node.results[0]}_{port}_alike"
+            tensors[made] = replace(own, name=made, stride=want.stride)
+            nodes.append(Node("identity", made, (own.name,), (made,)))
+            names[port] = made
+        nodes[place] = replace(node, inputs=tuple(names[port] for port in row.ports))
+    changed = len(nodes) > len(spec.nodes)
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if changed else spec
+
+
+PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie
+
+
+def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
+    """The graph in which packed attention of 16-bit data is told where each sequence starts in
+    every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
+    of the same strides."""
+    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    made: dict[tuple[Any, ...], str] = {}
+    for place, node in enumerate(spec.nodes):
+        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward") or by_flash(node, tensors):
+            continue
+        ports = OPS[node.op].ports
+        at = {port: ports.index(port) for port in ("q", *PACKING)}
+        data = graph.crossing(str(node.inputs[at["q"]]))
+        ends = tuple(str(node.inputs[at[port]]) for port in PACKING[:2])
+        if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
+            continue
+        widths = token_widths(node, tensors)
+        key = (ends, widths)
+        if key not in made:
+            made[key] = name = f"{node.results[0]}_offsets"
+            rows, count = 2 + len(widths[0]) + len(widths[1]), tensors[ends[0]].shape[0]
+            stride = (-(-count // 4) * 4, 1)  # rows start at multiples of 16 bytes
+            tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)
+            attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
+            nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))
+        inputs = list(node.inputs)
+        for port in PACKING[:2]:
+            inputs[at[port]] = None
+        inputs[at["ragged"]] = made[key]
+        nodes[place] = replace(node, inputs=tuple(inputs))
+    return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec

@@ -1,0 +1,86 @@
+"""The choice by measurement: a graph searched as one plan, part by part or region by region.
+
+Where the policy allows no torch steps, only plans of the whole graph are tried
+(:mod:`~cudnngraph.select.search`). A large graph is searched region by region
+(:mod:`~cudnngraph.select.regions`).
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..errors import NotSupported
+from ..ir.spec import GraphSpec
+from ..partition.analysis import Graph, work
+from ..partition.regions import regions
+from ..policy import Policy
+from ..rewrite.annotate import marked
+from ..rewrite.channels_last import channels_last
+from ..rewrite.passes import prepared
+from .bench import Bench
+from .decision import Selection, StepPlan
+from .regions import Progress, Regions
+from .rules import torch_only
+from .search import Part, Search, measured, of_cuts, of_others
+
+
+def autotune(
+    spec: GraphSpec, policy: Policy, bench: Bench, progress: Progress | None = None
+) -> Selection:
+    """Choose by measuring. ``progress(done, known)`` is told how many plans were built.
+
+    Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
+    """
+    assert torch_only(spec) is None, "there is nothing to measure"
+    spec = marked(spec, policy.deterministic)
+    search = Search(policy, bench)
+    if policy.fallback == "error":
+        roots = [_whole(search, spec)]
+        anchors = 1
+    else:
+        spec = prepared(spec)
+        graphs = [Graph(spec)]
+        borders = regions(graphs[0])
+        if borders:
+            return Regions(graphs[0], borders, policy, bench).tuned(progress)
+        other = channels_last(spec)
+        if other is not spec:
+            graphs.append(Graph(other))
+        roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
+        anchors = max(1, sum(map(graphs[0].is_anchor, work(spec.nodes))))
+    deadline = time.perf_counter() + policy.budget_s * anchors
+    for done, known in search.explore(roots, deadline):
+        if progress is not None:
+            progress(done, known)
+    winner, rivals = search.settle(roots[0].spec, roots)
+    bench.close()
+    steps, built = [], []
+    for number, (part, way) in enumerate(winner.runs.steps):
+        decisions = search.decisions(part, way)
+        if number == 0:
+            compared = of_cuts(winner, rivals)
+            decisions = (*compared, *of_others(search, winner.runs), *decisions)
+        plan = None if way.choice is None else bench.replay(part.spec, way.choice)
+        time_us = measured(way.time_us)
+        verified = None if plan is None else plan.verified
+        steps.append(
+            StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
+        )
+        built.append(plan)
+    return Selection(tuple(steps), tuple(built))
+
+
+def _whole(search: Search, spec: GraphSpec) -> Part:
+    """The graph as one plan and nothing else. :class:`NotSupported` where there is none."""
+    graph = Graph(spec)
+    part = search.part(graph, work(spec.nodes))
+    part.cuts = ()
+    search.order[:] = [part]
+    part.size = 2  # no torch step
+    search.open(part)
+    while part.step.queue and not part.step.ways:
+        search.advance(part.step)
+    if not part.step.ways:
+        reasons = dict.fromkeys(decision.reason for decision in part.step.lost)
+        raise NotSupported(f"graph '{spec.name}'", list(reasons))
+    return part

@@ -1,0 +1,157 @@
+"""The bench on which the search builds, times and checks plans; on a GPU, trials on random data."""
+
+from __future__ import annotations
+
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ..backend.plan import Choice, Plan, Proposals, replay
+from ..device.timing import HEAVY_US, measure
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from .config import (
+    ALIKE,
+    ALIKE_ROUNDS,
+    FINAL_ROUNDS,
+    FINALISTS,
+    PLACES,
+    QUICK_ROUNDS,
+    SPACER_BYTES,
+    TRIALS_KEPT,
+)
+from .trial import Chain, Trial
+
+
+class Bench(Protocol):
+    """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
+
+    def proposals(self, spec: GraphSpec) -> Any:
+        """cuDNN's candidates with a ``build``, as :class:`~cudnngraph.backend.plan.Proposals`."""
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
+    ) -> list[float | str]:
+        """Time of each plan of a step (None: torch) side by side, or why it did not run."""
+
+    def chain_times_us(
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]],
+        *,
+        alike: bool = False,
+    ) -> list[float] | None:
+        """Time of each chain of steps that runs ``spec``, side by side; None without memory.
+
+        ``alike``: the chains differ in a small part of their work.
+        """
+
+    def close(self) -> None:
+        """No more plans are asked for; those that were to be built ahead are not."""
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """What is wrong with what a plan does, or None."""
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """The plan of a choice alone, to be kept."""
+
+
+class GpuBench:
+    """Trials on one GPU. Use it with that device current.
+
+    Measurements hold ``alone()``, so that processes which tune on the same GPU at the same time
+    take turns at it and only build in parallel.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._policy = policy
+        self._device = device
+        self._alone = alone
+        stream: Any = torch.cuda.Stream
+        self._stream: torch.cuda.Stream = stream(device)
+        self._trials: OrderedDict[int, Trial] = OrderedDict()
+        self._chain: tuple[GraphSpec, Chain] | None = None  # the whole graph that was timed last
+
+    def proposals(self, spec: GraphSpec) -> Proposals:
+        """See :class:`Bench`."""
+        return Proposals(spec, self._policy, self._device.index, more=True)
+
+    def _trial(self, spec: GraphSpec) -> Trial:
+        found = self._trials.get(id(spec))
+        if found is None:
+            found = self._trials[id(spec)] = Trial(spec, self._policy, self._device)
+        self._trials.move_to_end(id(spec))
+        while len(self._trials) > TRIALS_KEPT:
+            self._trials.popitem(last=False)
+        return found
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
+    ) -> list[float | str]:
+        """See :class:`Bench`."""
+        try:
+            times = self._times_us(self._trial(spec), plans, rounds)
+            if len(plans) == 1 or min(times) >= HEAVY_US:
+                return list(times)
+            # Where tensors lie moves a short kernel's time by some percent: so elsewhere too.
+            taken: list[list[float]] = [times]
+            kept: list[Any] = []
+            for place in range(1, PLACES):
+                kept.append(
+                    torch.empty(place * SPACER_BYTES, dtype=torch.uint8, device=self._device)
+                )
+                kept.append(Trial(spec, self._policy, self._device))
+                taken.append(self._times_us(kept[-1], plans, rounds))
+            return [statistics.fmean(each) for each in zip(*taken, strict=True)]
+        except torch.OutOfMemoryError:
+            return ["out of memory"] * len(plans)
+
+    def _times_us(self, trial: Trial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
+        launches = [trial.launch(plan) for plan in plans]
+        with self._alone():
+            return measure(launches, self._stream, rounds=rounds, quick=rounds == QUICK_ROUNDS)
+
+    def chain_times_us(
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]],
+        *,
+        alike: bool = False,
+    ) -> list[float] | None:
+        """See :class:`Bench`."""
+        try:
+            if self._chain is None or self._chain[0] is not spec:
+                self._chain = (spec, Chain(spec, self._policy, self._device))
+            launches = [self._chain[1].launch(steps) for steps in chains]
+            with self._alone():
+                if alike:
+                    return measure(
+                        launches, self._stream, rounds=ALIKE_ROUNDS, drop_over=ALIKE, alike=True
+                    )
+                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+        except torch.OutOfMemoryError:
+            self._chain = None
+            return None
+
+    def close(self) -> None:
+        """See :class:`Bench`."""
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """See :class:`Bench`."""
+        try:
+            return self._trial(spec).why_wrong(plan)
+        except torch.OutOfMemoryError:
+            return None  # it cannot be checked here; the plan itself needs less
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """See :class:`Bench`."""
+        return replay(spec, choice, self._device.index)

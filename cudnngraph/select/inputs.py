@@ -1,0 +1,232 @@
+"""Random inputs for a graph: of the declared strides, and such that its ops are defined on them.
+
+What an op takes the logarithm of is positive, what it is told of lengths fits, and a gradient is
+given results that belong to its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+
+from ..executor import reference
+from ..ir.spec import GraphSpec, Node, TensorSpec
+from ..ops.attention.checks import ATTENTION
+from ..ops.attention.dense import FP8_SCALES
+from ..ops.attention.packed import ragged_into
+from ..ops.table import OPS
+from ..rewrite.packed import PACKING, token_widths
+from .tolerance import terms_of
+
+# op → the port whose numbers it wants positive.
+_WANTS_POSITIVE = {
+    "batch_norm": "running_var",
+    "div": "y",
+    **dict.fromkeys(("log", "pow", "reciprocal", "rsqrt", "sqrt"), "x"),
+}
+_MAKES_POSITIVE = {"exp", "sigmoid", "softmax", "softplus", "sqrt", "rsqrt", "reciprocal", "pow"}
+_KEEPS_POSITIVE = {  # of operands that are all positive
+    *("add", "mul", "div", "maximum", "minimum", "where", "bias", "scale", "relu", "clamp"),
+    *("identity", "expand", "to_float", "concat", "reshape", "transpose", "permute", "slice"),
+    *("reduction", "avg_pool", "max_pool", "adaptive_avg_pool"),
+}
+_SMALLEST_WEIGHTS = 2.0**-6
+LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
+
+
+def random_inputs(
+    spec: GraphSpec, device: torch.device, seed: int = 0, *, power: int | None = None
+) -> list[torch.Tensor]:
+    """Inputs of the declared strides: floats within (-1, 1), int8 -2 to 2, integers 1, both bools.
+
+    Floats are within (0.5, 1.5) where an op wants them positive or divides by them; all of them,
+    where it wants that of what others make. What a product is made with is smaller by the number of
+    terms, so that its result hides nothing that is added to it. ``power``: floats of magnitudes
+    from 2^(power - 2) to 2^power, but for single numbers, which might hide others. A boolean mask
+    of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
+    lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
+    divides by is over 0.5; int32 sums of int8 products are within 100.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    ops = {node.op for node in spec.nodes}
+    positive = _positive(spec)
+    weights = _weights(spec, positive)
+    sums = {node.inputs[0] for node in spec.nodes if node.op == "dequantize"}
+    made = []
+    for declared in (spec.tensors[name] for name in spec.inputs):
+        values = torch.rand(declared.shape, generator=generator, device=device)
+        if declared.dtype.is_floating_point:
+            values = 0.5 + values if declared.name in positive else 2.0 * values - 1.0
+            values *= weights.get(declared.name, 1.0)
+            if power is not None and declared.numel > 1:
+                signs = torch.where(values < 0, -1.0, 1.0)
+                values = signs * (0.25 + 0.75 * (values.abs() % 1.0)) * 2.0**power
+        elif declared.dtype == torch.bool and "sdpa" not in ops:
+            values = values < 0.5
+            values.view(-1)[:1], values.view(-1)[1:][-1:] = True, False
+        elif declared.dtype == torch.int8 or declared.name in sums:
+            most = 2 if declared.dtype == torch.int8 else 100
+            values = (values * (2 * most + 1)).floor() - most
+        else:
+            values = torch.ones(declared.shape, device=device)
+        made.append(strided(declared, values, device))
+    given = dict(zip(spec.inputs, made, strict=True))
+    for node in spec.nodes:
+        if node.op in ("nll_loss", "nll_loss_backward") and str(at_port(node, "target")) in given:
+            given[str(at_port(node, "target"))].zero_()  # there is a class 0 in any case
+        scale = node.inputs[1] if node.op == "quantize" else None
+        if scale is not None and scale in given:
+            given[scale].abs_().add_(0.5)
+        if node.op in ATTENTION:
+            _set_lengths(spec, node, given)
+        if node.op == "sdpa_fp8":
+            _set_scales(node, given)
+        if node.op in ("sdpa_varlen", "sdpa_varlen_backward"):
+            _set_sequences(spec, node, given)
+        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
+            _set_results(node, given)
+    return made
+
+
+def _positive(spec: GraphSpec) -> set[str]:
+    """The inputs that have to be positive for the ops that want that of what they read."""
+    makers = {name: node for node in spec.nodes for name in node.results}
+    whole_numbers = {
+        each.results[0]
+        for each in spec.nodes
+        if each.op == "constant" and float(each.attr("value")).is_integer()
+    }
+    found: set[str] = set()
+
+    def is_to_be(name: str, summed: bool = False) -> bool:
+        """Whether a tensor is positive if the inputs found are."""
+        node = makers.get(name)
+        if node is None:
+            found.add(name)
+            return True
+        if node.op == "constant":
+            return bool(node.attr("value") > 0)
+        operands = node.operands
+        if node.op == "abs" or (node.op == "mul" and len(set(operands)) == 1):
+            return summed or operands[0] in spec.inputs
+        if node.op in _MAKES_POSITIVE:
+            return True
+        summed |= node.op == "reduction"
+        parts = operands[1:] if node.op == "where" else operands
+        return node.op in _KEEPS_POSITIVE and all([is_to_be(each, summed) for each in parts])
+
+    for node in spec.nodes:
+        if node.op not in _WANTS_POSITIVE:
+            continue
+        if node.op == "pow" and node.operands[1] in whole_numbers:
+            continue
+        if not is_to_be(str(at_port(node, _WANTS_POSITIVE[node.op]))):
+            return set(spec.inputs)
+    return found
+
+
+def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
+    """What inputs are multiplied by so that products of many terms are about as large as these: a
+    power of two, which rounds nothing."""
+    found: dict[str, float] = {}
+    for node in spec.nodes:
+        given = [name for name in node.operands[1::-1] if name in spec.inputs]
+        if node.op not in ("conv", "conv_transpose", "conv_wgrad", "matmul") or not given:
+            continue
+        if spec.tensors[given[0]].dtype.itemsize < 2:
+            continue
+        terms = terms_of(spec, node)
+        size = terms if set(node.operands) <= set(positive) else math.sqrt(terms / 3)
+        scale = max(_SMALLEST_WEIGHTS, min(1.0, 2.0 ** -round(math.log2(size))))
+        found[given[0]] = min(scale, found.get(given[0], 1.0))
+    return found
+
+
+def at_port(node: Node, port: str) -> str | None:
+    """The name of the tensor at a port of a node."""
+    return node.inputs[OPS[node.op].ports.index(port)]
+
+
+def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make the lengths of attention three quarters of what they may be at most."""
+    paged = node.op == "sdpa_paged"
+    for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
+        if port not in OPS[node.op].ports or str(at_port(node, port)) not in given:
+            continue
+        longest = spec.tensors[str(at_port(node, whole))].shape[2]
+        if paged and port == "seq_len_kv":
+            longest *= spec.tensors[str(at_port(node, "page_table"))].shape[1]
+        given[str(at_port(node, port))].fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v") if paged else ():
+        table = given.get(str(at_port(node, port)))
+        if table is not None:
+            pages = spec.tensors[str(at_port(node, "k_cache"))].shape[0]
+            order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
+            table.copy_(order.view(table.shape))
+
+
+def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make packed sequences of about equal lengths out of all tokens, or of as many as fit: what
+    lies behind the last sequence is nobody's."""
+    ends: list[torch.Tensor] = []
+    for side, port in enumerate(PACKING[:2]):
+        whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
+        tokens = spec.tensors[str(at_port(node, whole))].shape[0]
+        tensor = spec.tensors[str(at_port(node, port) or at_port(node, "ragged"))]
+        count = tensor.shape[-1] - 1
+        used = min(tokens, count * node.attr(attr))
+        made = (torch.arange(count + 1) * used // count).to(torch.int32)
+        ends.append(made)
+        if str(at_port(node, port)) in given:
+            given[str(at_port(node, port))].copy_(made)
+    ragged = given.get(str(at_port(node, "ragged")))
+    if ragged is not None:
+        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        made = torch.zeros(ragged.shape, dtype=torch.int32)
+        ragged.copy_(ragged_into(ends, widths, made))
+
+
+def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
+    usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
+    for port in FP8_SCALES:
+        name = str(at_port(node, port))
+        if name in given:
+            given[name].fill_(usual.get(port, 1.0))
+
+
+def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
+    """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
+    forward = OPS[node.op.removesuffix("_backward")]
+    mine = OPS[node.op].ports
+    ports = [at_port(node, port) if port in mine else None for port in forward.ports]
+    if not all(name is None or name in given for name in ports):
+        return
+    names = (str(at_port(node, "o")), str(at_port(node, "lse")))
+    q, k = given[str(ports[0])], given[str(ports[1])]
+    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    if math.prod(q.shape[:-1]) * keys > LARGE_SCORES:  # too much work for data of a trial
+        if names[1] in given:
+            given[names[1]].fill_(math.log(keys) + 1.0)
+        return
+    operands = [None if name is None else given[name] for name in ports]
+    attrs = {name: value for name, value in node.attrs if name != "mask_grad"}
+    attrs["return_lse"] = True
+    whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
+    for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
+        if name in given and made is not None:
+            # cuDNN wants a large number for a row without a key, as grad.py gives it.
+            given[name].copy_(torch.where(made == -math.inf, 1e30, made))
+
+
+def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``values`` in memory as ``declared`` lays it out; what it repeats is stored once."""
+    out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype, device=device)
+    core = out
+    for dim, stride in enumerate(declared.stride):
+        if stride == 0 and declared.shape[dim] > 1:
+            core, values = core.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    core.copy_(values)
+    return out

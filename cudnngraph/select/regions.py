@@ -1,0 +1,209 @@
+"""A large graph, searched region by region: equal regions once, close plans again in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..backend.plan import Plan
+from ..ir.key import step_digest
+from ..ir.spec import GraphSpec
+from ..partition.analysis import Graph, Group, work
+from ..partition.cuts import piece
+from ..policy import Policy
+from ..rewrite.channels_last import channels_last
+from .bench import Bench
+from .config import (
+    IN_PLACE,
+    IN_PLACE_BUDGETS,
+    IN_PLACE_GAIN,
+    IN_PLACE_LARGE,
+    IN_PLACE_SHARE,
+    IN_PLACE_WAYS,
+)
+from .decision import FREE, Decision, Selection, StepPlan
+from .search import Part, Rival, Search, Step, Way, measured, of_cuts, of_others
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class _Region:
+    """A region that was searched: of all regions equal to it, the first.
+
+    ``dense`` is the graph of its winner where that is not the region's own: it makes dense images
+    and copies them to where they belong.
+    """
+
+    spec: GraphSpec
+    dense: GraphSpec | None
+    search: Search
+    winner: Rival
+    rivals: list[Rival]
+
+
+@dataclass
+class _Place:
+    """A step of the whole graph, the part that was searched for it, and the way that it takes."""
+
+    spec: GraphSpec
+    part: Part
+    way: Way
+    region: _Region
+
+
+class Regions:
+    """A large graph, searched region by region; equal regions are searched once.
+
+    What is chosen so is fast alone, in a warm cache. So in the end close plans of the steps that
+    take most of the time are timed once more in their place, with the whole graph around them.
+    """
+
+    def __init__(
+        self, graph: Graph, borders: Sequence[Group], policy: Policy, bench: Bench
+    ) -> None:
+        self._graph = graph
+        self._borders = borders
+        self._policy = policy
+        self._bench = bench
+        self._steps: dict[str, Step] = {}
+        self._replayed: dict[tuple[int, int], Plan] = {}
+        self._checked: set[int] = set()
+
+    def tuned(self, progress: Progress | None) -> Selection:
+        """The choice. ``progress(done, known)`` is told how many plans were built."""
+        regions = [(piece(self._graph, group), group) for group in self._borders]
+        begun: dict[str, tuple[Search, list[Part]]] = {}
+        for spec, group in regions:  # all of them first: what builds elsewhere has begun then
+            digest = step_digest(spec)
+            if digest not in begun:
+                begun[digest] = self._begun(spec, group)
+        found: dict[str, _Region] = {}
+        places: list[_Place] = []
+        for spec, group in regions:
+            digest = step_digest(spec)
+            if digest not in found:
+                found[digest] = self._searched(spec, group, *begun[digest], progress)
+            places += self._placed(spec, found[digest])
+        self._bench.close()
+        self._compare_in_place(places)
+        steps: list[StepPlan] = []
+        first_of: dict[int, int] = {}
+        for number, place in enumerate(places):
+            decisions = self._decisions(place, first_of.setdefault(id(place.part), number), number)
+            if number == 0:
+                kinds, count = len(found), len(self._borders)
+                reason = f"cut at its anchors into {count} regions, {kinds} of them different"
+                decisions = (Decision("the whole graph", True, reason), *decisions)
+            way, plan = place.way, self._plan(place)
+            verified = None if plan is None else plan.verified
+            time_us = measured(way.time_us)
+            steps.append(
+                StepPlan(place.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
+            )
+        return Selection(tuple(steps), tuple(self._plan(place) for place in places))
+
+    def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
+        """The search of a region and its roots, with every part opened."""
+        search = Search(self._policy, self._bench, self._steps)
+        roots = [search.part(self._graph, group)]
+        dense = channels_last(spec, spec.outputs)
+        if dense is not spec:  # a slice of what is joined: written at once, or copied there
+            graph = Graph(dense)
+            roots.append(search.part(graph, work(graph.spec.nodes)))
+        for part in search.order:
+            search.open(part)
+        return search, roots
+
+    def _searched(
+        self,
+        spec: GraphSpec,
+        group: Group,
+        search: Search,
+        roots: Sequence[Part],
+        progress: Progress | None,
+    ) -> _Region:
+        anchors = max(1, sum(map(self._graph.is_anchor, group)))
+        deadline = time.perf_counter() + self._policy.budget_s * anchors
+        for done, known in search.explore(roots, deadline):
+            if progress is not None:
+                progress(done, known)
+        winner, rivals = search.settle(roots[0].spec, roots)
+        made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
+        dense = None if made <= set(spec.tensors) else channels_last(spec, spec.outputs)
+        return _Region(spec, dense, search, winner, rivals)
+
+    def _placed(self, spec: GraphSpec, region: _Region) -> list[_Place]:
+        """The steps of a region that is equal to one that was searched."""
+        graph, searched = self._graph, region.spec
+        if region.dense is not None:
+            spec, searched = channels_last(spec, spec.outputs), region.dense
+            graph = Graph(spec)
+        like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
+        return [
+            _Place(
+                piece(graph, [like[node.name] for node in work(part.spec.nodes)]),
+                part,
+                way,
+                region,
+            )
+            for part, way in region.winner.runs.steps
+        ]
+
+    def _plan(self, place: _Place) -> Plan | None:
+        """The plan of a step, replayed once for all steps that are equal."""
+        if place.way.choice is None:
+            return None
+        key = (id(place.part.step), id(place.way))
+        if key not in self._replayed:
+            self._replayed[key] = self._bench.replay(place.spec, place.way.choice)
+        return self._replayed[key]
+
+    def _compare_in_place(self, places: Sequence[_Place]) -> None:
+        """Give each step that matters the plan that makes the whole graph fastest."""
+        total = sum(place.way.time_us for place in places)
+        same: dict[int, list[_Place]] = {}
+        for place in places:
+            same.setdefault(id(place.part.step), []).append(place)
+        deadline = time.perf_counter() + IN_PLACE_BUDGETS * self._policy.budget_s
+        for alike in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
+            taken, step = alike[0].way, alike[0].part.step
+            others = [
+                way
+                for way in sorted(step.ways, key=lambda way: way.time_us)
+                if way is not taken and way.time_us <= IN_PLACE * taken.time_us
+            ][:IN_PLACE_WAYS]
+            share = sum(place.way.time_us for place in alike) / total if total else 0.0
+            if not others or share < IN_PLACE_SHARE or time.perf_counter() > deadline:
+                continue
+            ways = [taken, *others]
+            chains = [
+                [(p.spec, way.plan if p.part.step is step else p.way.plan) for p in places]
+                for way in ways
+            ]
+            times = self._bench.chain_times_us(
+                self._graph.spec, chains, alike=share < IN_PLACE_LARGE
+            )
+            if times is None:
+                return
+            for way, time_us in sorted(
+                zip(ways[1:], times[1:], strict=True), key=lambda pair: pair[1]
+            ):
+                search = alike[0].region.search
+                if time_us < IN_PLACE_GAIN * times[0] and search.check(step, way, self._checked):
+                    for place in alike:
+                        place.way = way
+                    break
+
+    def _decisions(self, place: _Place, first: int, number: int) -> tuple[Decision, ...]:
+        if first != number:
+            if FREE in place.part.step.lost:
+                return (FREE,)
+            return (Decision("all plans", True, f"as for step {first + 1}, which is equal"),)
+        region = place.region
+        decisions = region.search.decisions(place.part, place.way)
+        if place.part is region.winner.runs.steps[0][0]:
+            compared = of_cuts(region.winner, region.rivals)
+            decisions = (*compared, *of_others(region.search, region.winner.runs), *decisions)
+        return decisions
