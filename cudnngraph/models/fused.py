@@ -39,7 +39,8 @@ from ..runtime.executable import ALIGNMENT_BYTES, CapturedCall, Executable, comp
 from ..runtime.state import Held, agree
 from ..select.heuristic import FREE, Selection, StepPlan
 from ..select.trial import relative_error
-from .convert import CONVOLUTIONS, Imported, convert
+from .aten_ops import CONVOLUTIONS
+from .convert import Imported, convert
 from .export import Exported, export
 
 _log = logging.getLogger(__name__)
