@@ -18,8 +18,8 @@ from cudnngraph.errors import CannotImport
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, is_channels_last, is_contiguous
 from cudnngraph.models.convert import Imported, convert, import_model
+from cudnngraph.models.dynamo import backend
 from cudnngraph.models.export import export
-from cudnngraph.models.fused import backend
 from cudnngraph.models.rules import norm as norms
 from cudnngraph.ops.views import is_view
 from cudnngraph.rewrite.passes import prepared

@@ -14,7 +14,8 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench import models
-from cudnngraph.models.fused import Fused, backend
+from cudnngraph.models.dynamo import backend
+from cudnngraph.models.fused import Fused
 from cudnngraph.models.rules import attention
 from tests.models import Attends, DiffusionUNet, Windows, WritesAttention, turned
 
