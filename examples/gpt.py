@@ -18,7 +18,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench.models import GPT
 from cudnngraph.cli.arguments import device as known_device
-from cudnngraph.models.fused import backend
+from cudnngraph.models.dynamo import backend
 
 LENGTH = 48
 

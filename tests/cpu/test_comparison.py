@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -19,12 +18,13 @@ import cudnngraph as cg
 import cudnngraph.functional as CF
 from cudnngraph import settings
 from cudnngraph.executor import reference
+from cudnngraph.models import bound as bindings
+from cudnngraph.models import dynamo
 from cudnngraph.runtime import comparison, custom_ops
 from cudnngraph.runtime.executable import Executable
 from tests import numerics
 
 F64 = torch.float64
-fusing = importlib.import_module("cudnngraph.models.fused")
 LOGGER = "cudnngraph"
 
 
@@ -152,23 +152,23 @@ def test_inputs_have_the_names_that_the_user_gave_them(
 ) -> None:
     """torch 2.9 has a source's name as a method."""
     node = torch.fx.Graph().placeholder("L_x_")
-    assert fusing._source_name(node) == "L_x_"
+    assert dynamo._source_name(node) == "L_x_"
     text = (lambda: source) if is_method else source
     node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=text))
-    assert fusing._source_name(node) == name
+    assert dynamo._source_name(node) == name
 
 
 def test_a_new_value_of_a_buffer_is_compared_and_none_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = net()
-    real = fusing.Bound.run
+    real = bindings.Bound.run
 
     def wrong(self: Any, tensors: Sequence[Any], **options: Any) -> list[Any]:
         results = real(self, tensors, **options)
         return [r * 1.1 if isinstance(r, torch.Tensor) and r.shape == (8,) else r for r in results]
 
-    monkeypatch.setattr(fusing.Bound, "run", wrong)
+    monkeypatch.setattr(bindings.Bound, "run", wrong)
     before = copy.deepcopy(dict(model.named_buffers()))
     with pytest.raises(cg.WrongResult, match=r"the new '1\.running_mean' is off by 0\.1,"):
         compiled(model, check=True)(image())
@@ -294,13 +294,13 @@ def _(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_that_draws_unsaid_is_left_out_and_the_rest_is_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = fusing.Bound.run
+    real = bindings.Bound.run
 
     def another(self: Any, *given: Any, **options: Any) -> list[Any]:
         torch.rand(1)  # it draws in another order than eager torch
         return real(self, *given, **options)
 
-    monkeypatch.setattr(fusing.Bound, "run", another)
+    monkeypatch.setattr(bindings.Bound, "run", another)
     x = torch.randn(16)
     with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
         torch.manual_seed(5)
@@ -366,7 +366,7 @@ def test_a_function_of_ours_in_a_graph_is_compared(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_a_check_that_is_no_bool_is_refused(value: Any) -> None:
     with pytest.raises(cg.PolicyError, match=r"^check=.*; expected True or False$"):
-        fusing.backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"check": value})
+        dynamo.backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={"check": value})
 
 
 # -- float64 ---------------------------------------------------------------------------------------

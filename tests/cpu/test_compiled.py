@@ -87,7 +87,7 @@ def test_norms_of_float16_weights_are_kept_as_the_gradient_takes_them(
     def weighted(x: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x, torch._weight_norm(v, g, 0))
 
-    with caplog.at_level(logging.WARNING, "cudnngraph.models.fused"):
+    with caplog.at_level(logging.WARNING, "cudnngraph.models.dynamo"):
         ours = compiled(weighted)(*leaves)
         kept = ours.grad_fn.saved_tensors
         found = [ours, *torch.autograd.grad(ours.sum(), leaves)]
@@ -127,7 +127,7 @@ def test_a_mean_of_images_channels_last_is_no_reason_to_leave_the_graph_to_torch
     """torch traces it with an as_strided that relabels dims of one element."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    with caplog.at_level(logging.WARNING, "cudnngraph.models.fused"), torch.no_grad():
+    with caplog.at_level(logging.WARNING, "cudnngraph.models.dynamo"), torch.no_grad():
         assert distance(compiled(model)(x), model(x)) < EXACT
     assert not caplog.records
 
@@ -135,7 +135,7 @@ def test_a_mean_of_images_channels_last_is_no_reason_to_leave_the_graph_to_torch
 def test_a_norm_that_comes_first_trains_as_ours(caplog: pytest.LogCaptureFixture) -> None:
     """Its input needs no gradient, and what torch calls for the others gives None for that."""
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))
-    with caplog.at_level(logging.WARNING, "cudnngraph.models.fused"):
+    with caplog.at_level(logging.WARNING, "cudnngraph.models.dynamo"):
         trained_alike(model, torch.randn(2, 5, 16))
     assert not caplog.records
 

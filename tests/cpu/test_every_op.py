@@ -19,8 +19,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cudnngraph.errors import CannotImport
-from cudnngraph.models import convert as importer
+from cudnngraph.models import aten_ops
 from cudnngraph.models.convert import Imported, convert
+from cudnngraph.models.rules.table import RULES
 from cudnngraph.models.trace import Shape
 from cudnngraph.runtime.executable import compile as compile_spec
 from tests import atens, numerics
@@ -199,8 +200,8 @@ def test_every_op_gives_what_torchs_does_or_is_refused(calls: atens.Calls, form:
 # -- names that are like a known op's --------------------------------------------------------------
 
 KNOWN = sorted(
-    {packet.__name__ for packet in importer.RULES}
-    | {packet.__name__ for packet in importer._ANY_LAYOUT | importer._MAKE_IMAGES}
+    {packet.__name__ for packet in RULES}
+    | {packet.__name__ for packet in aten_ops._ANY_LAYOUT | aten_ops.MAKE_IMAGES}
 )
 
 

@@ -20,7 +20,8 @@ import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.executor.memory import Laid
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.models import export
+from cudnngraph.models import bound as bindings
+from cudnngraph.models import dynamo, export
 from cudnngraph.models.convert import Packed, convert, import_model
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
@@ -146,7 +147,7 @@ def padded(model: nn.Module, x: torch.Tensor) -> tuple[Any, Any]:
         made.module, made.constants, made.placeholders, channels_last=True, on_gpu=True
     )
     assert imported.spec is not None
-    return imported, fusing.Bound(imported, compile_spec(imported.spec, "cpu"), CPU)
+    return imported, bindings.Bound(imported, compile_spec(imported.spec, "cpu"), CPU)
 
 
 def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
@@ -610,7 +611,7 @@ def test_what_a_model_concatenates_is_written_in_its_place(name: str, joined: in
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    return torch.compile(model, backend=fusing.backend, options=options or None)
+    return torch.compile(model, backend=dynamo.backend, options=options or None)
 
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", "unet"])
@@ -631,24 +632,24 @@ def test_batch_norms_are_folded_and_weights_bound_until_they_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
-    real = fusing.convert
+    real = dynamo.convert
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         made.append(real(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(fusing, "convert", noted)
+    monkeypatch.setattr(dynamo, "convert", noted)
     model, x = net(), image(2, 3, 32, 32)
     run = compiled(model, channels_last=True)
     with torch.no_grad():
         for _ in range(3):
             run(x)
         assert [each.folded for each in made] == [9]
-        for turn in range(fusing.CHANGES + 2):
+        for turn in range(dynamo.CHANGES + 2):
             model.stem[0].weight.mul_(1.5)
             torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
-            assert made[-1].folded == (9 if turn < fusing.CHANGES else 0)
-    assert len(made) == fusing.CHANGES + 2, "weights that change often are inputs"
+            assert made[-1].folded == (9 if turn < dynamo.CHANGES else 0)
+    assert len(made) == dynamo.CHANGES + 2, "weights that change often are inputs"
 
 
 def test_further_shapes_are_compiled_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
@@ -707,7 +708,7 @@ def test_unknown_options_are_refused() -> None:
     with torch.no_grad(), pytest.raises(Exception, match="option colour is unknown"):
         compiled(nn.ReLU(), colour=1)(image(3))
     with pytest.raises(cg.PolicyError, match="mode='max-autotune' is unknown"):
-        fusing.backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], mode="max-autotune")
+        dynamo.backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], mode="max-autotune")
 
 
 def test_the_backend_is_an_entry_point_of_the_package() -> None:
@@ -716,7 +717,7 @@ def test_the_backend_is_an_entry_point_of_the_package() -> None:
     name, _, target = section.splitlines()[0].partition(" = ")
     module, _, function = target.strip('"').partition(":")
     assert name == "cudnngraph"
-    assert getattr(importlib.import_module(module), function) is fusing.backend
+    assert getattr(importlib.import_module(module), function) is dynamo.backend
 
 
 TRAINED: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -788,8 +789,8 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(fusing.env, "raw_stream", lambda index: now[0].cuda_stream)
-    turns = fusing._Turns(torch.device("cuda", 0))
+    monkeypatch.setattr(bindings.env, "raw_stream", lambda index: now[0].cuda_stream)
+    turns = bindings._Turns(torch.device("cuda", 0))
     tensors = [named("weight"), named("result"), 2.5]
     streams = {number: Stream(number, waited) for number in range(4)}
 

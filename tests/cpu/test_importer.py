@@ -17,10 +17,10 @@ from cudnngraph.bench import models
 from cudnngraph.errors import CannotImport
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, is_channels_last, is_contiguous
-from cudnngraph.models import convert as importer
 from cudnngraph.models.convert import Imported, convert, import_model
+from cudnngraph.models.dynamo import backend
 from cudnngraph.models.export import export
-from cudnngraph.models.fused import backend
+from cudnngraph.models.rules import norm as norms
 from cudnngraph.ops.views import is_view
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime.executable import compile as compile_spec
@@ -194,7 +194,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of any size are as large ones."""
-    monkeypatch.setattr(importer, "FEWEST_NORMALIZED", {"channels_last": 0, "contiguous": 0})
+    monkeypatch.setattr(norms, "FEWEST_NORMALIZED", {"channels_last": 0, "contiguous": 0})
 
 
 @pytest.mark.usefixtures("large")
@@ -236,10 +236,10 @@ def test_a_group_norm_of_small_images_is_torchs(
 ) -> None:
     """Which has less to launch."""
     layout = "channels_last" if channels_last else "contiguous"
-    assert importer.FEWEST_NORMALIZED[layout] == least
+    assert norms.FEWEST_NORMALIZED[layout] == least
     shape = (2, 8, 6, 5)
     for fewest, found in ((math.prod(shape), "group_affine"), (math.prod(shape) + 1, "aten")):
-        monkeypatch.setitem(importer.FEWEST_NORMALIZED, layout, fewest)
+        monkeypatch.setitem(norms.FEWEST_NORMALIZED, layout, fewest)
         spec = check(nn.GroupNorm(4, 8), image(*shape), channels_last=channels_last).spec
         assert found in ops(spec)
 

@@ -1,0 +1,126 @@
+"""A model's graph with every tensor bound: constants once, inputs copied in on each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..backend import env
+from ..ir.spec import TensorSpec, is_dense
+from ..runtime.executable import ALIGNMENT_BYTES, CapturedCall, Executable, strided_copy
+from .convert import Imported
+
+MAX_SHAPES = 8
+
+
+class _Turns:
+    """Lets runs that share tensors wait for one another, whatever stream each is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._last = torch.cuda.current_stream(device)
+        self._met = {self._last.cuda_stream}
+
+    def follow(self, tensors: Iterable[Any]) -> None:
+        """Let the current stream, if it is another, wait for the one of the last run; where it is
+        new, ``tensors`` are known to be in use on it when they are freed."""
+        raw = env.raw_stream(self._index)
+        if raw == self._last.cuda_stream or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self._index)
+        stream.wait_stream(self._last)
+        if raw not in self._met:
+            self._met.add(raw)
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
+        self._last = stream
+
+
+class Bound:
+    """A graph with every tensor bound: call it with nothing, as often as wanted.
+
+    ``inputs`` are the tensors that a run reads, in the order of the model's tensors, None where
+    nothing depends on one; ``results`` are what it makes: tensors that every run writes anew, or
+    that never change, and values. ``tensors`` are all that are bound, by their names in the graph;
+    ``graph`` is the CUDA graph, if it was captured.
+    """
+
+    def __init__(
+        self,
+        imported: Imported,
+        executable: Executable | None,
+        device: torch.device,
+        *,
+        capture: bool = False,
+    ) -> None:
+        self.imported = imported
+        self.executable = executable
+        self.inputs: list[torch.Tensor | None] = [None] * len(imported.inputs)
+        self.written: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._gapped: set[str] = set()  # results
+        self.graph: Any = None
+        self.compared = False  # with eager
+        self._call: Callable[[], None] = _nothing
+        self._turns = _Turns(device) if device.type == "cuda" else None
+        if executable is None or imported.spec is None:
+            return
+        tensors = imported.spec.tensors
+        given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
+        for place, name in enumerate(imported.inputs):
+            if name is not None:
+                given[name] = _empty(tensors[name], device).zero_()
+                packed = imported.packed.get(name)
+                self.inputs[place] = packed.image(given[name]) if packed else given[name]
+        for name in imported.spec.outputs:
+            self.written[name] = given[name] = _empty(tensors[name], device)
+            if not is_dense(tensors[name].shape, tensors[name].stride):
+                self._gapped.add(name)
+        self.tensors = given
+        self._call = executable.bind(**given)
+        if capture:
+            captured = CapturedCall(self._call, device)
+            self._call, self.graph = captured, captured.graph
+
+    def __call__(self) -> None:
+        self._call()
+
+    def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
+        """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
+        if self._turns is not None:
+            kept = (result[1] for result in self.imported.results if not isinstance(result, str))
+            self._turns.follow(chain(self.tensors.values(), kept))
+        for mine, given in zip(self.inputs, tensors, strict=True):
+            if mine is not None:
+                mine.copy_(given)
+        self()
+        results: list[Any] = []
+        for result in self.imported.results:
+            if isinstance(result, str):
+                made = self.written[result]
+                copied = strided_copy if result in self._gapped else torch.clone
+                results.append(made if reuse else copied(made))
+            else:
+                kind, value = result
+                value = tensors[value] if kind == "input" else value
+                results.append(value.clone() if kind == "copy" else value)
+        return results
+
+
+def _nothing() -> None:
+    pass
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it begins at an address that plans do not take."""
+    if tensor.data_ptr() % ALIGNMENT_BYTES == 0 or tensor.device.type == "cpu":
+        return tensor
+    return strided_copy(tensor)
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

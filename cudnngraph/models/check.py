@@ -1,0 +1,99 @@
+"""The check of a fused model: its results are compared with the model run in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CannotImport
+from ..runtime import comparison
+from ..runtime.state import Held, agree
+from ..select.tolerance import relative_error
+
+if TYPE_CHECKING:
+    from .fused import Fused
+
+
+def floats(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def checked(
+    fused: Fused, args: Any, kwargs: Any, results: Any
+) -> tuple[tuple[float, float | None], ...]:
+    """The errors of the results and of the model itself; raises where ours are too large."""
+    args, kwargs = fused.cast((args, kwargs))
+    name = type(fused.model).__name__
+    held = Held(fused.model)
+    try:
+        with torch.no_grad():
+            own, again = (_results(fused.model, args, kwargs) for _ in range(2))
+            exact = _in_float64(fused.model, args, kwargs, own)
+    finally:
+        held.restore()
+    for number, (first, second) in enumerate(zip(own, again, strict=True)):
+        if not agree(second, first):
+            raise CannotImport(
+                f"{name}: result {number} is another in a second call with the same inputs, which "
+                "a graph's is not: it depends on what is outside of the model"
+            )
+    assert fused.report is not None
+    executable = fused.report.executable
+    tf32 = executable is not None and executable.in_tf32
+    floor = comparison.coarsest((step.spec for step in fused.report.steps), tf32=tf32)
+    errors: list[tuple[float, float | None]] = []
+    for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(results), own, strict=True)):
+        wanted = None if exact is None else exact[number]
+        yardstick = comparison.Yardstick(theirs, wanted, floor=floor)
+        found = yardstick.check(f"{name}: result {number}", mine)
+        if found is not None:
+            errors.append(found)
+    return tuple(errors)
+
+
+def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+    """What a model gives, in tensors that a later call does not write over."""
+    made = pytree.tree_leaves(model(*args, **kwargs))
+    return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, each module of it in evaluation if that of the model is: some are in
+    training when they have been copied, and have other graphs then."""
+    made = copy.deepcopy(model).eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in made.named_modules():
+        module.training = modes.get(name, False)
+    return made
+
+
+FARTHEST = 0.1  # from float64 that a model may be before the copy that is run in it is doubted
+
+
+def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) -> list[Any] | None:
+    """The results of the model in float64, which gives its ``own``; None for a model that does not
+    run in it, or whose copy is another model."""
+    try:
+        wide = copied(model).double()
+        wide_args, wide_kwargs = pytree.tree_map(
+            lambda leaf: leaf.double() if floats(leaf) else leaf, (args, kwargs)
+        )
+        exact = _results(wide, wide_args, wide_kwargs)
+        if any(map(_is_far, own, exact)):
+            alike = _results(copied(model), args, kwargs)
+            if not all(map(agree, alike, own)):
+                return None
+        return exact
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _is_far(mine: Any, exact: Any) -> bool:
+    if not floats(mine) or not isinstance(exact, torch.Tensor):
+        return False
+    return mine.shape != exact.shape or not relative_error(mine, exact) <= FARTHEST

@@ -1,0 +1,268 @@
+"""The backend of torch.compile, :func:`backend`: each graph of dynamo's is converted and compiled.
+
+There is one graph of ours for each form of the inputs; torch's own runs what cannot be converted.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from .. import settings
+from ..arguments import shown
+from ..errors import CannotImport, GraphError, PolicyError
+from ..runtime import comparison, custom_ops
+from ..runtime.executable import compile
+from .bound import MAX_SHAPES, Bound
+from .convert import convert
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+_OPTIONS = ("channels_last", "policy", "max_shapes", "check")
+CHANGES = 3  # of the weights, after which they are inputs like others
+
+
+def backend(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend of ``torch.compile(model, backend="cudnngraph")``.
+
+    Each graph that dynamo finds is imported as a whole for each set of shapes it is called with;
+    in training its forward and its backward are. Weights are bound, batch norms folded into them,
+    for inference; weights that change are taken anew. What cannot be imported runs as torch's own
+    graph, and the log says why. ``options``: ``channels_last`` (bool), ``policy``, ``max_shapes``,
+    ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says).
+
+    With ``check`` the first call of each graph, for each set of shapes and of bound weights, is
+    compared with torch's run of the same graph in float64: results, new values of buffers, what the
+    gradient needs, and in the first backward the gradients. Raises :class:`WrongResult`, before any
+    state has changed, if one is off by more than :func:`fuse` allows. Later calls are not compared.
+    A gradient of which most cancels may be off by a part of what all gradients together may.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    unknown = [name for name in options or {} if name not in _OPTIONS]
+    if unknown or mode not in (None, "default"):
+        what = f"option {', '.join(unknown)}" if unknown else f"mode={mode!r}"
+        raise PolicyError(f"{what} is unknown to this backend; options are {', '.join(_OPTIONS)}")
+    given = {"check": settings.current().check, **(options or {})}
+    if type(given["check"]) is not bool:
+        raise PolicyError(f"check={shown(given['check'])}; expected True or False")
+    names = _input_names(module)
+
+    def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        places = _static_places(len(examples))
+        return _boxed(_Compiled(traced, places, given, _result_names(names)))
+
+    def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return _boxed(_Compiled(traced, (), given, _result_names(names)))
+
+    def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return _boxed(_Compiled(traced, (), given, _gradient_names(names), gradients=True))
+
+    make: Any = aot_autograd
+    made: Callable[..., Any] = make(
+        fw_compiler=training, bw_compiler=backward, inference_compiler=inference
+    )(module, example_inputs)
+    return made
+
+
+Names = Callable[[int], "list[str]"]  # what each of so many results of a graph is
+
+
+def _input_names(module: torch.fx.GraphModule) -> list[str]:
+    """What the user calls the inputs of a graph of dynamo's, as AOTAutograd puts them in order."""
+    held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    return held + [_source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
+
+
+_HELD = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def _source_name(node: torch.fx.Node) -> str:
+    """ "layers.0.weight" of a parameter, "x" of an argument."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", str(node.target))
+    text = str(name() if callable(name) else name)  # a method before torch 2.10
+    return ".".join(_HELD.findall(text)) or re.sub(r"^[LG]\['([^']+)'\]", r"\1", text)
+
+
+def _result_names(inputs: Sequence[str]) -> Names:
+    """Of a forward: the new values of inputs, the results, then what the gradient needs."""
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = None if context is None else context.fw_metadata
+    changed = list(getattr(metadata, "mutated_inp_runtime_indices", ()))
+    tokens = len(getattr(metadata, "tokens", ()))
+    many = getattr(metadata, "num_outputs", None)
+
+    def names(count: int) -> list[str]:
+        if many is None:
+            return [f"result {at}" for at in range(count)]
+        made = [f"token {at}" for at in range(tokens)]
+        made += [
+            f"the new '{inputs[at]}'" if at < len(inputs) else f"the new input {at}"
+            for at in changed
+        ]
+        made += [f"result {at}" for at in range(many)]
+        made += [f"tensor {at} for the gradient" for at in range(count - len(made))]
+        return made[:count]
+
+    return names
+
+
+def _gradient_names(inputs: Sequence[str]) -> Names:
+    def names(count: int) -> list[str]:
+        if count != len(inputs):  # views of one tensor that is written count as one
+            return [f"the gradient of input {at}" for at in range(count)]
+        return [f"the gradient of '{name}'" for name in inputs]
+
+    return names
+
+
+def _static_places(count: int) -> tuple[int, ...]:
+    """Which inputs of the graph being compiled are parameters and buffers."""
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = None if context is None else context.fw_metadata
+    places = getattr(metadata, "static_input_indices", None) or ()
+    return tuple(place for place in places if place < count)
+
+
+def _boxed(function: Callable[..., Any]) -> Any:
+    return import_module("functorch.compile").make_boxed_func(function)
+
+
+class _Compiled:
+    """A graph of torch.compile, run as ours for each form of its inputs, as itself where it cannot
+    be."""
+
+    def __init__(
+        self,
+        traced: torch.fx.GraphModule,
+        static: Sequence[int],
+        options: Mapping[str, Any],
+        names: Names,
+        *,
+        gradients: bool = False,
+    ) -> None:
+        self._traced = traced
+        self._names, self._gradients = names, gradients
+        self._check = bool(options["check"])
+        self._static = tuple(static)
+        self._last = bool(options.get("channels_last", False))
+        self._policy = options.get("policy")
+        self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
+        self._forms: dict[Hashable, Any] = {}
+        self._weights: tuple[Any, ...] = ()
+        self._alive: list[torch.Tensor] = []  # or other weights might come to lie in their memory
+        self._changes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._notice_changes(args)
+            form = tuple(map(_form_of, args))
+            found = self._forms.get(form, False)
+            if found is False:
+                found = None
+                if len(self._forms) < self._max_shapes:
+                    found = self._made(args)
+                else:
+                    _log.warning("over %d shapes: this one runs by torch", self._max_shapes)
+                self._forms[form] = found
+            if found is None:
+                return self._traced(*args)
+            free = [arg for place, arg in enumerate(args) if place not in self._static]
+            tensors = [arg for arg in free if isinstance(arg, torch.Tensor)]
+            if self._check and not found.compared:
+                return tuple(self._compared(found, args, tensors))
+            return tuple(found.run(tensors))
+
+    def _compared(self, bound: Bound, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+        """The first results of a graph, compared with eager's."""
+        if not comparison.is_possible(each for each in args if isinstance(each, torch.Tensor)):
+            return bound.run(tensors)  # the next call is compared
+        subject = "torch.compile"
+        run = comparison.fx_run(self._traced, custom_ops.by_reference)
+        eager = comparison.expected(subject, run, args)
+        results = bound.run(tensors)
+        if eager is not None:
+            executable = bound.executable
+            steps = () if executable is None else executable.steps
+            tf32 = executable is not None and executable.in_tf32
+            found = eager.check(
+                subject,
+                self._names(len(results)),
+                results,
+                floor=comparison.coarsest((step.spec for step in steps), tf32=tf32),
+                gradients=self._gradients,
+            )
+            _log.info(
+                "%s: %d floating results are as near to float64 as eager", subject, len(found)
+            )
+        bound.compared = True
+        return results
+
+    def _notice_changes(self, args: Sequence[Any]) -> None:
+        """Bind the weights anew that were written or exchanged since the last call."""
+        if any(args[place].is_inference() for place in self._static):  # nobody counts writes
+            self._static = tuple(p for p in self._static if not args[p].is_inference())
+            self._forms.clear()
+        if not self._static:
+            return
+        now = tuple((args[p].data_ptr(), args[p]._version) for p in self._static)
+        if now == self._weights:
+            return
+        self._alive = [args[place].detach() for place in self._static]
+        if self._weights:
+            self._forms.clear()
+            self._changes += 1
+            if self._changes > CHANGES:
+                self._static, self._alive = (), []
+        self._weights = now
+
+    def _made(self, args: Sequence[Any]) -> Bound | None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), _CPU)
+        try:
+            traced = make_fx(self._traced, tracing_mode="fake")(*args)
+            names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+            constants = {names[place]: args[place].detach() for place in self._static}
+            tensors = [
+                name
+                for place, name in enumerate(names)
+                if place not in self._static and isinstance(args[place], torch.Tensor)
+            ]
+            imported = convert(
+                traced,
+                constants,
+                tensors,
+                name="compiled",
+                channels_last=self._last,
+                keep_strides=True,
+            )
+            executable = None
+            if imported.spec is not None:
+                executable = compile(imported.spec, device, policy=self._policy)
+            return Bound(imported, executable, device)
+        except (CannotImport, GraphError) as error:
+            _log.warning("a graph of torch.compile runs by torch: %s", error)
+            if self._check:
+                _log.warning("torch.compile: that graph is left out of the comparison with eager")
+            return None
+
+
+def _form_of(arg: Any) -> Hashable:
+    if isinstance(arg, torch.Tensor):
+        return tuple(arg.shape), tuple(arg.stride()), arg.dtype, arg.device
+    return arg  # type: ignore[no-any-return]

@@ -1,0 +1,103 @@
+"""The report of a fused model: its steps, what runs each of them, and the errors found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache.codec import to_record
+from ..device import files
+from ..errors import PolicyError
+from ..runtime.executable import Executable
+from ..select.decision import FREE, Selection, StepPlan
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a model for one form of its inputs; ``str()`` of it is a table.
+
+    ``steps`` run in order, ``tier`` says what served their plans. ``folded`` batch norms are in
+    weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
+    holds, where results were checked, the relative error to float64 of each, and the model's own.
+    """
+
+    model: str
+    device: torch.device
+    channels_last: bool
+    captured: bool
+    tier: str
+    steps: tuple[StepPlan, ...]
+    folded: int
+    opaque: tuple[tuple[str, str], ...]
+    workspace_bytes: int
+    errors: tuple[tuple[float, float | None], ...] = ()
+    executable: Executable | None = None
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many steps are plans of cuDNN, torch's, views, or the reference executor."""
+        return Counter(self._kind(step) for step in self.steps)
+
+    def _kind(self, step: StepPlan) -> str:
+        if step.choice is not None:
+            return "cuDNN"
+        if FREE in step.decisions:
+            return "view"
+        return "reference" if self.device.type == "cpu" else "torch"
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Of each step: what runs it, its ops, its time in µs, and why it is no plan of cuDNN."""
+        for step in self.steps:
+            kind = self._kind(step)
+            ops = [node.op for node in step.spec.nodes if node.op != "constant"]
+            shown = " ".join(ops) if len(ops) < 9 else f"{' '.join(ops[:8])} … ({len(ops)} ops)"
+            time = "" if step.time_us is None else f"{step.time_us:.1f}"
+            reasons = [d.reason for d in step.decisions if not d.accepted]
+            yield kind, shown, time, reasons[-1] if kind == "torch" and reasons else ""
+
+    def __str__(self) -> str:
+        layout = "channels_last" if self.channels_last else "as given"
+        head = f"{self.model} on {self.device}: {len(self.steps)} steps ("
+        head += ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        head += f"), images {layout}, {self.folded} batch norms folded"
+        lines = [head, f"plans from: {self.tier}, workspace {self.workspace_bytes} bytes"]
+        if self.captured:
+            lines[-1] += ", in a CUDA graph"
+        for number, (error, own) in enumerate(self.errors):
+            beside = "" if own is None else f", the model's own {own:.1e}"
+            lines.append(f"result {number}: relative error {error:.1e}{beside}")
+        rows = [("step", "runs on", "ops", "µs", "why"), *self._numbered()]
+        widths = [max(len(row[place]) for row in rows) for place in range(4)]
+        lines += [
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
+            ).rstrip()
+            for row in rows
+        ]
+        for name, line in dict.fromkeys(self.opaque):
+            lines.append(f"torch's own: {name}" + (f", {line}" if line else ""))
+        return "\n".join(lines)
+
+    def _numbered(self) -> Iterator[tuple[str, ...]]:
+        for number, row in enumerate(self.rows(), 1):
+            yield (str(number), *row)
+
+    def svg(self) -> str:
+        """The steps as a picture."""
+        from ..backend.env import EnvKey
+        from ..explain.draw import svg
+
+        if self.executable is None:
+            raise PolicyError("nothing of the model is left to run, so there is nothing to draw")
+        exe = self.executable
+        selection = Selection(self.steps, (None,) * len(self.steps))
+        environment = EnvKey(0, "", str(self.device), (0, 0), 0, 0)
+        return svg(to_record(exe.spec, exe.key, environment, exe.policy, selection))
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file, as SVG."""
+        files.write(path, self.svg())

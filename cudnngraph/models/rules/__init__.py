@@ -1,0 +1,1 @@
+"""How each ATen op is said in a graph of ours: rules by family, and their table."""

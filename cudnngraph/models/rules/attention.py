@@ -1,0 +1,276 @@
+"""Rules for attention, as an op or written out as matmuls and a softmax."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import GraphError
+from ...graph.value import Value
+from ...ir.spec import (
+    aligned,
+    odd_rows,
+)
+from ...partition.analysis import LOW_PRECISION
+from ..patterns import Written, attention_before
+from .base import Arguments, Rule, Skip
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+
+def written(c: Conversion) -> Value | None:
+    """What a product is the end of, where that is attention of 16-bit data that the model writes
+    out; cuDNN's keeps the scores to itself."""
+    found = attention_before(c.node)
+    if found is None:
+        return None
+    mark = c.g.mark()
+    try:
+        made = _attention(c, found)
+    except (Skip, GraphError):
+        made = None
+    if made is None or len(c.g.problems) > mark[1]:
+        c.g.undo(mark)
+        return None
+    return made
+
+
+MOST_KEPT = 1 << 26  # elements of a constant that is made here
+
+
+def _attention(c: Conversion, found: Written) -> Value | None:
+    q, k, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
+    rank, batch = len(q.shape), q.shape[:-2]
+    if q.dtype not in LOW_PRECISION or rank < 3:
+        return None
+    if any(x.shape[:-2] != batch or x.dtype != q.dtype for x in (k, v)):
+        return None
+
+    def heads(x: Any) -> Any:
+        """With a dim for the heads, one, where there is none, and one for all that is before."""
+        shape = x.shape
+        if rank == 4 or len(shape) < min(rank, 4):
+            return x
+        before = (shape[0], 1) if rank == 3 else (math.prod(shape[:-3]), shape[-3])
+        shape = (*before, *shape[-2:])
+        return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
+
+    factors, scale = [], found.scale
+    for node in found.factors:
+        factor = c.env[node]
+        if not isinstance(factor, torch.Tensor) or factor.dtype != q.dtype or factor.is_meta:
+            return None
+        most = float(factor.abs().max()) if factor.numel() else 0.0
+        if not math.isfinite(most):
+            return None
+        power = math.ldexp(1.0, math.frexp(most)[1])  # so queries do not grow beyond 16 bits
+        factors.append(factor / power)
+        scale *= power
+    if rank > 4:  # a mask of some of what is before the heads is none of all
+        given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.hidden))]
+        if any(math.prod(each.shape[:-3]) != 1 for each in given):
+            return None
+    masks: list[Any] = [heads(c.env[node]) for node in found.added]
+    for node, (images, windows) in found.windowed:
+        mask = c.env[node]
+        if not isinstance(mask, torch.Tensor):
+            return None
+        mask = mask.reshape((1,) * (5 - mask.dim()) + mask.shape)
+        if images * windows * math.prod(mask.shape[2:]) > MOST_KEPT:
+            return None
+        masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
+    if not all(each.dtype.is_floating_point for each in masks):
+        return None
+    rows = (*batch, q.shape[-2], k.shape[-1 if found.turned else -2])
+    causal, known, left = False, [], None
+    for node, hides, number in found.hidden:
+        mask = c.env[node]
+        if not isinstance(mask, torch.Tensor):  # unknown here, so as it is or not at all
+            if number != -math.inf or len(found.hidden) > 1 or masks:
+                return None
+            masks.append(heads(c.g.logical_not(mask) if hides else mask))
+            continue
+        known.append(~mask if hides else mask)
+        left = known[-1] if left is None else left & known[-1]
+    if left is not None and bool((~left.expand(rows).any(-1)).any()):
+        return None  # where all is hidden the number makes it the mean
+    for keeps in known:
+        lower = torch.ones(rows[-2:], dtype=torch.bool, device=keeps.device).tril()
+        if rows[-2] == rows[-1] and bool((keeps == lower).all()):
+            causal = True
+        elif masks or len(known) > 1:
+            zero = torch.zeros((), dtype=q.dtype, device=keeps.device)
+            masks.append(torch.where(heads(keeps), zero, -math.inf))
+        else:
+            masks.append(heads(keeps))
+    fixed = [each for each in masks if isinstance(each, torch.Tensor)]
+    if len(fixed) > 1:  # computed once
+        terms: tuple[torch.Tensor, ...]
+        terms = torch.broadcast_tensors(*fixed)  # type: ignore[no-untyped-call]
+        if terms[0].numel() <= MOST_KEPT:
+            dtype = reduce(torch.promote_types, (each.dtype for each in fixed))
+            whole = reduce(torch.add, (each.float() for each in terms)).to(dtype)
+            masks = [whole, *(each for each in masks if not isinstance(each, torch.Tensor))]
+    total: Any = masks[0] if masks else None
+    for each in masks[1:]:
+        total = c.g.add(c.value(total), c.value(each))
+    if found.turned:
+        k = c.g.transpose(k, rank - 2, rank - 1)
+    for factor in factors:
+        shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
+        whole = factor.reshape(shape).expand(*shape[:-1], q.shape[-1])  # so a plan can have it
+        q = c.g.mul(q, c.constant(whole.contiguous()))
+    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=scale)
+    return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
+
+
+ROWS = 128  # of queries that one block of cuDNN's attention takes
+BLOCKS = 264  # that are enough to do without others
+READ = 4  # numbers of a mask for each of q, at most
+
+
+def _attend(
+    c: Conversion, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
+) -> Value:
+    """Attention. Of the short sequences of one example that lie behind one another (the windows of
+    a Swin transformer) several are one, whose tokens do not attend to each other's: a block of
+    cuDNN's kernel takes as long for 98 rows as for 49."""
+    q, k, v = qkv
+    mask = _narrowed(mask) if isinstance(mask, torch.Tensor) else mask
+    joined = 1 if causal else _joined(c, qkv, mask)
+    if joined == 1:
+        given = None if mask is None else _mask(c, mask, q.dtype)
+        return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale)  # type: ignore[no-any-return]
+    batch, _, length, _ = q.shape
+    whole = _mask(c, mask, q.dtype, joined, length)
+
+    def together(x: Value) -> Value:
+        _, heads, _, width = x.shape
+        apart = c.g.reshape(x, (batch // joined, joined, heads, length, width))
+        beside = c.g.permute(apart, (0, 2, 1, 3, 4))
+        return c.g.reshape(beside, (batch // joined, heads, joined * length, width))
+
+    o = c.g.sdpa(together(q), together(k), together(v), whole, scale=scale)
+    _, heads, _, width = o.shape
+    apart = c.g.reshape(o, (batch // joined, heads, joined, length, width))
+    return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
+
+
+def _narrowed(mask: torch.Tensor) -> torch.Tensor:
+    """A mask without what only repeats it for images or heads."""
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:
+            mask = mask[(slice(None),) * dim + (slice(0, 1),)]
+    return mask
+
+
+def _joined(c: Conversion, qkv: Sequence[Value], mask: torch.Tensor | Value | None) -> int:
+    """How many sequences of a batch to take as one.
+
+    What is not finite reaches the sequences beside it, so they are to be of one example: inputs
+    that have a first dim in common count their examples by it, one behind another.
+    """
+    q, k, v = qkv
+    if not c.on_gpu or not isinstance(mask, (torch.Tensor, NoneType)):
+        return 1
+    if q.dtype not in LOW_PRECISION or any(len(x.shape) != 4 for x in qkv):
+        return 1
+    batch, heads, length, width = q.shape
+    if any(x.shape[0] != batch or x.shape[2] != length for x in (k, v)) or not length:
+        return 1
+    if any(x.spec is None or x.spec.stride[0] != length * x.spec.stride[2] for x in qkv):
+        return 1
+    examples = max(c.examples)
+    if c.examples - {1, examples} or batch % examples:
+        return 1
+    images, planes = (1, 1, 1, 1, *(() if mask is None else mask.shape))[-4:-2]
+    joined = 1
+    for count in range(2, ROWS // length + 1):
+        blocks, rows = batch // count * heads, count * length
+        numbers = -(-images // count) * planes * rows * rows
+        if batch // examples % count or blocks < BLOCKS or numbers > MOST_KEPT:
+            continue
+        if numbers <= READ * batch * heads * length * width:
+            joined = count
+    return joined
+
+
+def _mask(c: Conversion, mask: Any, dtype: torch.dtype, joined: int = 1, length: int = 0) -> Value:
+    """A mask of attention. A constant one, of 16-bit data on a GPU, is what is added, in aligned
+    rows, and of ``joined`` sequences of ``length`` taken as one, what each has, if anything."""
+    if joined == 1:
+        known = c.on_gpu and isinstance(mask, torch.Tensor) and dtype in LOW_PRECISION
+        if not known or not 0 < mask.numel() <= MOST_KEPT:
+            return c.value(mask)
+        if mask.dtype != torch.bool and not odd_rows(mask.shape, mask.stride()):
+            return c.value(mask)
+    form = None
+    if mask is not None:
+        form = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
+    made_of = (form, dtype, joined, length)
+    if made_of not in c.masks:
+        added = mask
+        if mask is None:
+            added = torch.zeros((), dtype=dtype, device=c.device)
+        elif mask.dtype == torch.bool:
+            added = mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
+        if joined > 1:
+            added = _block_diagonal(added, joined, length)
+        if added.dim():
+            memory = added.new_zeros((*added.shape[:-1], aligned(added.shape[-1])))
+            added = memory[..., : added.shape[-1]].copy_(added)
+        c.masks[made_of] = mask, added
+    return c.constant(c.masks[made_of][1])
+
+
+def _block_diagonal(mask: torch.Tensor, joined: int, length: int) -> torch.Tensor:
+    """The mask of sequences that are taken as one, out of what each has: what is added."""
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    images = max(1, mask.shape[0] // joined)
+    shape = (images, mask.shape[1], joined * length, joined * length)
+    whole = torch.full(shape, -math.inf, dtype=mask.dtype, device=mask.device)
+    for place in range(joined):
+        part = slice(place * length, (place + 1) * length)
+        whole[:, :, part, part] = mask[place::joined] if mask.shape[0] > 1 else mask
+    return whole
+
+
+def _sdpa(c: Conversion, a: Arguments) -> Value:
+    q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    if a["dropout_p"]:
+        raise Skip
+    scale = None if a["scale"] is None else float(a["scale"])
+    return _attend(c, (q, k, v), a["attn_mask"], causal=a["is_causal"], scale=scale)
+
+
+def _attended(c: Conversion, a: Arguments) -> tuple[Any, ...]:
+    """The forms that attention is traced in behind torch.compile; results but the first unused."""
+    if a.get("dropout_p"):
+        raise Skip
+    q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    given = a.get("attn_bias", a.get("attn_mask"))
+    scale = None if a.get("scale") is None else float(a["scale"])
+    o = _attend(c, (q, k, v), given, causal=bool(a["is_causal"]), scale=scale)
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in c.node.users):
+        raise Skip
+    return (o,)
+
+
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
+    "_scaled_dot_product_attention_math",
+)
+
+
+RULES: dict[str, Rule] = {
+    "scaled_dot_product_attention": _sdpa,
+    **dict.fromkeys(_ATTENTION, _attended),
+}

@@ -1,0 +1,40 @@
+"""What all rules share: their type, the exception of one that does not apply, and small helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+Arguments = Mapping[str, Any]
+
+
+class Skip(Exception):
+    """A rule does not apply to these arguments."""
+
+
+def gives_many(node: torch.fx.Node) -> bool:
+    """Whether an op gives several results."""
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+Rule = Callable[["Conversion", Arguments], Any]
+
+
+def spread(value: Any, rank: int) -> tuple[int, ...]:
+    many = [value] if isinstance(value, int) else list(value)
+    return tuple(many * rank if len(many) == 1 else many)
+
+
+def first(a: Arguments) -> Any:
+    """The operand: it is called self or input."""
+    return a["self"] if "self" in a else a["input"]
+
+
+def reads(node: torch.fx.Node, place: int) -> bool:
+    """Whether something reads this one of a node's results."""
+    return any(user.args[1] == place for user in node.users)

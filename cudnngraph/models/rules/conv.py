@@ -1,0 +1,131 @@
+"""Rules for convolutions: batch norms beside one, with constant weights, are folded into it."""
+
+from __future__ import annotations
+
+import math
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...graph.value import Value
+from .base import Arguments, Rule, Skip, spread
+from .norm import Norm
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+MOST_OFF_CENTRE = 4.0  # standard deviations that means may be, for weights to take a norm in
+
+
+def _convolved(c: Conversion, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
+    x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
+    if len(x.shape) != rank + 2:
+        raise Skip
+    options: dict[str, Any] = {
+        "stride": spread(a["stride"], rank),
+        "padding": padding,
+        "dilation": spread(a["dilation"], rank),
+        "groups": a["groups"],
+    }
+    if transposed:
+        options["output_padding"] = spread(a["output_padding"], rank)
+    before = norm = None
+    if isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType)):
+        dtype = weight.dtype
+        padded = not isinstance(padding, str) and any(padding)
+        if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
+            before = c.preceding_norm()
+        norm = c.following_norm()
+        if norm is not None:
+            weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
+        taken = None if before is None else _taken_in(before[1], weight, bias, dtype)
+        if before is not None and taken is not None:
+            x, (weight, bias) = c.value(before[2]), taken
+        else:
+            before = None
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    if isinstance(weight, torch.Tensor):
+        if packed := c.packed(x):
+            weight = packed.weight(weight)
+            if packed.columns > 1:  # one of its windows is one of x
+                options |= {"stride": (options["stride"][0], 1)}
+        held = c.image_weight(weight)
+    else:
+        held = c.value(weight)
+    y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
+    if isinstance(bias, torch.Tensor):
+        y = c.biased_value(y, bias)
+    elif bias is not None:
+        y = c.g.bias(y, c.value(bias))
+    for folded in (before, norm):
+        if folded is not None and y.spec is not None:
+            c.folded[folded[0]] = c.node
+    return y
+
+
+def _taken_in(
+    norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Weight in ``dtype`` and bias in float64 of a convolution of single pixels with a batch norm
+    in front.
+
+    W (x - mean) becomes W x - W mean with the W that is rounded, so what W is off by counts for
+    x - mean alone. None where means are so much larger than deviations that rounding x and W mean
+    would tell, or where the W that is rounded leaves the range of ``dtype``.
+    """
+    wide = weight.double().flatten(1)
+    exact = wide * norm.scale
+    scaled = exact.to(dtype)
+    means = scaled.double() * norm.mean
+    most = MOST_OFF_CENTRE * (wide * norm.gain).norm(dim=1)
+    fits = (means.norm(dim=1) <= most) & (means.sum(1).abs() <= most)
+    fits &= (scaled.double() - exact).norm(dim=1) <= torch.finfo(dtype).eps * exact.norm(dim=1)
+    if not bool(fits.all()):
+        return None
+    means = means.sum(1)
+    shift = wide @ norm.offset - means
+    return scaled.view(weight.shape), shift if bias is None else shift + bias.double()
+
+
+def _folded(
+    norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, groups: int, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias, in float64, of a convolution with a batch norm behind it."""
+    if transposed:  # (C, K/groups, ...): output channels are numbered through the groups
+        grouped = weight.double().view(groups, -1, *weight.shape[1:])
+        scale = norm.scale.view(groups, 1, -1, *(1,) * (weight.dim() - 2))
+        wide = (grouped * scale).view(weight.shape)
+    else:
+        wide = weight.double() * norm.scale.view(-1, *(1,) * (weight.dim() - 1))
+    shift = norm.shift if bias is None else norm.shift + bias.double() * norm.scale
+    return wide, shift
+
+
+def _conv(rank: int) -> Rule:
+    def rule(c: Conversion, a: Arguments) -> Value:
+        padding = a["padding"]
+        padding = padding if isinstance(padding, str) else spread(padding, rank)
+        return _convolved(c, a, rank, transposed=False, padding=padding)
+
+    return rule
+
+
+def _conv_transpose(rank: int) -> Rule:
+    def rule(c: Conversion, a: Arguments) -> Value:
+        return _convolved(c, a, rank, transposed=True, padding=spread(a["padding"], rank))
+
+    return rule
+
+
+def _convolution(c: Conversion, a: Arguments) -> Value:
+    rank = len(c.value(a["input"]).shape) - 2
+    padding = spread(a["padding"], rank)
+    return _convolved(c, a, rank, transposed=a["transposed"], padding=padding)
+
+
+RULES: dict[str, Rule] = {
+    **{f"conv{rank}d": _conv(rank) for rank in (1, 2, 3)},
+    **{f"conv_transpose{rank}d": _conv_transpose(rank) for rank in (1, 2, 3)},
+    "convolution": _convolution,
+}

@@ -1,0 +1,149 @@
+"""Rules for norms: of batches, rows and groups of channels, and RMS norms written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...graph.value import Value
+from ...ir.spec import (
+    is_channels_last,
+    is_contiguous,
+)
+from ...ops import meta as forms
+from ..aten_ops import NORMS, OF_BATCHES
+from ..patterns import rms_norm_before
+from .base import Arguments, Rule, Skip, gives_many, reads
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A batch norm with given statistics, in float64: y = (x - mean) * scale + offset along the
+    channels, where (x - mean) * scale has the standard deviation ``gain``."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    gain: torch.Tensor
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """y = x * scale + shift."""
+        return self.offset - self.mean * self.scale
+
+
+def norm_of(packet: Any, a: Arguments) -> Norm | None:
+    if packet not in NORMS or a.get("training", a.get("train", False)):
+        return None
+    mean, var = a["running_mean"], a["running_var"]
+    given = [mean, var, a["weight"], a["bias"]]
+    if (
+        mean is None
+        or var is None
+        or any(each is not None and not isinstance(each, torch.Tensor) for each in given)
+    ):
+        return None
+    inverse = torch.rsqrt(var.double() + float(a["eps"]))
+    gain = torch.ones_like(inverse) if a["weight"] is None else a["weight"].double()
+    offset = torch.zeros_like(inverse) if a["bias"] is None else a["bias"].double()
+    return Norm(mean.double(), inverse * gain, offset, gain)
+
+
+def _batch_norm(c: Conversion, a: Arguments) -> Any:
+    """One that no convolution took in: a scale and a bias."""
+    norm = norm_of(c.node.target.overloadpacket, a)
+    if norm is None:
+        raise Skip
+    x = c.value(a["input"])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = c.g.scale(x, c.constant(norm.scale.to(wide), "scale"))
+    y = c.g.bias(y, c.constant(norm.shift.to(wide), "shift"))
+    return (y, None, None) if gives_many(c.node) else y
+
+
+def written_norm(c: Conversion) -> Value | None:
+    """What a product, a quotient or a conversion is the end of, where that is an RMS norm that the
+    model writes out."""
+    found = rms_norm_before(c.node)
+    if found is None:
+        return None
+    x, weight, seen = c.env[found.x], None, c.node.meta["val"]
+    if found.weight is not None:
+        weight = c.env[found.weight]
+    if not isinstance(x, Value) or (x.shape, x.dtype) != (tuple(seen.shape), seen.dtype):
+        return None
+    if not x.shape:
+        return None
+    if weight is None:
+        weight = torch.ones(x.shape[-1], dtype=x.dtype, device=c.device)
+    if isinstance(weight, torch.Tensor) and weight.shape[-1:].numel() == weight.numel():
+        weight = weight.flatten()
+    if tuple(weight.shape) != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
+        return None
+    return c.g.rms_norm(x, c.value(weight), eps=found.eps)  # type: ignore[no-any-return]
+
+
+def _layer_norm(c: Conversion, a: Arguments) -> Any:
+    if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
+        raise Skip  # its statistics are wanted too
+    x, weight = c.value(a["input"]), _norm_weight(c, a)
+    bias = None if a["bias"] is None else c.value(a["bias"])
+    y = c.g.layer_norm(x, weight, bias, eps=float(a["eps"]))
+    return (y, None, None) if gives_many(c.node) else y
+
+
+# Elements of the images whose group norm is ours (docs/results/h200-residual.md).
+FEWEST_NORMALIZED: dict[str, float] = {"channels_last": 2**19, "contiguous": 2**22}
+
+
+def _group_norm(c: Conversion, a: Arguments) -> Any:
+    """Of large images by a shift and a factor for each channel, in their strides; of small ones
+    torch's own has less to launch. It copies those that lie channels last."""
+    many = gives_many(c.node)
+    if many and (reads(c.node, 1) or reads(c.node, 2)):
+        raise Skip  # its statistics are wanted too
+    x = c.value(a["input"])
+    contiguous = is_contiguous(x.shape, x.stride)
+    if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
+        raise Skip
+    if math.prod(x.shape) < FEWEST_NORMALIZED["contiguous" if contiguous else "channels_last"]:
+        raise Skip
+    weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
+    groups = int(a["group" if many else "num_groups"])
+    shift, factor = c.g.group_affine(x, groups, weight, eps=float(a["eps"]))
+    y = c.g.scale(c.g.bias(x, shift), factor)
+    column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    if isinstance(bias, torch.Tensor):
+        y = c.g.bias(y, c.value(bias.repeat(x.shape[0]).view(column)))
+    elif bias is not None:
+        y = c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
+    return (y, None, None) if many else y
+
+
+def _rms_norm(c: Conversion, a: Arguments) -> Value:
+    x = c.value(a["input"])
+    eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
+    return c.g.rms_norm(x, _norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
+
+
+def _norm_weight(c: Conversion, a: Arguments) -> Value:
+    """The weight of a norm, ones where it has none."""
+    if a["weight"] is not None:
+        return c.value(a["weight"])
+    shape = list(a["normalized_shape"])
+    return c.constant(torch.ones(shape, dtype=c.value(a["input"]).dtype, device=c.device))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(OF_BATCHES, _batch_norm),
+    **dict.fromkeys(("group_norm", "native_group_norm"), _group_norm),
+    "layer_norm": _layer_norm,
+    "native_layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+}

@@ -1,0 +1,163 @@
+"""Rules for pointwise ops: activations, arithmetic, comparisons and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...graph.builder import Graph
+from ...graph.value import Value
+from ...ops.pointwise import SOFTPLUS_THRESHOLD
+from ...partition.analysis import LOW_PRECISION
+from ..patterns import least_norm_before
+from .base import Arguments, Rule, Skip, first
+from .norm import written_norm
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+
+def _unary(method: str, *attrs: str) -> Rule:
+    return lambda c, a: getattr(c.g, method)(c.value(first(a)), *(float(a[each]) for each in attrs))
+
+
+def _one(function: Callable[[Graph, Value], Value]) -> Rule:
+    return lambda c, a: function(c.g, c.value(first(a)))
+
+
+def _add(c: Conversion, a: Arguments) -> Value:
+    """x + y, where a bias of either comes last.
+
+    cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
+    on both sides is one bias.
+    """
+    x, y = c.operand(a["self"]), c.operand(a["other"])
+    if a.get("alpha", 1) != 1 or not (isinstance(x, Value) and isinstance(y, Value)):
+        return _two("add")(c, a)  # type: ignore[no-any-return]
+    biases: list[torch.Tensor] = []
+    parts = []
+    for value, node in zip((x, y), c.node.args, strict=True):
+        found = c.biased.get(value.name)
+        if found is None or len(getattr(node, "users", ())) != 1 or x.shape != y.shape:
+            parts.append(value)
+        else:
+            parts.append(found[0])
+            biases.append(found[1])
+    made = c.g.add(*parts)
+    if not biases:
+        return made
+    total = biases[0]
+    if len(biases) > 1:
+        total = (biases[0].double() + biases[1].double()).to(biases[0].dtype)
+    return c.biased_value(made, total)
+
+
+_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _two(method: str) -> Rule:
+    def rule(c: Conversion, a: Arguments) -> Value:
+        x, other = c.operand(first(a)), a["exponent"] if "exponent" in a else a["other"]
+        if method in _COMPARES and isinstance(other, float) and x.dtype in LOW_PRECISION:
+            other = torch.tensor(other, dtype=x.dtype).item()  # as torch compares
+        y = c.operand(other)
+        alpha = a.get("alpha", 1)
+        if a.get("rounding_mode") is not None:
+            raise Skip
+        y = y if alpha == 1 else c.g.mul(y, float(alpha))
+        return getattr(c.g, method)(x, y)  # type: ignore[no-any-return]
+
+    return rule
+
+
+def _div(c: Conversion, a: Arguments) -> Value:
+    floor = least_norm_before(c.node)
+    if floor is not None:
+        return c.g.normalize(c.value(a["self"]), eps=floor)
+    return written_norm(c) or _two("div")(c, a)
+
+
+def _mul(c: Conversion, a: Arguments) -> Value:
+    return written_norm(c) or _two("mul")(c, a)
+
+
+def _rsub(c: Conversion, a: Arguments) -> Value:
+    x, alpha = c.operand(a["self"]), a.get("alpha", 1)
+    return c.g.sub(c.operand(a["other"]), x if alpha == 1 else c.g.mul(x, float(alpha)))
+
+
+def _pow(c: Conversion, a: Arguments) -> Value:
+    if isinstance(a["exponent"], (int, float)) and a["exponent"] == 2:
+        x = c.value(a["self"])
+        return c.g.mul(x, x)
+    return _two("pow")(c, a)  # type: ignore[no-any-return]
+
+
+def _where(c: Conversion, a: Arguments) -> Value:
+    return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
+
+
+def _masked_fill(c: Conversion, a: Arguments) -> Value:
+    x, number = c.value(a["self"]), c.operand(a["value"])
+    if isinstance(number, Value):
+        raise Skip
+    return c.g.where(c.value(a["mask"]), number, x)
+
+
+def _gelu(c: Conversion, a: Arguments) -> Value:
+    return c.g.gelu(c.value(a["self"]), a["approximate"])
+
+
+def _elu(c: Conversion, a: Arguments) -> Value:
+    if a["scale"] != 1 or a["input_scale"] != 1:
+        raise Skip
+    return c.g.elu(c.value(a["self"]), float(a["alpha"]))
+
+
+def _softplus(c: Conversion, a: Arguments) -> Value:
+    if a["threshold"] != SOFTPLUS_THRESHOLD:
+        raise Skip
+    return c.g.softplus(c.value(a["self"]), float(a["beta"]))
+
+
+def _clamp(c: Conversion, a: Arguments) -> Value:
+    low, high = a.get("min", a.get("min_val")), a.get("max", a.get("max_val"))
+    if any(isinstance(each, (torch.Tensor, Value)) for each in (low, high)):
+        raise Skip
+    return c.g.clamp(
+        c.value(a["self"]),
+        None if low is None else float(low),
+        None if high is None else float(high),
+    )
+
+
+RULES: dict[str, Rule] = {
+    **{
+        name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
+        for name in (
+            *("relu", "silu", "sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt"),
+            *("reciprocal", "erf", "relu6", "hardswish", "logical_not"),
+        )
+    },
+    "square": _one(lambda g, x: g.mul(x, x)),
+    "hardsigmoid": _one(lambda g, x: g.mul(g.clamp(g.add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)),
+    "gelu": _gelu,
+    "elu": _elu,
+    "leaky_relu": _unary("leaky_relu", "negative_slope"),
+    "softplus": _softplus,
+    **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),
+    "add": _add,
+    **{name: _two(name) for name in ("sub", "minimum", "maximum")},
+    "mul": _mul,
+    "div": _div,
+    **{name: _two(name) for name in _COMPARES},
+    **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _two("logical_and")),
+    **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _two("logical_or")),
+    "bitwise_not": _one(lambda g, x: g.logical_not(x)),
+    "rsub": _rsub,
+    "pow": _pow,
+    "where": _where,
+    "masked_fill": _masked_fill,
+}

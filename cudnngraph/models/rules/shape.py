@@ -1,0 +1,291 @@
+"""Rules for ops that move or copy elements: views, slices, joins, padding and constant fills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...graph.value import Value
+from ...ir.spec import (
+    dense_strides,
+    overlaps_itself,
+    same_layout,
+    view_strides,
+)
+from ...ops import meta as forms
+from ...ops.base import FLOATS
+from ...ops.views import order
+from ..aten_ops import CONVOLUTION_NAMES, MEANS, OF_BATCHES, UPSAMPLES
+from .base import Arguments, Rule, Skip, first
+from .norm import written_norm
+
+if TYPE_CHECKING:
+    from ..convert import Conversion
+
+
+def _full(number: float | None) -> Rule:
+    """A tensor of one number, of whatever operand it takes the form: a constant, unless large. It
+    lies as it did when the model was traced, as those that are computed of it expect."""
+
+    def rule(c: Conversion, a: Arguments) -> torch.Tensor:
+        seen = c.node.meta["val"]
+        near = next((each for each in c.constants.values() if each.dim()), None)
+        value = a["fill_value"] if number is None else number
+        if near is None or seen.numel() > MOST_FILLED or not isinstance(value, (int, float)):
+            raise Skip
+        asked = {torch.device(each).type for each in (seen.device, a.get("device")) if each}
+        if not asked <= {"meta", near.device.type}:
+            raise Skip
+        stride = tuple(seen.stride())
+        made = torch.empty_strided(seen.shape, stride, dtype=seen.dtype, device=near.device)
+        return made.fill_(value)
+
+    return rule
+
+
+def _pad(c: Conversion, a: Arguments) -> Value:
+    """By nothing: what pads to a multiple often has nothing to do."""
+    if any(a["pad"]):
+        raise Skip
+    return c.value(a["self"])
+
+
+def _relabels(source: torch.Tensor, made: Any) -> bool:
+    """Whether as_strided gives the tensor itself, but for the strides of dims of one element."""
+    return (
+        isinstance(made, torch.Tensor)
+        and made.shape == source.shape
+        and made.storage_offset() == source.storage_offset()
+        and same_layout(tuple(source.shape), made.stride(), source.stride())
+    )
+
+
+MOST_PLACED = 1 << 24  # places in memory that are gone through
+
+
+def _places(seen: torch.Tensor, a: Arguments) -> torch.Tensor:
+    """Which elements of a tensor, counted in its order, lie where ``as_strided`` is to read."""
+    start = seen.storage_offset() if a["storage_offset"] is None else int(a["storage_offset"])
+    size, stride = list(a["size"]), list(a["stride"])
+    first = min(start, seen.storage_offset())
+    forms = (
+        (list(seen.shape), list(seen.stride()), seen.storage_offset() - first),
+        (size, stride, start - first),
+    )
+    extent = max(
+        1 + begin + sum((n - 1) * step for n, step in zip(*form, strict=True))
+        if all(form[0])
+        else 0
+        for *form, begin in forms
+    )
+    if extent > MOST_PLACED or not seen.numel():
+        raise Skip
+    elements = torch.full((extent,), -1)
+    torch.as_strided(elements, *forms[0]).copy_(torch.arange(seen.numel()).view(seen.shape))
+    found = torch.as_strided(elements, *forms[1])
+    if bool((found < 0).any()):
+        raise Skip  # it is memory of something else
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def _in_order(places: torch.Tensor) -> bool:
+    return bool((places.flatten() == torch.arange(places.numel())).all())
+
+
+def _as_strided(c: Conversion, a: Arguments) -> Any:
+    """The elements that lay there when the model was traced."""
+    seen, x = c.node.args[0].meta["val"], c.value(a["self"])
+    if _relabels(seen, c.node.meta["val"]):
+        return x
+    places = _places(seen, a)
+    if places.numel() == seen.numel() and _in_order(places) and x.dtype in FLOATS:
+        return c.g.reshape(x, tuple(places.shape))
+    places = places.to(c.device)
+    return c.left_to_torch("aten.take.default", [x, places], {}, c.node, image=False)
+
+
+def _as_strided_scatter(c: Conversion, a: Arguments) -> Any:
+    """A copy in which others stand for the elements that lay there when the model was traced."""
+    seen, x, others = c.node.args[0].meta["val"], a["self"], c.value(a["src"])
+    places = _places(seen, a)
+    twice = bool((places.flatten().bincount() > 1).any())
+    if twice or overlaps_itself(tuple(seen.shape), tuple(seen.stride())):
+        raise Skip  # what is written last is not said
+    if others.shape != tuple(places.shape):
+        raise Skip
+    if places.numel() == seen.numel() and _in_order(places) and others.dtype in FLOATS:
+        return c.g.reshape(others, tuple(seen.shape))
+    given = [c.value(x), places.to(c.device), others]
+    return c.left_to_torch("aten.put.default", given, {}, c.node, image=False)
+
+
+def _same(c: Conversion, a: Arguments) -> Value:
+    """What changes no number: the layout is the graph's own."""
+    x = c.value(first(a))
+    if a.get("dtype") in (None, x.dtype) and not a.get("train"):
+        return x
+    normed = written_norm(c)
+    if normed is None:
+        raise Skip
+    return normed
+
+
+MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
+
+
+def _reshape(c: Conversion, a: Arguments) -> Value:
+    shape = tuple(c.node.meta["val"].shape)
+    x = c.value(first(a))
+    if x.shape == shape:
+        return x
+    y = c.g.reshape(x, shape)
+    order = None if y.spec is None else _order_of_copy(c, x, shape)
+    if order is not None and y.spec is not None:
+        y.spec = replace(y.spec, stride=dense_strides(shape, order))
+    return y
+
+
+_READ_IMAGES = frozenset(
+    (
+        *(*CONVOLUTION_NAMES, *OF_BATCHES, *MEANS, *UPSAMPLES),
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    )
+)
+_READ_ALIKE = frozenset({"add", "sub", "mul", "relu", "gelu", "silu", "sigmoid", "tanh"})
+_READ_ROWS = frozenset(
+    ("layer_norm", "native_layer_norm", "rms_norm", "linear", "mm", "addmm", "matmul")
+)
+
+
+def _order_of_copy(c: Conversion, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
+    """The order in memory of what a reshape has to copy; None for its own.
+
+    Of what is transposed and then read by rows, which the transposition leaves as they are, it is
+    that of the rows. What convolutions and the like read, or a reshape that cuts images into parts,
+    beside pointwise ops at most, lies channels last, where channels lie beside each other in x.
+    """
+    spec, rank, users = x.spec, len(shape), list(c.node.users)
+    if spec is None or not spec.numel or view_strides(spec.shape, spec.stride, shape) is not None:
+        return None
+    if len(users) == 1 and (packet := forms.packet(users[0])) in ("permute", "transpose"):
+        user = users[0]
+        dims = order(packet, forms.named(user.target, user.args, user.kwargs), rank)
+        by_rows = any(forms.packet(each) in _READ_ROWS for each in user.users)
+        return dims if by_rows and dims is not None and dims[-1] == rank - 1 else None
+    if not c.channels_last or rank not in (4, 5) or spec.dtype not in FLOATS:
+        return None
+    images = [user for user in users if _reads_image(user, shape)]
+    others = {forms.packet(user) for user in users if user not in images}
+    if not images or not others <= _READ_ALIKE:
+        return None
+    fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
+    behind = math.prod(spec.shape[fastest[0] + 1 :]) if fastest else 0
+    channels = math.prod(shape[2:]) <= behind < math.prod(shape[1:])
+    return (0, *range(2, rank), 1) if channels else None
+
+
+def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
+    """Whether an op has its images channels last, or cuts them into parts."""
+    seen, packet = user.meta.get("val"), forms.packet(user)
+    if packet in forms.RESHAPES and isinstance(seen, torch.Tensor):
+        return seen.dim() > len(shape) and tuple(seen.shape[:2]) == shape[:2]
+    return packet in _READ_IMAGES
+
+
+def _expand(c: Conversion, a: Arguments) -> Value:
+    shape = tuple(c.node.meta["val"].shape)
+    x = c.value(a["self"])
+    return x if x.shape == shape else c.g.expand(x, shape)
+
+
+def _permute(c: Conversion, a: Arguments) -> Value:
+    return c.g.permute(c.value(a["self"]), tuple(a["dims"]))
+
+
+def _transpose(c: Conversion, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if len(x.shape) < 2:
+        return x
+    return c.g.transpose(x, a.get("dim0", 0), a.get("dim1", 1))
+
+
+def _part(c: Conversion, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
+    size = x.shape[dim]
+    taken = range(*slice(start, stop, step).indices(size))
+    if len(taken) == size:
+        return x
+    return c.g.slice(x, dim, taken.start, taken.stop, step)
+
+
+def _slice(c: Conversion, a: Arguments) -> Value:
+    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["end"], a["step"])
+
+
+def _narrow(c: Conversion, a: Arguments) -> Value:
+    if not isinstance(a["start"], int):
+        raise Skip
+    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
+
+
+def _select(c: Conversion, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    dim, index = a["dim"] % len(x.shape), a["index"]
+    index += x.shape[dim] if index < 0 else 0
+    return c.g.reshape(_part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+
+
+def _split(c: Conversion, a: Arguments) -> tuple[Value, ...]:
+    x, made, start = c.value(a["self"]), [], 0
+    dim = a["dim"] % len(x.shape)
+    for seen in c.node.meta["val"]:
+        made.append(_part(c, x, dim, start, start + seen.shape[dim]))
+        start += seen.shape[dim]
+    return tuple(made)
+
+
+def _unbind(c: Conversion, a: Arguments) -> tuple[Value, ...]:
+    count = len(c.node.meta["val"])
+    return tuple(_select(c, {**a, "index": index}) for index in range(count))
+
+
+def _cat(c: Conversion, a: Arguments) -> Value:
+    return c.g.concat([c.value(each) for each in a["tensors"]], a["dim"])
+
+
+def _stack(c: Conversion, a: Arguments) -> Value:
+    values = [c.value(each) for each in a["tensors"]]
+    rank = len(values[0].shape) + 1
+    dim = a["dim"] % rank
+    apart = [c.g.reshape(v, (*v.shape[:dim], 1, *v.shape[dim:])) for v in values]
+    return c.g.concat(apart, dim)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
+    **dict.fromkeys(("new_zeros", "zeros_like"), _full(0)),
+    **dict.fromkeys(("new_ones", "ones_like"), _full(1)),
+    **dict.fromkeys(("new_full", "full_like"), _full(None)),
+    **dict.fromkeys(forms.SAME, _same),
+    **dict.fromkeys(forms.RESHAPES, _reshape),
+    "expand": _expand,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _transpose,
+    "slice": _slice,
+    "narrow": _narrow,
+    "select": _select,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
+    **dict.fromkeys(("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"), _split),
+    **dict.fromkeys(("split_copy", "split_with_sizes_copy"), _split),
+    **dict.fromkeys(("unbind", "unbind_copy"), _unbind),
+    **dict.fromkeys(("as_strided", "as_strided_copy"), _as_strided),
+    "as_strided_scatter": _as_strided_scatter,
+    "cat": _cat,
+    "stack": _stack,
+}

@@ -1,0 +1,17 @@
+"""The table of all rules: each ATen op with how it is said in a graph of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..aten_ops import packets
+from . import attention, conv, gradients, linear, norm, pointwise, pooling, shape
+from .base import Rule
+
+_PARTS = (conv, norm, pointwise, linear, attention, shape, pooling, gradients)
+
+#: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
+RULES: Mapping[Any, Rule] = {
+    packet: rule for part in _PARTS for name, rule in part.RULES.items() for packet in packets(name)
+}
