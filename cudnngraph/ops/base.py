@@ -4,8 +4,8 @@ A rule gets a :class:`Call`, checks the operands, brings the attributes into the
 form and answers with a :class:`Result` per output port: shape, dtype and the order in which the
 dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
 result cannot be known. Adding an op means one row here, one in ``reference.RULES``, one in
-``backend.lower.RULES``, one in ``grad.RULES`` and its samples; a test asserts that the tables
-agree.
+``backend.lowering.driver.RULES``, one in ``grad.RULES`` and its samples; a test asserts that the
+tables agree.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
 S sequence, D head dim; M N rows and columns of a product, K what it sums over.
