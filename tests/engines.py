@@ -31,11 +31,12 @@ def broadcast_let_through(
     described: Mapping[str, Any], skip: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
     """The same of each engine alone, with nothing barred and no way to repeat refused."""
-    from cudnngraph.backend import found_bad, known_bad, lower
+    from cudnngraph.backend import found_bad, known_bad
+    from cudnngraph.backend.lowering import driver
 
     known_bad.TABLE = ()
     found_bad.let_through()
-    lower._check_beside_convolutions = lambda ctx: None
+    driver.check_beside_convolutions = lambda ctx: None
     yield from engines(broadcasts.case(described).graph(), [*skip, WHOLE])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..ir.spec import GraphSpec
 from ..policy import Policy
-from .lower import Lowered, first_line
+from .lowering.driver import Lowered, first_line
 from .plan import Candidate, restrict, why_passed_over
 
 _REQUIRES = re.compile(r"Requires (\d+)")

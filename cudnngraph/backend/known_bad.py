@@ -2,7 +2,7 @@
 
 An entry names the releases, the GPUs and the engines that it applies to, and has a predicate that
 picks out graphs. A plan that an entry names is rejected with its reason, like any candidate. Where
-every plan of a pattern is wrong the lowering refuses the pattern instead (``lower.py``).
+every plan of a pattern is wrong the lowering refuses the pattern instead (``lowering/``).
 
 What is not known counts as wrong: an entry applies to every release and every GPU except those that
 it excludes, and it excludes only what was measured to be right, or what the source of the report

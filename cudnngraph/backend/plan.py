@@ -26,7 +26,8 @@ from ..policy import Policy
 from . import env
 from .found_bad import why_found_bad
 from .known_bad import why_bad
-from .lower import LOWERING, Alias, Constant, Extra, Lowered, first_line, lower
+from .lowering.context import Alias, Constant, Extra
+from .lowering.driver import LOWERING, Lowered, first_line, lower
 from .tested import dotted
 
 PYTHON_ENGINES_FROM = (

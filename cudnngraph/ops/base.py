@@ -5,11 +5,9 @@ form and answers with a :class:`Result` per output port: shape, dtype and the or
 dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
 result cannot be known. A family of ops registers its rows in a module of its own, and
 :mod:`~cudnngraph.ops.table` collects them. Adding an op means one row there, one in
-``backend.lower.RULES``, one in ``grad.rules`` and its samples; a test asserts that the tables
-agree. A reference takes operands and canonical attributes, and says in torch what the op means.
-
-Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
-S sequence, D head dim; M N rows and columns of a product, K what it sums over.
+``backend.lowering.driver.RULES``, one in ``grad.rules`` and its samples; a test asserts that the
+tables agree. A reference takes operands and canonical attributes, and says in torch what the op
+means.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
             if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
                 continue
             if (node.op, port) == ("sdpa_backward", "dropout_mask"):
-                continue  # a torch step, see lower.py
+                continue  # a torch step, see backend/lowering
             shape = tensors[name].shape
             stride = contiguous_strides(shape)
             if (node.op, port) == ("sdpa", "attn_mask") and odd_rows(shape, stride):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ..backend import env
-from ..backend.lower import first_line
+from ..backend.lowering.driver import first_line
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.spec import GraphSpec, TensorSpec

@@ -18,7 +18,7 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
-from ..backend.lower import first_line
+from ..backend.lowering.driver import first_line
 from ..backend.plan import (
     UNCHECKED,
     Candidate,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from h200_masks import page, sampler
 
 import cudnngraph as cg
-from cudnngraph.backend import lower
+from cudnngraph.backend.lowering import dims, norm
 from cudnngraph.device import timing
 from cudnngraph.settings import override
 
@@ -71,14 +71,15 @@ def averaged(n: int, c: int, h: int, k: int, s: int, p: int) -> Case:
 
 def bound(g: cg.Graph, t: Tensors, y: torch.Tensor, longest: int) -> tuple[Any, str]:
     """A call of the graph into y, where products sum up rows of ``longest`` at most; its steps."""
-    before = lower.LONGEST_SUMMED, lower.FASTER_SUMMED
-    lower.LONGEST_SUMMED = lower.FASTER_SUMMED = longest
+    before = dims.LONGEST_SUMMED, dims.FASTER_SUMMED
+    dims.LONGEST_SUMMED = norm.LONGEST_SUMMED = dims.FASTER_SUMMED = longest
     cg.cache_clear()
     try:
         with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
             exe = g.compile(policy=cg.Policy(tune="autotune"))
     finally:
-        lower.LONGEST_SUMMED, lower.FASTER_SUMMED = before
+        dims.LONGEST_SUMMED, dims.FASTER_SUMMED = before
+        norm.LONGEST_SUMMED = dims.LONGEST_SUMMED
     steps = " + ".join("torch" if s.choice is None else f"eng{s.choice.engine}" for s in exe.steps)
     return exe.bind(**t, y=y), steps
 

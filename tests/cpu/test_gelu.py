@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.lower import RULES
+from cudnngraph.backend.lowering.driver import RULES
 
 NUMBERS: Any = SimpleNamespace(  # the frontend's ops, on tensors of torch
     mul=operator.mul,

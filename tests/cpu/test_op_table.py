@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.backend import lower
+from cudnngraph.backend.lowering import base, driver, refusals
 from cudnngraph.executor import reference
 from cudnngraph.grad.rules.table import RULES
 from cudnngraph.graph.pointwise import ACTIVATIONS
@@ -33,7 +33,7 @@ LOSSES = {
 
 def test_the_tables_have_the_same_keys() -> None:
     assert set(reference.RULES) == set(OPS)
-    assert set(lower.RULES) == set(OPS)
+    assert set(driver.RULES) == set(OPS)
     assert set(RULES) == set(OPS)
 
 
@@ -45,7 +45,7 @@ def test_a_name_has_one_row() -> None:
 def test_the_tables_can_be_read_without_cudnn() -> None:
     code = (
         "import sys, torch; theirs = set(sys.modules)\n"  # torch imports cuda from 2.15 on
-        "import cudnngraph.backend.lower\n"
+        "import cudnngraph.backend.lowering.driver\n"
         "print({'cudnn', 'cuda'} & (set(sys.modules) - theirs))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -122,7 +122,7 @@ def test_a_row_names_its_ports_and_outputs_once(name: str) -> None:
 
 
 def test_ops_that_move_elements_are_refused_by_name_and_no_others() -> None:
-    refused = {name for name, rule in lower.RULES.items() if rule is lower._torch_only}
+    refused = {name for name, rule in driver.RULES.items() if rule is refusals.torch_only}
     views = {name for name in OPS if OPS[name].view}
     assert refused == {"reshape", "transpose", "permute", "slice", "concat", "ragged_offsets"}
     assert views == refused - {"concat", "ragged_offsets"}
@@ -132,8 +132,8 @@ def test_what_a_row_calls_torchs_alone_is_refused_with_a_reason() -> None:
     torch_only = {name for name in OPS if OPS[name].torch_only}
     assert torch_only == {"concat", "aten", "group_affine", *LOSSES, *pooling.RULES}
     for name in torch_only:
-        (refuse,) = (rule for rule in lower._REFUSALS if rule is lower.RULES[name])
-        with pytest.raises(lower._Refused, match=f"^{name}.*a torch step"):
+        (refuse,) = (rule for rule in refusals.REFUSALS if rule is driver.RULES[name])
+        with pytest.raises(base.Refused, match=f"^{name}.*a torch step"):
             refuse(None, Node(name, name, (), (), (("overload", "aten.relu.default"),)))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import lower
+from cudnngraph.backend.lowering import pointwise
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.ops.operands import exactly
 from cudnngraph.ops.quantize import saturated
@@ -250,7 +250,7 @@ def test_the_arithmetic_that_rounds_in_a_plan_rounds_to_even() -> None:
     """Adding and taking away 1.5 * 2^23, in float32, of what is clamped to int8's range."""
     x = torch.cat([torch.linspace(-140, 140, 100_001), torch.arange(-257, 257) / 2.0])
     clamped = x.clamp(-128, 127)
-    made = (clamped + lower._ROUNDER) - lower._ROUNDER
+    made = (clamped + pointwise._ROUNDER) - pointwise._ROUNDER
     assert torch.equal(made.to(I8), saturated(x, I8))
     assert torch.equal(made, made.round())
 

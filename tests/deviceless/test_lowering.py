@@ -21,7 +21,9 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
-from cudnngraph.backend.lower import _REFUSALS, LOWERING, RULES, Alias, Constant, Lowered
+from cudnngraph.backend.lowering.context import Alias, Constant
+from cudnngraph.backend.lowering.driver import LOWERING, RULES, Lowered
+from cudnngraph.backend.lowering.refusals import REFUSALS
 from cudnngraph.backend.plan import Choice, load, propose, propose_for
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.spec import (
@@ -797,7 +799,7 @@ def test_cudnn_takes_every_op_that_is_not_refused_by_name(op: str) -> None:
         for step in cg.explain(spec, TARGET, allow_tf32=False).steps
         if step.runs_on == "cuDNN" and _nodes(step.spec, op)
     )
-    assert (next(taken, None) is None) == (RULES[op] in _REFUSALS)
+    assert (next(taken, None) is None) == (RULES[op] in REFUSALS)
 
 
 def _conv_graph(dtype: torch.dtype, *, fused: bool = False) -> cg.Graph:

@@ -11,7 +11,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import backend
 from cudnngraph.backend import env
-from cudnngraph.backend.lower import lower
+from cudnngraph.backend.lowering.driver import lower
 from cudnngraph.backend.plan import propose_for
 
 I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

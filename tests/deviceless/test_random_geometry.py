@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.lower import _cropped
+from cudnngraph.backend.lowering.conv import _cropped
 from cudnngraph.ir.spec import GraphSpec, Node
 from tests.geometry import Convolution, convolution, numbers
 

@@ -24,8 +24,8 @@ ONLY = "conv 1x1, relu(x + c), float16, channels_last"
 # A worker that lets through what cudnngraph refuses: engines 4 and 7 read it from a wrong address.
 LETS_THROUGH = """
 import sys
-from cudnngraph.backend import lower
-lower._check_beside_convolutions = lambda ctx: None
+from cudnngraph.backend.lowering import driver
+driver.check_beside_convolutions = lambda ctx: None
 from cudnngraph.select import forkserver
 from cudnngraph.sweep import worker
 forkserver.serve(int(sys.argv[1]), worker.load)
@@ -75,11 +75,12 @@ def _lets_through(file: int) -> Sequence[str]:
 
 def test_what_is_wrong_here_is_found_and_barred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number for each channel of each image: wrong by engines 4 and 7 of cuDNN 9.19."""
-    from cudnngraph.backend import env, lower
+    from cudnngraph.backend import env
+    from cudnngraph.backend.lowering import driver
 
     if env.cudnn_version() != 91900 or env.capability(0) != 90:
         pytest.skip("seen with cuDNN 9.19.0 on GPUs of compute capability 9.0")
-    monkeypatch.setattr(lower, "_check_beside_convolutions", lambda ctx: None)
+    monkeypatch.setattr(driver, "check_beside_convolutions", lambda ctx: None)
     todo = list(run.tasks(full=False, only="conv 3x3, relu(x + v) [w,w,1,1], float16"))[:1]
     store, results = found_bad.findings(0), Results()
     assert run.run(todo, run.OnGpu(0, Server(_lets_through)), store, results)

@@ -15,7 +15,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.backend import lower
+from cudnngraph.backend.lowering import driver
 from cudnngraph.bench import models
 from cudnngraph.cache import lookup
 from cudnngraph.select import guard, workers
@@ -26,8 +26,8 @@ F16 = torch.float16
 # A worker that lets through what cudnngraph refuses: engines 4 and 7 read it from a wrong address.
 LETS_THROUGH = """
 import sys
-from cudnngraph.backend import lower
-lower._check_beside_convolutions = lambda ctx: None
+from cudnngraph.backend.lowering import driver
+driver.check_beside_convolutions = lambda ctx: None
 from cudnngraph.select import forkserver, worker
 forkserver.serve(int(sys.argv[1]), worker.load)
 """
@@ -135,7 +135,7 @@ def test_a_record_that_nobody_has_checked_is_checked_when_it_is_loaded() -> None
 def test_plans_that_fault_or_are_wrong_are_rejected_and_not_tried_again(
     tune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lower, "_check_beside_convolutions", lambda ctx: None)
+    monkeypatch.setattr(driver, "check_beside_convolutions", lambda ctx: None)
 
     def lenient(file: int) -> Sequence[str]:
         return [sys.executable, "-c", LETS_THROUGH, str(file)]

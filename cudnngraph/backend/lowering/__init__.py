@@ -1,0 +1,1 @@
+"""Lowering: a GraphSpec becomes a graph of the cuDNN frontend, one rule per op."""

@@ -1,0 +1,150 @@
+"""Where cuDNN wants the dims of an operand or a result, by the op and the port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ir.spec import GraphSpec, Node, TensorSpec
+from ...ops.table import OPS
+from ...rewrite.packed import by_flash
+from .base import LOW_PRECISION, Refused, Shape, tensor_at
+
+_CHANNEL_PORTS = {
+    "bias": ("bias",),
+    "scale": ("scale",),
+    "batch_norm": ("running_mean", "running_var", "weight", "bias"),
+    "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
+    "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
+    "batch_norm_backward": ("weight", "mean", "inv_std"),
+    "instance_norm": ("weight", "bias"),
+}
+
+_SCALED = ("dequantize", "quantize")
+_ATTENTION = ("sdpa", "sdpa_backward")
+_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged", "sdpa_fp8")}
+VARLEN = ("sdpa_varlen", "sdpa_varlen_backward")
+_HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
+_NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
+
+
+def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
+    """Shape and stride of an input or output with its dims set out as its users take them."""
+    tensor = spec.tensors[name]
+    views: set[tuple[Shape, Shape]] = set()
+    for node in spec.nodes:
+        for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+            if operand != name:
+                continue
+            if port == "scale" and node.op in _SCALED:
+                views.add(_scale_place(spec, node, tensor))
+            elif len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+                tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
+                views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
+            elif port in _LENGTH_PORTS.get(node.op, ()):
+                views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
+            elif node.op == "sdpa_paged" and port.startswith("page_table"):
+                count = tensor.shape[1]
+                views.add(((tensor.shape[0], 1, count, 1), (tensor.stride[0], count, 1, 1)))
+            elif node.op in VARLEN and port == "ragged":  # its first row: the lengths of q
+                views.add(((tensor.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)))
+            elif node.op in VARLEN:
+                views.add(_spread_out(spec, node, tensor, port in ("k", "v")))
+            elif port in _HEAD_PORTS.get(node.op, ()):
+                views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
+            elif port in _NUMBER_PORTS.get(node.op, ()):
+                views.add(((1, 1, 1, 1), (1, 1, 1, 1)))
+            elif node.op == "sdpa_backward" and port == "lse":
+                views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
+            elif node.op == "expand":
+                views.add(_set_out(tensor, node.attr("dims"), len(node.attr("shape"))))
+            else:
+                views.add((_core(spec, tensor), tensor.stride))
+        if name in node.results:
+            result = result_spec(spec, node, name)
+            views.add((result.shape, result.stride))
+    if len(views) > 1:
+        raise Refused(f"'{name}' is used with its dims in two different places")
+    return views.pop() if views else (tensor.shape, tensor.stride)
+
+
+def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> tuple[Shape, Shape]:
+    """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
+    name = tensor_at(node, "ragged")
+    if name is None:  # cutting gives offsets to 16-bit data
+        q = spec.tensors[str(tensor_at(node, "q"))]
+        if q.dtype in LOW_PRECISION and by_flash(node, spec.tensors):
+            raise Refused("torch's flash attention is faster where nothing is promised")
+        raise Refused("cuDNN attention takes float16 and bfloat16 only")
+    batch = spec.tensors[name].shape[1] - 1
+    longest = node.attr("max_seqlen_kv" if keys else "max_seqlen_q")
+    _, heads, *rest = tensor.shape
+    token, head, *steps = tensor.stride
+    shape = (batch, heads, longest, *(rest or [1]))
+    return shape, (longest * token, head, token, *(steps or [1]))
+
+
+def _scale_place(spec: GraphSpec, node: Node, scale: TensorSpec) -> tuple[Shape, Shape]:
+    """Shape and stride of a quantisation's scale: one for all of x, or along one of its dims."""
+    rank = len(spec.tensors[str(node.inputs[0])].shape)
+    if scale.numel == 1:
+        return (1,) * rank, (1,) * rank
+    return _set_out(scale, (node.attr("dim"),), rank)
+
+
+def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
+    """Shape and stride with the tensor's dims at ``dims``, and ones elsewhere."""
+    place = dict(zip(dims, zip(tensor.shape, tensor.stride, strict=True), strict=True))
+    sizes, steps = zip(*(place.get(dim, (1, 1)) for dim in range(rank)), strict=True)
+    return sizes, steps
+
+
+def check_places(spec: GraphSpec) -> None:
+    """Refuse what is computed with its dims in one place and used with them in another."""
+    producer = {name: node for node in spec.nodes for name in node.results}
+    for node in spec.nodes:
+        for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+            if name not in producer:
+                continue
+            shape = spec.tensors[name].shape
+            made = result_spec(spec, producer[name], name).shape
+            wanted: Shape = shape
+            if port == "scale" and node.op in _SCALED:
+                wanted = _scale_place(spec, node, spec.tensors[name])[0]
+            elif len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+                wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
+            elif node.op == "expand":
+                wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
+            rank = max(len(made), len(wanted))
+            if (1,) * (rank - len(made)) + tuple(made) != (1,) * (rank - len(wanted)) + tuple(
+                wanted
+            ):
+                raise Refused(f"'{name}' is computed and used with its dims in different places")
+
+
+def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
+    """The shape of a tensor; in a pointwise graph an expanded dim of an input counts as 1."""
+    if tensor.name in spec.outputs or any(not OPS[node.op].pointwise for node in spec.nodes):
+        return tensor.shape
+    return tuple(1 if step == 0 else n for n, step in zip(tensor.shape, tensor.stride, strict=True))
+
+
+def result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
+    """The tensor of a result with its dims where cuDNN wants them."""
+    tensor = spec.tensors[name]
+    shape, stride = tensor.shape, tensor.stride
+    if node.op in VARLEN:
+        keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
+        shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
+    if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
+        return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
+    vectors = ("batch_norm_train", "batch_norm_backward")
+    if node.op in vectors and len(shape) == 1:
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
+    if node.op == "reduction":
+        rank = len(spec.tensors[str(node.inputs[0])].shape)
+        keep, dims = node.attr("keepdim"), node.attr("dims")
+        dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
+        left = [dim for dim in range(rank) if dim not in dropped]
+        shape, stride = _set_out(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
+    return TensorSpec(name, shape, stride, tensor.dtype)
