@@ -8,6 +8,9 @@ result cannot be known. A family of ops registers its rows in a module of its ow
 ``backend.lowering.driver.RULES``, one in ``grad.rules`` and its samples; a test asserts that the
 tables agree. A reference takes operands and canonical attributes, and says in torch what the op
 means.
+
+Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
+S sequence, D head dim; M N rows and columns of a product, K what it sums over.
 """
 
 from __future__ import annotations
