@@ -35,7 +35,10 @@ from ..errors import BindError, CannotImport, GraphError, PolicyError, Problem
 from ..ir.spec import TensorSpec, is_dense
 from ..policy import Policy
 from ..runtime import comparison, custom_ops
-from ..runtime.executable import ALIGNMENT_BYTES, CapturedCall, Executable, compile, strided_copy
+from ..runtime.bound import CapturedCall
+from ..runtime.checks import ALIGNMENT_BYTES
+from ..runtime.compile import compile
+from ..runtime.executable import Executable, strided_copy
 from ..runtime.state import Held, agree
 from ..select.heuristic import FREE, Selection, StepPlan
 from ..select.trial import relative_error

@@ -34,7 +34,7 @@ from ..ir.spec import GraphSpec
 from ..partition.cuts import Graph, Group, cuts, piece, work
 from ..policy import Policy
 from ..rewrite.passes import marked, prepared
-from ..runtime.executable import canonical
+from ..runtime.program import canonical
 from ..select.heuristic import torch_only, why_apart
 from ..select.worker import from_choice, to_choice
 from ..select.workers import MOST, Answer, Server, Unusable, Workers, program

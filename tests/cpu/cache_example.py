@@ -22,7 +22,7 @@ from cudnngraph.ir.key import encode, graph_key
 from cudnngraph.ir.spec import GraphSpec, print_spec
 from cudnngraph.ops.base import is_default
 from cudnngraph.partition.cuts import Graph, cuts, piece, work
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 
 F16, F32 = torch.float16, torch.float32

@@ -22,7 +22,7 @@ from cudnngraph.errors import CannotImport
 from cudnngraph.models import convert as importer
 from cudnngraph.models.convert import Imported, convert
 from cudnngraph.models.trace import Shape
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from tests import atens, numerics
 
 SAMPLES = int(os.environ.get("CUDNNGRAPH_TEST_SAMPLES", "2"))

@@ -25,8 +25,8 @@ from cudnngraph.models.convert import Packed, convert, import_model
 from cudnngraph.partition.cuts import Graph, piece, regions, work
 from cudnngraph.rewrite.passes import marked, prepared
 from cudnngraph.runtime import streams as lanes
-from cudnngraph.runtime.executable import canonical, canonical_tensor_names
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
+from cudnngraph.runtime.program import canonical, canonical_tensor_names
 from cudnngraph.select.heuristic import FREE, heuristic
 from cudnngraph.select.trial import Chain
 from tests import numerics

@@ -16,7 +16,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.cuts import Graph, piece, work
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 

@@ -19,7 +19,7 @@ from cudnngraph.partition import cuts as partition
 from cudnngraph.partition.cuts import LOW_PRECISION, Graph, cuts, piece, regions, work
 from cudnngraph.rewrite import passes
 from cudnngraph.rewrite.passes import aligned_masks, channels_last, numeric_masks, prepared
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream

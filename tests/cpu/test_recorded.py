@@ -27,7 +27,7 @@ from cudnngraph.cache.codec import (
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.rewrite.passes import channels_last, marked, prepared
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from cudnngraph.select import heuristic
 from cudnngraph.select.heuristic import Selection, StepPlan
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json

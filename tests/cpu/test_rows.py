@@ -19,7 +19,7 @@ from cudnngraph.partition.cuts import Graph, piece, regions
 from cudnngraph.rewrite import row_layout
 from cudnngraph.rewrite.passes import prepared, views
 from cudnngraph.rewrite.row_layout import in_memory_order
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.cpu.test_views_behind import ops, same_numbers
 
 F16 = torch.float16

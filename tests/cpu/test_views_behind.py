@@ -17,7 +17,7 @@ from cudnngraph.models.convert import import_model
 from cudnngraph.ops.views import is_view
 from cudnngraph.partition.cuts import Graph, piece, regions, work
 from cudnngraph.rewrite.passes import prepared, views_behind
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.models import Attends
 
 F16 = torch.float16
