@@ -26,6 +26,7 @@ PY    := $(VENV)/bin/python
 BARE  := $(VENV)/.stamp-torch
 BASE  := $(VENV)/.stamp-base
 CUDNN := $(VENV)/.stamp-cudnn
+DOCS  := $(VENV)/.stamp-docs
 PIP   := $(PY) -m pip --disable-pip-version-check -qq
 
 # True where an interpreter has a CUDA build of torch: that torch is used as it is, with the cuDNN it loads.
@@ -37,7 +38,7 @@ SITE       := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest lint venv clean
+.PHONY: help demo test test-newest lint docs venv clean
 
 help:
 	@echo 'make demo    set up, run the main job on a photograph, print one table, write the picture'
@@ -46,6 +47,7 @@ help:
 	@echo 'make test-newest  with the newest torch, its cuDNN and the newest frontend (6 GB in .venv-newest):'
 	@echo '             the tests that their versions can change'
 	@echo 'make lint    ruff check, ruff format --check, mypy --strict'
+	@echo 'make docs    the documentation as a site in build/site, with an API reference; a warning is an error'
 	@echo 'make clean   remove .venv, .venv-newest and what the tools wrote'
 
 venv: $(BASE)
@@ -83,6 +85,14 @@ $(CUDNN): $(BASE)
 	  $(PIP) install -c $(VENV)/constraints.txt -e '.[cudnn]'; \
 	fi
 	@touch $@
+
+$(DOCS): $(BASE)
+	@echo 'set-up: installing the tools of the documentation into $(VENV)'
+	@$(PIP) install -c $(VENV)/constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 demo: $(BASE)
 	@$(PY) examples/demo.py

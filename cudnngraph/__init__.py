@@ -28,7 +28,8 @@ from .errors import (
 )
 from .explain.offline import Explanation, explain
 from .grad.differentiate import Gradient, differentiate
-from .graph.builder import Graph, Value
+from .graph.builder import Graph
+from .graph.value import Value
 from .ir.spec import GraphSpec, TensorSpec
 from .models.fused import Fused, fuse
 from .policy import Policy

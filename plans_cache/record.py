@@ -37,7 +37,7 @@ class RecordError(ValueError):
 
 
 def digest(components: Sequence[tuple[str, str]]) -> str:
-    """SHA-256 over the named components of a key, in hexadecimal; as ``cudnngraph.ir.key`` has it."""
+    """SHA-256 over the named components of a key, in hexadecimal, as ``cudnngraph.ir.key``."""
     return hashlib.sha256(json.dumps(components).encode()).hexdigest()
 
 

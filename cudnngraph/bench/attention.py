@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..executor.reference import alibi_slopes
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from .cases import Case, Eager, Tensors
 
 BF16 = torch.bfloat16

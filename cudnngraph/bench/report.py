@@ -134,11 +134,29 @@ def to_json(report: Report) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------------
 
 _STYLE = (
-    "body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:left;"
-    "border-bottom:1px solid #ddd;vertical-align:top}svg{max-width:100%;height:auto}"
-    "td.n{text-align:right;font-variant-numeric:tabular-nums}.note{color:#777}"
+    ":root{color-scheme:light dark;--text:#222;--back:#fff;--line:#ddd;--weak:#666}"
+    "@media(prefers-color-scheme:dark){"
+    ":root{--text:#ddd;--back:#161616;--line:#444;--weak:#999}}"
+    "body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:var(--text);"
+    "background:var(--back)}.table{overflow-x:auto}table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:.25em .7em;text-align:left;border-bottom:1px solid var(--line);"
+    "vertical-align:top}th button{all:unset;cursor:pointer}th button:focus-visible{outline:auto}"
+    "figure{margin:1em 0;background:#fff;border-radius:.3em}svg{max-width:100%;height:auto}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}.note{color:var(--weak)}"
 )
+# A click on a column's head sorts by it, numbers by their size; a second click turns the order.
+_SORT = """
+for (const table of document.querySelectorAll("table"))
+  table.querySelectorAll("th button").forEach((button, column) => button.onclick = () => {
+    const head = button.parentElement, down = head.getAttribute("aria-sort") === "ascending";
+    table.querySelectorAll("th").forEach(each => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const of = row => row.cells[column].textContent, number = row => parseFloat(of(row));
+    const rows = [...table.tBodies[0].rows].sort((a, b) =>
+      (number(a) - number(b)) || of(a).localeCompare(of(b)));
+    table.tBodies[0].append(...(down ? rows.reverse() : rows));
+  });
+"""
 
 
 def to_html(report: Report) -> str:
@@ -152,6 +170,7 @@ def to_html(report: Report) -> str:
     parts = [
         "<!doctype html>",
         '<html lang="en"><meta charset="utf-8"><title>cudnngraph bench</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style>",
         "<h1>cudnngraph bench</h1>",
         *(f"<p>{escape(line)}</p>" for line in heading(report)),
@@ -162,12 +181,19 @@ def to_html(report: Report) -> str:
             rows = report.of(suite)
             parts.append(f"<h2>{escape(suite)}</h2>")
             parts.append(f'<p class="note">{escape(CLOCKS[rows[0].clock])}</p>')
-            parts.append(_html_table(rows))
-            parts += [f"<p>{escape(line)}</p>" for line in summary_lines(rows)]
-            parts.append(_bars(rows))
+            parts.append(_html_table(rows, suite))
+            lines = summary_lines(rows)
+            parts += [f"<p>{escape(line)}</p>" for line in lines]
+            label = f"{suite}: bars of how many times as fast as others; {'; '.join(lines)}"
+            parts.append(_figure(_bars(rows, _others(report.rows)), label))
         if any(row.flops for row in report.rows):
-            parts += ["<h2>Roofline</h2>", _roofline(report)]
-    return "\n".join([*parts, "</html>", ""])
+            label = "Roofline: operations a second over operations a byte, below the ceilings"
+            parts += ["<h2>Roofline</h2>", _figure(_roofline(report), label)]
+    return "\n".join([*parts, f"<script>{_SORT}</script>", "</html>", ""])
+
+
+def _figure(svg: str, label: str) -> str:
+    return f'<figure role="img" aria-label="{escape(label)}">{svg}</figure>'
 
 
 def check_matplotlib(what: str) -> None:
@@ -182,9 +208,11 @@ def check_matplotlib(what: str) -> None:
         raise FeatureMissing(f"{what} has plots, which need matplotlib{mend}") from None
 
 
-def _html_table(rows: Sequence[Row]) -> str:
+def _html_table(rows: Sequence[Row], suite: str) -> str:
     numbers = {"µs", "TFLOP/s", "GB/s", "% of ceiling"}
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    head = "".join(
+        f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in COLUMNS
+    )
     body = []
     for row in rows:
         pairs = zip(COLUMNS, cells(row), strict=True)
@@ -193,7 +221,10 @@ def _html_table(rows: Sequence[Row]) -> str:
             for name, cell in pairs
         ]
         body.append(f"<tr>{''.join(made)}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+    return (
+        f'<div class="table"><table aria-label="{escape(suite)}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
 
 
 def _svg(figure: Any) -> str:
@@ -203,8 +234,11 @@ def _svg(figure: Any) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _bars(rows: Sequence[Row]) -> str:
-    """Each row's bars from 1: how many times as fast as the baselines; slower to the left."""
+def _bars(rows: Sequence[Row], everyone: Sequence[str]) -> str:
+    """Each row's bars from 1: how many times as fast as the baselines; slower to the left.
+
+    A baseline has the same color in every chart of a page, by its place in ``everyone``.
+    """
     from matplotlib.figure import Figure
 
     others = _others(rows)
@@ -222,6 +256,7 @@ def _bars(rows: Sequence[Row]) -> str:
             [ratio - 1.0 for _, ratio in found],
             left=1.0,
             height=height,
+            color=f"C{everyone.index(other) % 10}",
             label=f"over {other}",
         )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])

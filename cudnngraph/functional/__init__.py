@@ -2,7 +2,7 @@
 
 Each is one graph, compiled for every new combination of shapes, strides, dtypes and options
 (:func:`cudnngraph.specialize`). ``activation`` is a name of
-:data:`~cudnngraph.graph.builder.ACTIVATIONS` or None, its attributes go as further keywords
+:data:`~cudnngraph.graph.pointwise.ACTIVATIONS` or None, its attributes go as further keywords
 (``activation="leaky_relu", negative_slope=0.2``); ``residual`` is added before it. ``out`` takes
 the result and has no gradient; the ``…_into`` forms allocate nothing, which on a GPU is so once the
 workspace has grown.

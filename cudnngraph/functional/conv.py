@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import explained, number
 from ..errors import GraphError, Problem
-from ..graph.builder import Ints, Padding
+from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import transforming
 from ..runtime.specialize import Recent, Static, static_of

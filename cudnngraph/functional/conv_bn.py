@@ -10,7 +10,7 @@ import torch
 from ..arguments import explained, number
 from ..device.allocation import lasting
 from ..errors import BindError, GraphError, Problem
-from ..graph.builder import Ints, Padding
+from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import Over, transforming
 from ..runtime.specialize import STATICS_KEPT, Recent, Static, check_in_place, static_of

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..runtime import custom_ops
 
 

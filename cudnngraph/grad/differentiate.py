@@ -22,7 +22,8 @@ import torch
 
 from ..arguments import checked
 from ..errors import GraphError, Problem
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..ir.spec import GraphSpec, Node, TensorSpec, dense_strides, memory_order
 from ..ops.base import FLOATS, OPS, dtype_name
 from ..ops.infer import check_node

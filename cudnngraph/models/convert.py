@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from ..errors import CannotImport, FeatureMissing, GraphError
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..ir.spec import (
     GraphSpec,
     aligned,

@@ -18,7 +18,7 @@ from ..arguments import NotPlain, checked, explained, items
 from ..errors import GraphError, Problem
 from ..functional.conv import act_options, run_conv_act
 from ..functional.conv_bn import fixed_momentum, norm_options, run_conv_norm_act
-from ..graph.builder import ACTIVATIONS
+from ..graph.pointwise import ACTIVATIONS
 from ..ops.base import SOFTPLUS_THRESHOLD
 from ..policy import Policy
 from ..runtime.specialize import Recent, check_in_place
@@ -312,7 +312,7 @@ class FusedConvBlock(_Block):
     """act(batch_norm(conv(x)) + residual), in 1, 2 or 3 spatial dims (``dims``).
 
     The arguments are those of torch's convolution and batch norm; ``norm=None`` leaves the norm
-    out, ``activation`` is a name of :data:`~cudnngraph.graph.builder.ACTIVATIONS` with its
+    out, ``activation`` is a name of :data:`~cudnngraph.graph.pointwise.ACTIVATIONS` with its
     attributes as further keywords, a module of torch, or None. Training and evaluation, running
     statistics and the state dict are as of ``nn.Sequential(conv, bn, act)``, which :meth:`to_torch`
     gives.

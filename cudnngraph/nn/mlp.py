@@ -23,7 +23,7 @@ class FusedMLP(nn.Module):
     The children ``up_proj``, ``down_proj`` and, where ``gated``, ``gate_proj`` are ``nn.Linear``
     and hold the parameters, so the keys of the state dict are ``up_proj.weight``, ``up_proj.bias``
     and so on; they are called where one of them has hooks, or was replaced. ``activation`` is a
-    name of :data:`~cudnngraph.graph.builder.ACTIVATIONS` or None, its attributes go as further
+    name of :data:`~cudnngraph.graph.pointwise.ACTIVATIONS` or None, its attributes go as further
     keywords: ``activation="silu", gated=True`` is SwiGLU, ``"gelu"`` GeGLU.
     """
 

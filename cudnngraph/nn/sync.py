@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..functional.call import run_graph
 from ..functional.conv import act_options, run_conv_act
 from ..functional.conv_bn import update_running
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..ir.spec import numel
 from ..policy import Policy
 from ..runtime import custom_ops

@@ -13,7 +13,8 @@ import torch
 
 from ..arguments import NotPlain, is_a, plain, unreadable, without_memory
 from ..errors import BindError, FeatureMissing, GraphError, PolicyError, Problem
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 from ..ir.spec import dense_strides, memory_order
 from ..policy import Policy
 from ..runtime.trainable import Trainable

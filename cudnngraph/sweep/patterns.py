@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..graph.builder import Graph, Value
+from ..graph.builder import Graph
+from ..graph.value import Value
 
 Op = Callable[..., Value]
 Shape = tuple[int, ...]

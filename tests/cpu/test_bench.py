@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_the_quick_run_measures_every_suite_and_writes_both_files(
     assert told["summary"]["conv"]["eager"]["rows"] >= 3
     page = Path(files[1]).read_text()
     assert page.count("<svg") == len(there) + 1
-    assert "<script" not in page and "<img" not in page and "<link" not in page
+    assert not re.search(r"<img|<link|\bsrc=|@import|url\((?!#)", page), "it needs no other file"
 
 
 def test_json_alone_is_printed_to_the_dash(capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,6 +399,27 @@ def test_the_page_draws_a_bar_for_every_ratio_and_a_point_for_every_row() -> Non
     bars, roofline = pictures
     assert "over eager" in bars and "times as fast" in bars
     assert "ceiling, float32" in roofline and "operations per byte" in roofline
+
+
+def test_the_page_is_for_small_and_dark_screens_and_for_readers_of_screens() -> None:
+    rows = [row("a", 10.0, eager=20.0), row("b", 10.0, compiled=5.0, eager=5.0)]
+    page = report.to_html(made(rows[0], replace(rows[1], suite="norm")))
+    assert '<meta name="viewport"' in page and "color-scheme:light dark" in page
+    labels = re.findall(r'<figure role="img" aria-label="([^"]+)"', page)
+    assert len(labels) == 3 and "2.00 times as fast as eager" in labels[0]
+    assert page.count('<th scope="col"><button') == 2 * len(report.COLUMNS), "sorted by a click"
+    assert page.count("<thead>") == page.count("<tbody>") == 2
+
+
+def test_a_baseline_has_one_color_in_every_chart() -> None:
+    names = ["eager", "compiled"]
+    alone, both = (
+        report._bars([row("a", 10.0, **times)], names)
+        for times in ({"compiled": 5.0}, {"eager": 20.0, "compiled": 5.0})
+    )
+    fills = [re.findall(r"fill: (#[0-9a-f]{6})", each) for each in (alone, both)]
+    assert "#ff7f0e" in fills[0] and "#1f77b4" not in fills[0]
+    assert {"#1f77b4", "#ff7f0e"} <= set(fills[1])
 
 
 def test_a_picture_of_a_run_that_is_cut_off(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import cudnngraph as cg
 from cudnngraph import functional as CF
 from cudnngraph.functional import conv_bn, graphs
 from cudnngraph.functional.call import _compiled
-from cudnngraph.graph.builder import ACTIVATIONS
+from cudnngraph.graph.pointwise import ACTIVATIONS
 from tests import numerics
 from tests.samples import BF16, F16, F32, F64
 

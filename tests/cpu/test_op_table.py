@@ -14,7 +14,8 @@ import cudnngraph as cg
 from cudnngraph.backend import lower
 from cudnngraph.executor import reference
 from cudnngraph.grad import differentiate
-from cudnngraph.graph.builder import ACTIVATIONS, METHODS
+from cudnngraph.graph.pointwise import ACTIVATIONS
+from cudnngraph.graph.value import METHODS
 from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
 from cudnngraph.ops.base import OPS
