@@ -34,14 +34,10 @@ from .graph.value import Value
 from .ir.spec import GraphSpec, TensorSpec
 from .models.fused import Fused, fuse
 from .policy import Policy
-from .runtime.executable import (
-    BoundCall,
-    CapturedCall,
-    Executable,
-    cache_clear,
-    cache_stats,
-    warm_up,
-)
+from .runtime.bound import BoundCall, CapturedCall
+from .runtime.compile import warm_up
+from .runtime.executable import Executable
+from .runtime.process import cache_clear, cache_stats
 from .runtime.specialize import Specialized, specialize
 from .runtime.trainable import Trainable
 from .settings import VERSION

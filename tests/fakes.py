@@ -22,7 +22,8 @@ from cudnngraph.cache import lookup, stats
 from cudnngraph.cache.codec import env_components
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime import executable
+from cudnngraph.runtime import compile as compiling
+from cudnngraph.runtime import process
 from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 
@@ -147,9 +148,9 @@ class World:
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
-        monkeypatch.setattr(executable, "autotune", self.autotune)
-        monkeypatch.setattr(executable, "GuardedBench", lambda *args: None)
-        monkeypatch.setattr(executable, "refuse_during_capture", lambda: None)
-        monkeypatch.setattr(executable, "_programs", type(executable._programs)())
+        monkeypatch.setattr(compiling, "autotune", self.autotune)
+        monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
+        monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
+        monkeypatch.setattr(process, "programs", type(process.programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -577,7 +577,7 @@ def run(spec: cg.GraphSpec) -> bool:
         return False
     if any(node.op == "aten" for node in spec.nodes):  # torch's own, which checks indices itself
         return False
-    from cudnngraph.runtime.executable import compile as compile_spec
+    from cudnngraph.runtime.compile import compile as compile_spec
 
     executable = compile_spec(spec, "cpu")
     made = executable(*[content(spec.tensors[name]) for name in spec.inputs])

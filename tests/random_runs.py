@@ -24,7 +24,7 @@ from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import UNCHECKED, replay
 from cudnngraph.executor import reference
-from cudnngraph.runtime import executable
+from cudnngraph.runtime.program import Program
 from cudnngraph.select.trial import Trial
 from tests import apart, numerics, random_graphs
 
@@ -93,14 +93,14 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
     """As :func:`work`, for seeds that were wrong: which of their steps are, each on random data."""
     os.environ["CUDNNGRAPH_CACHE_DIR"] = tempfile.mkdtemp(dir=case["cache"])
     done = set(skip)
-    made: list[executable.Program] = []
-    init = executable.Program.__init__
+    made: list[Program] = []
+    init = Program.__init__
 
-    def noted(self: executable.Program, *args: Any) -> None:
+    def noted(self: Program, *args: Any) -> None:
         init(self, *args)
         made.append(self)
 
-    executable.Program.__init__ = noted  # type: ignore[method-assign, assignment]
+    Program.__init__ = noted  # type: ignore[method-assign, assignment]
     for seed in (seed for seed in case["seeds"] if str(seed) not in done):
         yield str(seed), None
         signal.setitimer(signal.ITIMER_REAL, case["limit_s"])
@@ -113,7 +113,7 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
         yield str(seed), [f"{verdict.outcome}; " + "; ".join(said or ["no step is wrong"]), 0, 0.0]
 
 
-def _of_steps(program: executable.Program) -> Iterator[str]:
+def _of_steps(program: Program) -> Iterator[str]:
     """What is wrong with each step of a program, alone."""
     policy = cg.Policy(allow_tf32=program._allow_tf32, tune="heuristic", verify="off")
     for step in program.steps:

@@ -19,14 +19,15 @@ from cudnngraph.backend import libraries
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.explain.offline import _Walk
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime import executable
+from cudnngraph.runtime import compile as compiling
+from cudnngraph.runtime import process, program
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
 
 TARGET = "nvidia-h200"
 
 
-class Program(executable.Program):
+class Program(program.Program):
     """Steps of a GPU's program, run on the CPU."""
 
     def __init__(self, spec: GraphSpec, device: torch.device, *rest: Any) -> None:
@@ -40,7 +41,7 @@ class Program(executable.Program):
         self._number_places()
 
     def run(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-        """See :class:`cudnngraph.runtime.executable.Program`; memory between steps is full of NaN
+        """See :class:`cudnngraph.runtime.program.Program`; memory between steps is full of NaN
         at first."""
         self._steps_on(tensors, [], _filled(self.scratch_bytes), None)
 
@@ -63,8 +64,8 @@ def install(monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> None:
         made = heuristic.heuristic(spec, policy, _Walk(target, policy, driver).build)
         return Selection(made.steps, (None,) * len(made.steps))
 
-    monkeypatch.setattr(executable, "reference_only", chosen)
-    monkeypatch.setattr(executable, "Program", Program)
-    monkeypatch.setattr(executable, "_scratch", lambda device, stream, size, plans: _filled(size))
+    monkeypatch.setattr(compiling, "reference_only", chosen)
+    monkeypatch.setattr(compiling, "Program", Program)
+    monkeypatch.setattr(process, "scratch", lambda device, stream, size, plans: _filled(size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    executable._programs.clear()
+    process.programs.clear()

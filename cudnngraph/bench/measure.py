@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from ..device import timing
-from ..runtime.executable import CapturedCall
+from ..runtime.bound import CapturedCall
 
 Call = Callable[[], object]
 Clock = str

@@ -1,6 +1,6 @@
 """Between selection and the store: look a selection up, bring it back, or have it made and keep it.
 
-The tiers, in order: the programs in memory (``runtime.py``), the store (memory, the user's
+The tiers, in order: the programs in memory (``runtime/process.py``), the store (memory, the user's
 directory, the seeds), a build. A record is brought back from its serialized plans, else by
 replaying (engine, knobs); where neither works the record is stale and the graph is built anew. A
 fault of the cache is a miss, never an exception, unless the policy says ``tune="cached"``.

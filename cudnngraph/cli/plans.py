@@ -28,7 +28,7 @@ from ..explain.text import age_text, bytes_text, clean, cudnn_text, plan_text, t
 from ..graph.builder import Graph
 from ..ir.key import Key, diff, graph_key
 from ..ir.spec import GraphSpec
-from ..runtime.executable import resolve_policy
+from ..runtime.compile import resolve_policy
 from . import compare, explain, records, transfer, verify
 from .records import CacheError, Stored, UsageError
 from .table import print_table

@@ -30,7 +30,7 @@ from ..errors import CudnnGraphError
 from ..explain.text import clean
 from ..graph.builder import Graph
 from ..policy import Policy
-from ..runtime.executable import compile as compile_spec
+from ..runtime.compile import compile as compile_spec
 from .explain import Unusable, load
 from .records import UsageError, open_store
 from .table import print_table

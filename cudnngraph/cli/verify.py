@@ -28,7 +28,7 @@ from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
-from ..runtime.executable import canonical
+from ..runtime.program import canonical
 from ..select import guard
 from ..select.decision import StepPlan
 from .records import DTYPES, Stored, parsed, tensor

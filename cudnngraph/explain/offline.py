@@ -20,7 +20,7 @@ from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
 from ..ops.table import is_default
 from ..policy import Policy
-from ..runtime.executable import resolve_policy
+from ..runtime.compile import resolve_policy
 from ..select import heuristic
 from ..select.decision import Decision, StepPlan
 

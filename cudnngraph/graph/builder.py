@@ -382,7 +382,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             )
         if check is not None:
             raise PolicyError("check is for training=True")
-        from ..runtime.executable import compile as compile_spec
+        from ..runtime.compile import compile as compile_spec
 
         return compile_spec(self.spec(), device, policy=policy, **options)
 

@@ -10,7 +10,9 @@ import torch
 
 from ..backend import env
 from ..ir.spec import TensorSpec, is_dense
-from ..runtime.executable import ALIGNMENT_BYTES, CapturedCall, Executable, strided_copy
+from ..runtime.bound import CapturedCall
+from ..runtime.checks import ALIGNMENT_BYTES
+from ..runtime.executable import Executable, strided_copy
 from .convert import Imported
 
 MAX_SHAPES = 8

@@ -18,7 +18,7 @@ from .. import settings
 from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
-from ..runtime.executable import compile
+from ..runtime.compile import compile
 from .bound import MAX_SHAPES, Bound
 from .convert import convert
 

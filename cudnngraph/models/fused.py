@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..arguments import LAZY, shown, unreadable
 from ..errors import BindError, PolicyError, Problem
 from ..policy import Policy
-from ..runtime.executable import compile
+from ..runtime.compile import compile
 from .aten_ops import CONVOLUTIONS
 from .bound import MAX_SHAPES, Bound
 from .check import checked, copied, floats

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import functional
 from ..arguments import NotPlain, checked, explained, items
 from ..errors import GraphError, Problem
+from ..functional.conv import act_options, run_conv_act
+from ..functional.conv_bn import fixed_momentum, norm_options, run_conv_norm_act
 from ..graph.pointwise import ACTIVATIONS
 from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..policy import Policy
@@ -231,17 +232,15 @@ class _Block(nn.Module):
         self, geometry: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """The block on x; with a norm by the batch's statistics or the running ones, as torch's
-        batch norm decides. ``geometry`` as of :func:`functional.act_options`."""
+        batch norm decides. ``geometry`` as of :func:`act_options`."""
         modules: Any = self._modules
         conv, bn = modules["0"], modules["1"] if self._with_norm else None
         act = modules.get("2" if self._with_norm else "1")
         kind, attrs = (None, ()) if act is None else _named(act)
         weight, bias = _held(conv, "weight"), _held(conv, "bias")
         if bn is None:
-            static = self._recent.static_of(functional.act_options, geometry, kind, attrs)
-            return functional.run_conv_act(
-                static, x, weight, bias, residual, self.policy, recent=self._recent
-            )
+            static = self._recent.static_of(act_options, geometry, kind, attrs)
+            return run_conv_act(static, x, weight, bias, residual, self.policy, recent=self._recent)
         mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
         tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
         if tracks:
@@ -261,13 +260,11 @@ class _Block(nn.Module):
             return sync.run_synchronised(
                 geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
             )
-        fixed = functional.fixed_momentum(momentum, mean) if tracks else None
+        fixed = fixed_momentum(momentum, mean) if tracks else None
         static = self._recent.static_of(
-            functional.norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
+            norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
         )
-        return functional.run_conv_norm_act(
-            static, tensors, momentum, self.policy, recent=self._recent
-        )
+        return run_conv_norm_act(static, tensors, momentum, self.policy, recent=self._recent)
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

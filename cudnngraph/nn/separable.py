@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import functional
 from ..arguments import checked, explained
 from ..errors import GraphError, Problem
+from ..functional.conv_bn import Update, run_separable, stages_options
 from ..policy import Policy
 from ..runtime.specialize import check_in_place, static_of
 from . import sync
@@ -137,8 +137,8 @@ class FusedDepthwiseSeparable(nn.Module):
             y = self.pointwise(y) if residual is None else self.pointwise(y, residual)
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
-        return functional.run_separable(
-            static_of(functional.stages_options, *(options for options, _, _ in stages)),
+        return run_separable(
+            static_of(stages_options, *(options for options, _, _ in stages)),
             x,
             residual,
             [tensors for _, tensors, _ in stages],
@@ -156,8 +156,8 @@ def _is_synchronised(bn: Any) -> bool:
 
 def _stage(
     block: FusedConvBlock,
-) -> tuple[tuple[Any, ...], tuple[Any, ...], functional.Update | None]:
-    """A block's options, as of :func:`functional.norm_options`, its tensors, and the running
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Update | None]:
+    """A block's options, as of :func:`norm_options`, its tensors, and the running
     statistics to update with their momentum."""
     conv, bn, act = block.conv, block.norm, block.activation
     kind, attrs = (None, ()) if act is None else _named(act)

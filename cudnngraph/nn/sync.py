@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import functional
+from ..functional.call import run_graph
+from ..functional.conv import act_options, run_conv_act
+from ..functional.conv_bn import update_running
 from ..graph.builder import Graph
 from ..graph.value import Value
 from ..ir.spec import numel
@@ -77,7 +79,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Any, policy: Policy | None) -> Any:
-        found = functional.run_graph(moments, policy, (y,), _NO_OPTIONS, 2)
+        found = run_graph(moments, policy, (y,), _NO_OPTIONS, 2)
         mean, var = (value.flatten() for value in found)
         many = len(mean)
         mine = torch.cat([mean, var, mean.new_full((1,), y.numel() // many)])
@@ -104,7 +106,7 @@ class _Statistics(torch.autograd.Function):
         level, slope = both.chunk(2)
         with torch.no_grad():
             tensors = (y, -mean, slope, level)
-            grad = functional.run_graph(spread, ctx.policy, tensors, _NO_OPTIONS)
+            grad = run_graph(spread, ctx.policy, tensors, _NO_OPTIONS)
         return grad, None, None
 
 
@@ -123,21 +125,21 @@ def run_synchronised(
     group: Any,
     policy: Policy | None,
 ) -> Tensor:
-    """As :func:`functional.run_conv_norm_act` in training, over the ranks of ``group``.
+    """As :func:`run_conv_norm_act` in training, over the ranks of ``group``.
 
-    ``geometry`` as of :func:`functional.act_options`. Every rank of the group has to call it, and
+    ``geometry`` as of :func:`act_options`. Every rank of the group has to call it, and
     to run its backward. Gradients of parameters are those of this rank's batch, as torch's are.
     """
     x, weight, bias, mean, var, bn_weight, bn_bias, residual = tensors
     assert x is not None and weight is not None
-    bare = static_of(functional.act_options, geometry, None, ())
-    y = functional.run_conv_act(bare, x, weight, bias, None, policy)
+    bare = static_of(act_options, geometry, None, ())
+    y = run_conv_act(bare, x, weight, bias, None, policy)
     group = dist.group.WORLD if group is None else group
     whole, whole_var, unbiased = _Statistics.apply(y, group, policy)  # type: ignore[no-untyped-call]
     if mean is not None and var is not None:
-        functional.update_running(mean, var, whole, unbiased, momentum)
+        update_running(mean, var, whole, unbiased, momentum)
     given = (y, whole, whole_var, bn_weight, bn_bias, residual)
-    result: Tensor = functional.run_graph(
+    result: Tensor = run_graph(
         norm_act, policy, given, static_of(_norm_options, activation, attrs, eps)
     )
     return result

@@ -26,9 +26,10 @@ from ..grad.backward import Gradient
 from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from ..policy import Policy
-from ..runtime.executable import Executable, _wrong
-from ..runtime.executable import compile as compile_spec
 from ..runtime.transforms import check_dropout, folded, laid_out, stacked, taken, unfolded
+from .checks import wrong
+from .compile import compile as compile_spec
+from .executable import Executable
 from .specialize import Build, Specialized
 
 Tensor = torch.Tensor
@@ -355,7 +356,7 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
 def _check_out(out: Tensor, made: Tensor, name: str) -> None:
     """Raise :class:`BindError` where ``out`` has not the form of a result ``made``."""
     spec = TensorSpec("out", tuple(made.shape), made.stride(), made.dtype)
-    problems = list(_wrong(spec, out, made.device, aligned=False))
+    problems = list(wrong(spec, out, made.device, aligned=False))
     if problems:
         raise BindError(name, problems)
 

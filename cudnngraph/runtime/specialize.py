@@ -17,10 +17,11 @@ from ..graph.builder import Graph
 from ..graph.value import Value
 from ..ir.spec import dense_strides, memory_order
 from ..policy import Policy
-from ..runtime.executable import Executable, Over, resolve_policy, transforming
 from ..runtime.trainable import Trainable
 from ..runtime.transforms import Transformed
 from ..settings import overridden
+from .compile import resolve_policy
+from .executable import Executable, Over, transforming
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024

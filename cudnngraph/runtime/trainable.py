@@ -22,8 +22,9 @@ from ..policy import Policy
 from ..select.dropout_probe import draws
 from ..settings import current
 from . import comparison
-from .executable import Executable, Over, device_of, resolve_policy, transforming
-from .executable import compile as compile_spec
+from .compile import compile as compile_spec
+from .compile import device_of, resolve_policy
+from .executable import Executable, Over, transforming
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 _log = logging.getLogger(__name__)

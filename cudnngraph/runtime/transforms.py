@@ -21,8 +21,8 @@ from ..ir.spec import GraphSpec, TensorSpec, same_layout
 from ..ops.table import OPS
 from ..policy import Policy
 from ..select.dropout_probe import draws
+from .compile import compile as compile_spec
 from .executable import Executable
-from .executable import compile as compile_spec
 
 Tensor = torch.Tensor
 

@@ -36,7 +36,7 @@ from ..partition.cuts import cuts, piece
 from ..policy import Policy
 from ..rewrite.annotate import marked
 from ..rewrite.passes import prepared
-from ..runtime.executable import canonical
+from ..runtime.program import canonical
 from ..select.processes import Server, Unusable, program
 from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice

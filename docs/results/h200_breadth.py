@@ -30,7 +30,7 @@ import cudnngraph as cg
 from cudnngraph.bench.cases import Case
 from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.device import timing
-from cudnngraph.runtime.executable import default_device
+from cudnngraph.runtime.compile import default_device
 
 SUITES = ("breadth", "attention", "lowprecision")
 ROUNDS = 15

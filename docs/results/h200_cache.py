@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import cudnngraph as cg
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 
 REPO = Path(__file__).resolve().parents[2]
 F16, BF16 = torch.float16, torch.bfloat16
@@ -123,7 +123,7 @@ def lookup_us() -> dict[str, float]:
 def child() -> None:
     """Compile the set and print what it took, as JSON."""
     from cudnngraph.backend import env
-    from cudnngraph.runtime.executable import WORKSPACE
+    from cudnngraph.runtime.process import WORKSPACE
 
     specs = [graph.spec() for graph in graphs()]
     native = env.frontend().pygraph

@@ -22,10 +22,11 @@ from cudnngraph.backend import env
 from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
 from cudnngraph.cache import lookup
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime import executable, first_launch
+from cudnngraph.runtime import first_launch, process, program
 from cudnngraph.select import guard
 from cudnngraph.select.workers import Answer
 from plans_cache.launches import Launches
+from plans_cache.workspace import WorkspacePool
 from tests.fakes import FakePlan, World
 
 STEP = "c0ffee" * 8
@@ -118,10 +119,10 @@ class Engines(World):
         monkeypatch.setattr(env, "thread_handle", lambda index: entry)
         for name in ("getDevice", "isCurrentStreamCapturing", "getCurrentRawStream"):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *index: 0, raising=False)
-        monkeypatch.setattr(executable, "WORKSPACE", executable.WorkspacePool(_on_cpu))
-        monkeypatch.setattr(executable, "_allocate", _on_cpu)
-        monkeypatch.setattr(executable, "_captured", {})
-        monkeypatch.setattr(executable, "replay", self.replay)  # for further threads
+        monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(_on_cpu))
+        monkeypatch.setattr(process, "_allocate", _on_cpu)
+        monkeypatch.setattr(process, "_captured", {})
+        monkeypatch.setattr(program, "replay", self.replay)  # for further threads
 
     def compiled(self, **options: Any) -> cg.Executable:
         """x · w, then ReLU: two steps."""

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.runtime import executable
-from cudnngraph.runtime.executable import _overlap
+from cudnngraph.backend import env
+from cudnngraph.runtime import process, program
+from cudnngraph.runtime.checks import overlap
 
 Slices = tuple[tuple[int, int], tuple[int, int], int]
 F32 = torch.float32
@@ -318,14 +319,14 @@ def test_slices_of_one_buffer_overlap_only_where_elements_meet(
     shared = set(cut(places, first).flatten().tolist()) & set(
         cut(places, second).flatten().tolist()
     )
-    assert _overlap(a, b) == _overlap(b, a)
-    assert _overlap(a, a)
+    assert overlap(a, b) == overlap(b, a)
+    assert overlap(a, a)
     if shared:
-        assert _overlap(a, b)
+        assert overlap(a, b)
     elif first[2] == second[2] == 1 and first[0][1] > 1 and second[0][1] > 1:
         (_, (ca, na), _), (_, (cb, nb), _) = first, second
         if ca + na <= cb or cb + nb <= ca:
-            assert not _overlap(a, b), "columns side by side were refused"
+            assert not overlap(a, b), "columns side by side were refused"
 
 
 def test_a_bound_call_reads_the_inputs_as_they_are_when_it_is_called() -> None:
@@ -344,8 +345,8 @@ def test_a_bound_call_prepares_nothing_when_it_is_called(monkeypatch: pytest.Mon
     def prepare(*args: object) -> None:
         raise AssertionError("a bound call went through its tensors by name")
 
-    monkeypatch.setattr(executable.Program, "launches", prepare)
-    monkeypatch.setattr(executable.Program, "run", prepare)
+    monkeypatch.setattr(program.Program, "launches", prepare)
+    monkeypatch.setattr(program.Program, "run", prepare)
     given["y"].fill_(-7)
     call()
     assert torch.equal(given["y"], given["pre"].relu())
@@ -370,11 +371,11 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
 
     pooled = torch.empty(64, dtype=torch.uint8)
     plans = (None, object())
-    monkeypatch.setattr(executable, "_captured", {})
-    monkeypatch.setattr(executable, "_allocate", give("graph"))
-    monkeypatch.setattr(executable.WORKSPACE, "get", lambda *args: pooled)
+    monkeypatch.setattr(process, "_captured", {})
+    monkeypatch.setattr(process, "_allocate", give("graph"))
+    monkeypatch.setattr(process.WORKSPACE, "get", lambda *args: pooled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(executable.env, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(env, "raw_stream", lambda index: 0)
     seen: list[torch.Tensor | None] = []
 
     class Program:
@@ -383,7 +384,7 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         uses_cudnn = False
 
         def launches(self, tensors: object, stream: int) -> list[Callable[[Any], None]]:
-            seen.append(executable._scratch(0, stream, 64, plans))
+            seen.append(process.scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
         def ran_first(self, calls: list[Callable[[], None]]) -> bool:
@@ -398,18 +399,18 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         def _steps_on(self, tensors: object, starts: object, block: Any, handle: Any) -> None:
             seen.append(block)
 
-    program: Any = Program()
-    call = cg.BoundCall(program, {})
+    made: Any = Program()
+    call = cg.BoundCall(made, {})
     for _ in range(2):
-        call._launch(0) if bound else executable.Program._run_here(program, [], [])
+        call._launch(0) if bound else program.Program._run_here(made, [], [])
     if capturing:
         assert [kind for kind, _ in blocks] == ["graph"] * 2, "none is used for two captures"
-        assert list(executable._captured.values()) == [plans]
+        assert list(process._captured.values()) == [plans]
         seen.clear()
         gc.collect()
         assert all(block() is None for _, block in blocks)
     else:
-        assert not blocks and not executable._captured
+        assert not blocks and not process._captured
         assert all(block is pooled for block in seen)
 
 

@@ -20,7 +20,7 @@ from cudnngraph.cache import lookup
 from cudnngraph.cache.codec import env_components
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition import analysis, cuts
-from cudnngraph.runtime import executable
+from cudnngraph.runtime import process
 from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 from plans_cache.store import PlanStore
@@ -239,14 +239,14 @@ def test_a_stale_seed_is_replaced_once(world: World, tmp_path: Path) -> None:
     (seeds / f"{stale.id}.json").write_text(stale.to_json())
     lookup.store().remove(stale.id)
 
-    def process() -> None:
-        executable._programs.clear()
+    def new_process() -> None:
+        process.programs.clear()
         lookup._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
 
-    process()
+    new_process()
     second = compiled()
     assert (second.tier, second.steps) == ("built", first.steps)
-    process()
+    new_process()
     assert compiled().tier == "disk, serialized"
     assert len(world.built) == 2
 
@@ -509,7 +509,7 @@ def test_without_a_directory_plans_are_kept_in_memory(
 ) -> None:
     fault(world)
     assert compiled().tier == "built"
-    executable._programs.clear()
+    process.programs.clear()
     assert compiled().tier == "memory, serialized"
     assert compiled("tanh").tier == "built"
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -650,7 +650,7 @@ def test_the_log_says_what_was_found_where(world: World, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="cudnngraph"):
         compiled()
         again()
-        executable._programs.clear()
+        process.programs.clear()
         compiled()
     found = [r.getMessage() for r in caplog.records if r.name == "cudnngraph.cache.lookup"]
     assert len(found) == 3

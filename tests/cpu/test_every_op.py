@@ -23,7 +23,7 @@ from cudnngraph.models import aten_ops
 from cudnngraph.models.convert import Imported, convert
 from cudnngraph.models.rules.table import RULES
 from cudnngraph.models.trace import Shape
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from tests import atens, numerics
 
 SAMPLES = int(os.environ.get("CUDNNGRAPH_TEST_SAMPLES", "2"))

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnngraph as cg
 from cudnngraph import functional as CF
+from cudnngraph.functional import conv_bn, graphs
+from cudnngraph.functional.call import _compiled
 from cudnngraph.graph.pointwise import ACTIVATIONS
 from tests import numerics
 from tests.samples import BF16, F16, F32, F64
@@ -157,11 +159,11 @@ def test_conv_bn_act_is_torchs_and_updates_the_running_statistics(
 def test_a_momentum_that_changes_compiles_no_graph_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CF, "_momenta", set())
+    monkeypatch.setattr(conv_bn, "_momenta", set())
     x, w, gamma, beta = made((3, 5, 6, 6), (4, 5, 3, 3), (4,), (4,))
     mean, var = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
     theirs = (mean.clone(), var.clone())
-    calls = CF._compiled(CF.conv_norm_act, None)
+    calls = _compiled(graphs.conv_norm_act, None)
     before = len(calls)
     for step in range(1, 10):
         given = (gamma, beta)
@@ -169,7 +171,7 @@ def test_a_momentum_that_changes_compiles_no_graph_for_each(
         F.batch_norm(F.conv2d(x, w), *theirs, *given, True, 1.0 / step)
         for a, c in zip((mean, var), theirs, strict=True):
             assert float((a - c).abs().max()) < EXACT
-    assert len(calls) == before + CF.MOMENTA_KEPT + 1
+    assert len(calls) == before + conv_bn.MOMENTA_KEPT + 1
     assert mean._version >= 9, "autograd knows that they were written to"
 
 
@@ -179,29 +181,29 @@ def test_vectors_of_a_norm_without_parameters_are_kept_of_real_tensors_alone(
     def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return CF.conv_bn_act(x, w, None, None, training=True)
 
-    monkeypatch.setattr(CF, "_vectors", {})
+    monkeypatch.setattr(conv_bn, "_vectors", {})
     x, w = (t.detach() for t in made((3, 5, 6, 6), (4, 5, 3, 3)))
     for _ in range(2):  # before a real call and behind it
-        kept = dict(CF._vectors)
+        kept = dict(conv_bn._vectors)
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) for t in (x, w)]
             assert normed(*fake).shape == (3, 4, 4, 4)
         torch.func.grad(lambda x: normed(x, w).square().sum())(x)
-        assert CF._vectors == kept
+        assert conv_bn._vectors == kept
         theirs = torch.relu(F.batch_norm(F.conv2d(x, w), None, None, training=True))
         assert float((normed(x, w) - theirs).abs().max()) < EXACT
-    assert len(CF._vectors) == 1
+    assert len(conv_bn._vectors) == 1
 
 
 def test_vectors_of_a_norm_are_never_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other streams and CUDA graphs may read them; beyond so many, they are made anew."""
-    monkeypatch.setattr(CF, "_vectors", {})
-    monkeypatch.setattr(CF, "STATICS_KEPT", 1)
+    monkeypatch.setattr(conv_bn, "_vectors", {})
+    monkeypatch.setattr(conv_bn, "STATICS_KEPT", 1)
     x = torch.zeros(1)
-    first = CF._no_affine(3, x)
-    assert CF._no_affine(4, x) is not CF._no_affine(4, x)
-    assert CF._no_affine(3, x) is first
-    assert [each.tolist() for each in CF._no_affine(4, x)] == [[1.0] * 4, [0.0] * 4]
+    first = conv_bn._no_affine(3, x)
+    assert conv_bn._no_affine(4, x) is not conv_bn._no_affine(4, x)
+    assert conv_bn._no_affine(3, x) is first
+    assert [each.tolist() for each in conv_bn._no_affine(4, x)] == [[1.0] * 4, [0.0] * 4]
 
 
 # -- operands that are none ------------------------------------------------------------------------
@@ -514,10 +516,10 @@ def test_paged_attention_reads_the_pages_of_the_table() -> None:
 
 def test_deterministic_follows_torchs_switch() -> None:
     x = torch.ones(1, 1, 3, 3)
-    assert CF._compiled(CF.conv_act, None)._policy is None
+    assert _compiled(graphs.conv_act, None)._policy is None
     torch.use_deterministic_algorithms(True)
     try:
-        policy = CF._compiled(CF.conv_act, None)._policy
+        policy = _compiled(graphs.conv_act, None)._policy
         assert policy is not None and policy.deterministic
         assert CF.conv2d(x, x).item() == 9.0
     finally:

@@ -29,8 +29,8 @@ from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.annotate import marked
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
-from cudnngraph.runtime.executable import canonical, canonical_tensor_names
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
+from cudnngraph.runtime.program import canonical, canonical_tensor_names
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain

@@ -23,7 +23,7 @@ from cudnngraph.models.export import export
 from cudnngraph.models.rules import norm as norms
 from cudnngraph.ops.views import is_view
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from tests import numerics
 
 F32, F64 = torch.float32, torch.float64

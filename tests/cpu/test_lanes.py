@@ -17,7 +17,7 @@ from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import cudnngraph as cg
-from cudnngraph import functional
+from cudnngraph.functional import conv_bn
 from tests.samples import BF16, F64
 
 EXACT = 1e-9
@@ -83,13 +83,13 @@ def test_a_residual_is_added_before_the_last_activation() -> None:
 
 def test_it_is_one_graph_and_channels_last_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    call = functional.run_graph
+    call = conv_bn.run_graph
 
     def counted(build: Any, *given: Any) -> Any:
         ran.append(build.__name__)
         return call(build, *given)
 
-    monkeypatch.setattr(functional, "run_graph", counted)
+    monkeypatch.setattr(conv_bn, "run_graph", counted)
     module = cg.FusedDepthwiseSeparable(8, 6).eval()
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
     with torch.no_grad():

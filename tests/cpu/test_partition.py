@@ -23,7 +23,7 @@ from cudnngraph.rewrite import masks
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream

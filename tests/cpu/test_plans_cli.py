@@ -33,7 +33,7 @@ from cudnngraph.executor import reference
 from cudnngraph.explain import draw
 from cudnngraph.ir.key import Difference, graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from cudnngraph.select import guard, heuristic, workers
 from cudnngraph.select.decision import StepPlan
 from cudnngraph.select.inputs import random_inputs

@@ -10,7 +10,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.executor.torch_steps import tf32
-from cudnngraph.runtime.executable import resolve_policy
+from cudnngraph.runtime.compile import resolve_policy
 
 
 def graph() -> cg.Graph:

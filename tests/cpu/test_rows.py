@@ -22,7 +22,7 @@ from cudnngraph.rewrite import row_layout
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.row_layout import in_memory_order
 from cudnngraph.rewrite.views import views
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.cpu.test_views_behind import ops, same_numbers
 
 F16 = torch.float16

@@ -18,8 +18,8 @@ from cudnngraph.executor import torch_steps
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import work
-from cudnngraph.runtime import executable, fast_call
-from cudnngraph.runtime.executable import Program, canonical
+from cudnngraph.runtime import fast_call, process
+from cudnngraph.runtime.program import Program, canonical, canonical_tensor_names
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
@@ -42,7 +42,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         given.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return given[-1]
 
-    monkeypatch.setattr(executable, "WORKSPACE", WorkspacePool(allocate))
+    monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(allocate))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return given
 
@@ -376,7 +376,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
         dict(zip((*spec.inputs, *spec.outputs), tensors, strict=True)), 0
     ):
         launch(None)
-    bound, block = list(seen), executable.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
+    bound, block = list(seen), process.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
     seen.clear()
     program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound
@@ -609,7 +609,7 @@ def updates() -> GraphSpec:
 
 def test_a_step_may_write_over_what_no_later_step_reads() -> None:
     spec = updates()
-    names = executable.canonical_tensor_names(spec)
+    names = canonical_tensor_names(spec)
     program = in_steps(spec)
     assert [step.spec.nodes[0].op for step in program.steps] == ["mul", "add", "sigmoid"]
     own = {canonical_name: name for name, canonical_name in names.items()}
@@ -633,7 +633,7 @@ def test_the_steps_of_adamw_may_run_in_place() -> None:
     for name, value in zip(("p_", "m_", "v_"), g.adamw(*given, *numbers), strict=True):
         g.output(name, value)
     spec = g.spec()
-    program, names = in_steps(spec), executable.canonical_tensor_names(spec)
+    program, names = in_steps(spec), canonical_tensor_names(spec)
     assert len(program.steps) > 10
     over = {"p_": "p", "m_": "m", "v_": "v"}
     assert {(names[a], names[b]) for a, b in over.items()} <= program.may_write_over()

@@ -20,7 +20,7 @@ from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.views import views_behind
-from cudnngraph.runtime.executable import canonical
+from cudnngraph.runtime.program import canonical
 from tests.models import Attends
 
 F16 = torch.float16

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.dropout_probe import explicit, recovered
 from cudnngraph.select.inputs import random_inputs
 from tests import numerics

@@ -21,7 +21,7 @@ from cudnngraph.backend import env
 from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
 from cudnngraph.device import timing
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime import executable
+from cudnngraph.runtime import compile as compiling
 from cudnngraph.select import bench
 from cudnngraph.select.trial import Trial
 from plans_cache.record import PlanRecord, from_json
@@ -111,13 +111,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that were tuned, in order."""
     seen: list[str] = []
-    real = executable.autotune
+    real = compiling.autotune
 
     def counted(spec: GraphSpec, *args: Any, **options: Any) -> Any:
         seen.append(spec.name)
         return real(spec, *args, **options)
 
-    monkeypatch.setattr(executable, "autotune", counted)
+    monkeypatch.setattr(compiling, "autotune", counted)
     return seen
 
 
@@ -170,10 +170,10 @@ def test_a_new_process_searches_nothing(name: str, folder: Path) -> None:
     exe = GRAPHS[name]().compile("cuda", **EFFORT)
     code = (
         "import json, sys, cudnngraph as cg\n"
-        "from cudnngraph import runtime\n"
+        "from cudnngraph.runtime import compile as compiling\n"
         "from tests.gpu.test_autotune import EFFORT, GRAPHS, check, choices, inputs_of\n"
         "def refuse(*args, **options): raise AssertionError('a search was started')\n"
-        "runtime.autotune = refuse\n"
+        "compiling.autotune = refuse\n"
         "exe = GRAPHS[sys.argv[1]]().compile('cuda', **EFFORT)\n"
         "check(exe, inputs_of(exe))\n"
         "print(json.dumps([exe.tier, cg.cache_stats().lookups, choices(exe)]))\n"

@@ -15,7 +15,7 @@ import cudnngraph as cg
 from cudnngraph import cli, settings
 from cudnngraph.backend import found_bad
 from cudnngraph.backend.plan import Choice
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.processes import Server
 from cudnngraph.sweep import run
 from cudnngraph.sweep.run import Results

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.ops import pooling
-from cudnngraph.runtime import executable
-from cudnngraph.runtime.executable import WORKSPACE
+from cudnngraph.runtime import process
+from cudnngraph.runtime.process import WORKSPACE
 from tests import numerics
 from tests.copies import check_slices
 
@@ -163,11 +163,11 @@ def test_a_capture_of_ours_replays_and_lets_go_of_all_that_it_held() -> None:
     exe.bind(**given, y=out)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before, kept = torch.cuda.memory_reserved(), len(executable._captured)
+    before, kept = torch.cuda.memory_reserved(), len(process._captured)
     call = exe.capture(**given, y=out)
     assert isinstance(call.graph, torch.cuda.CUDAGraph)
     held = weakref.ref(next(iter(call._held.values()))[0])
-    assert len(executable._captured) == kept
+    assert len(process._captured) == kept
     out.zero_()
     call()
     torch.cuda.synchronize()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.runtime.executable import compile as compile_spec
+from cudnngraph.runtime.compile import compile as compile_spec
 from tests.coverage import row_of
 from tests.gradients import check_at_dtype, differentiable, floating_inputs, upstream
 from tests.samples import Case, enumerate_cases, make_inputs

@@ -1,0 +1,136 @@
+"""Calls with their tensors bound, and the same recorded in a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..backend import env
+from ..errors import CaptureError
+from . import fast_call, process
+from .program import Launch, Program
+
+
+class _ByStream(threading.local):
+    """What one thread has prepared for each stream: the launches, and the block they point into."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
+        self.short: Callable[[], bool] | None = None  # for the stream seen last, of plans alone
+
+
+class BoundCall:
+    """An executable with its tensors bound: ``call()`` launches, nothing is checked or looked up.
+
+    Runs on the current stream of the device; may be captured in a CUDA graph after one call on the
+    same thread.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._program = program
+        self._tensors = dict(tensors)
+        self._index = program.device.index
+        cpu = program.device.type == "cpu"  # no streams, no handles: ready once and for all
+        self._on_cpu = program.launches(self._tensors, 0) if cpu else None
+        self._ready = _ByStream()
+
+    def __call__(self) -> None:
+        short = self._ready.short
+        if short is not None and short():
+            return
+        if self._on_cpu is not None:
+            for launch in self._on_cpu:
+                launch(None)
+            return
+        index = self._index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self._launch(index)
+        else:
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        stream = env.raw_stream(index)
+        ready = self._ready.by_stream.get(stream)
+        if torch.cuda.is_current_stream_capturing():  # in the graph's memory, which goes with it
+            self._program.play(self._program.launches(self._tensors, stream))
+            return
+        if ready is None:
+            launches = self._program.launches(self._tensors, stream)
+            # The block is kept with the pointers into it, so a pool that grows leaves it alive.
+            block = process.WORKSPACE.get(index, stream, self._program.scratch_bytes)
+            handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+            watched = self._program.ran_first([partial(launch, handle) for launch in launches])
+            ready = self._ready.by_stream[stream] = (launches, block)
+            fixed = [launch for launch in launches if isinstance(launch, fast_call.PlanLaunch)]
+            self._ready.short = None
+            if len(fixed) == len(launches):
+                self._ready.short = fast_call.launch_of(fixed, index, stream)
+            if watched:
+                return
+        handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+        for launch in ready[0]:
+            launch(handle)
+
+
+class CapturedCall:
+    """``call`` recorded in a CUDA graph: ``captured()`` replays it on the current stream.
+
+    ``graph`` is the ``torch.cuda.CUDAGraph``, None on a CPU, where a replay is a call. What the
+    graph points into lives as long as this.
+    """
+
+    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
+        self.graph: Any = None
+        self._call, self._held = call, dict[int, Any]()
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._record()
+
+    def _record(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a CUDA graph is being captured, and another would have to be captured in it; call "
+                "what bind() gives"
+            )
+        self._call()  # plans are built and handles made before the capture
+        torch.cuda.current_stream().synchronize()
+        make: Any = torch.cuda.Stream
+        graph, stream = torch.cuda.CUDAGraph(), make()
+        _forget_workspaces()
+        process.recording.held = self._held
+        collects = gc.isenabled()
+        gc.disable()  # a CUDA graph that is garbage would take this one with it
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._call()
+        finally:
+            process.recording.held = None
+            _forget_workspaces()
+            if collects:
+                gc.enable()
+        self.graph = graph
+
+    def __del__(self) -> None:
+        env.let_go(self.graph)
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._call()
+
+
+def _forget_workspaces() -> None:
+    """Make cuBLAS ask for its workspaces anew, before a capture and after it.
+
+    torch keeps one for each stream. A graph that recorded one from outside of its own memory would
+    go on writing to it when torch has given it to others or back to the device, as whatever clears
+    them makes it do: torch.compile does, around each of its own captures.
+    """
+    torch._C._cuda_clearCublasWorkspaces()

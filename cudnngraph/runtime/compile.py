@@ -1,0 +1,203 @@
+"""Compile a frozen graph: settle the policy, find or make its program.
+
+An :class:`~cudnngraph.Executable` runs the steps that :mod:`~cudnngraph.select.heuristic` chose.
+What is the same for two graphs of one key, the program, is kept in memory and shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from .. import settings
+from ..arguments import NotPlain, checked, is_a, items, shown
+from ..backend.plan import multiplies_float32, refuse_during_capture
+from ..cache import lookup, stats
+from ..cache.stats import CacheStats
+from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
+from ..ir.key import Key, graph_key
+from ..ir.spec import GraphSpec
+from ..ops.attention.checks import ATTENTION
+from ..policy import Policy
+from ..select.autotune import autotune
+from ..select.decision import Selection
+from ..select.guard import Builder, GuardedBench, how
+from ..select.heuristic import heuristic, reference_only
+from ..select.progress import progress_bar
+from ..select.rules import torch_only
+from . import process
+from .executable import Executable
+from .first_launch import FirstRun
+from .process import cache_stats
+from .program import Program, canonical, once
+
+_PROGRAMS_KEPT = 1024
+
+
+def _torch_allows_tf32(spec: GraphSpec) -> bool:
+    """torch's own switches: cuDNN's for convolutions (on by default), matmul's for the rest (off).
+
+    A graph with both may use TF32 where both allow it; one that multiplies no float32 has no use
+    for it, and keys alike whatever the switches say.
+    """
+    ops = {node.op for node in spec.nodes} if multiplies_float32(spec) else set()
+    newer: Any = torch.backends
+    allowed = []
+    if ops & {"conv", "conv_transpose"}:
+        try:
+            allowed.append(bool(torch.backends.cudnn.allow_tf32))
+        except RuntimeError:  # the newer per-op switches are in use
+            allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
+    if ops & {"matmul", *ATTENTION}:
+        try:
+            allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
+        except RuntimeError:
+            allowed.append(str(newer.cuda.matmul.fp32_precision) == "tf32")
+    return bool(allowed) and all(allowed)
+
+
+def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
+    """The policy with keyword options applied; what it leaves open is read from the settings, and
+    from torch's TF32 switches for ``spec``."""
+    known = [field.name for field in fields(Policy)]
+    if not (policy is None or isinstance(policy, Policy)):
+        raise PolicyError(f"policy {is_a(policy)}; expected a cudnngraph.Policy or None")
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise PolicyError(f"unknown option {', '.join(unknown)}; a policy has {', '.join(known)}")
+    policy = replace(policy or Policy(), **options)
+    if policy.tune is None:
+        policy = replace(policy, tune=settings.current().tune)
+    if policy.verify is None:
+        policy = replace(policy, verify=settings.current().verify)
+    if policy.allow_tf32 is None:
+        policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
+    return policy
+
+
+def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
+    by_reference = settings.current().backend == "reference"
+    place = (key.digest, device, by_reference)
+    with process.programs_lock:
+        program = process.programs.get(place)
+        if program is not None and (program.tuned or policy.tune != "autotune"):
+            process.programs.move_to_end(place)
+            stats.COUNTERS.served("memory")
+            return program
+    spec = canonical(spec)
+    tier = "reference"
+    if device.type == "cpu":
+        selection = reference_only(spec, "the tensors are on the CPU")
+    elif by_reference:
+        selection = reference_only(spec, "CUDNNGRAPH_BACKEND=reference")
+    else:
+        index = device.index
+        refuse_during_capture()
+        kept = lookup.Rejected(index)
+
+        def build() -> Selection:
+            if policy.tune == "autotune" and torch_only(spec) is None:
+                with progress_bar("tuning", after_s=2.0) as tell:
+                    bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
+                    return autotune(spec, policy, bench, tell)
+            first = Builder(policy, index, kept)
+            return heuristic(spec, policy, first, first.expect)
+
+        with torch.cuda.device(device):
+            if torch_only(spec) is None:
+                selection, tier = lookup.selection_for(spec, policy, key, index, build)
+            else:
+                selection, tier = build(), "torch"
+    if tier in ("reference", "torch"):
+        stats.COUNTERS.served(tier)
+    first: FirstRun | None = None
+    if tier == "built" and how(policy) != "off":
+        first = FirstRun(selection.steps, policy, device, lookup.Rejected(device.index))
+    program = Program(spec, device, selection, policy, tier, first)
+    with process.programs_lock:
+        process.programs[place] = program
+        while len(process.programs) > _PROGRAMS_KEPT:
+            process.programs.popitem(last=False)
+    return program
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """A device as torch understands one, None for the default. Raises :class:`PolicyError`."""
+    if device is None:
+        return default_device()
+    try:
+        return torch.device(device)
+    except Exception:
+        raise PolicyError(f"device={shown(device)}; expected a CPU or a CUDA device") from None
+
+
+def compile(
+    spec: GraphSpec,
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    **options: Any,
+) -> Executable:
+    """An :class:`Executable` for ``spec``; see :meth:`cudnngraph.Graph.compile`."""
+    place = device_of(device)
+    if place.type not in ("cpu", "cuda"):
+        raise PolicyError(f"device='{place}'; expected a CPU or a CUDA device")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"device='{place}' and torch sees no CUDA device; compile(device='cpu') runs on the "
+            "reference executor, `cudnngraph doctor` says what is missing"
+        )
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    resolved = resolve_policy(policy, options, spec)
+    key = once(spec, ("key", resolved), lambda: graph_key(spec, resolved))
+    return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
+
+
+class Declared(Protocol):
+    """A graph under construction: :class:`cudnngraph.Graph`."""
+
+    def spec(self) -> GraphSpec:
+        """The frozen graph."""
+
+
+@checked
+def warm_up(
+    graphs: Iterable[Declared | GraphSpec],
+    device: torch.device | str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> CacheStats:
+    """Compile every graph ahead of its first use, so that no request has to wait for it.
+
+    ``progress`` shows a bar; None shows it on a terminal. Returns the counters afterwards.
+    """
+    try:
+        given = items(graphs)
+    except NotPlain as reason:
+        raise GraphError("warm_up", [Problem("graphs", str(reason), "several graphs")]) from None
+    wrong = [
+        Problem(f"graph {at}", is_a(graph), "a Graph or a GraphSpec")
+        for at, graph in enumerate(given)
+        if not isinstance(graph, GraphSpec) and not callable(getattr(type(graph), "spec", None))
+    ]
+    if wrong:
+        raise GraphError("warm_up", wrong)
+    specs = [graph if isinstance(graph, GraphSpec) else graph.spec() for graph in given]
+    with progress_bar("compiling", show=progress) as tell:
+        for done, spec in enumerate(specs):
+            tell(done, len(specs))
+            compile(spec, device, policy=policy, **options)
+        tell(len(specs), len(specs))
+    return cache_stats()

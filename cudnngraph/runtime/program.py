@@ -1,0 +1,348 @@
+"""The steps of a graph on one device, as a program that all graphs of one key share.
+
+Plans belong to a thread, so a program replays its choices for every further thread that runs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..backend import env
+from ..backend.plan import Choice, Plan, replay
+from ..executor import reference, torch_steps
+from ..executor.memory import Laid, Layout
+from ..ir.key import step_digest
+from ..ir.spec import GraphSpec, TensorSpec
+from ..ops.table import OPS
+from ..policy import Policy
+from ..select.decision import Selection, StepPlan
+from . import fast_call, process, streams
+from .first_launch import FirstRun
+
+Launch = Callable[[Any], None]
+
+# A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
+_Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
+
+
+def canonical_tensor_names(spec: GraphSpec) -> dict[str, str]:
+    """Tensor names of a graph → names that depend on its structure alone."""
+    return {name: f"t{number[1:]}" for name, number in spec.canonical_names().items()}
+
+
+def canonical(spec: GraphSpec) -> GraphSpec:
+    """The graph under canonical names, inputs in canonical order: what programs are made of."""
+    names = canonical_tensor_names(spec)
+    renamed = spec.rename(names)
+    return replace(
+        renamed,
+        name="_".join(dict.fromkeys(node.op for node in spec.nodes if node.op != "constant"))[:80],
+        nodes=tuple(
+            replace(node, name=f"{node.op}{position}")
+            for position, node in enumerate(renamed.nodes)
+        ),
+        inputs=tuple(sorted(renamed.inputs, key=lambda name: int(name[1:]))),
+    )
+
+
+def once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, made once for the graph."""
+    if name not in spec.derived:
+        spec.derived[name] = make()
+    return spec.derived[name]
+
+
+class Program:
+    """The steps of one key on one device, in canonical names, and their plans by thread."""
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        device: torch.device,
+        selection: Selection,
+        policy: Policy,
+        tier: str,
+        first: FirstRun | None = None,
+    ) -> None:
+        self.tier = tier
+        self._first = first  # until it has been
+        self.tuned = policy.tune == "autotune"
+        self.spec = spec
+        self.device = device
+        self.steps = selection.steps
+        self.uses_cudnn = any(step.choice is not None for step in self.steps)
+        self._allow_tf32 = bool(policy.allow_tf32)
+        self._threads = threading.local()
+        self._threads.plans = selection.built
+        laid = [
+            Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
+        ]
+        self._until = streams.beside(laid) if device.type == "cuda" else {}
+        self._sides = streams.streams(device) if self._until else []
+        self._layout = Layout(laid, {*spec.inputs, *spec.outputs}, self._until)
+        self.scratch_bytes = self._layout.size_bytes
+        free = self._layout.free
+        self._torch_runs = tuple(
+            None if step.choice is not None or number in free else self._torch_run(step)
+            for number, step in enumerate(self.steps)
+        )
+        self._number_places()
+
+    def direct_steps(self, order: Sequence[int] | None) -> fast_call.Steps | None:
+        """What :func:`fast_call.call_of` takes, for this thread; None where a step is torch's."""
+        if any(run is not None for run in self._torch_runs):
+            return None
+        steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)
+        planned = [(step.spec, plan, offset) for step, plan, offset in steps if plan is not None]
+        return fast_call.Steps(self._places, self._behind, order, planned, self.scratch_bytes)
+
+    def _number_places(self) -> None:
+        """Give every tensor a place for direct runs: inputs, outputs, and the layout's."""
+        places = self._places = {
+            name: at for at, name in enumerate((*self.spec.inputs, *self.spec.outputs))
+        }
+        behind: list[tuple[int, int]] = []  # (place or -1 for the scratch memory, bytes past it)
+        shows: dict[int, tuple[int, int, TensorSpec]] = {}  # (the same, elements past it, form)
+        for each in self._layout.order:
+            root = -1 if each.root is None else places[each.root]
+            shows[len(places)] = (root, each.past, each.form)
+            places[each.form.name] = len(places)
+            behind.append((root, each.past * each.form.dtype.itemsize))
+        self._behind = tuple(behind)
+        needed: set[int] = set()  # by torch steps, which take tensors; a plan takes addresses
+        for number, run in enumerate(self._torch_runs):
+            spec = self.steps[number].spec
+            wanted = [places[name] for name in (*spec.inputs, *spec.outputs)] if run else []
+            while wanted:
+                at = wanted.pop()
+                if at in shows and at not in needed:
+                    needed.add(at)
+                    wanted.append(shows[at][0])
+        self._shown = tuple((at, *shows[at]) for at in sorted(needed))
+
+    def may_write_over(self) -> frozenset[tuple[str, str]]:
+        """Outputs and inputs that may be the same memory: pointwise ops read an element before they
+        write it, so an output may replace what no later step reads.
+
+        Not where another output has a shape of its own, for which the input may be broadcast.
+        """
+        spec = self.spec
+        nodes = [node for step in self.steps for node in step.spec.nodes]
+        shapes = {spec.tensors[name].shape for name in spec.outputs}
+        if len(shapes) > 1 or not all(OPS[node.op].pointwise for node in nodes):
+            return frozenset()
+        last = {name: number for number, step in enumerate(self.steps) for name in step.spec.inputs}
+        written = {
+            name: number for number, step in enumerate(self.steps) for name in step.spec.outputs
+        }
+        return frozenset(
+            (output, source)
+            for output in spec.outputs
+            for source in spec.inputs
+            if output in written and last.get(source, -1) <= written[output]
+        )
+
+    def _torch_run(self, step: StepPlan) -> Callable[[Any, Any], None]:
+        if self.device.type == "cpu":
+            return partial(reference.run_into, step.spec)
+        return torch_steps.prepare(step.spec, allow_tf32=self._allow_tf32, device=self.device)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it has run on this thread."""
+        return getattr(self._threads, "runners", None) is not None
+
+    def _plans(self) -> Sequence[Plan | None]:
+        plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
+        if plans is None:
+            index = self.device.index
+            made: dict[tuple[str, Choice], Plan] = {}
+            found: list[Plan | None] = []
+            for step in self.steps:
+                if step.choice is None:
+                    found.append(None)
+                    continue
+                like = (step_digest(step.spec), step.choice)
+                if like not in made:
+                    made[like] = replay(step.spec, step.choice, index)
+                found.append(made[like])
+            plans = self._threads.plans = tuple(found)
+        return plans
+
+    def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
+        """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
+        block, plans = None, self._plans()
+        if self.scratch_bytes or self.device.type == "cuda":
+            block = process.scratch(self.device.index, stream, self.scratch_bytes, plans)
+        values = self._layout.tensors(block, tensors)
+        base = 0 if block is None else block.data_ptr()
+        steps = zip(plans, self._layout.scratch, strict=True)
+        return [
+            self._launch(number, plan, values, base + offset, block)
+            for number, (plan, offset) in enumerate(steps)
+            if number not in self._layout.free
+        ]
+
+    def _launch(
+        self,
+        number: int,
+        plan: Plan | None,
+        values: Mapping[str, torch.Tensor],
+        scratch: int,
+        block: torch.Tensor | None,
+    ) -> Launch:
+        step, run = self.steps[number], self._torch_runs[number]
+        inputs = [values[name] for name in step.spec.inputs]
+        outputs = [values[name] for name in step.spec.outputs]
+        if plan is None:
+            assert run is not None
+            kind = self.device.type
+            return lambda handle: _shielded(kind, run, inputs, outputs)
+        pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
+        return fast_call.PlanLaunch(plan, pointers, scratch, block)
+
+    def _runners(self) -> Sequence[_Runner]:
+        """The steps of a direct run, for this thread."""
+        runners: Sequence[_Runner] | None = getattr(self._threads, "runners", None)
+        if runners is None:
+            steps = zip(
+                self.steps, self._plans(), self._torch_runs, self._layout.scratch, strict=True
+            )
+            runners = tuple(
+                self._runner(step.spec, plan, run, offset)
+                for step, plan, run, offset in steps
+                if plan is not None or run is not None
+            )
+            if self._first is None:
+                self._threads.runners = runners
+            elif not torch.cuda.is_current_stream_capturing():
+                return (partial(self._run_first, runners),)
+        return runners
+
+    def _run_first(
+        self, runners: Sequence[_Runner], addresses: Any, values: Any, base: int, handle: Any
+    ) -> None:
+        """All steps of a direct run, the first."""
+        calls = [partial(run, addresses, values, base, handle) for run in runners]
+        if not self.ran_first(calls):  # another thread was done before
+            for call in calls:
+                call()
+        self._threads.runners = runners
+
+    def ran_first(self, calls: Sequence[Callable[[], None]]) -> bool:
+        """Call what runs the steps, those that run anything, if that is to be watched."""
+        first = self._first
+        if first is None:
+            return False
+        first.run(zip(self._running(), calls, strict=True))
+        self._first = None
+        return True
+
+    def _running(self) -> list[int]:
+        """The numbers of the steps that run anything."""
+        return [number for number in range(len(self.steps)) if number not in self._layout.free]
+
+    def _runner(
+        self,
+        spec: GraphSpec,
+        plan: Plan | None,
+        torch_run: Callable[[Any, Any], None] | None,
+        offset: int,
+    ) -> _Runner:
+        inputs, outputs = (
+            tuple(self._places[name] for name in names) for names in (spec.inputs, spec.outputs)
+        )
+        if plan is not None:
+            start = plan.launcher(inputs + outputs)
+
+            def launch(addresses: Any, values: Any, base: int, handle: Any) -> None:
+                start(addresses, base + offset, handle)
+
+            return launch
+        assert torch_run is not None
+        kind = self.device.type
+
+        def run(addresses: Any, values: Any, base: int, handle: Any) -> None:
+            _shielded(
+                kind, torch_run, [values[at] for at in inputs], [values[at] for at in outputs]
+            )
+
+        return run
+
+    def run(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Run once on ``tensors``, inputs and then outputs in the order of the program's graph, on
+        the current stream of its device. ``addresses`` are theirs, where cuDNN is used."""
+        if not self.uses_cudnn and not self.scratch_bytes:
+            self._steps_on(tensors, addresses, None, None)
+            return
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self._run_here(tensors, addresses)
+        else:
+            self._run_here(tensors, addresses)
+
+    def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        index = self.device.index
+        block = process.scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
+        handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+        self._steps_on(tensors, addresses, block, handle)
+
+    def _steps_on(
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: list[int],
+        block: torch.Tensor | None,
+        handle: Any,
+    ) -> None:
+        base = 0
+        if self.uses_cudnn and block is not None:
+            base = block.data_ptr()
+        if addresses:
+            for root, past in self._behind:
+                addresses.append(past + (base if root < 0 else addresses[root]))
+        values: Sequence[Any] = tensors
+        if self._shown:
+            values = [*tensors, *[None] * len(self._behind)]
+            for at, root, offset, form in self._shown:
+                if root < 0:
+                    assert block is not None
+                    source = block.view(form.dtype)
+                else:
+                    source = values[root]
+                    offset += source.storage_offset()
+                values[at] = source.as_strided(form.shape, form.stride, offset)
+        if self._until and torch.cuda.is_current_stream_capturing():
+            self.play([partial(run, addresses, values, base) for run in self._runners()])
+            return
+        for run in self._runners():
+            run(addresses, values, base, handle)
+
+    def play(self, calls: Sequence[Launch]) -> None:
+        """Call what runs the steps, those that run anything, during a capture."""
+        index = self.device.index
+        if not self._until:
+            handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+            for call in calls:
+                call(handle)
+            return
+        by_number = dict(zip(self._running(), calls, strict=True))
+        streams.run(by_number, self._until, self._sides, index)
+
+
+def _shielded(kind: str, run: Callable[[Any, Any], None], inputs: Any, outputs: Any) -> None:
+    """Without autograd, and in the dtypes of the graph, whatever context the caller is in."""
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            _shielded(kind, run, inputs, outputs)
+    elif torch.is_grad_enabled():
+        with torch.no_grad():
+            run(inputs, outputs)
+    else:
+        run(inputs, outputs)
