@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import torch
 
-from cudnngraph.executor import torch_steps
+from cudnngraph.executor import copies
 
 
-@patch.object(torch_steps, "LEAST_BYTES", 0)
+@patch.object(copies, "LEAST_BYTES", 0)
 def check_slices(dtype: torch.dtype, device: str) -> None:
     """16 bytes at a time where they can be: every layout, and NaN too."""
     gen = torch.Generator(device).manual_seed(0)
@@ -22,16 +22,16 @@ def check_slices(dtype: torch.dtype, device: str) -> None:
             out = whole.contiguous(memory_format=layout)[:, start : start + channels]
             for given in (x, x.contiguous(memory_format=torch.channels_last)):
                 out.zero_()
-                torch_steps.copied(given, out)
+                copies.copied(given, out)
                 assert torch.equal(out.nan_to_num(7.0), given.nan_to_num(7.0))
     for channels in (32, 24, 5):  # windows of seven by seven
         whole = torch.randn(2, 14, 21, channels, device=device, generator=gen).to(dtype)
         windows = whole.view(2, 2, 7, 3, 7, channels).transpose(2, 3)
         out = torch.zeros_like(windows, memory_format=torch.contiguous_format)
         whole_steps = channels * dtype.itemsize % 16 == 0
-        assert (torch_steps._wide(windows, 5) is not None) is whole_steps
-        assert (torch_steps._wide(out, 5) is not None) is whole_steps
-        assert torch.equal(torch_steps.copied(windows, out), windows)
+        assert (copies._wide(windows, 5) is not None) is whole_steps
+        assert (copies._wide(out, 5) is not None) is whole_steps
+        assert torch.equal(copies.copied(windows, out), windows)
         back = torch.zeros_like(whole)
-        torch_steps.copied(out, back.view(2, 2, 7, 3, 7, channels).transpose(2, 3))
+        copies.copied(out, back.view(2, 2, 7, 3, 7, channels).transpose(2, 3))
         assert torch.equal(back, whole)

@@ -9,8 +9,7 @@ reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from ..backend import legacy_pooling
 from ..device.allocation import lasting
+from ..device.tf32 import tf32
 from ..ir.spec import GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
@@ -29,6 +29,8 @@ from ..ops.views import view_place
 from ..rewrite.annotate import BOUNDED
 from ..rewrite.packed import by_flash
 from . import reference
+from .copies import concatenated, copied, form_of, roll_shifts, rolled
+from .linear import run_linear
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors, Tensors], object]
@@ -71,7 +73,7 @@ def _softmax_backward(function: Any) -> OutRule:
 
 def _gelu(x: torch.Tensor, out: torch.Tensor) -> object:
     """torch's CPU kernel (2.13) leaves ``out`` as it was where that lies otherwise than x."""
-    if out.device.type == "cpu" and _form(x) != _form(out):
+    if out.device.type == "cpu" and form_of(x) != form_of(out):
         return out.copy_(F.gelu(x))
     return _aten.gelu.out(x, approximate="none", out=out)
 
@@ -110,7 +112,7 @@ OUT: Mapping[str, OutRule] = {
         reference.RULES["expand"](inputs, attrs)  # type: ignore[arg-type]
     ),
     "normalize": lambda inputs, attrs, out: _normalize(inputs[0], attrs["eps"], out),
-    "concat": lambda inputs, attrs, out: _concat(inputs, attrs["dim"], out),
+    "concat": lambda inputs, attrs, out: concatenated(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     "matmul": lambda inputs, attrs, out: _matmul(inputs[0], inputs[1], out),
@@ -164,65 +166,6 @@ _CASTS = frozenset(
 _MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
-def runs_whole(spec: GraphSpec) -> bool:
-    """Whether torch has one call for a graph of several ops."""
-    return _linear(spec) is not None
-
-
-def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
-    """The names of x, weight and bias of a linear layer, and the activation behind it.
-
-    A product of two matrices, a vector added, ReLU or tanh-GELU if any: cuBLASLt has it as one.
-    Dims before the rows of x are rows too, where they lie so.
-    """
-    ops = [node.op for node in spec.nodes]
-    if ops[:2] != ["matmul", "add"] or ops[2:] not in ([], ["relu"], ["gelu_tanh"]):
-        return None
-    matmul, add, *rest = spec.nodes
-    x, y = matmul.operands
-    added = [name for name in add.operands if name != matmul.results[0]]
-    if len(added) != 1 or len(spec.outputs) != 1 or added[0] not in spec.inputs:
-        return None
-    (bias,) = added
-    if rest and rest[0].operands != add.results:
-        return None
-    tensors = spec.tensors
-    kinds = {tensors[name].dtype for name in (x, y, bias, *spec.outputs)}
-    ranks = [len(tensors[name].shape) for name in (x, y, bias)]
-    if ranks[0] < 2 or ranks[1:] != [2, 1] or len(kinds) != 1:
-        return None
-    if not kinds <= {torch.float16, torch.bfloat16}:
-        return None
-    for each in (tensors[x], tensors[spec.outputs[0]]):
-        rows = (each.numel // max(each.shape[-1], 1), each.shape[-1])
-        if view_strides(each.shape, each.stride, rows) is None:
-            return None
-    if tensors[bias].shape[0] != tensors[y].shape[1]:
-        return None
-    return x, y, bias, rest[0].op if rest else None
-
-
-def _run_linear(spec: GraphSpec) -> Run | None:
-    found = _linear(spec)
-    if found is None:
-        return None
-    x, y, bias = (spec.inputs.index(name) for name in found[:3])
-    activation = found[3]
-    if activation is None:
-        return lambda given, out: torch.addmm(
-            given[bias], _rows(given[x]), given[y], out=_rows(out[0])
-        )
-    gelu = activation == "gelu_tanh"
-    return lambda given, out: _aten._addmm_activation.out(
-        given[bias], _rows(given[x]), given[y], use_gelu=gelu, out=_rows(out[0])
-    )
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix."""
-    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
-
-
 def prepare(
     spec: GraphSpec, *, allow_tf32: bool, device: torch.device
 ) -> Callable[[Tensors, Tensors], None]:
@@ -253,14 +196,14 @@ def _run_aten(spec: GraphSpec, node: Node) -> Run:
     operands = [spec.inputs.index(name) for name in node.operands]
     like, wanted = (_alike(spec, names) for names in (node.operands, spec.outputs))
     made = aten.forms(attrs, like)
-    turns = _turns(attrs, like[0].dim()) if attrs["overload"] == "aten.roll.default" else None
+    turns = roll_shifts(attrs, like[0].dim()) if attrs["overload"] == "aten.roll.default" else None
     if turns is not None:
-        return lambda inputs, outputs: _rolled(inputs[operands[0]], turns, outputs[0])
+        return lambda inputs, outputs: rolled(inputs[operands[0]], turns, outputs[0])
     place = {name: at for at, name in enumerate(spec.outputs)}
     places = [place.get(str(name)) for name in (*node.outputs, *made)][: len(made)]
     found = aten.out_variant(attrs["overload"])
     fits = found is not None and all(
-        result is not None and (at is None or _form(wanted[at]) == _form(result))
+        result is not None and (at is None or form_of(wanted[at]) == form_of(result))
         for at, result in zip(places, made, strict=True)
     )
     if found is None or not fits:
@@ -431,98 +374,6 @@ def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     ]
 
 
-def _concat(inputs: Sequence[Any], dim: int, out: torch.Tensor) -> object:
-    """torch.cat; of what has been written into ``out`` already, the rest alone."""
-    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-    start = 0
-    for x in inputs:
-        part = out.narrow(dim, start, x.shape[dim])
-        start += x.shape[dim]
-        if part.data_ptr() != x.data_ptr() or _form(part) != _form(x):
-            rest.append((part, x))
-    small = out.numel() * out.element_size() < LEAST_BYTES * len(inputs)
-    if len(rest) == len(inputs) and (small or any(_lie_dense(each, inputs) for each in _LAYOUTS)):
-        return torch.cat(list(inputs), dim, out=out)  # in one kernel
-    for part, x in rest:
-        copied(x, part)
-    return out
-
-
-_LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-
-
-def _lie_dense(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> bool:
-    rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, tensors[0].dim())
-    return tensors[0].dim() == rank and all(
-        each.is_contiguous(memory_format=layout) for each in tensors
-    )
-
-
-def _turns(attrs: Mapping[str, Any], rank: int) -> dict[int, int] | None:
-    """By how much torch.roll moves each dim; None where it rolls the whole, or one dim twice."""
-    if len(attrs["args"]) != 3:
-        return None
-    _, (_, *shifts), (_, *dims) = attrs["args"]
-    turns = {dim % rank: shift for dim, shift in zip(dims, shifts, strict=False)}
-    return turns if len(turns) == len(dims) == len(shifts) > 0 else None
-
-
-def _rolled(x: torch.Tensor, turns: Mapping[int, int], out: torch.Tensor) -> None:
-    """torch.roll, of several dims at once: torch takes a pass for each, element by element."""
-    parts = [(x, out)]
-    for dim, shift in turns.items():
-        size = x.shape[dim]
-        late = shift % size if size else 0
-        if late:
-            moves = ((0, late, size - late), (size - late, 0, late))
-            parts = [
-                (source.narrow(dim, start, count), target.narrow(dim, to, count))
-                for source, target in parts
-                for start, to, count in moves
-            ]
-    for source, target in parts:
-        copied(source, target)
-
-
-def copied(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` with the numbers of x: 16 bytes at a time where in both the same elements lie side by
-    side, in half the time that torch takes element by element (an H200: 36 against 79 us for 67 MB
-    of a slice of channels_last images)."""
-    large = x.numel() * x.element_size() >= LEAST_BYTES
-    if large and x.dtype == out.dtype and x.shape == out.shape:
-        for dim in reversed(range(x.dim())):
-            if x.shape[dim] > 1 and x.stride(dim) == out.stride(dim) == 1:
-                source, target = _wide(x, dim), _wide(out, dim)
-                if source is None or target is None:
-                    break
-                target.copy_(source)
-                return out
-    return out.copy_(x)
-
-
-_WIDE = torch.complex128
-LEAST_BYTES = 1 << 16  # that are worth a look at how they lie
-
-
-def _wide(tensor: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """The same memory as elements of 16 bytes, ``dim`` last, whose stride is 1; None where that is
-    not possible."""
-    many, rest = divmod(_WIDE.itemsize, tensor.dtype.itemsize)
-    strides = [stride for at, stride in enumerate(tensor.stride()) if at != dim]
-    steps = (tensor.shape[dim], *strides, tensor.storage_offset())
-    if rest or tensor.data_ptr() % _WIDE.itemsize or any(step % many for step in steps):
-        return None
-    if tensor.is_neg() or tensor.is_conj():
-        return None
-    return tensor.movedim(dim, -1).view(_WIDE)
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    """Dtype, shape, and strides where those say something."""
-    real = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
-    return tensor.dtype, tensor.shape, tuple(real)
-
-
 def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
@@ -555,7 +406,7 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
     if len(nodes) == 1 and nodes[0].op == "group_affine":
         return _run_group_affine(spec, nodes[0], device)
     if len(nodes) != 1 or len(nodes[0].results) != 1:
-        return _run_linear(spec)
+        return run_linear(spec)
     (node,) = nodes
     rule = _rule(node, spec, device)
     if rule is None:
@@ -671,32 +522,3 @@ def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
         return False
     # One dtype throughout, or float32 operands among them, which torch promotes to.
     return set(real) == {result} or torch.float32 in real
-
-
-@contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """torch's own TF32 switches for a torch step, put back afterwards."""
-    newer: Any = torch.backends
-    switches: list[tuple[Any, str]] = [
-        (torch.backends.cudnn, "allow_tf32"),
-        (torch.backends.cuda.matmul, "allow_tf32"),
-    ]
-    wanted: bool | str = allowed
-    try:
-        before = [getattr(owner, name) for owner, name in switches]
-    except RuntimeError:  # the newer per-op switches are in use
-        switches = [
-            (newer.cudnn.conv, "fp32_precision"),
-            (newer.cuda.matmul, "fp32_precision"),
-        ]
-        wanted = "tf32" if allowed else "ieee"
-        before = [getattr(owner, name) for owner, name in switches]
-    try:
-        for (owner, name), value in zip(switches, before, strict=True):
-            if value != wanted:
-                setattr(owner, name, wanted)
-        yield
-    finally:
-        for (owner, name), value in zip(switches, before, strict=True):
-            if value != wanted:
-                setattr(owner, name, value)

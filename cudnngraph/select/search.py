@@ -21,7 +21,7 @@ from typing import Any
 from ..backend.plan import Candidate, Choice, Plan
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
-from ..executor.torch_steps import runs_whole
+from ..executor.linear import runs_whole
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work

@@ -19,6 +19,7 @@ import torch
 
 from ..backend import env
 from ..backend.lowering.driver import first_line
+from ..device.tf32 import tf32
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.spec import GraphSpec, TensorSpec
@@ -261,7 +262,7 @@ class Trial:
     def _in_float32(self) -> list[torch.Tensor]:
         """What torch makes of the data in float32."""
         if self._data.in_float32 is None:
-            with torch_steps.tf32(False):
+            with tf32(False):
                 made = reference.run(*self._whole(), torch.float32)
             self._data.in_float32 = [each.to(self._device) for each in made]
         return self._data.in_float32

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.executor import reference, torch_steps
+from cudnngraph.device.tf32 import tf32
+from cudnngraph.executor import copies, reference, torch_steps
+from cudnngraph.executor.linear import runs_whole
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition.analysis import Graph
@@ -234,7 +236,7 @@ ROLLS: dict[str, tuple[tuple[Any, ...], bool]] = {  # arguments of torch.roll, a
 def test_rolling_several_dims_is_one_pass(
     name: str, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
+    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     arguments, ours = ROLLS[name]
     x = torch.arange(2 * 6 * 5 * 8).view(2, 6, 5, 8).to(dtype)
     if layout == "channels_last":
@@ -248,7 +250,7 @@ def test_rolling_several_dims_is_one_pass(
     )
     g.output("y", made)
     (node,) = g.spec().nodes
-    assert (torch_steps._turns(dict(node.attrs), 4) is not None) is ours
+    assert (copies.roll_shifts(dict(node.attrs), 4) is not None) is ours
     assert torch.equal(run(g.spec(), x), torch.roll(x, *arguments))
 
 
@@ -264,20 +266,20 @@ def test_a_reshape_that_copies_does_so_once(
     turned = g.permute(x, (0, 1, 3, 2, 4, 5))
     g.output("y", g.reshape(turned, (2, 6, 6, 8) if back else (8, 9, 8)))
     given = torch.arange(576).view(shape).remainder(7).to(dtype)
-    copies: list[torch.Tensor] = []
-    copied = torch_steps.copied
-    monkeypatch.setattr(torch_steps, "copied", lambda x, out: (copies.append(x), copied(x, out))[1])
+    made: list[torch.Tensor] = []
+    copied = copies.copied
+    monkeypatch.setattr(torch_steps, "copied", lambda x, out: (made.append(x), copied(x, out))[1])
     want = given.permute(0, 1, 3, 2, 4, 5).reshape((2, 6, 6, 8) if back else (8, 9, 8))
     (step,) = [piece(Graph(g.spec()), [node]) for node in g.spec().nodes if node.op == "reshape"]
     out = torch.empty_like(want)
     torch_steps.launcher(step, [given.permute(0, 1, 3, 2, 4, 5)], [out], allow_tf32=False)()
     assert torch.equal(out, want)
-    assert [each.data_ptr() for each in copies] == [given.data_ptr()]
+    assert [each.data_ptr() for each in made] == [given.data_ptr()]
 
 
 def test_nothing_is_rolled_where_nothing_is() -> None:
     x = torch.empty(2, 0, 3)
-    torch_steps._rolled(x, {1: 2, 2: 1}, torch.empty(2, 0, 3))
+    copies.rolled(x, {1: 2, 2: 1}, torch.empty(2, 0, 3))
 
 
 @pytest.mark.parametrize("case", ["gaps", "dense", "small"])
@@ -288,7 +290,7 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
     """The four neighbours of every second pixel, as a Swin transformer joins them. What is dense,
     or small, is joined in one call."""
     if case != "small":
-        monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
+        monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     x = torch.randn(2, 6, 4, 8).to(dtype)
     parts = [x[:, a::2, b::2] for b in range(2) for a in range(2)]
     if case == "dense":
@@ -299,7 +301,7 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
     monkeypatch.setattr(
         torch, "cat", lambda *args, **more: (calls.append(1), cat(*args, **more))[1]
     )
-    torch_steps._concat(parts, 3, out)
+    copies.concatenated(parts, 3, out)
     assert torch.equal(out, want)
     assert bool(calls) is (case != "gaps")
 
@@ -307,16 +309,16 @@ def test_what_lies_with_gaps_is_joined_part_by_part(
 def test_memory_that_begins_elsewhere_or_is_shown_negated_is_copied_element_by_element(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_steps, "LEAST_BYTES", 0)
+    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     block = torch.zeros(1024, dtype=torch.uint8)
     start = -block.data_ptr() % 16
     there = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start).view(4, 16)
     past = torch.frombuffer(block.numpy(), dtype=F32, count=64, offset=start + 8).view(4, 16)
-    assert torch_steps._wide(there, 1) is not None and torch_steps._wide(past, 1) is None
+    assert copies._wide(there, 1) is not None and copies._wide(past, 1) is None
     x = torch.randn(4, 16)
-    assert torch.equal(torch_steps.copied(x, past), x)
+    assert torch.equal(copies.copied(x, past), x)
     negated = torch._neg_view(torch.randn(4, 16))
-    assert torch.equal(torch_steps.copied(negated, torch.empty(4, 16)), negated.clone())
+    assert torch.equal(copies.copied(negated, torch.empty(4, 16)), negated.clone())
 
 
 @pytest.mark.parametrize("op", ["conv", "conv_transpose"])
@@ -378,7 +380,7 @@ def test_a_linear_layer_is_one_call_of_torch(
     act: str | None, dtype: torch.dtype, bias_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = linear(act, dtype, bias_first=bias_first)
-    assert torch_steps.runs_whole(spec)
+    assert runs_whole(spec)
     gen = torch.Generator().manual_seed(5)
     values = {n: torch.randn(spec.tensors[n].shape, generator=gen).to(dtype) for n in spec.inputs}
     inputs, (out,) = [values[name] for name in spec.inputs], outputs_of(spec)
@@ -404,7 +406,7 @@ def test_a_linear_layer_is_one_call_of_torch(
     ids=["silu", "gelu", "float32", "residual", "number", "wide"],
 )
 def test_what_is_no_linear_layer_is_none(spec: GraphSpec) -> None:
-    assert not torch_steps.runs_whole(spec)
+    assert not runs_whole(spec)
 
 
 # -- TF32 ------------------------------------------------------------------------------------------
@@ -449,7 +451,7 @@ def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_bef
 def test_the_switches_are_put_back_when_a_step_fails(outside: bool, switches: None) -> None:
     torch.backends.cudnn.allow_tf32 = outside
     before = stands()
-    with pytest.raises(ZeroDivisionError), torch_steps.tf32(not outside):
+    with pytest.raises(ZeroDivisionError), tf32(not outside):
         assert torch.backends.cudnn.allow_tf32 is not outside
         raise ZeroDivisionError
     assert stands() == before
@@ -477,7 +479,7 @@ def test_a_linear_layer_of_tokens_is_one_call_of_torch(
     w, b = g.input("w", (16, 8), F16, stride=(1, 16)), g.input("b", (8,), F16)
     g.output("y", g.activation(g.add(g.matmul(x, w), b), act))
     spec = g.spec()
-    assert torch_steps.runs_whole(spec)
+    assert runs_whole(spec)
     gen = torch.Generator().manual_seed(2)
     given = [
         torch.empty_strided(t.shape, t.stride, dtype=t.dtype).copy_(
@@ -494,7 +496,7 @@ def test_tokens_that_lie_apart_are_no_rows() -> None:
     g = cg.Graph("g")
     x = g.input("x", (2, 5, 16), F16, stride=(16, 32, 1))
     g.output("y", g.matmul(x, g.input("w", (16, 8), F16)) + g.input("b", (8,), F16))
-    assert not torch_steps.runs_whole(g.spec())
+    assert not runs_whole(g.spec())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
@@ -516,7 +518,7 @@ def test_what_is_copied_into_another_dtype_is_converted(of: torch.dtype, to: tor
     x = torch.arange(2 * 32 * 3 * 5).remainder(100).view(2, 32, 3, 5).to(of)
     x = x.contiguous(memory_format=torch.channels_last)
     whole = torch.zeros(2, 64, 3, 5).to(to).contiguous(memory_format=torch.channels_last)
-    torch_steps.copied(x, whole[:, :32])
+    copies.copied(x, whole[:, :32])
     assert torch.equal(whole[:, :32], x.to(to)) and not whole[:, 32:].any()
 
 

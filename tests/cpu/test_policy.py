@@ -9,7 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.executor.torch_steps import tf32
+from cudnngraph.device.tf32 import tf32
 from cudnngraph.runtime.compile import resolve_policy
 
 
