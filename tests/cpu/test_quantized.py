@@ -490,7 +490,7 @@ def test_a_trial_tells_a_right_result_from_a_truncated_one(dtype: torch.dtype) -
         spec.tensors["y"].shape, spec.tensors["y"].stride, dtype=spec.tensors["y"].dtype
     )
     torch_steps.launcher(spec, inputs, [out], allow_tf32=False)()
-    want = cg.reference.run(spec, inputs, F64)[0]
+    want = reference.run(spec, inputs, F64)[0]
     bound = tolerance(dtype, tf32=False, fp8=multiplies_fp8(spec))
     assert relative_error(out, want) <= bound / 4
     limit = 127 if dtype == I8 else torch.finfo(dtype).max
