@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import cache
 
 import torch
 
@@ -100,6 +101,7 @@ def _positive(spec: GraphSpec) -> set[str]:
     }
     found: set[str] = set()
 
+    @cache  # a tensor may be read in many places, and those in many more
     def is_to_be(name: str, summed: bool = False) -> bool:
         """Whether a tensor is positive if the inputs found are."""
         node = makers.get(name)
@@ -217,7 +219,7 @@ def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     whole = Node(forward.name, node.name, tuple(ports), names, tuple(sorted(attrs.items())))
     for name, made in zip(names, reference.apply(whole, operands, torch.float64), strict=True):
         if name in given and made is not None:
-            # cuDNN wants a large number for a row without a key, as grad.py gives it.
+            # cuDNN wants a large number for a row without a key, as its gradient gives it.
             given[name].copy_(torch.where(made == -math.inf, 1e30, made))
 
 

@@ -126,7 +126,6 @@ class Trial:
         # Functions of single numbers are off in some ranges and not in others.
         self._wide = self._strict and is_pointwise(spec)
         self._data = _Data(random_inputs(spec, device))
-        self._wider: list[_Data] = []
         self._outputs = [
             torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
             for t in (spec.tensors[name] for name in spec.outputs)
@@ -174,11 +173,8 @@ class Trial:
     def _why_wrong_at_all_magnitudes(self, plan: Runnable) -> str | None:
         usual = self._data
         try:
-            for number, power in enumerate(_POWERS):
-                if number == len(self._wider):
-                    values = random_inputs(self.spec, self._device, number + 1, power=power)
-                    self._wider.append(_Data(values))
-                self._data = self._wider[number]
+            for seed, power in enumerate(_POWERS, start=1):  # not kept: data may be large
+                self._data = _Data(random_inputs(self.spec, self._device, seed, power=power))
                 made = self._checked_run(plan)
                 if isinstance(made, str):
                     return f"{made}, of numbers of about {2.0**power:g}"

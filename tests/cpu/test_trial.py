@@ -92,6 +92,19 @@ def test_no_more_is_positive_than_has_to_be(name: str) -> None:
     assert bool(y.isfinite().any())
 
 
+def test_a_tensor_that_is_read_again_and_again_is_looked_at_once() -> None:
+    """Each residual doubles the ways from the root to the inputs: 2^60 of them."""
+
+    def build(g: cg.Graph) -> Any:
+        y = g.input("x", (8,), F32)
+        for _ in range(60):
+            y = y + g.relu(y) * 0.5
+        return g.sqrt(y)
+
+    (x,) = random_inputs(graph(build), CPU)
+    assert float(x.min()) >= 0.5
+
+
 def test_bools_are_drawn_but_a_mask_hides_nothing() -> None:
     spec = graph(
         lambda g: g.where(g.input("c", (4096,), torch.bool), g.input("x", (4096,), F32), 0.0)
