@@ -24,11 +24,11 @@ from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of
 from ..cache.lookup import Rejected
 from ..errors import CudnnGraphError
 from ..explain.text import clean
+from ..ir.canonical import canonical
 from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
-from ..runtime.program import canonical
 from ..select import guard
 from ..select.decision import StepPlan
 from .records import DTYPES, Stored, parsed, tensor

@@ -19,6 +19,7 @@ from ..backend.plan import multiplies_float32, refuse_during_capture
 from ..cache import lookup, stats
 from ..cache.stats import CacheStats
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
+from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec
 from ..ops.attention.checks import ATTENTION
@@ -33,7 +34,7 @@ from . import process
 from .executable import Executable
 from .first_launch import FirstRun
 from .process import cache_stats
-from .program import Program, canonical, once
+from .program import Program, once
 
 _PROGRAMS_KEPT = 1024
 

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import BindError, Problem
+from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
 from ..ir.spec import GraphSpec, print_spec
 from ..ops.table import is_default
@@ -21,7 +22,7 @@ from ..select.decision import Decision, StepPlan
 from . import fast_call, process
 from .bound import BoundCall, CapturedCall
 from .checks import ALIGNMENT_BYTES, fit, overlap, wrong
-from .program import Program, canonical_tensor_names, once
+from .program import Program, once
 
 Over = tuple[tuple[int, int], ...]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,26 +28,6 @@ Launch = Callable[[Any], None]
 
 # A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
 _Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
-
-
-def canonical_tensor_names(spec: GraphSpec) -> dict[str, str]:
-    """Tensor names of a graph → names that depend on its structure alone."""
-    return {name: f"t{number[1:]}" for name, number in spec.canonical_names().items()}
-
-
-def canonical(spec: GraphSpec) -> GraphSpec:
-    """The graph under canonical names, inputs in canonical order: what programs are made of."""
-    names = canonical_tensor_names(spec)
-    renamed = spec.rename(names)
-    return replace(
-        renamed,
-        name="_".join(dict.fromkeys(node.op for node in spec.nodes if node.op != "constant"))[:80],
-        nodes=tuple(
-            replace(node, name=f"{node.op}{position}")
-            for position, node in enumerate(renamed.nodes)
-        ),
-        inputs=tuple(sorted(renamed.inputs, key=lambda name: int(name[1:]))),
-    )
 
 
 def once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:

@@ -29,6 +29,7 @@ from ..backend.plan import (
     why_passed_over,
 )
 from ..errors import NotSupported
+from ..ir.canonical import canonical
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work
@@ -36,7 +37,6 @@ from ..partition.cuts import cuts, piece
 from ..policy import Policy
 from ..rewrite.annotate import marked
 from ..rewrite.passes import prepared
-from ..runtime.program import canonical
 from ..select.processes import Server, Unusable, program
 from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice

@@ -156,7 +156,7 @@ def test_a_steps_id_is_that_of_a_compiled_graphs_step() -> None:
         asked.append(part)
         raise cg.NotSupported("this graph", ["no"])
 
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
 
     heuristic(canonical(g.spec()), cg.Policy(allow_tf32=False), build)
@@ -600,7 +600,7 @@ def test_what_is_barred_is_passed_over_by_selection_with_its_reason(
 def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
     here: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 
@@ -619,7 +619,7 @@ def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
 
 def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path) -> None:
     from cudnngraph.cache.codec import StaleRecord, to_record
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 

@@ -19,6 +19,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.executor.memory import Laid
+from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import dynamo, export
@@ -30,7 +31,6 @@ from cudnngraph.rewrite.annotate import marked
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.compile import compile as compile_spec
-from cudnngraph.runtime.program import canonical, canonical_tensor_names
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain

@@ -12,12 +12,12 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
-from cudnngraph.runtime.program import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 

@@ -31,9 +31,9 @@ from cudnngraph.cli import compare, plans, records, transfer, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.explain import draw
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import Difference, graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime.program import canonical
 from cudnngraph.select import guard, heuristic, workers
 from cudnngraph.select.decision import StepPlan
 from cudnngraph.select.inputs import random_inputs

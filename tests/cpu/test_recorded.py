@@ -24,12 +24,12 @@ from cudnngraph.cache.codec import (
     to_record,
     unpack,
 )
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.rewrite.annotate import marked
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.program import canonical
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
 from cudnngraph.select.rules import torch_only

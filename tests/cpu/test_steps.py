@@ -15,11 +15,12 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.executor import torch_steps
+from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import work
 from cudnngraph.runtime import fast_call, process
-from cudnngraph.runtime.program import Program, canonical, canonical_tensor_names
+from cudnngraph.runtime.program import Program
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain

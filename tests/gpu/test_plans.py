@@ -11,7 +11,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.backend.plan import Choice, replay
-from cudnngraph.runtime.program import canonical
+from cudnngraph.ir.canonical import canonical
 from tests import numerics
 
 
