@@ -96,7 +96,7 @@ class World:
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
         tell(1, 1)
-        return heuristic.heuristic(spec, policy, builder(self.refuse))
+        return heuristic.choose(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)

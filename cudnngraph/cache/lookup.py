@@ -39,7 +39,16 @@ from ..policy import Policy
 from ..select import guard
 from ..select.decision import Selection, StepPlan
 from . import distributed, stats
-from .codec import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
+from .codec import (
+    StaleRecord,
+    env_components,
+    is_channels_last,
+    pack,
+    steps_of,
+    summary,
+    to_record,
+    unpack,
+)
 from .stats import MissInfo
 
 _log = logging.getLogger(__name__)
@@ -171,12 +180,15 @@ if hasattr(os, "register_at_fork"):
 
 def selection_for(
     spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
     build: Callable[[], Selection],
 ) -> tuple[Selection, str]:
     """The selection for a canonical graph, and the tier that served it.
+
+    ``legal`` is the graph legalized: its steps are cut from that.
 
     Where ``torch.distributed`` runs, one rank looks it up or builds it, and the others take its
     record. Raises :class:`PlanNotCached` where nothing serves and ``policy.tune`` is "cached"; what
@@ -186,7 +198,7 @@ def selection_for(
     id = entry_id(key.digest, digest(env_components(environment)))
 
     def here() -> tuple[Selection, str, PlanRecord]:
-        return _served(id, spec, policy, key, device_index, build)
+        return _served(id, spec, legal, policy, key, device_index, build)
 
     def first() -> tuple[tuple[Selection, str], bytes]:
         selection, tier, record = here()
@@ -196,7 +208,7 @@ def selection_for(
         record = from_json(text)
         if record.id != id:
             raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
-        return _restored(record, None, "another rank", spec, policy, device_index)[:2]
+        return _restored(record, None, "another rank", legal, policy, device_index)[:2]
 
     if distributed.several():
         try:
@@ -229,6 +241,7 @@ def _gate_of(device_index: int) -> Path | None:
 def _served(
     id: str,
     spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
@@ -243,7 +256,7 @@ def _served(
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            selection, tier, checked = _restored(*_parts(found), spec, policy, device_index)
+            selection, tier, checked = _restored(*_parts(found), legal, policy, device_index)
             kept = found.record
             if checked:
                 kept = to_record(spec, key, environment, policy, selection)
@@ -289,7 +302,7 @@ def _served(
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return (*_restored(*_parts(hit), spec, policy, device_index)[:2], hit.record)
+            return (*_restored(*_parts(hit), legal, policy, device_index)[:2], hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -322,7 +335,7 @@ def _restored(
     record: PlanRecord,
     blob: bytes | None,
     tier: str,
-    spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     device_index: int,
 ) -> tuple[Selection, str, bool]:
@@ -331,7 +344,7 @@ def _restored(
     Raises :class:`StaleRecord` when it cannot be had from it.
     """
     start = time.perf_counter()
-    steps, checked = _verified(steps_of(record, spec), policy, device_index)
+    steps, checked = _verified(steps_of(record, legal), policy, device_index)
     try:
         parts = None if blob is None else unpack(blob, len(steps))
     except ValueError as error:
@@ -376,7 +389,8 @@ def _restored(
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    return Selection(steps, tuple(plans)), f"{tier}, {detail}", checked
+    selection = Selection(steps, tuple(plans), is_channels_last(record))
+    return selection, f"{tier}, {detail}", checked
 
 
 def _verified(

@@ -1,6 +1,6 @@
 """The canonical form of a graph: names that depend on its structure alone.
 
-Programs and records are made of it, and the key numbers tensors alike: graphs of one key share both.
+Programs and records are made of it. The key numbers tensors alike, so graphs of one key share them.
 """
 
 from __future__ import annotations

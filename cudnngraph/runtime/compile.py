@@ -24,12 +24,12 @@ from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec
 from ..ops.attention.checks import ATTENTION
 from ..policy import Policy
+from ..rewrite.passes import legalize
 from ..select.autotune import autotune
 from ..select.decision import Selection
 from ..select.guard import Builder, GuardedBench, how
-from ..select.heuristic import heuristic, reference_only
+from ..select.heuristic import by_torch, choose, reference_only
 from ..select.progress import progress_bar
-from ..select.rules import torch_only
 from . import process
 from .executable import Executable
 from .first_launch import FirstRun
@@ -96,23 +96,13 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
     elif by_reference:
         selection = reference_only(spec, "CUDNNGRAPH_BACKEND=reference")
     else:
-        index = device.index
         refuse_during_capture()
-        kept = lookup.Rejected(index)
-
-        def build() -> Selection:
-            if policy.tune == "autotune" and torch_only(spec) is None:
-                with progress_bar("tuning", after_s=2.0) as tell:
-                    bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
-                    return autotune(spec, policy, bench, tell)
-            first = Builder(policy, index, kept)
-            return heuristic(spec, policy, first, first.expect)
-
         with torch.cuda.device(device):
-            if torch_only(spec) is None:
-                selection, tier = lookup.selection_for(spec, policy, key, index, build)
+            whole = by_torch(spec)
+            if whole is not None:
+                selection, tier = whole, "torch"
             else:
-                selection, tier = build(), "torch"
+                selection, tier = _chosen(spec, device, policy, key)
     if tier in ("reference", "torch"):
         stats.COUNTERS.served(tier)
     first: FirstRun | None = None
@@ -124,6 +114,25 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
         while len(process.programs) > _PROGRAMS_KEPT:
             process.programs.popitem(last=False)
     return program
+
+
+def _chosen(
+    spec: GraphSpec, device: torch.device, policy: Policy, key: Key
+) -> tuple[Selection, str]:
+    """The plans for a canonical graph on a GPU, kept or made, and the tier that served them."""
+    index = device.index
+    kept = lookup.Rejected(index)
+    legal = legalize(spec, policy)
+
+    def build() -> Selection:
+        if policy.tune == "autotune":
+            with progress_bar("tuning", after_s=2.0) as tell:
+                bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
+                return autotune(legal, policy, bench, tell)
+        first = Builder(policy, index, kept)
+        return choose(legal, policy, first, first.expect)
+
+    return lookup.selection_for(spec, legal, policy, key, index, build)
 
 
 def default_device() -> torch.device:

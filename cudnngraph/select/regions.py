@@ -102,7 +102,7 @@ class Regions:
             steps.append(
                 StepPlan(place.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
             )
-        return Selection(tuple(steps), tuple(self._plan(place) for place in places))
+        return Selection.of(self._graph.spec, steps, [self._plan(place) for place in places])
 
     def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
         """The search of a region and its roots, with every part opened."""

@@ -35,8 +35,7 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work
 from ..partition.cuts import cuts, piece
 from ..policy import Policy
-from ..rewrite.annotate import marked
-from ..rewrite.passes import prepared
+from ..rewrite.passes import legalize
 from ..select.processes import Server, Unusable, program
 from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice
@@ -101,7 +100,7 @@ def _of(sample: Sample) -> Iterator[Task]:
     if why is not None:
         yield Task(str(sample), sample.pattern, given, step_digest(given), False, why)
         return
-    graph = Graph(prepared(marked(given, False)))
+    graph = Graph(legalize(given, Policy()))
 
     def parts(nodes: Group) -> Iterator[tuple[GraphSpec, str]]:
         spec = piece(graph, nodes)

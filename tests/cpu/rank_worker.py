@@ -47,7 +47,7 @@ class Rank(World):
 
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
-        return heuristic.heuristic(spec, policy, self._first)
+        return heuristic.choose(spec, policy, self._first)
 
     def _first(self, spec: GraphSpec) -> Any:
         choice = Choice(self.rank, (("TILE_SIZE", 2),))

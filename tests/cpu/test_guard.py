@@ -150,7 +150,7 @@ def test_a_search_tells_what_it_will_ask_for() -> None:
         choice = Choice(1, ())
         return FakePlan(choice), (Outcome(Candidate(0, choice, "eng1"), True),)
 
-    heuristic.heuristic(
+    heuristic.choose(
         graph().spec(), POLICY, build, lambda parts: asked.append([p.name for p in parts])
     )
     assert [sorted(each) for each in asked if each] == [["conv", "relu"]]
