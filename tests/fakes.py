@@ -16,8 +16,9 @@ import torch
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
+from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.env import EnvKey
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup, stats
 from cudnngraph.cache.codec import env_components
 from cudnngraph.errors import NotSupported
@@ -143,7 +144,7 @@ class World:
         monkeypatch.setattr(stats, "hooks", [])
         monkeypatch.setattr(lookup, "load", self.load)
         monkeypatch.setattr(lookup, "replay", self.replay)
-        monkeypatch.setattr(lookup, "why_bad", lambda spec, engine, version, **options: self.bad)
+        monkeypatch.setattr(lookup, "why_rejected", lambda *args, **options: self.bad)
         monkeypatch.setattr(env, "env_key", lambda index: self.environment)
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)

@@ -28,10 +28,9 @@ from plans_cache.store import Hit, PlanStore
 
 from .. import settings
 from ..backend import env
+from ..backend.candidates import UNCHECKED, replay, why_rejected
 from ..backend.env import EnvKey
-from ..backend.found_bad import why_found_bad
-from ..backend.known_bad import why_bad
-from ..backend.plan import UNCHECKED, Choice, Plan, Verified, load, replay
+from ..backend.plan import Choice, Plan, Verified, load
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
@@ -362,13 +361,13 @@ def _restored(
         if like in made:
             plans.append(made[like])
             continue
-        bad = why_bad(
+        bad = why_rejected(
             step.spec,
-            step.choice.engine,
-            env.cudnn_version(),
-            capability=env.capability(device_index),
+            step.choice,
+            env.capability(device_index),
             allow_tf32=tf32,
-        ) or why_found_bad(step.spec, step.choice, device_index, allow_tf32=tf32)
+            device_index=device_index,
+        )
         if bad is not None:
             raise StaleRecord(bad)
         try:

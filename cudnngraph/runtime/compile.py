@@ -15,7 +15,8 @@ import torch
 
 from .. import settings
 from ..arguments import NotPlain, checked, is_a, items, shown
-from ..backend.plan import multiplies_float32, refuse_during_capture
+from ..backend.candidates import multiplies_float32
+from ..backend.plan import refuse_during_capture
 from ..cache import lookup, stats
 from ..cache.stats import CacheStats
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem

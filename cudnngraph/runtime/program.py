@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..backend import env
-from ..backend.plan import Choice, Plan, replay
+from ..backend.candidates import replay
+from ..backend.plan import Choice, Plan
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.key import step_digest

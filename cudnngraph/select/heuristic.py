@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..backend.plan import Outcome, Plan
+from ..backend.candidates import Outcome
+from ..backend.plan import Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work

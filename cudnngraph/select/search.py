@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..backend.plan import Candidate, Choice, Plan
+from ..backend.candidates import Candidate
+from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole

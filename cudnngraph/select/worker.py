@@ -33,7 +33,8 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
-from ..backend.plan import Choice, Outcome
+from ..backend.candidates import Outcome
+from ..backend.plan import Choice
 from ..errors import BackendUnavailable, NotSupported
 from ..ir import wire
 from ..ir.key import step_digest

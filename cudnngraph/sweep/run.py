@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..backend import env, found_bad
-from ..backend.plan import (
+from ..backend.candidates import (
     UNCHECKED,
     Candidate,
-    Choice,
     Proposals,
     multiplies_float32,
     why_passed_over,
 )
+from ..backend.plan import Choice
 from ..errors import NotSupported
 from ..ir.canonical import canonical
 from ..ir.key import step_digest

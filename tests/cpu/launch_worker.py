@@ -19,7 +19,8 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import first_launch, process, program

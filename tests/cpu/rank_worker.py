@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import distributed, lookup
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, workers

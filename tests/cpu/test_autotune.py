@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last

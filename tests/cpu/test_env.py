@@ -23,7 +23,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env, libraries
-from cudnngraph.backend.plan import propose_for
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.errors import BackendUnavailable, CaptureError
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Outcome
+from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.cache import lookup
 from cudnngraph.runtime import first_launch
 from cudnngraph.runtime.first_launch import FirstRun

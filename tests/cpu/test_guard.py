@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers

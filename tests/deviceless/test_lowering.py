@@ -21,10 +21,12 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
+from cudnngraph.backend.candidates import propose
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.backend.lowering.context import Alias, Constant
 from cudnngraph.backend.lowering.driver import LOWERING, RULES, Lowered
 from cudnngraph.backend.lowering.refusals import REFUSALS
-from cudnngraph.backend.plan import Choice, load, propose, propose_for
+from cudnngraph.backend.plan import Choice, load
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.spec import (
     GraphSpec,

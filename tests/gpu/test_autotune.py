@@ -18,7 +18,8 @@ import torch.nn.functional as F
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
+from cudnngraph.backend.candidates import Candidate, Outcome, Proposals, build_first
+from cudnngraph.backend.plan import Plan
 from cudnngraph.device import timing
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling

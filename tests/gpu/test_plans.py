@@ -10,7 +10,8 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import Choice, replay
+from cudnngraph.backend.candidates import replay
+from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.canonical import canonical
 from tests import numerics
 
