@@ -27,7 +27,7 @@ from plans_cache.findings import Findings
 
 from .. import settings
 from ..ir.key import step_digest
-from ..ir.spec import GraphSpec, TensorSpec, is_channels_last
+from ..ir.spec import GraphSpec, TensorSpec, is_channels_last, once
 from ..ops.table import OPS
 from . import env, libraries
 from .tested import dotted
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of the files; raised when a pattern is told otherwise, too
 LEAST_SIZES = 3
 WHERE = "known bad on this GPU"
-_IDS = "ids of what was found bad"  # in what is derived of a graph
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 Engine = tuple[int, tuple[tuple[str, int], ...]]
@@ -207,6 +206,10 @@ def barred(device_index: int) -> Barred | None:
     return _last[1]
 
 
+def _ids(spec: GraphSpec) -> tuple[str, str]:
+    return step_digest(spec), pattern(spec)
+
+
 def why_found_bad(
     spec: GraphSpec, choice: Choice, device_index: int, *, allow_tf32: bool
 ) -> str | None:
@@ -214,9 +217,7 @@ def why_found_bad(
     known = None if _sweeping else barred(device_index)
     if known is None or not (known.steps or known.patterns):
         return None
-    if _IDS not in spec.derived:  # a step is asked about for each of its candidates
-        spec.derived[_IDS] = (step_digest(spec), pattern(spec))
-    step, like = spec.derived[_IDS]
+    step, like = once(spec, "found bad", _ids, spec)  # asked for each candidate of a step
     why = known.steps.get((step, allow_tf32, (choice.engine, choice.knobs)))
     if why is None:
         why = known.patterns.get((like, allow_tf32, choice.engine))

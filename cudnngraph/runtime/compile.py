@@ -22,7 +22,7 @@ from ..cache.stats import CacheStats
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
-from ..ir.spec import GraphSpec
+from ..ir.spec import GraphSpec, once
 from ..ops.attention.checks import ATTENTION
 from ..policy import Policy
 from ..rewrite.passes import legalize
@@ -35,7 +35,7 @@ from . import process
 from .executable import Executable
 from .first_launch import FirstRun
 from .process import cache_stats
-from .program import Program, once
+from .program import Program
 
 _PROGRAMS_KEPT = 1024
 
@@ -170,7 +170,7 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
-    key = once(spec, ("key", resolved), lambda: graph_key(spec, resolved))
+    key = once(spec, ("key", resolved), graph_key, spec, resolved)
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 
 

@@ -6,7 +6,6 @@ import threading
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from torch.autograd import forward_ad
 from ..errors import BindError, Problem
 from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
-from ..ir.spec import GraphSpec, print_spec
+from ..ir.spec import GraphSpec, once, print_spec
 from ..ops.table import is_default
 from ..policy import Policy
 from ..select.decision import Decision, StepPlan
 from . import fast_call, process
 from .bound import BoundCall, CapturedCall
 from .checks import ALIGNMENT_BYTES, fit, overlap, wrong
-from .program import Program, once
+from .program import Program
 
 Over = tuple[tuple[int, int], ...]
 
@@ -57,8 +56,8 @@ class Executable:
         self._names = canonical_tensor_names(spec)
         self._result: Any = None
         if len(spec.outputs) > 1:  # making a class takes 0.3 ms
-            made: Callable[[], Any] = partial(namedtuple, f"{spec.name}_result", spec.outputs)
-            self._result = once(spec, "result", made)
+            make: Callable[..., Any] = namedtuple
+            self._result = once(spec, "result", make, f"{spec.name}_result", spec.outputs)
         forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
         self._forms = tuple((form.shape, form.stride, form.dtype) for form in forms)
         self._bytes = tuple(form.extent * form.dtype.itemsize for form in forms)

@@ -6,7 +6,7 @@ Plans belong to a thread, so a program replays its choices for every further thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,6 @@ Launch = Callable[[Any], None]
 
 # A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
 _Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
-
-
-def once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, made once for the graph."""
-    if name not in spec.derived:
-        spec.derived[name] = make()
-    return spec.derived[name]
 
 
 class Program:
