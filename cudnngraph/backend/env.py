@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from ..errors import BackendUnavailable, CaptureError
+from ..ir import versions
 from .libraries import CUDNN, find_cudnn, loaded_libraries
 
 __all__ = [
     "FRONTEND_MIN",
     "FRONTEND_BELOW",
-    "SCHEMA_VERSION",
     "DeviceIdentity",
     "EnvKey",
     "capability",
@@ -51,8 +51,6 @@ __all__ = [
 
 FRONTEND_MIN = (1, 28)
 FRONTEND_BELOW = (1, 33)
-SCHEMA_VERSION = 1
-"""Of :class:`EnvKey` and of what is stored under it; raised when the meaning of either changes."""
 
 _log = logging.getLogger(__name__)
 
@@ -234,7 +232,7 @@ def env_key(index: int) -> EnvKey:
         gpu_name=device.name,
         compute_capability=device.compute_capability,
         sm_count=device.sm_count,
-        schema=SCHEMA_VERSION,
+        schema=versions.ENVIRONMENT,
     )
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from plans_cache.findings import Findings
 
 from .. import settings
+from ..ir import versions
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec, is_channels_last, once
 from ..ops.table import OPS
@@ -35,7 +36,6 @@ from .tested import dotted
 if TYPE_CHECKING:
     from .plan import Choice
 
-SCHEMA = 1  # of the files; raised when a pattern is told otherwise, too
 LEAST_SIZES = 3
 WHERE = "known bad on this GPU"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
@@ -78,8 +78,8 @@ def _driver() -> str:
 
 
 def environment_id(described: Mapping[str, str]) -> str:
-    """The id of its files: 32 hexadecimal digits, others where :data:`SCHEMA` was raised."""
-    text = json.dumps([SCHEMA, dict(sorted(described.items()))])
+    """The id of its files: 32 hexadecimal digits, others where the version was raised."""
+    text = json.dumps([versions.FINDINGS, dict(sorted(described.items()))])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -162,7 +162,7 @@ class Barred:
 
 def read(data: Any) -> Barred | None:
     """What a file says; None for what is none, and rows that are none are left out."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") != versions.FINDINGS:
         return None
     steps: dict[tuple[str, bool, Engine], str] = {}
     patterns: dict[tuple[str, bool, int], str] = {}

@@ -17,9 +17,10 @@ import torch
 
 from ..device.allocation import lasting
 from ..errors import CaptureError, NotSupported
+from ..ir import versions
 from . import env
 from .lowering.context import Alias, Constant, Extra
-from .lowering.driver import LOWERING, first_line
+from .lowering.driver import first_line
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Plan:
         if self.blob is not None:
             return self.blob
         head = {
-            "lowering": LOWERING,
+            "lowering": versions.LOWERING,
             "choice": str(self.choice),
             "uids": len(self._uids) - len(self._extras),
             "aliases": [
@@ -176,7 +177,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
     try:
         head, body = blob.split(b"\n", 1)
         described = json.loads(head)
-        if described.get("lowering") != LOWERING:
+        if described.get("lowering") != versions.LOWERING:
             raise ValueError("its graph was lowered by other rules than this program's")
         handle = env.handle(device_index)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes

@@ -29,6 +29,7 @@ from ..backend.candidates import (
 )
 from ..backend.plan import Choice
 from ..errors import NotSupported
+from ..ir import versions
 from ..ir.canonical import canonical
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
@@ -307,7 +308,7 @@ def write_known_bad(
     steps, patterns = barred_by(results)
     store.write_known_bad(
         {
-            "schema": found_bad.SCHEMA,
+            "schema": versions.FINDINGS,
             "environment": dict(environment),
             "checked": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **told,

@@ -25,6 +25,7 @@ import cudnngraph as cg
 from cudnngraph.backend import env, libraries
 from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.errors import BackendUnavailable, CaptureError
+from cudnngraph.ir import versions
 
 
 class FakeHandle:
@@ -246,7 +247,7 @@ def test_the_key_of_the_environment_holds_versions_and_the_kind_of_gpu(
         return SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    want = env.EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, env.SCHEMA_VERSION)
+    want = env.EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, versions.ENVIRONMENT)
     assert env.env_key(0) == env.env_key(1) == want
     assert env.device_identity(1) == env.DeviceIdentity("NVIDIA H200", (9, 0), 132, 1)
     assert reads == [0, 1]

@@ -69,10 +69,6 @@ from .refusals import (
     torchs_own,
 )
 
-# Of the rules in this module. Serialized plans of another number are built again from their
-# records: raise it where a rule refuses what it took, or makes other numbers of it.
-LOWERING = 5
-
 FP8_CAPABILITY = (8, 9)
 
 
