@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import candidates, env, plan
+from cudnngraph.backend import candidates, handles, plan
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from tests import numerics
@@ -338,7 +338,7 @@ def launched(
             outputs.append(made)
         rounds.append(outputs)
     torch.cuda.synchronize()
-    handle = env.handle_on_current_stream(0)
+    handle = handles.handle_on_current_stream(0)
     for outputs in rounds:
         for each, spec, tensors, made in zip(plans, specs, there, outputs, strict=True):
             data = [*(tensors[name] for name in spec.inputs), *made]

@@ -16,7 +16,7 @@ from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..ops.table import OPS
 from ..policy import Policy
-from . import env
+from . import env, handles
 from .found_bad import why_found_bad
 from .known_bad import why_bad
 from .lowering.driver import Lowered, first_line, lower
@@ -192,7 +192,7 @@ def _why_no_launch(plan: Plan, spec: GraphSpec) -> str | None:
         block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         return None
-    handle = env.handle_on_current_stream(plan.device_index)
+    handle = handles.handle_on_current_stream(plan.device_index)
     try:
         pointers = plan.pointers([tensor.data_ptr() for tensor in tensors])
         plan.execute(pointers, block.data_ptr(), handle)
@@ -232,7 +232,7 @@ class Proposals:
         self._policy = policy
         self._device_index = device_index
         self._frontend = env.frontend()
-        self._lowered = lower(spec, self._frontend, handle=env.handle(device_index))
+        self._lowered = lower(spec, self._frontend, handle=handles.handle(device_index))
         every = every or (more and _offers_every)
         self.candidates = propose(self._lowered, self._frontend, more=more, every=every)
         restrict(self._lowered, spec, policy, self._frontend)
@@ -337,7 +337,7 @@ def replay(spec: GraphSpec, choice: Choice, device_index: int) -> Plan:
     """Build exactly ``choice`` for ``spec``; :class:`NotSupported` when it does not build."""
     refuse_during_capture()
     frontend = env.frontend()
-    lowered = lower(spec, frontend, handle=env.handle(device_index))
+    lowered = lower(spec, frontend, handle=handles.handle(device_index))
     unsupported = (frontend.cudnnGraphNotSupportedError, RuntimeError, AttributeError)
     try:
         if any(name == UNNAMED_KNOB for name, _ in choice.knobs):

@@ -18,7 +18,7 @@ import torch
 from ..device.allocation import lasting
 from ..errors import CaptureError, NotSupported
 from ..ir import versions
-from . import env
+from . import env, handles
 from .lowering.context import Alias, Constant, Extra
 from .lowering.driver import first_line
 
@@ -101,7 +101,7 @@ class Plan:
         self.native = _native_call(graph, index, self._uids)
 
     def __del__(self) -> None:
-        env.let_go(self._graph)
+        handles.let_go(self._graph)
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """An array of pointers: inputs, outputs, then what the plan adds to them."""
@@ -179,7 +179,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         described = json.loads(head)
         if described.get("lowering") != versions.LOWERING:
             raise ValueError("its graph was lowered by other rules than this program's")
-        handle = env.handle(device_index)
+        handle = handles.handle(device_index)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")
         extras: list[Extra] = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..backend.candidates import replay
 from ..backend.plan import Choice, Plan
 from ..executor import reference, torch_steps
@@ -263,8 +263,8 @@ class Program:
 
     def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         index = self.device.index
-        block = process.scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
-        handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+        block = process.scratch(index, handles.raw_stream(index), self.scratch_bytes, self._plans())
+        handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
         self._steps_on(tensors, addresses, block, handle)
 
     def _steps_on(
@@ -301,7 +301,7 @@ class Program:
         """Call what runs the steps, those that run anything, during a capture."""
         index = self.device.index
         if not self._until:
-            handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+            handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
             for call in calls:
                 call(handle)
             return

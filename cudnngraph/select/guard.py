@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from plans_cache.gate import Gate
 
-from ..backend import env
+from ..backend import env, handles
 from ..backend.candidates import Candidate, Outcome, Proposals, build_first, replay, why_passed_over
 from ..backend.plan import Choice, Plan, Verified, load
 from ..errors import NotSupported
@@ -110,7 +110,7 @@ class Builder:
         if how(self._policy) == "isolated":
             try:
                 asked = self._ahead.pop(digest, None) or self._submitted(part)
-                env.handle(self._index)  # what this process needs then, while it waits
+                handles.handle(self._index)  # what this process needs then, while it waits
                 answer = asked.result()
             except Unusable as error:
                 _without_workers(error)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
@@ -112,12 +112,12 @@ class Engines(World):
         monkeypatch.setattr(guard, "replay", self.replay)
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
         monkeypatch.setattr(first_launch, "wait", self.wait)
-        monkeypatch.setattr(env, "raw_stream", lambda index: 0)
-        monkeypatch.setattr(env, "handle", lambda index: None)
-        monkeypatch.setattr(env, "handle_on_current_stream", lambda index: None)
+        monkeypatch.setattr(handles, "raw_stream", lambda index: 0)
+        monkeypatch.setattr(handles, "handle", lambda index: None)
+        monkeypatch.setattr(handles, "handle_on_current_stream", lambda index: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         entry = SimpleNamespace(stream=0, handle=SimpleNamespace(backend_handle=7))
-        monkeypatch.setattr(env, "thread_handle", lambda index: entry)
+        monkeypatch.setattr(handles, "thread_handle", lambda index: entry)
         for name in ("getDevice", "isCurrentStreamCapturing", "getCurrentRawStream"):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *index: 0, raising=False)
         monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(_on_cpu))

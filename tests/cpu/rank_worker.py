@@ -210,7 +210,7 @@ def verified(rank: Rank) -> dict[str, Any]:
         here = Verified(1e-4, f"the GPU of rank {rank.rank}", 91900, "1.28.0", "2.13")
         monkeypatch.setattr(workers, "on", lambda index: at_work)
         monkeypatch.setattr(guard, "load", lambda blob, choice, index: FakePlan(choice))
-        monkeypatch.setattr(guard.env, "handle", lambda index: None)
+        monkeypatch.setattr(guard.handles, "handle", lambda index: None)
         monkeypatch.setattr(lookup, "_rejected", {})
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: here))
         found = rank.compiled(72, verify="isolated")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.runtime import process, program
 from cudnngraph.runtime.checks import overlap
 
@@ -375,7 +375,7 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
     monkeypatch.setattr(process, "_allocate", give("graph"))
     monkeypatch.setattr(process.WORKSPACE, "get", lambda *args: pooled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(env, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(handles, "raw_stream", lambda index: 0)
     seen: list[torch.Tensor | None] = []
 
     class Program:

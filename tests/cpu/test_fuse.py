@@ -789,7 +789,7 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(bindings.env, "raw_stream", lambda index: now[0].cuda_stream)
+    monkeypatch.setattr(bindings.handles, "raw_stream", lambda index: now[0].cuda_stream)
     turns = bindings._Turns(torch.device("cuda", 0))
     tensors = [named("weight"), named("result"), 2.5]
     streams = {number: Stream(number, waited) for number in range(4)}

@@ -69,7 +69,7 @@ class Behaves:
         monkeypatch.setattr(workers, "_pools", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(guard, "load", self.load)
-        monkeypatch.setattr(guard.env, "handle", lambda index: None)
+        monkeypatch.setattr(guard.handles, "handle", lambda index: None)
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:

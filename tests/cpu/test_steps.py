@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.executor import torch_steps
 from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.key import graph_key
@@ -389,8 +389,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What a short call asks of torch and cuDNN on a GPU: what it says may be changed."""
     told = SimpleNamespace(device=None, stream=5, capturing=False, followed=[])
     entry = SimpleNamespace(stream=5, handle=SimpleNamespace(backend_handle=7))
-    monkeypatch.setattr(env, "thread_handle", lambda index: entry)
-    monkeypatch.setattr(env, "handle_on_current_stream", told.followed.append)
+    monkeypatch.setattr(handles, "thread_handle", lambda index: entry)
+    monkeypatch.setattr(handles, "handle_on_current_stream", told.followed.append)
     stand_ins: dict[str, Any] = {
         "_cuda_getDevice": lambda: told.device,
         "_cuda_isCurrentStreamCapturing": lambda: told.capturing,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.ops import pooling
 from cudnngraph.runtime import process
 from cudnngraph.runtime.process import WORKSPACE
@@ -210,12 +210,12 @@ def test_what_is_let_go_of_during_a_capture_does_not_spoil_it() -> None:
         y = x + 1
         del exe, captured
         gc.collect()
-    assert len(env._kept.things) >= 2
+    assert len(handles._kept.things) >= 2
     x.fill_(2)
     graph.replay()
     assert y.tolist() == [3.0, 3.0, 3.0]
-    env.let_go()
-    assert env._kept.things == []
+    handles.let_go()
+    assert handles._kept.things == []
 
 
 def _product(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.backend.candidates import replay
 from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.canonical import canonical
@@ -54,7 +54,7 @@ def test_a_choice_replays_to_the_same_plan_and_the_same_bits(act: str) -> None:
     ordered = [given[name] for name in _original_order(exe)]
     block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
     pointers = plan.pointers([tensor.data_ptr() for tensor in (*ordered, out)])
-    plan.execute(pointers, block.data_ptr(), env.handle_on_current_stream(0))
+    plan.execute(pointers, block.data_ptr(), handles.handle_on_current_stream(0))
     assert torch.equal(out, want)
 
 
