@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +18,9 @@ from functools import cached_property
 from pathlib import Path
 
 from plans_cache.gate import Gate
-from plans_cache.launches import Launches, Mark
+from plans_cache.launches import Mark
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
-from plans_cache.rejections import Rejections
 from plans_cache.store import Hit, PlanStore
 
 from .. import settings
@@ -37,7 +34,7 @@ from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select import guard
 from ..select.decision import Selection, StepPlan
-from . import distributed, stats
+from . import distributed
 from .codec import (
     StaleRecord,
     env_components,
@@ -48,25 +45,17 @@ from .codec import (
     to_record,
     unpack,
 )
+from .state import STATE
 from .stats import MissInfo
 
 _log = logging.getLogger(__name__)
 
 DIED = "the process that launched it first did not come back from it"
 
-_stores: dict[Path, PlanStore] = {}
-_rejected: dict[Path, Rejections] = {}
-_launched: dict[Path, Launches] = {}
-_lock = threading.Lock()
-
 
 def store() -> PlanStore:
     """The store of the directory that the settings name."""
-    directory = settings.current().cache_dir
-    with _lock:
-        if directory not in _stores:
-            _stores[directory] = PlanStore(directory)
-        return _stores[directory]
+    return STATE.store_of(settings.current().cache_dir)
 
 
 class Rejected:
@@ -91,7 +80,7 @@ class Rejected:
         """The choices that were rejected for a step, with the reasons."""
         _lost(self._directory)
         id = self.id(spec, policy)
-        found = {} if id is None else _rejections(self._directory).of(id)
+        found = {} if id is None else STATE.rejections_of(self._directory).of(id)
         return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
 
     def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
@@ -104,14 +93,14 @@ class Rejected:
                 plans[choice.engine, choice.knobs] = why
         id = self.id(spec, policy)
         if id is not None:
-            _rejections(self._directory).add(id, plans)
+            STATE.rejections_of(self._directory).add(id, plans)
 
     def withdraw(self, spec: GraphSpec, policy: Policy, choice: Choice, why: str) -> None:
         """Keep a choice as rejected that had passed: records that have it are stale from now on."""
         self.add(spec, policy, {choice: why})
         id = self.id(spec, policy)
         if id is not None and not why.startswith(UNCHECKED):
-            _launches(self._directory).note(id)
+            STATE.launches_of(self._directory).note(id)
 
     def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:
         """What is wrong with a choice of a record that had passed when it was kept, or None.
@@ -128,7 +117,7 @@ class Rejected:
 
     def begin(self) -> Mark:
         """For this process to tell the next what it launches first; to be closed."""
-        return _launches(self._directory).begin()
+        return STATE.launches_of(self._directory).begin()
 
     def id(self, spec: GraphSpec, policy: Policy) -> str | None:
         """Of a step in this environment; None where it has no key."""
@@ -138,40 +127,16 @@ class Rejected:
             return None
 
 
-def _rejections(directory: Path) -> Rejections:
-    with _lock:
-        if directory not in _rejected:
-            _rejected[directory] = Rejections(directory)
-        return _rejected[directory]
-
-
-def _launches(directory: Path) -> Launches:
-    with _lock:
-        if directory not in _launched:
-            _launched[directory] = Launches(directory)
-        return _launched[directory]
-
-
 def _lost(directory: Path) -> frozenset[str]:
     """The steps of which a plan was withdrawn, with those that processes have died of by now."""
-    rejections = _rejections(directory)
+    rejections = STATE.rejections_of(directory)
 
     def reject(id: str, plan: tuple[int, tuple[tuple[str, int], ...]]) -> None:
         if plan not in rejections.of(id):
             _log.warning("%s is not tried again: %s", Choice(*plan), DIED)
             rejections.add(id, {plan: DIED})
 
-    return _launches(directory).look(reject)
-
-
-def _after_fork() -> None:
-    """A thread of the parent may have held it; the stores see to theirs."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    return STATE.launches_of(directory).look(reject)
 
 
 # -- lookup ----------------------------------------------------------------------------------------
@@ -267,9 +232,9 @@ def _served(
             reason, useless = f"stale: {stale}", found.record
     else:
         reason = found.reason
-    stats.COUNTERS.missed(reason.split(":")[0])
+    STATE.counters.missed(reason.split(":")[0])
     _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
-    for hook in tuple(stats.hooks):
+    for hook in tuple(STATE.hooks):
         try:
             hook(MissInfo(summary(spec), key, reason))
         except Exception:
@@ -290,7 +255,7 @@ def _served(
         except Exception as error:
             failures.append(error)
             raise
-        stats.COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        STATE.counters.served("built", build_ms=(time.perf_counter() - start) * 1e3)
         made.append((selection, to_record(spec, key, environment, policy, selection)))
         return made[-1]
 
@@ -384,7 +349,7 @@ def _restored(
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
-    stats.COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    STATE.counters.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)

@@ -12,7 +12,8 @@ import torch
 
 from ..backend import handles
 from ..errors import CaptureError
-from . import fast_call, process
+from . import fast_call
+from .process import PROCESS
 from .program import Launch, Program
 
 
@@ -63,7 +64,7 @@ class BoundCall:
         if ready is None:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
-            block = process.WORKSPACE.get(index, stream, self._program.scratch_bytes)
+            block = PROCESS.workspace.get(index, stream, self._program.scratch_bytes)
             handle = handles.handle_on_current_stream(index) if self._program.uses_cudnn else None
             watched = self._program.ran_first([partial(launch, handle) for launch in launches])
             ready = self._ready.by_stream[stream] = (launches, block)
@@ -103,14 +104,14 @@ class CapturedCall:
         make: Any = torch.cuda.Stream
         graph, stream = torch.cuda.CUDAGraph(), make()
         _forget_workspaces()
-        process.recording.held = self._held
+        PROCESS.recording.held = self._held
         collects = gc.isenabled()
         gc.disable()  # a CUDA graph that is garbage would take this one with it
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._call()
         finally:
-            process.recording.held = None
+            PROCESS.recording.held = None
             _forget_workspaces()
             if collects:
                 gc.enable()

@@ -17,7 +17,8 @@ from .. import settings
 from ..arguments import NotPlain, checked, is_a, items, shown
 from ..backend.candidates import multiplies_float32
 from ..backend.plan import refuse_during_capture
-from ..cache import lookup, stats
+from ..cache import lookup
+from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
@@ -31,10 +32,9 @@ from ..select.decision import Selection
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
 from ..select.progress import progress_bar
-from . import process
 from .executable import Executable
 from .first_launch import FirstRun
-from .process import cache_stats
+from .process import PROCESS, cache_stats
 from .program import Program
 
 _PROGRAMS_KEPT = 1024
@@ -84,11 +84,11 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
 def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
     by_reference = settings.current().backend == "reference"
     place = (key.digest, device, by_reference)
-    with process.programs_lock:
-        program = process.programs.get(place)
+    with PROCESS.lock:
+        program = PROCESS.programs.get(place)
         if program is not None and (program.tuned or policy.tune != "autotune"):
-            process.programs.move_to_end(place)
-            stats.COUNTERS.served("memory")
+            PROCESS.programs.move_to_end(place)
+            STATE.counters.served("memory")
             return program
     spec = canonical(spec)
     tier = "reference"
@@ -105,15 +105,15 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
             else:
                 selection, tier = _chosen(spec, device, policy, key)
     if tier in ("reference", "torch"):
-        stats.COUNTERS.served(tier)
+        STATE.counters.served(tier)
     first: FirstRun | None = None
     if tier == "built" and how(policy) != "off":
         first = FirstRun(selection.steps, policy, device, lookup.Rejected(device.index))
     program = Program(spec, device, selection, policy, tier, first)
-    with process.programs_lock:
-        process.programs[place] = program
-        while len(process.programs) > _PROGRAMS_KEPT:
-            process.programs.popitem(last=False)
+    with PROCESS.lock:
+        PROCESS.programs[place] = program
+        while len(PROCESS.programs) > _PROGRAMS_KEPT:
+            PROCESS.programs.popitem(last=False)
     return program
 
 

@@ -18,9 +18,10 @@ from ..ir.spec import GraphSpec, once, print_spec
 from ..ops.table import is_default
 from ..policy import Policy
 from ..select.decision import Decision, StepPlan
-from . import fast_call, process
+from . import fast_call
 from .bound import BoundCall, CapturedCall
 from .checks import ALIGNMENT_BYTES, fit, overlap, wrong
+from .process import PROCESS
 from .program import Program
 
 Over = tuple[tuple[int, int], ...]
@@ -208,7 +209,7 @@ class Executable:
             steps = program.direct_steps(self._order)
             made[key] = None
             if steps is not None:
-                forms, slots = (self._input_forms, self._output_forms), process.WORKSPACE.slots
+                forms, slots = (self._input_forms, self._output_forms), PROCESS.workspace.slots
                 made[key] = fast_call.call_of(
                     steps, *forms, over, self.device, slots, checked=checked
                 )

@@ -22,8 +22,9 @@ from ..ir.spec import GraphSpec, TensorSpec
 from ..ops.table import OPS
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
-from . import fast_call, process, streams
+from . import fast_call, streams
 from .first_launch import FirstRun
+from .process import PROCESS
 
 Launch = Callable[[Any], None]
 
@@ -152,7 +153,7 @@ class Program:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
         block, plans = None, self._plans()
         if self.scratch_bytes or self.device.type == "cuda":
-            block = process.scratch(self.device.index, stream, self.scratch_bytes, plans)
+            block = PROCESS.scratch(self.device.index, stream, self.scratch_bytes, plans)
         values = self._layout.tensors(block, tensors)
         base = 0 if block is None else block.data_ptr()
         steps = zip(plans, self._layout.scratch, strict=True)
@@ -263,7 +264,7 @@ class Program:
 
     def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         index = self.device.index
-        block = process.scratch(index, handles.raw_stream(index), self.scratch_bytes, self._plans())
+        block = PROCESS.scratch(index, handles.raw_stream(index), self.scratch_bytes, self._plans())
         handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
         self._steps_on(tensors, addresses, block, handle)
 

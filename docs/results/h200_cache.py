@@ -123,7 +123,7 @@ def lookup_us() -> dict[str, float]:
 def child() -> None:
     """Compile the set and print what it took, as JSON."""
     from cudnngraph.backend import env, handles
-    from cudnngraph.runtime.process import WORKSPACE
+    from cudnngraph.runtime.process import PROCESS
 
     specs = [graph.spec() for graph in graphs()]
     native = env.frontend().pygraph
@@ -170,7 +170,7 @@ def child() -> None:
                 "steps": sum(len(exe.steps) for exe in executables),
                 "workspace_largest_bytes": max(needs),
                 "workspace_sum_bytes": sum(needs),
-                "workspace_held_bytes": WORKSPACE.held_bytes,
+                "workspace_held_bytes": PROCESS.workspace.held_bytes,
                 "gpu": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "cudnn": env.cudnn_version(),

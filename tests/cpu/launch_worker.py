@@ -21,9 +21,10 @@ import cudnngraph as cg
 from cudnngraph.backend import handles
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Choice, Verified
-from cudnngraph.cache import lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import first_launch, process, program
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard
 from cudnngraph.select.workers import Answer
 from plans_cache.launches import Launches
@@ -105,8 +106,8 @@ class Engines(World):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().install(monkeypatch)
-        monkeypatch.setattr(lookup, "_rejected", {})
-        monkeypatch.setattr(lookup, "_launched", {})
+        monkeypatch.setattr(STATE, "rejections", {})
+        monkeypatch.setattr(STATE, "launches", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(guard.workers, "on", lambda index: self)
         monkeypatch.setattr(guard, "replay", self.replay)
@@ -120,9 +121,9 @@ class Engines(World):
         monkeypatch.setattr(handles, "thread_handle", lambda index: entry)
         for name in ("getDevice", "isCurrentStreamCapturing", "getCurrentRawStream"):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *index: 0, raising=False)
-        monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(_on_cpu))
+        monkeypatch.setattr(PROCESS, "workspace", WorkspacePool(_on_cpu))
         monkeypatch.setattr(process, "_allocate", _on_cpu)
-        monkeypatch.setattr(process, "_captured", {})
+        monkeypatch.setattr(PROCESS, "captured", {})
         monkeypatch.setattr(program, "replay", self.replay)  # for further threads
 
     def compiled(self, **options: Any) -> cg.Executable:
@@ -135,7 +136,7 @@ class Engines(World):
     def again(self, **options: Any) -> cg.Executable:
         """As a new process compiles."""
         cg.cache_clear()
-        for known in (lookup._stores, lookup._rejected, lookup._launched):
+        for known in (STATE.stores, STATE.rejections, STATE.launches):
             known.clear()
         self.launched.clear()
         self.waits, self.lost = 0, False

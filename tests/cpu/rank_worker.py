@@ -22,6 +22,7 @@ import cudnngraph as cg
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import distributed, lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, workers
 from cudnngraph.select.workers import Answer
@@ -211,7 +212,7 @@ def verified(rank: Rank) -> dict[str, Any]:
         monkeypatch.setattr(workers, "on", lambda index: at_work)
         monkeypatch.setattr(guard, "load", lambda blob, choice, index: FakePlan(choice))
         monkeypatch.setattr(guard.handles, "handle", lambda index: None)
-        monkeypatch.setattr(lookup, "_rejected", {})
+        monkeypatch.setattr(STATE, "rejections", {})
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: here))
         found = rank.compiled(72, verify="isolated")
         by = None if rank.checked is None else rank.checked.gpu

@@ -17,6 +17,7 @@ import cudnngraph as cg
 from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
 from cudnngraph.select.processes import Server
@@ -277,7 +278,7 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path / "cache")
     made.install(monkeypatch)
-    monkeypatch.setattr(lookup, "_rejected", {})
+    monkeypatch.setattr(STATE, "rejections", {})
     return made
 
 
@@ -339,7 +340,7 @@ def test_a_record_whose_plan_misbehaves_is_made_anew(
         again(verify="isolated", tune="cached")
     assert MISBEHAVES[does] in str(refused.value)
     assert behaves.tried == [first.engine]
-    lookup._rejected.clear()  # as a new process
+    STATE.rejections.clear()  # as a new process
     behaves.start(**{str(first.engine): does, "61": "is right"})
     second = again(verify="isolated")
     assert [step.choice.engine for step in second.steps if step.choice] == [61]

@@ -27,6 +27,7 @@ from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.codec import to_record
+from cudnngraph.cache.state import STATE
 from cudnngraph.cli import compare, plans, records, transfer, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
@@ -508,8 +509,8 @@ class Gpu:
         monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == self.env)
         monkeypatch.setattr(lookup, "env_components", lambda environment: self.env)
         monkeypatch.setattr(lookup.env, "env_key", lambda index: None)
-        monkeypatch.setattr(lookup, "_rejected", {})
-        monkeypatch.setattr(lookup, "_launched", {})
+        monkeypatch.setattr(STATE, "rejections", {})
+        monkeypatch.setattr(STATE, "launches", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(lookup.env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(workers, "on", lambda index: self)

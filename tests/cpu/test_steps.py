@@ -19,7 +19,8 @@ from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import work
-from cudnngraph.runtime import fast_call, process
+from cudnngraph.runtime import fast_call
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
@@ -43,7 +44,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         given.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return given[-1]
 
-    monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(allocate))
+    monkeypatch.setattr(PROCESS, "workspace", WorkspacePool(allocate))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return given
 
@@ -377,7 +378,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
         dict(zip((*spec.inputs, *spec.outputs), tensors, strict=True)), 0
     ):
         launch(None)
-    bound, block = list(seen), process.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
+    bound, block = list(seen), PROCESS.workspace.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
     seen.clear()
     program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound

@@ -231,7 +231,7 @@ def test_the_pool_holds_the_largest_need_of_a_stream_not_the_sum(folder: Path) -
                 exe = g.compile("cuda")
                 exe(**tensors(exe))
                 needs.append(exe.workspace_bytes)
-    from cudnngraph.runtime.process import WORKSPACE
+    from cudnngraph.runtime.process import PROCESS
 
-    held = WORKSPACE.size_bytes(0, stream.cuda_stream)
+    held = PROCESS.workspace.size_bytes(0, stream.cuda_stream)
     assert min(needs) > 0 and held == max(needs) < sum(needs)
