@@ -16,9 +16,9 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
-from .decision import Selection, StepPlan
+from .decision import Selection
 from .regions import Progress, Regions
-from .search import Part, Search, measured, of_cuts, of_others
+from .search import Part, Search, of_cuts, of_others, step_plan
 
 
 def autotune(
@@ -56,11 +56,7 @@ def autotune(
             compared = of_cuts(winner, rivals)
             decisions = (*compared, *of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
-        time_us = measured(way.time_us)
-        verified = None if plan is None else plan.verified
-        steps.append(
-            StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
-        )
+        steps.append(step_plan(part.spec, way, plan, decisions))
         built.append(plan)
     return Selection.of(spec, steps, built)
 
