@@ -6,7 +6,8 @@ forks them for the socket FILE. The engines are tried in the order given. Every 
 LOG. It loads the fork server alone, since torch takes a second to import. A task with a gate runs
 plans while it has a share of that; each run is a "begins" and an "ends" in LOG.runs.
 
-Besides engines: "start" is what becomes of a worker, "task" of each task; "idle_s" is how long the
+Besides engines: "start" is what becomes of a worker, "task" of each task, "ranking" of the ranking
+of engines, which is logged as engine -1; "idle_s" is how long the
 fork server stays without a worker, and "forks" how many it may fork.
 """
 
@@ -103,8 +104,23 @@ def run(gate: str | None, log: Path) -> object:
 
 def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: Say) -> None:
     """Do one task."""
-    rejected = {choice[0] for choice, _ in task["rejected"]}
+    rejected = {choice[0]: why for choice, why in task["rejected"]}
     engines = [name for name in behaviours if name.isdigit()]
+    if "ranking" in behaviours:
+        if -1 in rejected:
+            say({"id": task["id"], "refused": [f"cuDNN's ranking of its engines: {rejected[-1]}"]})
+            return
+        with log.open("a") as file:
+            file.write(f"{task['spec']['name']} -1 {os.getpid()}\n")
+        say({"trying": [-1, []]})
+        attempt("-1", behaviours["ranking"], say)
+    if task["task"] == "rank":
+        candidates = [
+            {"index": number, "choice": [int(name), []], "tag": f"eng{name}"}
+            for number, name in enumerate(engines)
+        ]
+        say({"id": task["id"], "candidates": candidates})
+        return
     for number, choice in enumerate(task["choices"] or [[int(each), []] for each in engines]):
         engine = str(choice[0])
         reason = "not tried again"

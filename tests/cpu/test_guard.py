@@ -236,18 +236,11 @@ MISBEHAVES = {
 }
 
 
-class Ranking:
-    """What the search sees of cuDNN's ranking: engines 4, 7 and 9."""
-
-    def __init__(self, spec: GraphSpec, policy: cg.Policy, index: int, *, more: bool) -> None:
-        self.candidates = [Candidate(n, Choice(e, ()), f"eng{e}") for n, e in enumerate((4, 7, 9))]
-
-
 @pytest.mark.parametrize("does", MISBEHAVES)
 def test_a_search_goes_on_without_a_plan_that_misbehaves(
     does: str, behaves: Behaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "Proposals", Ranking)
+    monkeypatch.setattr(guard, "Proposals", None)  # cuDNN is not asked in this process
     monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
     monkeypatch.setattr(guard.env, "capability", lambda index: 90)
     kept = Memory()
@@ -267,6 +260,44 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
     assert behaves.tried.count(4) == 1
     assert searched() == [(4, False, reason), (7, True, ""), (9, True, "")]
     assert behaves.tried.count(4) == 1, "not tried again"
+
+
+@pytest.mark.parametrize("does", ["aborts", "hangs", "is killed"])
+@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
+def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_again(
+    tune: str, does: str, behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is refused is cut. This process never asks, by no workers either."""
+
+    def asked(*args: Any, **options: Any) -> Any:
+        raise AssertionError("cuDNN is asked in this process")
+
+    monkeypatch.setattr(guard, "Proposals", asked)
+    monkeypatch.setattr(verification, "Proposals", asked)
+    kept = Memory()
+    why = f"cuDNN's ranking of its engines: {MISBEHAVES[does]}"
+
+    def refused(policy: cg.Policy) -> list[str]:
+        with pytest.raises(cg.NotSupported) as refusal:
+            if tune == "heuristic":
+                guard.Builder(policy, 0, kept)(spec())
+            else:
+                guard.GuardedBench.proposals(bench(policy), spec())
+        return list(refusal.value.reasons)
+
+    def bench(policy: cg.Policy) -> Any:
+        made = guard.GuardedBench.__new__(guard.GuardedBench)
+        made._policy, made._device = policy, torch.device("cuda", 0)
+        made._kept, made._isolated = kept, []
+        return made
+
+    isolated = cg.Policy(allow_tf32=False, tune=tune, verify="isolated")
+    for _ in range(2):
+        behaves.start(ranking=does, e7="is right")
+        assert refused(isolated) == [why]
+        assert kept.rejected == {verification.RANKING: MISBEHAVES[does]}
+        assert behaves.tried == [-1], "once"
+    assert refused(cg.Policy(allow_tf32=False, tune=tune, verify="inprocess")) == [why]
 
 
 # -- records ---------------------------------------------------------------------------------------

@@ -160,8 +160,9 @@ def test_a_worker_checks_a_step_anew_under_another_policy() -> None:
     at_work = worker.Worker(0, said.append)
     tf32 = cg.Policy(allow_tf32=True, verify="isolated")
     for policy in (POLICY, tf32, POLICY, tf32):
-        checks = at_work._checks_of(spec(), policy)
+        checks = at_work._checks_of(spec(), policy, {})
         checks.take({}, Gate(None))
         assert checks.of(CHOICE).error == 1e-4
     assert Data.made == [POLICY, tf32], "once each"
-    assert [each["trying"] for each in said] == [[7, []]] * 4
+    ranked, tried = [-1, []], [7, []]
+    assert [each["trying"] for each in said] == [ranked, tried, ranked, tried, tried, tried]

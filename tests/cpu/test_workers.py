@@ -19,6 +19,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import processes, workers
 from cudnngraph.select.processes import Server, Unusable
+from cudnngraph.select.verification import RANKING
 from cudnngraph.select.workers import Workers
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
@@ -90,6 +91,34 @@ def test_a_plan_that_ends_its_process_is_rejected_and_the_task_goes_on(
     again = pool.workers.first(graph(), POLICY, answer.faults).result(30.0)
     assert again.blob == b"plan 7" and not again.faults
     assert pool.tried() == [4, 7, 7], "not again"
+
+
+@pytest.mark.parametrize("task", ["first", "these", "rank"])
+def test_a_ranking_that_ends_its_process_refuses_the_graph(tmp_path: Path, task: str) -> None:
+    """On an H200 cuDNN's heuristics had a segmentation fault for one of 7,607 random graphs."""
+    pool = Pool(tmp_path, {"ranking": "aborts", "7": "is right"})
+    if task == "first":
+        answer = pool.workers.first(graph(), POLICY, {}).result(30.0)
+    elif task == "rank":
+        answer = pool.workers.rank(graph(), POLICY, {}).result(30.0)
+    else:
+        (asked,) = pool.workers.these(graph(), POLICY, [Choice(7, ())])
+        answer = asked.result(30.0)
+    died = "the process that tried it died of SIGABRT"
+    assert answer.refused == (f"cuDNN's ranking of its engines: {died}",)
+    assert answer.faults == {RANKING: died}
+    assert pool.tried() == [-1], "once"
+    again = pool.workers.first(graph(), POLICY, answer.faults).result(30.0)
+    assert again.refused and pool.tried() == [-1], "not again"
+
+
+def test_a_ranking_is_what_the_library_proposes(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, {"4": "is right", "7": "is right"})
+    answer = pool.workers.rank(graph(), POLICY, {}).result(30.0)
+    assert [(c.index, c.choice, c.tag) for c in answer.candidates] == [
+        (0, Choice(4, ()), "eng4"),
+        (1, Choice(7, ()), "eng7"),
+    ]
 
 
 def test_where_no_plan_passes_every_reason_is_told(tmp_path: Path) -> None:
