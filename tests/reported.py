@@ -1,8 +1,8 @@
 """Graphs of which cuDNN's plans are, or were reported to be, wrong: one for each claim.
 
 Each entry of ``known_bad.TABLE`` that this project measured has an example here, which
-``tests/cpu/test_known_bad.py`` holds. :func:`plans` runs those that an entry bars too; it is a case
-for :mod:`tests.apart`, of ``tests/gpu/test_reported.py``.
+``tests/cpu/backend/test_known_bad.py`` holds. :func:`plans` runs those that an entry bars too;
+it is a case for :mod:`tests.apart`, of ``tests/gpu/test_reported.py``.
 """
 
 from __future__ import annotations

@@ -194,11 +194,37 @@ class _Isolated:
         self._index = device_index
         self._kept = kept
         self._rejected = kept.of(spec, policy)
-        self._proposals = Proposals(spec, policy, device_index, more=True)
-        self.candidates = self._proposals.candidates
+        self._proposals: Proposals | None = None  # of this process, if there are no workers
+        self.candidates = self._ranked()
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
         self._submit(urgent=False)
+
+    def _ranked(self) -> Sequence[Candidate]:
+        """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
+        try:
+            answer = workers.on(self._index).rank(self._spec, self._policy, self._rejected).result()
+        except Unusable as error:
+            _without_workers(error)
+            verification.refuse_ranking(self._spec, self._rejected)
+            return self._here().candidates
+        self._kept.add(self._spec, self._policy, answer.faults)
+        if answer.refused:
+            raise NotSupported(f"graph '{self._spec.name}'", answer.refused)
+        return answer.candidates
+
+    def _here(self) -> Proposals:
+        """The candidates in this process."""
+        if self._proposals is None:
+            self._proposals = Proposals(self._spec, self._policy, self._index, more=True)
+        return self._proposals
+
+    def _build_here(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """Build a candidate in this process, in whose ranking it may be at another place."""
+        here = self._here()
+        return here.build(
+            next((each for each in here.candidates if each.choice == candidate.choice), candidate)
+        )
 
     def _why_not(self, candidate: Candidate) -> str | None:
         capability = env.capability(self._index)
@@ -231,7 +257,7 @@ class _Isolated:
         if why is not None:
             return Outcome(candidate, False, why), None
         if how(self._policy) != "isolated":
-            return self._proposals.build(candidate)
+            return self._build_here(candidate)
         choice = candidate.choice
         if choice in self._queue:
             self._queue.remove(choice)
@@ -244,7 +270,7 @@ class _Isolated:
             answer = future.result()
         except Unusable as error:
             _without_workers(error)
-            return self._proposals.build(candidate)
+            return self._build_here(candidate)
         self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
         if answer.faults or answer.refused:
             reason = answer.wrong or ", ".join(answer.refused)
@@ -285,7 +311,9 @@ class GuardedBench(GpuBench):
         if how(self._policy) == "off":
             return super().proposals(spec)
         if how(self._policy) == "inprocess":
-            return _Here(super().proposals(spec), self._kept.of(spec, self._policy))
+            rejected = self._kept.of(spec, self._policy)
+            verification.refuse_ranking(spec, rejected)
+            return _Here(super().proposals(spec), rejected)
         self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
         return self._isolated[-1]
 
