@@ -128,6 +128,8 @@ def test_a_graph_that_was_run_channels_last_comes_back_with_its_copies() -> None
     assert record.summary == summary(spec), "the record is the graph's, not the rewritten one's"
     assert sum(step.ops == ("identity",) for step in record.steps) == 4
     assert steps_of(record, spec) == steps
+    older = from_json(replace(record, extra={}).to_json())  # of a version that did not say so
+    assert "that is not there" in stale(older, spec)
 
 
 def test_the_samples_are_cut_in_every_way() -> None:
