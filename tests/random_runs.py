@@ -22,7 +22,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import UNCHECKED, replay
+from cudnngraph.backend.candidates import UNCHECKED, replay
 from cudnngraph.executor import reference
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.trial import Trial

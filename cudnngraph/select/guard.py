@@ -15,19 +15,9 @@ from typing import Any, Protocol
 
 from plans_cache.gate import Gate
 
-from ..backend import env
-from ..backend.plan import (
-    Candidate,
-    Choice,
-    Outcome,
-    Plan,
-    Proposals,
-    Verified,
-    build_first,
-    load,
-    replay,
-    why_passed_over,
-)
+from ..backend import env, handles
+from ..backend.candidates import Candidate, Outcome, Proposals, build_first, replay, why_passed_over
+from ..backend.plan import Choice, Plan, Verified, load
 from ..errors import NotSupported
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
@@ -120,7 +110,7 @@ class Builder:
         if how(self._policy) == "isolated":
             try:
                 asked = self._ahead.pop(digest, None) or self._submitted(part)
-                env.handle(self._index)  # what this process needs then, while it waits
+                handles.handle(self._index)  # what this process needs then, while it waits
                 answer = asked.result()
             except Unusable as error:
                 _without_workers(error)
@@ -262,7 +252,7 @@ class _Isolated:
             future.cancel()
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
-        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        """See :class:`~cudnngraph.backend.candidates.Proposals`."""
         why = self._why_not(candidate)
         if why is not None:
             return Outcome(candidate, False, why), None
@@ -300,7 +290,7 @@ class _Here:
         self.candidates = proposals.candidates
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
-        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        """See :class:`~cudnngraph.backend.candidates.Proposals`."""
         why = self._rejected.get(candidate.choice)
         if why is not None:
             return Outcome(candidate, False, why), None

@@ -18,17 +18,9 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
+from ..backend.candidates import UNCHECKED, Candidate, Outcome, Proposals, replay, why_passed_over
 from ..backend.lowering.driver import first_line
-from ..backend.plan import (
-    UNCHECKED,
-    Candidate,
-    Choice,
-    Outcome,
-    Plan,
-    Proposals,
-    replay,
-    why_passed_over,
-)
+from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..policy import Policy

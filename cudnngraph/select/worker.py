@@ -33,8 +33,9 @@ import torch
 
 from plans_cache.gate import Gate
 
-from ..backend import env
-from ..backend.plan import Candidate, Choice, Outcome
+from ..backend import env, handles
+from ..backend.candidates import Candidate, Outcome
+from ..backend.plan import Choice
 from ..errors import BackendUnavailable, NotSupported
 from ..ir import wire
 from ..ir.key import step_digest
@@ -177,7 +178,7 @@ def work(connection: socket.socket, device_index: int) -> None:
         torch.cuda.set_device(device_index)
         torch.empty(1, device=torch.device("cuda", device_index))
         _keep_small()
-        env.handle(device_index)
+        handles.handle(device_index)
     except Exception as error:
         say({"unusable": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
         return

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..backend.plan import Candidate, Choice, Outcome
+from ..backend.candidates import Candidate, Outcome
+from ..backend.plan import Choice
 from ..ir import wire
 from ..ir.spec import GraphSpec
 from ..policy import Policy

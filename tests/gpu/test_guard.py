@@ -19,6 +19,7 @@ from cudnngraph import settings
 from cudnngraph.backend.lowering import driver
 from cudnngraph.bench import models
 from cudnngraph.cache import lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.select import guard, workers
 from cudnngraph.select.processes import Server
 from tests import numerics
@@ -116,8 +117,8 @@ def is_right(g: cg.Graph, exe: Any) -> None:
 def again() -> None:
     """What a new process has: nothing in memory, and no workers."""
     cg.cache_clear()
-    lookup._stores.clear()
-    lookup._rejected.clear()
+    STATE.stores.clear()
+    STATE.rejections.clear()
     workers._pools.clear()
 
 

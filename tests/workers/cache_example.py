@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import cudnngraph as cg
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import encode, graph_key
 from cudnngraph.ir.spec import GraphSpec, print_spec
 from cudnngraph.ops.table import is_default
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import cuts, piece
-from cudnngraph.runtime.program import canonical
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 
 F16, F32 = torch.float16, torch.float32

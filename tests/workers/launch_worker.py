@@ -20,11 +20,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.cache import lookup
+from cudnngraph.backend import handles
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import first_launch, process, program
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard
 from cudnngraph.select.workers import Answer
 from plans_cache.launches import Launches
@@ -106,24 +108,24 @@ class Engines(World):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().install(monkeypatch)
-        monkeypatch.setattr(lookup, "_rejected", {})
-        monkeypatch.setattr(lookup, "_launched", {})
+        monkeypatch.setattr(STATE, "rejections", {})
+        monkeypatch.setattr(STATE, "launches", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(guard.workers, "on", lambda index: self)
         monkeypatch.setattr(guard, "replay", self.replay)
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
         monkeypatch.setattr(first_launch, "wait", self.wait)
-        monkeypatch.setattr(env, "raw_stream", lambda index: 0)
-        monkeypatch.setattr(env, "handle", lambda index: None)
-        monkeypatch.setattr(env, "handle_on_current_stream", lambda index: None)
+        monkeypatch.setattr(handles, "raw_stream", lambda index: 0)
+        monkeypatch.setattr(handles, "handle", lambda index: None)
+        monkeypatch.setattr(handles, "handle_on_current_stream", lambda index: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         entry = SimpleNamespace(stream=0, handle=SimpleNamespace(backend_handle=7))
-        monkeypatch.setattr(env, "thread_handle", lambda index: entry)
+        monkeypatch.setattr(handles, "thread_handle", lambda index: entry)
         for name in ("getDevice", "isCurrentStreamCapturing", "getCurrentRawStream"):
             monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *index: 0, raising=False)
-        monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(_on_cpu))
+        monkeypatch.setattr(PROCESS, "workspace", WorkspacePool(_on_cpu))
         monkeypatch.setattr(process, "_allocate", _on_cpu)
-        monkeypatch.setattr(process, "_captured", {})
+        monkeypatch.setattr(PROCESS, "captured", {})
         monkeypatch.setattr(program, "replay", self.replay)  # for further threads
 
     def compiled(self, **options: Any) -> cg.Executable:
@@ -136,7 +138,7 @@ class Engines(World):
     def again(self, **options: Any) -> cg.Executable:
         """As a new process compiles."""
         cg.cache_clear()
-        for known in (lookup._stores, lookup._rejected, lookup._launched):
+        for known in (STATE.stores, STATE.rejections, STATE.launches):
             known.clear()
         self.launched.clear()
         self.waits, self.lost = 0, False

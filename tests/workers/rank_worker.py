@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import distributed, lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, workers
 from cudnngraph.select.workers import Answer
@@ -47,7 +49,7 @@ class Rank(World):
 
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
-        return heuristic.heuristic(spec, policy, self._first)
+        return heuristic.choose(spec, policy, self._first)
 
     def _first(self, spec: GraphSpec) -> Any:
         choice = Choice(self.rank, (("TILE_SIZE", 2),))
@@ -209,8 +211,8 @@ def verified(rank: Rank) -> dict[str, Any]:
         here = Verified(1e-4, f"the GPU of rank {rank.rank}", 91900, "1.28.0", "2.13")
         monkeypatch.setattr(workers, "on", lambda index: at_work)
         monkeypatch.setattr(guard, "load", lambda blob, choice, index: FakePlan(choice))
-        monkeypatch.setattr(guard.env, "handle", lambda index: None)
-        monkeypatch.setattr(lookup, "_rejected", {})
+        monkeypatch.setattr(guard.handles, "handle", lambda index: None)
+        monkeypatch.setattr(STATE, "rejections", {})
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: here))
         found = rank.compiled(72, verify="isolated")
         by = None if rank.checked is None else rank.checked.gpu

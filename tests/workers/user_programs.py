@@ -27,7 +27,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.backend import env
+from cudnngraph.backend import env, handles
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
@@ -194,7 +194,7 @@ def shares_a_cache(user: User) -> None:
     settings._from_environ = None
     env.env_key = lambda index: EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
     env.uuid = lambda index: "GPU"
-    env.handle = lambda index: None
+    handles.handle = lambda index: None
     checked = Verified(1e-4, "a GPU", 91900, "1.28.0", "2.13")
     Verified.here = lambda index, error: checked  # type: ignore[method-assign,assignment]
     guard.load = lambda blob, choice, index: partial(str, choice)  # type: ignore[assignment]

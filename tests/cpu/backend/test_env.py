@@ -22,9 +22,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env, libraries
-from cudnngraph.backend.plan import propose_for
+from cudnngraph.backend import env, handles, libraries
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.errors import BackendUnavailable, CaptureError
+from cudnngraph.ir import versions
 
 
 class FakeHandle:
@@ -61,7 +62,7 @@ def _forget_between_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches = (env.frontend, env.device_identity, env.env_key)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(env, "_handles", env._ThreadHandles())
+    monkeypatch.setattr(handles, "_handles", handles._ThreadHandles())
     monkeypatch.setattr(env, "_preload_cudnn", lambda: None)
     yield
     for cache in caches:
@@ -246,7 +247,7 @@ def test_the_key_of_the_environment_holds_versions_and_the_kind_of_gpu(
         return SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    want = env.EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, env.SCHEMA_VERSION)
+    want = env.EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, versions.ENVIRONMENT)
     assert env.env_key(0) == env.env_key(1) == want
     assert env.device_identity(1) == env.DeviceIdentity("NVIDIA H200", (9, 0), 132, 1)
     assert reads == [0, 1]
@@ -256,49 +257,49 @@ def test_the_key_of_the_environment_holds_versions_and_the_kind_of_gpu(
 
 
 def test_a_handle_is_made_once_for_a_thread_and_device_on_that_device(cudnn: FakeCudnn) -> None:
-    first, second = env.handle(1), env.handle(0)
+    first, second = handles.handle(1), handles.handle(0)
     assert first is not second
-    assert env.handle(1) is first
+    assert handles.handle(1) is first
     assert cudnn.created_on == [1, 0]
 
 
 def test_threads_do_not_share_handles(cudnn: FakeCudnn) -> None:
     seen: list[object] = []
-    threads = [threading.Thread(target=lambda: seen.append(env.handle(0))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: seen.append(handles.handle(0))) for _ in range(3)]
     for thread in threads:
         thread.start()
         thread.join()
-    seen.append(env.handle(0))
+    seen.append(handles.handle(0))
     assert len({id(handle) for handle in seen}) == 4
 
 
 def test_the_stream_is_set_only_when_it_changed(cudnn: FakeCudnn, stream: dict[int, int]) -> None:
-    handle = env.handle_on_current_stream(0)
-    env.handle_on_current_stream(0)
+    handle = handles.handle_on_current_stream(0)
+    handles.handle_on_current_stream(0)
     assert cudnn.streams == [(handle, 0)]
     stream[0] = 0x7F00
-    assert env.raw_stream(0) == 0x7F00
+    assert handles.raw_stream(0) == 0x7F00
     for _ in range(3):
-        assert env.handle_on_current_stream(0) is handle
+        assert handles.handle_on_current_stream(0) is handle
     stream[0] = 0
-    env.handle_on_current_stream(0)
+    handles.handle_on_current_stream(0)
     assert [pointer for _, pointer in cudnn.streams] == [0, 0x7F00, 0]
 
 
 def test_each_device_has_its_own_stream(cudnn: FakeCudnn, stream: dict[int, int]) -> None:
     stream.update({0: 10, 1: 11})
-    first, second = (env.handle_on_current_stream(index) for index in (0, 1))
+    first, second = (handles.handle_on_current_stream(index) for index in (0, 1))
     assert cudnn.streams == [(first, 10), (second, 11)]
 
 
 def test_no_handle_is_made_during_capture(
     cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = env.handle(0)
+    made = handles.handle(0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CaptureError, match="cuda:1 was asked for during CUDA stream capture"):
-        env.handle(1)
-    assert env.handle(0) is made
+        handles.handle(1)
+    assert handles.handle(0) is made
 
 
 def test_a_refused_handle_names_device_reason_and_mend(
@@ -309,7 +310,7 @@ def test_a_refused_handle_names_device_reason_and_mend(
 
     monkeypatch.setattr(cudnn, "create_handle", refuse)
     with pytest.raises(BackendUnavailable) as caught:
-        env.handle(1)
+        handles.handle(1)
     for part in ("cuda:1", "CUDNN_STATUS_NOT_INITIALIZED", "cudnngraph doctor"):
         assert part in str(caught.value)
 
@@ -317,18 +318,18 @@ def test_a_refused_handle_names_device_reason_and_mend(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_makes_its_own_handles_and_destroys_none(cudnn: FakeCudnn) -> None:
-    made = env.handle(0)
+    made = handles.handle(0)
     child = os.fork()
     if child == 0:  # the child answers by its exit code, and never returns into pytest
-        kept = any(entry.handle is made for held in env._abandoned for entry in _entries(held))
-        os._exit(0 if env.handle(0) is not made and kept else 1)
+        kept = any(entry.handle is made for held in handles._abandoned for entry in _entries(held))
+        os._exit(0 if handles.handle(0) is not made and kept else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert env.handle(0) is made
+    assert handles.handle(0) is made
 
 
-def _entries(handles: env._ThreadHandles) -> list[env._HandleOnStream]:
-    return list(handles.by_device.values())
+def _entries(kept: handles._ThreadHandles) -> list[handles._HandleOnStream]:
+    return list(kept.by_device.values())
 
 
 # -- libraries ---------------------------------------------------------------------------------

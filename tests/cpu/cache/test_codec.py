@@ -15,21 +15,20 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.backend.env import EnvKey
+from cudnngraph.cache import codec
 from cudnngraph.cache.codec import (
     StaleRecord,
     env_components,
     pack,
-    steps_of,
     summary,
     to_record,
     unpack,
 )
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.rewrite.annotate import marked
 from cudnngraph.rewrite.channels_last import channels_last
-from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.program import canonical
+from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
 from cudnngraph.select.rules import torch_only
@@ -48,6 +47,12 @@ def record_of(spec: GraphSpec, selection: Selection, policy: cg.Policy = POLICY)
     """As it is read back from a file."""
     record = to_record(spec, graph_key(spec, policy), ENV, policy, selection)
     return from_json(record.to_json())
+
+
+def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+    """The steps of a record for a graph under the record's policy."""
+    policy = replace(POLICY, fallback=record.policy["fallback"])
+    return codec.steps_of(record, legalize(spec, policy))
 
 
 def chosen(spec: GraphSpec, likely: float, seed: int = 0) -> Selection:
@@ -102,11 +107,11 @@ def test_every_cut_of_every_rewrite_comes_back_from_json(case: Case) -> None:
     spec = canonical(case.build().spec())
     if torch_only(spec) is not None:
         pytest.skip("never stored")
-    ready = prepared(marked(spec, deterministic=False))
+    ready = legalize(spec, POLICY)
     for variant in {id(each): each for each in (ready, channels_last(ready))}.values():
         for parts in every_cutting(variant):
             steps = tuple(StepPlan(part, choice_for(part), 64, ()) for part in parts)
-            selection = Selection(steps, (None,) * len(steps))
+            selection = Selection.of(ready, steps, (None,) * len(steps))
             assert steps_of(record_of(spec, selection), spec) == steps
 
 
@@ -118,7 +123,8 @@ def test_a_graph_that_was_run_channels_last_comes_back_with_its_copies() -> None
     by_copies = {tuple(node.op for node in way[0].nodes) for way in ways[1:]}
     assert by_copies == {("identity",)}
     steps = tuple(StepPlan(part, None, 0, ()) for part in ways[-1])
-    record = record_of(spec, Selection(steps, (None,) * len(steps)))
+    record = record_of(spec, Selection.of(spec, steps, (None,) * len(steps)))
+    assert record.extra == {"channels_last": True}
     assert record.summary == summary(spec), "the record is the graph's, not the rewritten one's"
     assert sum(step.ops == ("identity",) for step in record.steps) == 4
     assert steps_of(record, spec) == steps

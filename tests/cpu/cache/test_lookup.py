@@ -18,9 +18,10 @@ import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.cache import lookup
 from cudnngraph.cache.codec import env_components
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition import analysis, cuts
-from cudnngraph.runtime import process
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 from plans_cache.store import PlanStore
@@ -240,8 +241,8 @@ def test_a_stale_seed_is_replaced_once(world: World, tmp_path: Path) -> None:
     lookup.store().remove(stale.id)
 
     def new_process() -> None:
-        process.programs.clear()
-        lookup._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+        PROCESS.programs.clear()
+        STATE.stores[world.directory] = PlanStore(world.directory, seeds=seeds)
 
     new_process()
     second = compiled()
@@ -257,7 +258,7 @@ def test_a_seed_serves_where_the_directory_has_nothing(world: World, tmp_path: P
     seeds.mkdir()
     world.file().rename(seeds / world.file().name)
     cg.cache_clear()
-    lookup._stores[world.directory] = PlanStore(world.directory, seeds=seeds)
+    STATE.stores[world.directory] = PlanStore(world.directory, seeds=seeds)
     assert compiled().tier == "seed, replayed"
     assert cg.cache_stats().lookups == {"built": 1, "seed": 1}
 
@@ -509,7 +510,7 @@ def test_without_a_directory_plans_are_kept_in_memory(
 ) -> None:
     fault(world)
     assert compiled().tier == "built"
-    process.programs.clear()
+    PROCESS.programs.clear()
     assert compiled().tier == "memory, serialized"
     assert compiled("tanh").tier == "built"
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -650,7 +651,7 @@ def test_the_log_says_what_was_found_where(world: World, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="cudnngraph"):
         compiled()
         again()
-        process.programs.clear()
+        PROCESS.programs.clear()
         compiled()
     found = [r.getMessage() for r in caplog.records if r.name == "cudnngraph.cache.lookup"]
     assert len(found) == 3

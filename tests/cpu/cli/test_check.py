@@ -16,8 +16,9 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import cli, settings
-from cudnngraph.backend import env, found_bad, libraries, plan
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.backend import candidates, env, found_bad, libraries
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice
 from cudnngraph.cache import lookup
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
@@ -156,7 +157,7 @@ def test_a_steps_id_is_that_of_a_compiled_graphs_step() -> None:
         asked.append(part)
         raise cg.NotSupported("this graph", ["no"])
 
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
 
     heuristic(canonical(g.spec()), cg.Policy(allow_tf32=False), build)
@@ -371,10 +372,10 @@ def test_the_workers_of_a_sweep_take_every_engine_and_ask_anew(
     from cudnngraph.sweep import worker as sweeper
 
     monkeypatch.setattr(found_bad, "_sweeping", False)
-    monkeypatch.setattr(plan, "_offers_every", False)
+    monkeypatch.setattr(candidates, "_offers_every", False)
     seen: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
-        worker, "load", lambda: seen.append((found_bad._sweeping, plan._offers_every))
+        worker, "load", lambda: seen.append((found_bad._sweeping, candidates._offers_every))
     )
     sweeper.load()
     assert seen == [(True, True)]
@@ -558,7 +559,7 @@ def test_a_process_of_a_sweep_bars_nothing(here: Findings, monkeypatch: pytest.M
 # -- what selection makes of it --------------------------------------------------------------------
 
 
-class FakeProposals(plan.Proposals):
+class FakeProposals(candidates.Proposals):
     """cuDNN's list without cuDNN: engine 4, then engine 5. What is passed over is not built."""
 
     def __init__(
@@ -586,8 +587,8 @@ def test_what_is_barred_is_passed_over_by_selection_with_its_reason(
 ) -> None:
     (task,) = some(1)
     swept(here, [task], lambda task, choice: rejected(OFF, wrong=True))
-    monkeypatch.setattr(plan, "_plan_of", lambda lowered, index, choice, device: choice)
-    monkeypatch.setattr(plan, "_why_no_launch", lambda plan, spec: None)
+    monkeypatch.setattr(candidates, "_plan_of", lambda lowered, index, choice, device: choice)
+    monkeypatch.setattr(candidates, "_why_no_launch", lambda plan, spec: None)
     proposals = FakeProposals(task.spec, cg.Policy(allow_tf32=False), 0)
     outcomes = [proposals.build(each) for each in proposals.candidates]
     assert [(each.accepted, each.reason) for each, _ in outcomes] == [
@@ -600,17 +601,21 @@ def test_what_is_barred_is_passed_over_by_selection_with_its_reason(
 def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
     here: Findings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 
     (task,) = some(1)
     swept(here, [task], lambda task, choice: rejected(OFF, wrong=True))
-    monkeypatch.setattr(plan, "Proposals", FakeProposals)
-    monkeypatch.setattr(plan, "_plan_of", lambda lowered, index, choice, device: FakePlan(choice))
-    monkeypatch.setattr(plan, "_why_no_launch", lambda plan, spec: None)
+    monkeypatch.setattr(candidates, "Proposals", FakeProposals)
+    monkeypatch.setattr(
+        candidates, "_plan_of", lambda lowered, index, choice, device: FakePlan(choice)
+    )
+    monkeypatch.setattr(candidates, "_why_no_launch", lambda plan, spec: None)
     policy = cg.Policy(allow_tf32=False)
-    chosen = heuristic(canonical(task.spec), policy, lambda part: plan.build_first(part, policy, 0))
+    chosen = heuristic(
+        canonical(task.spec), policy, lambda part: candidates.build_first(part, policy, 0)
+    )
     (step,) = chosen.steps
     assert step.choice == Choice(5, ())
     said = {each.subject: each.reason for each in step.decisions}
@@ -619,7 +624,7 @@ def test_explain_names_what_is_barred_and_the_next_plan_is_taken(
 
 def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path) -> None:
     from cudnngraph.cache.codec import StaleRecord, to_record
-    from cudnngraph.runtime.program import canonical
+    from cudnngraph.ir.canonical import canonical
     from cudnngraph.select.heuristic import heuristic
     from tests.fakes import FakePlan
 

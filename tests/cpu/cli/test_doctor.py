@@ -25,6 +25,7 @@ from cudnngraph.backend.libraries import CUDNN, CUDNN_PARTS, Library
 from cudnngraph.cli import doctor
 from cudnngraph.cli.table import plain_table
 from cudnngraph.errors import BackendUnavailable
+from cudnngraph.ir import versions
 from plans_cache import Miss, PlanStore
 
 WHEEL = Path("/site/nvidia/cudnn/lib")
@@ -638,7 +639,7 @@ def test_it_says_when_a_gpu_was_checked_and_what_was_wrong(
         "never with these versions; `cudnngraph check --quick` does it in minutes"
     )
     known = {
-        "schema": found_bad.SCHEMA,
+        "schema": versions.FINDINGS,
         "checked": "2026-11-22T20:00:00Z",
         "mode": "quick",
         "complete": True,

@@ -27,13 +27,15 @@ from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.codec import to_record
+from cudnngraph.cache.state import STATE
 from cudnngraph.cli import compare, plans, records, transfer, verify
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.explain import draw
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import Difference, graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.runtime.program import canonical
+from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import guard, heuristic, workers
 from cudnngraph.select.decision import StepPlan
 from cudnngraph.select.inputs import random_inputs
@@ -413,7 +415,7 @@ def test_replay_checks_every_cudnn_step_and_the_record_says_what_that_found(
     assert verdict.detail == ("off by 1.0e-04" if ran else "")
     assert all(step.choice is not None for step in seen)
     assert now is not None
-    again = codec.steps_of(now, verify.graph_of(now))
+    again = codec.steps_of(now, legalize(verify.graph_of(now), verify.policy_of(now)))
     assert [step.verified for step in again] == [
         None if step.choice is None else HERE for step in steps
     ]
@@ -507,8 +509,8 @@ class Gpu:
         monkeypatch.setattr(verify, "is_here", lambda record, device: record.env == self.env)
         monkeypatch.setattr(lookup, "env_components", lambda environment: self.env)
         monkeypatch.setattr(lookup.env, "env_key", lambda index: None)
-        monkeypatch.setattr(lookup, "_rejected", {})
-        monkeypatch.setattr(lookup, "_launched", {})
+        monkeypatch.setattr(STATE, "rejections", {})
+        monkeypatch.setattr(STATE, "launches", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(lookup.env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(workers, "on", lambda index: self)

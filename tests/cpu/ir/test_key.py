@@ -230,7 +230,7 @@ def test_debug_settings_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None:
-    """A golden value: when it changes on purpose, SCHEMA_VERSION must change with it."""
+    """A golden value: when it changes on purpose, versions.KEY must change with it."""
     g = cg.Graph("g")
     g.output("y", g.input("x", (2, 3), F32).leaky_relu(0.25))
     key = key_of(g)

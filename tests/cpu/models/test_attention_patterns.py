@@ -14,11 +14,11 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.executor import reference
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.models.convert import Imported, convert, import_model
 from cudnngraph.models.export import export
 from cudnngraph.models.rules import attention
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.program import canonical
 from tests.cpu.rewrite.test_row_layout import copies
 from tests.cpu.rewrite.test_views_behind import ops, same_numbers
 from tests.models import Windows

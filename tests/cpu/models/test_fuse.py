@@ -19,6 +19,7 @@ from torch import nn
 import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.executor.memory import Laid
+from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import dynamo, export
@@ -30,7 +31,6 @@ from cudnngraph.rewrite.annotate import marked
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.compile import compile as compile_spec
-from cudnngraph.runtime.program import canonical, canonical_tensor_names
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
@@ -789,7 +789,7 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(bindings.env, "raw_stream", lambda index: now[0].cuda_stream)
+    monkeypatch.setattr(bindings.handles, "raw_stream", lambda index: now[0].cuda_stream)
     turns = bindings._Turns(torch.device("cuda", 0))
     tensors = [named("weight"), named("result"), 2.5]
     streams = {number: Stream(number, waited) for number in range(4)}

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cudnngraph as cg
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import print_spec
 from cudnngraph.models import export, trace
 from cudnngraph.models.convert import Imported, convert
-from cudnngraph.runtime.program import canonical
 from tests.cpu.models.test_convert import NETS, Of, image
 
 IMAGE, LAST = (2, 8, 9, 7), torch.channels_last

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.grad import differentiate as grad
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition import regions as regions_module
@@ -23,7 +24,6 @@ from cudnngraph.rewrite import masks
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.runtime.program import canonical
 from tests import numerics, random_graphs
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream

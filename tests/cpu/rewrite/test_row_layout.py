@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.table import OPS
@@ -22,7 +23,6 @@ from cudnngraph.rewrite import row_layout
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.row_layout import in_memory_order
 from cudnngraph.rewrite.views import views
-from cudnngraph.runtime.program import canonical
 from tests.cpu.rewrite.test_views_behind import ops, same_numbers
 
 F16 = torch.float16

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.executor import reference
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.views import is_view
@@ -20,7 +21,6 @@ from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.views import views_behind
-from cudnngraph.runtime.program import canonical
 from tests.models import Attends
 
 F16 = torch.float16

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.runtime import process, program
 from cudnngraph.runtime.checks import overlap
+from cudnngraph.runtime.process import PROCESS
 
 Slices = tuple[tuple[int, int], tuple[int, int], int]
 F32 = torch.float32
@@ -371,11 +372,11 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
 
     pooled = torch.empty(64, dtype=torch.uint8)
     plans = (None, object())
-    monkeypatch.setattr(process, "_captured", {})
+    monkeypatch.setattr(PROCESS, "captured", {})
     monkeypatch.setattr(process, "_allocate", give("graph"))
-    monkeypatch.setattr(process.WORKSPACE, "get", lambda *args: pooled)
+    monkeypatch.setattr(PROCESS.workspace, "get", lambda *args: pooled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(env, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(handles, "raw_stream", lambda index: 0)
     seen: list[torch.Tensor | None] = []
 
     class Program:
@@ -384,7 +385,7 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         uses_cudnn = False
 
         def launches(self, tensors: object, stream: int) -> list[Callable[[Any], None]]:
-            seen.append(process.scratch(0, stream, 64, plans))
+            seen.append(PROCESS.scratch(0, stream, 64, plans))
             return [lambda handle: None]
 
         def ran_first(self, calls: list[Callable[[], None]]) -> bool:
@@ -405,12 +406,12 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         call._launch(0) if bound else program.Program._run_here(made, [], [])
     if capturing:
         assert [kind for kind, _ in blocks] == ["graph"] * 2, "none is used for two captures"
-        assert list(process._captured.values()) == [plans]
+        assert list(PROCESS.captured.values()) == [plans]
         seen.clear()
         gc.collect()
         assert all(block() is None for _, block in blocks)
     else:
-        assert not blocks and not process._captured
+        assert not blocks and not PROCESS.captured
         assert all(block is pooled for block in seen)
 
 

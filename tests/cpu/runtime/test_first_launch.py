@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Outcome
+from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.cache import lookup
 from cudnngraph.runtime import first_launch
 from cudnngraph.runtime.first_launch import FirstRun
 from cudnngraph.select import guard
+from plans_cache.launches import Launches
 from plans_cache.record import from_json
 from tests.fakes import FakePlan
 from tests.workers.launch_worker import FIRST, SECOND, Engines, bound, run
@@ -395,9 +396,9 @@ def test_a_warm_cache_is_looked_at_once_more_and_no_more(
     """A look for the folder; where marks of living processes are, one try at each lock."""
     run(world.compiled())
     looks: list[Any] = []
-    look = lookup.Launches.look
+    look = Launches.look
     monkeypatch.setattr(
-        lookup.Launches, "look", lambda self, reject: looks.append(0) or look(self, reject)
+        Launches, "look", lambda self, reject: looks.append(0) or look(self, reject)
     )
     monkeypatch.setattr(
         lookup.Rejected, "id", lambda *args: pytest.fail("steps have keys where one was lost")

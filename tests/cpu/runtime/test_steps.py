@@ -13,13 +13,15 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.executor import torch_steps
+from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import work
-from cudnngraph.runtime import fast_call, process
-from cudnngraph.runtime.program import Program, canonical, canonical_tensor_names
+from cudnngraph.runtime import fast_call
+from cudnngraph.runtime.process import PROCESS
+from cudnngraph.runtime.program import Program
 from cudnngraph.select.decision import FREE
 from cudnngraph.select.heuristic import heuristic
 from cudnngraph.select.trial import Chain
@@ -42,7 +44,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         given.append(torch.full((size_bytes,), 0xFF, dtype=torch.uint8))
         return given[-1]
 
-    monkeypatch.setattr(process, "WORKSPACE", WorkspacePool(allocate))
+    monkeypatch.setattr(PROCESS, "workspace", WorkspacePool(allocate))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return given
 
@@ -376,7 +378,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
         dict(zip((*spec.inputs, *spec.outputs), tensors, strict=True)), 0
     ):
         launch(None)
-    bound, block = list(seen), process.WORKSPACE.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
+    bound, block = list(seen), PROCESS.workspace.get(None, 0, program.scratch_bytes)  # type: ignore[arg-type]
     seen.clear()
     program._steps_on(tensors, [tensor.data_ptr() for tensor in tensors], block, None)
     assert seen == bound
@@ -388,8 +390,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What a short call asks of torch and cuDNN on a GPU: what it says may be changed."""
     told = SimpleNamespace(device=None, stream=5, capturing=False, followed=[])
     entry = SimpleNamespace(stream=5, handle=SimpleNamespace(backend_handle=7))
-    monkeypatch.setattr(env, "thread_handle", lambda index: entry)
-    monkeypatch.setattr(env, "handle_on_current_stream", told.followed.append)
+    monkeypatch.setattr(handles, "thread_handle", lambda index: entry)
+    monkeypatch.setattr(handles, "handle_on_current_stream", told.followed.append)
     stand_ins: dict[str, Any] = {
         "_cuda_getDevice": lambda: told.device,
         "_cuda_isCurrentStreamCapturing": lambda: told.capturing,

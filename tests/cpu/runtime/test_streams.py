@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
-from cudnngraph.runtime.program import canonical
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
 
@@ -106,7 +106,7 @@ def test_streams_wait_for_each_other_where_a_result_is_read(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(env, "handle_on_current_stream", lambda index: current[-1].name)
+    monkeypatch.setattr(handles, "handle_on_current_stream", lambda index: current[-1].name)
     calls = {
         number: lambda handle, number=number: log.append(f"{number} on {handle}")
         for number in (0, 1, 3, 4, 5)

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import codec, lookup
+from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
 from cudnngraph.select.processes import Server
@@ -68,7 +70,7 @@ class Behaves:
         monkeypatch.setattr(workers, "_pools", {})
         monkeypatch.setattr(guard, "_in_process", "")
         monkeypatch.setattr(guard, "load", self.load)
-        monkeypatch.setattr(guard.env, "handle", lambda index: None)
+        monkeypatch.setattr(guard.handles, "handle", lambda index: None)
         monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
@@ -150,7 +152,7 @@ def test_a_search_tells_what_it_will_ask_for() -> None:
         choice = Choice(1, ())
         return FakePlan(choice), (Outcome(Candidate(0, choice, "eng1"), True),)
 
-    heuristic.heuristic(
+    heuristic.choose(
         graph().spec(), POLICY, build, lambda parts: asked.append([p.name for p in parts])
     )
     assert [sorted(each) for each in asked if each] == [["conv", "relu"]]
@@ -307,7 +309,7 @@ def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_agai
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path / "cache")
     made.install(monkeypatch)
-    monkeypatch.setattr(lookup, "_rejected", {})
+    monkeypatch.setattr(STATE, "rejections", {})
     return made
 
 
@@ -369,7 +371,7 @@ def test_a_record_whose_plan_misbehaves_is_made_anew(
         again(verify="isolated", tune="cached")
     assert MISBEHAVES[does] in str(refused.value)
     assert behaves.tried == [first.engine]
-    lookup._rejected.clear()  # as a new process
+    STATE.rejections.clear()  # as a new process
     behaves.start(**{str(first.engine): does, "61": "is right"})
     second = again(verify="isolated")
     assert [step.choice.engine for step in second.steps if step.choice] == [61]

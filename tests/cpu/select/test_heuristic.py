@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection

@@ -17,11 +17,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice
 from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
 from cudnngraph.select.decision import FREE, Decision, Selection
@@ -174,7 +176,7 @@ def table(offers: Mapping[str, Sequence[Offer]], **torch_us: float | str) -> Ben
 
 
 def run(spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY) -> Selection:
-    selection: Selection = autotune.autotune(spec, policy, bench)
+    selection: Selection = autotune.autotune(legalize(spec, policy), policy, bench)
     return selection
 
 
@@ -487,7 +489,9 @@ def test_what_a_rule_advises_against_is_not_asked_for() -> None:
 def test_progress_is_told_and_never_goes_back() -> None:
     told: list[tuple[int, int]] = []
     bench = table({WHOLE: [Offer(20.0 - n) for n in range(4)], CONV: [Offer(5.0)]})
-    autotune.autotune(block(), POLICY, bench, lambda done, known: told.append((done, known)))
+    autotune.autotune(
+        legalize(block(), POLICY), POLICY, bench, lambda done, known: told.append((done, known))
+    )
     done = [each for each, _ in told]
     assert done == sorted(done) and done[-1] == len(bench.built)
     assert all(each <= known for each, known in told)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, TensorSpec
 from cudnngraph.ops.attention.dense import FP8_SCALES
@@ -384,7 +384,7 @@ class Plan:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "handle_on_current_stream", lambda index: None)
+    monkeypatch.setattr(handles, "handle_on_current_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 

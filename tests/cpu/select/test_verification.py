@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.policy import Policy
