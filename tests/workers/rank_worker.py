@@ -1,4 +1,4 @@
-"""Each rank of ``test_distributed.py`` : processes with gloo, and a GPU that is not there.
+"""Each rank of ``test_distributed.py``: processes with gloo, and a GPU that is not there.
 
 Every rank has a cache directory of its own, and a fake library whose every plan is of the engine
 with the rank's number: the engine of an executable says which rank chose it.
