@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import numerics
+from tests.chunks import each_case
 from tests.samples import (
     Case,
     enumerate_cases,
@@ -45,7 +46,7 @@ def test_sample_is_within_the_policy_of_float64_and_of_torch(case: Case) -> None
         )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_call_run_and_bind_agree_bitwise(case: Case) -> None:
     inputs = make_inputs(case)
     exe = case.build().compile("cpu")

@@ -33,6 +33,7 @@ from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
 from cudnngraph.select.rules import torch_only
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json
+from tests.chunks import each_case
 from tests.cuttings import every_cutting
 from tests.fakes import FakePlan, builder, choice_for
 from tests.samples import Case, enumerate_cases
@@ -83,7 +84,7 @@ def more_than_one_op(spec: GraphSpec) -> bool:
 # -- there and back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@each_case(CASES)
 def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> None:
     spec = canonical(case.build().spec())
     if torch_only(spec) is not None:
@@ -102,7 +103,7 @@ def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
         assert steps_of(record_of(spec, selection), spec) == selection.steps
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@each_case(CASES)
 def test_every_cut_of_every_rewrite_comes_back_from_json(case: Case) -> None:
     spec = canonical(case.build().spec())
     if torch_only(spec) is not None:

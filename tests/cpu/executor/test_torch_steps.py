@@ -21,6 +21,7 @@ from cudnngraph.partition.analysis import Graph
 from cudnngraph.partition.cuts import piece
 from cudnngraph.rewrite.packed import by_flash
 from tests import numerics
+from tests.chunks import each_case
 from tests.copies import check_slices
 from tests.cuttings import every_cutting
 from tests.flash import flash_attention_forward
@@ -69,7 +70,7 @@ def check(spec: GraphSpec, inputs: list[torch.Tensor], out: torch.Tensor, terms:
     assert error <= allowed, f"{[node.op for node in spec.nodes]}: {error:.3g}, {allowed:.3g}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_every_op_of_a_sample_computes_what_the_reference_says(case: Case) -> None:
     """Op by op, each step on what those before it made, into memory as it is declared."""
     spec = case.build().spec()

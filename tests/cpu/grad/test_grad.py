@@ -26,6 +26,7 @@ from cudnngraph.ir.spec import (
 )
 from cudnngraph.ops.table import OPS
 from tests import numerics
+from tests.chunks import each_case
 from tests.gradients import (
     by_autograd,
     check_at_dtype,
@@ -122,7 +123,7 @@ def test_the_gradient_of_a_sample_is_torch_autograds(case: Case) -> None:
     check_float64(spec, inputs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_the_gradient_of_a_sample_has_the_form_of_what_it_is_for(case: Case) -> None:
     spec = case.build().spec()
     gradient = cg.differentiate(spec, floating_inputs(spec))

@@ -10,6 +10,7 @@ import cudnngraph as cg
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.ir import wire
 from cudnngraph.ir.spec import GraphSpec
+from tests.chunks import each_case
 from tests.samples import Case, enumerate_cases
 
 
@@ -17,7 +18,7 @@ def there_and_back(spec: GraphSpec) -> GraphSpec:
     return wire.to_spec(json.loads(json.dumps(wire.from_spec(spec))))
 
 
-@pytest.mark.parametrize("case", enumerate_cases(), ids=str)
+@each_case(enumerate_cases())
 def test_a_graph_comes_back_equal(case: Case) -> None:
     spec = case.build().spec()
     back = there_and_back(spec)

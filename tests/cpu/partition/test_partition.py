@@ -25,6 +25,7 @@ from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
 from cudnngraph.rewrite.passes import prepared
 from tests import numerics, random_graphs
+from tests.chunks import each_case
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
 from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
@@ -93,7 +94,7 @@ def same_roundings(spec: GraphSpec, steps: Sequence[GraphSpec]) -> bool:
 # -- every way to cut every sample -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_every_way_to_run_a_sample_computes_what_the_whole_does(case: Case) -> None:
     """In float64 to the bit, the rewrites included: nothing is lost, doubled or swapped."""
     spec, inputs = case.build().spec(), in_float64(make_inputs(case))
@@ -107,7 +108,7 @@ def test_every_way_to_run_a_sample_computes_what_the_whole_does(case: Case) -> N
                 assert torch.equal(results[name].nan_to_num(), want.nan_to_num()), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_what_steps_hand_on_is_precise_enough(case: Case) -> None:
     """In the dtypes that cross: to the bit where none is narrower, as good as 16 bits else."""
     spec, inputs = case.build().spec(), make_inputs(case)
@@ -130,14 +131,14 @@ def test_what_steps_hand_on_is_precise_enough(case: Case) -> None:
                     numerics.check(narrow, yardstick[name], case.dtype, what=name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_every_way_to_run_a_sample_does_every_op_once(case: Case) -> None:
     for variant in rewritten(case.build().spec()):
         for steps in every_cutting(variant):
             assert sorted(name for step in steps for name in names(step)) == sorted(names(variant))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_what_crosses_is_narrowed_to_16_bit_data_alone(case: Case) -> None:
     for variant in rewritten(case.build().spec()):
         given = {variant.tensors[name].dtype for name in variant.inputs}
@@ -156,7 +157,7 @@ def test_what_crosses_is_narrowed_to_16_bit_data_alone(case: Case) -> None:
                     assert made[name].outputs[0] == name, "a norm's statistics, say"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_the_finest_cut_is_op_by_op_and_goes_no_further(case: Case) -> None:
     graph = Graph(case.build().spec())
     nodes = work(graph.spec.nodes)

@@ -21,6 +21,7 @@ from cudnngraph.select.inputs import random_inputs, strided
 from cudnngraph.select.tolerance import TF32_TOLERANCE, relative_error, tolerance
 from cudnngraph.select.trial import GUARD_BYTES, Trial
 from tests import numerics
+from tests.chunks import each_case
 from tests.samples import Case, enumerate_cases
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -30,7 +31,7 @@ CASES = [case for case in enumerate_cases() if case.on_gpu]
 # -- random data -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_random_inputs_of_a_sample_are_as_declared_and_give_numbers(case: Case) -> None:
     """No case is so far out that the reference gives NaN, which any plan would be right about."""
     spec = case.build().spec()
@@ -402,7 +403,7 @@ def why(plan: Plan, policy: cg.Policy = POLICY) -> str | None:
     return Trial(plan.spec, policy, CPU).why_wrong(plan)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case(CASES)
 def test_the_reference_passes_its_own_check(case: Case) -> None:
     spec = case.build().spec()
     if all(spec.tensors[name].numel for name in (*spec.inputs, *spec.outputs)):
