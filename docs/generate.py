@@ -1,7 +1,8 @@
 """Write the tables that come from the code: `python docs/generate.py`.
 
 README.md has its first numbers, docs/selection.md and docs/models.md what was measured, from the
-JSON files in docs/results. docs/environment.md has the variables, docs/support.md what the
+JSON files in docs/results; docs/tuning.md has the thresholds. docs/environment.md has the
+variables, docs/support.md what the
 sample graphs run as (from docs/coverage.json), docs/ops.md the ops, docs/versions.md the releases
 that the tests ran with. Each table is between a pair of markers. A test holds that they say what
 the code and the files say.
@@ -9,6 +10,7 @@ the code and the files say.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -19,6 +21,7 @@ from typing import Any
 
 from cudnngraph import Graph, settings
 from cudnngraph.backend import tested
+from cudnngraph.device.rules import DeviceRules
 from cudnngraph.ops.base import REQUIRED, Op
 from cudnngraph.ops.table import OPS
 
@@ -40,6 +43,28 @@ def _row(op: Op) -> str:
     first_line = str(getattr(Graph, op.name).__doc__).splitlines()[0]
     meaning = first_line.replace("|", "\\|").replace("*", "\\*")
     return f"| `{op.name}` | {', '.join(op.inputs)} | {attributes} | {meaning} |"
+
+
+def thresholds_table() -> str:
+    """One row for each threshold that was measured on a GPU."""
+    heads = ("Threshold", "Value", "Unit", "Decides", "Instead", "Measured")
+    rows = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"]
+    for each in dataclasses.fields(DeviceRules):
+        told, page = each.metadata, each.metadata["page"]
+        source = f"[{page}](results/{page})" if page else "by hand"
+        cells = (told["unit"], told["decides"], told["alternative"], source)
+        rows.append(f"| `{each.name}` | {_value(each.default)} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _value(value: Any) -> str:
+    """A threshold as people write it: 2^20 for a large power of two."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(" x ".join(map(str, each)) for each in value)
+    power = value.bit_length() - 1
+    return f"2^{power}" if value == 1 << power and power > 12 else str(value)
 
 
 # -- what was measured -----------------------------------------------------------------------------
@@ -178,6 +203,7 @@ TABLES: Mapping[tuple[str, str], Callable[[], str]] = {
     ("docs/environment.md", "environment variables"): settings.markdown_table,
     ("README.md", "headline"): headline,
     ("docs/selection.md", "performance"): performance,
+    ("docs/tuning.md", "thresholds"): thresholds_table,
     ("docs/models.md", "whole models"): whole_models,
     ("docs/support.md", "coverage"): coverage,
     ("docs/ops.md", "ops"): ops_table,

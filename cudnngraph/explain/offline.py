@@ -16,6 +16,7 @@ from ..backend import env, libraries
 from ..backend.candidates import Outcome
 from ..backend.deviceless import Listed, examine, gpu_name, propose_for, target_capability, targets
 from ..backend.plan import Choice, Plan
+from ..device.rules import planning_for
 from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
@@ -296,7 +297,9 @@ def explain(
     cudnn_version = env.cudnn_version()
     driver = libraries.load_driver().usable
     walk = _Walk(target, resolved, driver)
-    selection = heuristic.heuristic(spec, resolved, walk.build)
+    with planning_for(target_capability(target)):
+        selection = heuristic.heuristic(spec, resolved, walk.build)
+        steps = tuple(walk.step(step) for step in selection.steps)
     return Explanation(
         spec,
         target,
@@ -305,5 +308,5 @@ def explain(
         cudnn_version,
         env.frontend_version(),
         driver,
-        tuple(walk.step(step) for step in selection.steps),
+        steps,
     )

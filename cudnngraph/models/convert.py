@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..device.rules import rules
 from ..errors import CannotImport, GraphError
 from ..graph.builder import Graph
 from ..graph.core import input_of
@@ -224,11 +225,11 @@ class Conversion:
         return self.g.input(label, shape, seen.dtype, stride=stride, layout=layout)
 
     def _wants_padding(self, node: torch.fx.Node, seen: torch.Tensor) -> bool:
-        """Whether to give an image of three channels a fourth, all zero: convolutions of 16-bit
-        images take four fifths to two thirds of their time then (an H200: 84 and 62 us for 32
-        images of 224 x 224 and 7 x 7 taps, 13.1 and 8.4 us for one)."""
+        """Whether to give an image of three channels a fourth, all zero
+        (:attr:`DeviceRules.pads_three_channels`)."""
         return (
             self.on_gpu
+            and rules().pads_three_channels
             and seen.dim() == 4
             and seen.shape[1] == 3
             and seen.dtype in LOW_PRECISION
@@ -247,8 +248,9 @@ class Conversion:
 
     def _side_by_side(self, node: torch.fx.Node, columns: int) -> int:
         """How many columns of an image of three channels to read as channels: all of a window's,
-        where windows stand side by side. A transformer's patches of 16 x 16 take less than half
-        then (an H200: 39.5 and 16.1 us for 8 images of 224 x 224, 26.4 and 7.0 us for one)."""
+        if windows do not overlap (:attr:`DeviceRules.patches_as_channels`)."""
+        if not rules().patches_as_channels:
+            return 1
         widths = set[int]()
         for user in node.users:
             given = forms.named(user.target, user.args, user.kwargs)

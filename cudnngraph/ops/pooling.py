@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..device.allocation import lasting
+from ..device.rules import rules
 from ..ir.spec import channels_last_strides, contiguous_strides
 
 Attrs = Mapping[str, Any]
@@ -205,10 +206,6 @@ def _interpolate_into(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> objec
     return getattr(_aten, name).out(x, y.shape[2:], *corners, *scales, out=y)
 
 
-LONGEST = 512  #: of a dim that is enlarged by a product: of n terms of a sum n - 2 are zero
-LEAST = 1 << 20  #: elements of a result, below which two products take longer than torch's kernel
-
-
 def weights(size: int, wanted: int, corners: bool, scale: float | None) -> torch.Tensor:
     """What linear interpolation of ``size`` elements to ``wanted`` multiplies them by: (wanted,
     size) in float32, two numbers a row, as torch's kernels compute them, in float32."""
@@ -278,7 +275,11 @@ def _channels_last(x: torch.Tensor) -> bool:
 
 
 def enlarging(
-    attrs: Attrs, x: torch.Tensor, out: torch.Tensor, device: torch.device, least: int = LEAST
+    attrs: Attrs,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    device: torch.device,
+    least: int | None = None,
 ) -> Into | None:
     """Linear interpolation to twice the size or more (or twice the gaps between the corners) as a
     product of matrices for each dim; None where torch's own kernel is to run. It is for tensors on
@@ -305,11 +306,12 @@ def enlarging(
         attrs["mode"] not in ("linear", "bilinear")
         or x.dtype not in (torch.float16, torch.bfloat16)
         or out.dtype != x.dtype
-        or out.numel() < least
+        or out.numel() < (rules().resize_by_matmul_min_elements if least is None else least)
         or math.prod(x.shape[2:]) == 1  # a copy
         or not (_channels_last(x) if last else x.is_contiguous())
         or any(
-            m < 2 * n - 1 or n > LONGEST for n, m in zip(x.shape[2:], out.shape[2:], strict=True)
+            m < 2 * n - 1 or n > rules().resize_by_matmul_max_dim
+            for n, m in zip(x.shape[2:], out.shape[2:], strict=True)
         )
     ):
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import (
     GraphSpec,
     Node,
@@ -63,16 +64,13 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
     )
 
 
-LEAST_SCORES = 1 << 23  # of attention, for which a copy of its mask is worth a launch
-
-
 def aligned_masks(spec: GraphSpec) -> GraphSpec:
     """The graph with a copy of an additive mask of attention whose rows start at odd elements.
 
-    cuDNN takes up to twice as long for it (an H200, float16, (16, 16, 577, 64) and a mask for all
-    images: 234 us, and 122 with rows 584 elements apart). Where each image and head has numbers of
-    its own, the copy would take as long as it saves.
+    cuDNN takes up to twice as long for it. If each image and head has values of its own, the copy
+    would take as long as it saves. :attr:`DeviceRules.mask_copy_min_scores` says when it pays.
     """
+    fewest = rules().mask_copy_min_scores
     graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     copies: dict[str, str] = {}
     for place, node in enumerate(spec.nodes):
@@ -85,7 +83,7 @@ def aligned_masks(spec: GraphSpec) -> GraphSpec:
             continue
         (batch, heads, rows, _), keys = tensors[str(q)].shape, tensors[str(k)].shape[2]
         scores = batch * heads * rows * keys
-        if not odd_rows(mask.shape, mask.stride) or scores < max(LEAST_SCORES, 4 * mask.numel):
+        if not odd_rows(mask.shape, mask.stride) or scores < max(fewest, 4 * mask.numel):
             continue
         if name not in copies:
             copy = copies[name] = f"{node.results[0]}_mask_aligned"

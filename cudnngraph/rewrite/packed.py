@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import (
     GraphSpec,
     Node,
@@ -36,12 +37,14 @@ FLASH_WIDTH = 256  # the widest head that torch's flash attention takes
 
 def by_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether packed attention is torch's flash attention on a GPU: where nothing is promised of
-    other sequences' numbers. cuDNN's faster engines let NaN in from there, and those that do not
-    take longer (an H200, 8 sequences of 256 to 2048, 16 heads of 128, causal: 390 against 235 us).
+    other sequences' values. cuDNN's faster engines let NaN in from there, and those that do not
+    take longer (:attr:`DeviceRules.packed_by_flash`).
 
     Its diagonals end at the bottom right, which for q and k of the same sequences is any. A torch
     that was built for CPUs alone plans for others, which have it.
     """
+    if not rules().packed_by_flash:
+        return False
     if torch.version.cuda is not None and not torch.backends.cuda.is_flash_attention_available():
         return False
     if node.op != "sdpa_varlen" or node.attr("finite_padding") or node.attr("max_seqlen_q") < 2:

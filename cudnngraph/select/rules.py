@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node
 from ..ops.attention.checks import ATTENTION
 from ..ops.base import QUANTIZED
@@ -14,11 +15,6 @@ from ..partition.cuts import on_numbers
 from .dropout_probe import draws
 
 INT32_MAX = 2**31 - 1
-
-
-# AdamW as one plan: as fast as with its numbers apart on 2^24 elements, 3.8 times slower on 2^26.
-NUMBERS_APART = 3
-ELEMENTS_APART = 1 << 25
 
 
 def torch_only(spec: GraphSpec) -> str | None:
@@ -37,9 +33,9 @@ def torch_only(spec: GraphSpec) -> str | None:
 def why_apart(spec: GraphSpec) -> str | None:
     """Why a graph should not be one plan although cuDNN may take it, or None.
 
-    Rules from measurements on an H200 with cuDNN 9.19; the numbers are in
-    ``docs/results/h200-selection.md``.
+    What was measured to be slow is in :class:`~cudnngraph.device.rules.DeviceRules`.
     """
+    measured = rules()
     nodes = work(spec.nodes)
     anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
     if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
@@ -59,9 +55,9 @@ def why_apart(spec: GraphSpec) -> str | None:
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
         return None  # apart, the anchor would have to hand on float32, which few engines write
-    if _depthwise(spec, anchor):
+    if _depthwise(spec, anchor) and not measured.epilogue_behind_depthwise:
         return "an epilogue makes a depthwise convolution many times slower"
-    if anchor.op == "conv_transpose":
+    if anchor.op == "conv_transpose" and not measured.epilogue_behind_overlapping_transpose:
         kernel = spec.tensors[anchor.operands[1]].shape[2:]
         if any(r > s > 1 for r, s in zip(kernel, anchor.attr("stride"), strict=True)):
             return "an epilogue slows a strided transposed convolution whose taps overlap"
@@ -72,7 +68,8 @@ def _why_computed_once(spec: GraphSpec, nodes: Sequence[Node]) -> str | None:
     """Why what pointwise ops compute of numbers and vectors should be a plan of its own."""
     count = len(on_numbers(spec, nodes))
     many = max(spec.tensors[node.results[0]].numel for node in nodes)
-    if not NUMBERS_APART <= count < len(nodes) or many < ELEMENTS_APART:
+    measured = rules()
+    if not measured.scalar_ops_apart <= count < len(nodes) or many < measured.scalar_elements_apart:
         return None
     return f"{count} ops on numbers would run for each of {many} elements"
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph.device import timing
+from cudnngraph.device.rules import changed
 from cudnngraph.ir.spec import aligned_rows
-from cudnngraph.rewrite import masks
 from cudnngraph.settings import override
 
 F16 = torch.float16
@@ -46,14 +46,14 @@ def compiled(shape: Shape, mask: torch.Tensor, *, copied: bool) -> cg.Executable
     g = cg.Graph("attention")
     q, k, v = (g.input(name, shape, F16) for name in "qkv")
     g.output("o", g.sdpa(q, k, v, g.input("mask", like=mask)))
-    before = masks.LEAST_SCORES
-    masks.LEAST_SCORES = before if copied else 1 << 62
+    limits = {} if copied else {"mask_copy_min_scores": 1 << 62}
     cg.cache_clear()
-    try:
-        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
-            return g.compile(policy=cg.Policy(tune="autotune"))
-    finally:
-        masks.LEAST_SCORES = before
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        override(cache_dir=Path(folder)),
+        changed(**limits),
+    ):
+        return g.compile(policy=cg.Policy(tune="autotune", verify="inprocess"))
 
 
 def row(shape: Shape, of_mask: Shape, dtype: torch.dtype) -> list[str]:

@@ -21,8 +21,8 @@ from h200_masks import measured_rows, page, sampler
 import cudnngraph as cg
 from cudnngraph.bench.models import Residual
 from cudnngraph.device import timing
+from cudnngraph.device.rules import changed, rules
 from cudnngraph.models.fused import Fused
-from cudnngraph.models.rules.norm import FEWEST_NORMALIZED
 from cudnngraph.settings import override
 
 SHAPES = (  # N, C, H and W
@@ -34,15 +34,15 @@ LAYOUTS = ("channels_last", "contiguous")
 
 def fused(block: Residual, x: torch.Tensor, layout: str, fewest: float) -> Fused:
     """The block, with our group norms of images of at least ``fewest`` elements."""
-    before = dict(FEWEST_NORMALIZED)
-    FEWEST_NORMALIZED.update(dict.fromkeys(LAYOUTS, fewest))
+    limits = {f"group_norm_min_elements_{each}": fewest for each in LAYOUTS}
     cg.cache_clear()
-    try:
-        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
-            made = cg.fuse(block, (x,), channels_last=layout == "channels_last")
-            made(x)
-    finally:
-        FEWEST_NORMALIZED.update(before)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        override(cache_dir=Path(folder)),
+        changed(**limits),
+    ):
+        made = cg.fuse(block, (x,), channels_last=layout == "channels_last")
+        made(x)
     return made
 
 
@@ -61,7 +61,7 @@ def line(shape: tuple[int, int, int], layout: str) -> list[str]:
             steps.append(str(len([row for row in made.report.rows() if row[0] != "view"])))
         calls.append(captured(lambda: block(x)))
     times = timing.interleave([sampler(call) for call in calls], rounds=11, drop_over=math.inf)
-    ours = x.numel() >= FEWEST_NORMALIZED[layout]
+    ours = x.numel() >= getattr(rules(), f"group_norm_min_elements_{layout}")
     return [
         "x".join(map(str, (n, c, size, size))),
         layout,

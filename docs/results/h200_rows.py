@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from h200_masks import page, sampler
 
 import cudnngraph as cg
-from cudnngraph.backend.lowering import dims, norm
 from cudnngraph.device import timing
+from cudnngraph.device.rules import changed
 from cudnngraph.settings import override
 
 F16 = torch.float16
@@ -71,15 +71,14 @@ def averaged(n: int, c: int, h: int, k: int, s: int, p: int) -> Case:
 
 def bound(g: cg.Graph, t: Tensors, y: torch.Tensor, longest: int) -> tuple[Any, str]:
     """A call of the graph into y, where products sum up rows of ``longest`` at most; its steps."""
-    before = dims.LONGEST_SUMMED, dims.FASTER_SUMMED
-    dims.LONGEST_SUMMED = norm.LONGEST_SUMMED = dims.FASTER_SUMMED = longest
+    limits = {"rms_norm_by_matmul_max_row": longest, "rms_norm_by_matmul_faster_row": longest}
     cg.cache_clear()
-    try:
-        with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
-            exe = g.compile(policy=cg.Policy(tune="autotune"))
-    finally:
-        dims.LONGEST_SUMMED, dims.FASTER_SUMMED = before
-        norm.LONGEST_SUMMED = dims.LONGEST_SUMMED
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        override(cache_dir=Path(folder)),
+        changed(**limits),
+    ):
+        exe = g.compile(policy=cg.Policy(tune="autotune", verify="inprocess"))
     steps = " + ".join("torch" if s.choice is None else f"eng{s.choice.engine}" for s in exe.steps)
     return exe.bind(**t, y=y), steps
 

@@ -16,7 +16,7 @@ import cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.models.dynamo import backend
 from cudnngraph.models.fused import Fused
-from cudnngraph.models.rules import attention
+from tests import thresholds
 from tests.models import Attends, DiffusionUNet, Windows, WritesAttention, turned
 
 F16 = torch.float16
@@ -116,7 +116,7 @@ def test_a_diffusion_models_embedding_is_added_where_it_belongs(
 
 def test_windows_of_an_example_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of five tokens each as one of ten, by a plan; check=True compares with float64."""
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     model, x = made("windows")
     fused = cg.fuse(model, x)
     assert fused.report is not None and fused.report.errors

@@ -123,7 +123,7 @@ def resamples() -> Iterator[Case]:
     yield _resample_case(sized, "volume_nearest", volume, F16, scale_factor=(2, 1, 3))
     yield _resample_case(sized, "gaps", image, F16, (2000, 120, 10, 1), "a slice", size=(5, 20))
     yield _resample_case(sized, "float64", image, F64, scale_factor=2, mode="bilinear")
-    # Large enough for products of matrices (resample.LEAST), or of one element.
+    # Large enough for matmuls (DeviceRules.resize_by_matmul_min_elements), or of one element.
     for dtype in (F16, BF16):
         for at in (last, None):
             name = "x8" if at is None else "x8_channels_last"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
+from ...device.rules import rules
 from ...ir.spec import (
     GraphSpec,
     Node,
@@ -27,8 +28,6 @@ from ...ir.spec import (
 from ...ops.table import OPS
 from .base import LOW_PRECISION, Place, Refused, Shape
 from .placement import VARLEN, placed
-
-MIN_ROW, MAX_ROW = 32, 1024
 
 # Anchors whose plans see merged dims.
 _MERGED = (
@@ -165,7 +164,8 @@ class _ReductionView(_PointwiseView):
 
 def _row_length(total: int) -> int:
     """Into rows of which length to cut ``total`` elements in one line; 0 to leave them so."""
-    for length in range(min(MAX_ROW, total // 2), MIN_ROW - 1, -1):
+    longest = min(rules().pointwise_max_row, total // 2)
+    for length in range(longest, rules().pointwise_min_row - 1, -1):
         if total % length == 0 and (length % 8 == 0 or total % 8):
             return length
     return 0
@@ -336,18 +336,12 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     return view
 
 
-# Rows that a product sums up, and those that it sums up faster than cuDNN's norm (an H200, 12.6
-# million numbers in rows of 16: 63 and 242 us; of 32: 40, and cuDNN's does not build; of 64: 31 and
-# 27; of 128: 38 and 18; a product of rows of 256 in float16 does not build).
-LONGEST_SUMMED, FASTER_SUMMED = 128, 32
-
-
 def _norm_or_rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     """For cuDNN's norm, or for a product that sums up squares: where rows are so short, or lie in a
     way that the norm does not take, or where more stands behind it, which a product takes."""
     if not _can_be_summed(spec, node):
         return _norm_view(spec, node, rank)
-    short = spec.tensors[str(node.inputs[0])].shape[-1] <= FASTER_SUMMED
+    short = spec.tensors[str(node.inputs[0])].shape[-1] <= rules().rms_norm_by_matmul_faster_row
     more = any(each.op != "constant" for each in spec.nodes if each is not node)
     first, other = (_rows_view, _norm_view) if short or more else (_norm_view, _rows_view)
     try:
@@ -365,7 +359,7 @@ def _can_be_summed(spec: GraphSpec, node: Node) -> bool:
     return (
         x.dtype in LOW_PRECISION
         and len(weight.shape) == 1
-        and 8 <= weight.numel <= LONGEST_SUMMED
+        and 8 <= weight.numel <= rules().rms_norm_by_matmul_max_row
         and weight.numel % 8 == 0
         and node.outputs[1] not in used
     )

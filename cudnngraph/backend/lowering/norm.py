@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec, channels_last_strides, is_channels_last, is_contiguous
 from ...ops.table import OPS
 from .base import LOW_PRECISION, Refused
 from .context import Context, Rule
-from .dims import LONGEST_SUMMED
 
 
 def _check_float32(ctx: Context, node: Node, *ports: int) -> None:
@@ -149,8 +149,9 @@ def _by_sums_of_squares(ctx: Context, x: Any, like: TensorSpec, mean: bool, leas
     off by half of what rounding its result may. ``mean``: ``least`` is added to it, else the
     sum is that at least.
     """
-    if like.dtype not in LOW_PRECISION or like.shape[-1] > LONGEST_SUMMED:
-        raise Refused(f"products sum up rows of at most {LONGEST_SUMMED} numbers of 16 bits")
+    longest = rules().rms_norm_by_matmul_max_row
+    if like.dtype not in LOW_PRECISION or like.shape[-1] > longest:
+        raise Refused(f"products sum up rows of at most {longest} numbers of 16 bits")
     width = like.shape[-1]
     kind = torch.float32 if like.dtype == torch.float16 else torch.bfloat16
     product = ctx.graph.matmul(

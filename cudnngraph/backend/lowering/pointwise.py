@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...device.rules import rules
 from ...ir.spec import Node, numel
 from .base import LOW_PRECISION, Refused
 from .context import Context, Rule
@@ -188,12 +189,12 @@ GELU_BY_TANH = (
 
 
 def gelu(ctx: Context, node: Node) -> Any:
-    """By erf, but behind a product that is rounded to 16 bits or less by tanh: erf there takes
-    longer than the product of a transformer's layer (an H200, 6304 x 768 by 768 x 3072: 53 us with
-    a bias alone, 86 with erf, 56 to 58 so)."""
+    """By erf, but by tanh behind a matmul that is rounded to 16 bits or less
+    (:attr:`DeviceRules.gelu_by_tanh_behind_matmul`)."""
     (x,) = ctx.operands(node)
     rounded = all(ctx.spec.tensors[name].dtype.itemsize < 4 for name in ctx.spec.outputs)
-    if not rounded or _PRODUCTS.isdisjoint(each.op for each in ctx.spec.nodes):
+    by_tanh = rounded and rules().gelu_by_tanh_behind_matmul
+    if not by_tanh or _PRODUCTS.isdisjoint(each.op for each in ctx.spec.nodes):
         return ctx.graph.gelu(x, name=node.name)
     like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
     square = ctx.temporary(g.mul(x, x), like)

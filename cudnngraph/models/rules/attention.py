@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...device.rules import rules, sm_count
 from ...errors import GraphError
 from ...graph.value import Value
 from ...ir.spec import (
@@ -131,11 +132,6 @@ def _attention(c: Conversion, found: Written) -> Value | None:
     return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
 
 
-ROWS = 128  # of queries that one block of cuDNN's attention takes
-BLOCKS = 264  # that are enough to do without others
-READ = 4  # numbers of a mask for each of q, at most
-
-
 def _attend(
     c: Conversion, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
 ) -> Value:
@@ -191,13 +187,15 @@ def _joined(c: Conversion, qkv: Sequence[Value], mask: torch.Tensor | Value | No
     if c.examples - {1, examples} or batch % examples:
         return 1
     images, planes = (1, 1, 1, 1, *(() if mask is None else mask.shape))[-4:-2]
+    limits = rules()
+    enough = limits.attention_blocks_per_sm * sm_count()
     joined = 1
-    for count in range(2, ROWS // length + 1):
+    for count in range(2, limits.attention_block_rows // length + 1):
         blocks, rows = batch // count * heads, count * length
         numbers = -(-images // count) * planes * rows * rows
-        if batch // examples % count or blocks < BLOCKS or numbers > MOST_KEPT:
+        if batch // examples % count or blocks < enough or numbers > MOST_KEPT:
             continue
-        if numbers <= READ * batch * heads * length * width:
+        if numbers <= limits.attention_mask_per_query * batch * heads * length * width:
             joined = count
     return joined
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...device.rules import rules
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
@@ -98,10 +99,6 @@ def _layer_norm(c: Conversion, a: Arguments) -> Any:
     return (y, None, None) if gives_many(c.node) else y
 
 
-# Elements of the images whose group norm is ours (docs/results/h200-residual.md).
-FEWEST_NORMALIZED: dict[str, float] = {"channels_last": 2**19, "contiguous": 2**22}
-
-
 def _group_norm(c: Conversion, a: Arguments) -> Any:
     """Of large images by a shift and a factor for each channel, in their strides; of small ones
     torch's own has less to launch. It copies those that lie channels last."""
@@ -112,7 +109,10 @@ def _group_norm(c: Conversion, a: Arguments) -> Any:
     contiguous = is_contiguous(x.shape, x.stride)
     if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
         raise Skip
-    if math.prod(x.shape) < FEWEST_NORMALIZED["contiguous" if contiguous else "channels_last"]:
+    fewest = rules().group_norm_min_elements_contiguous
+    if not contiguous:
+        fewest = rules().group_norm_min_elements_channels_last
+    if math.prod(x.shape) < fewest:
         raise Skip
     weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
     groups = int(a["group" if many else "num_groups"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...device.rules import rules
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
@@ -73,10 +74,10 @@ def _avg_pool(rank: int) -> Rule:
 
 
 def _averages_by_convolution(c: Conversion, x: Value, window: Sequence[int]) -> bool:
-    """Whether to average 16-bit images by a convolution of each channel: of 3 x 3 windows cuDNN's
-    are four to eight times as fast as torch's pooling, of 2 x 2 half as fast (an H200: 25 and 182
-    us for 32 images of 64 channels and 112 x 112; 21 and 11 for 8 of 256 and 32 x 32)."""
-    fits = x.spec is not None and is_channels_last(x.shape, x.spec.stride) and window == (3, 3)
+    """Whether to average 16-bit images by a depthwise convolution
+    (:attr:`DeviceRules.average_by_convolution`)."""
+    fits = x.spec is not None and is_channels_last(x.shape, x.spec.stride)
+    fits = fits and window in rules().average_by_convolution
     return c.on_gpu and fits and x.shape[1] % 8 == 0 and x.dtype in LOW_PRECISION
 
 

@@ -17,8 +17,8 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.models.convert import Imported, convert, import_model
 from cudnngraph.models.export import export
-from cudnngraph.models.rules import attention
 from cudnngraph.rewrite.passes import prepared
+from tests import thresholds
 from tests.cpu.rewrite.test_row_layout import copies
 from tests.cpu.rewrite.test_views_behind import ops, same_numbers
 from tests.models import Windows
@@ -474,7 +474,7 @@ def test_attention_by_einsum_is_one_op(
 @pytest.mark.parametrize("mask", ["none", "added", "boolean", "of each"])
 def test_short_sequences_are_taken_as_one(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are rows for, of a number that divides an example's, none by the others."""
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     torch.manual_seed(0)
     masks = {
         "none": None,
@@ -489,7 +489,7 @@ def test_short_sequences_are_taken_as_one(mask: str, monkeypatch: pytest.MonkeyP
 
 
 def test_windows_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     assert joined(Windows(), torch.randn(3, 10, E).half()) == [(3, H, 10, D)]
     assert joined(Windows("hidden too"), torch.randn(3, 10, E).half()) == [(3, H, 10, D)]
 
@@ -508,7 +508,7 @@ def test_windows_are_taken_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_others_are_left_as_they_are(
     model: Attention, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     ((batch, *_),) = joined(model, torch.randn(*shape, E).half())
     assert batch == math.prod(shape[:-1])
 
@@ -552,7 +552,7 @@ def test_what_is_not_finite_stays_in_its_example(
     joined_shape: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     x = torch.randn(shape).half()
     made = export(model.half().eval(), (x,), {})
     imported = convert(made.module, made.constants, made.placeholders, on_gpu=True)
@@ -570,7 +570,7 @@ def test_what_is_not_finite_stays_in_its_example(
 def test_inputs_that_count_their_examples_otherwise_join_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
 
     class Two(Attention):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -603,7 +603,7 @@ def test_masks_that_are_repeated_are_kept_once() -> None:
 def test_attentions_without_masks_share_that_of_what_is_taken_as_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     model = nn.Sequential(Attention(), Attention())
     (mask,) = masks_of(converted(model, torch.randn(1, 6, 21, E).half()))
     assert mask.shape == (1, 1, 126, 126)
@@ -613,7 +613,7 @@ def test_masks_that_are_larger_than_the_data_keep_sequences_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four numbers of a mask for each of q: of 4 tokens and 8 numbers each, 8 are one, not 32."""
-    monkeypatch.setattr(attention, "BLOCKS", 1)
+    thresholds.change(monkeypatch, attention_blocks_per_sm=0)
     masks = torch.randn(64, H, 4, 4).half()
     assert joined(Attention(masks), torch.randn(1, 64, 4, E).half()) == [(8, H, 32, D)]
     assert joined(Attention(masks[0, 0]), torch.randn(1, 64, 4, E).half()) == [(2, H, 128, D)]

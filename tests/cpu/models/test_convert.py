@@ -14,17 +14,17 @@ from torch import nn
 
 import cudnngraph as cg
 from cudnngraph.bench import models
+from cudnngraph.device import rules
 from cudnngraph.errors import CannotImport
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, is_channels_last, is_contiguous
 from cudnngraph.models.convert import Imported, convert, import_model
 from cudnngraph.models.dynamo import backend
 from cudnngraph.models.export import export
-from cudnngraph.models.rules import norm as norms
 from cudnngraph.ops.views import is_view
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime.compile import compile as compile_spec
-from tests import numerics
+from tests import numerics, thresholds
 
 F32, F64 = torch.float32, torch.float64
 
@@ -194,7 +194,11 @@ SHAPES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of any size are as large ones."""
-    monkeypatch.setattr(norms, "FEWEST_NORMALIZED", {"channels_last": 0, "contiguous": 0})
+    thresholds.change(
+        monkeypatch,
+        group_norm_min_elements_channels_last=0,
+        group_norm_min_elements_contiguous=0,
+    )
 
 
 @pytest.mark.usefixtures("large")
@@ -235,11 +239,11 @@ def test_a_group_norm_of_small_images_is_torchs(
     channels_last: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which has less to launch."""
-    layout = "channels_last" if channels_last else "contiguous"
-    assert norms.FEWEST_NORMALIZED[layout] == least
+    name = f"group_norm_min_elements_{'channels_last' if channels_last else 'contiguous'}"
+    assert getattr(rules.TABLE[90], name) == least
     shape = (2, 8, 6, 5)
     for fewest, found in ((math.prod(shape), "group_affine"), (math.prod(shape) + 1, "aten")):
-        monkeypatch.setitem(norms.FEWEST_NORMALIZED, layout, fewest)
+        thresholds.change(monkeypatch, **{name: fewest})
         spec = check(nn.GroupNorm(4, 8), image(*shape), channels_last=channels_last).spec
         assert found in ops(spec)
 

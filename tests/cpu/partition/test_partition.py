@@ -20,11 +20,10 @@ from cudnngraph.partition import regions as regions_module
 from cudnngraph.partition.analysis import LOW_PRECISION, Graph, work
 from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.partition.regions import regions
-from cudnngraph.rewrite import masks
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
 from cudnngraph.rewrite.passes import prepared
-from tests import numerics, random_graphs
+from tests import numerics, random_graphs, thresholds
 from tests.chunks import each_case
 from tests.cuttings import every_cutting, every_way, pieces, rewritten
 from tests.gradients import differentiable, floating_inputs, upstream
@@ -596,7 +595,7 @@ def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.Monk
     g.output("o", g.sdpa(q, q, q, mask))
     spec = g.spec()
     assert aligned_masks(spec) is spec
-    monkeypatch.setattr(masks, "LEAST_SCORES", 1)
+    thresholds.change(monkeypatch, mask_copy_min_scores=1)
     made = aligned_masks(spec)
     assert made is not spec
     assert same_results(spec, made)

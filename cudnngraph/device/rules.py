@@ -1,0 +1,254 @@
+"""Thresholds that were measured on one GPU, as data by compute capability.
+
+``rules()`` returns those of the GPU that is planned for. A GPU without measurements of its own gets
+those of the H200. Each field says its unit, what it decides, and the results page of its numbers.
+Fields with an ``alternative`` stand for a choice that a search could measure instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
+DEFAULT_CAPABILITY = 90
+SM_COUNT = 132  # of an H200, for plans that are made without a GPU
+BY_HAND = ""  # in place of a page: measured by hand, with the numbers in a docstring
+
+
+def _measured(
+    value: Any, unit: str, decides: str, *, page: str = BY_HAND, alternative: str = ""
+) -> Any:
+    """A field with where it comes from."""
+    told = {"unit": unit, "decides": decides, "page": page, "alternative": alternative}
+    return field(default=value, metadata=told)
+
+
+@dataclass(frozen=True)
+class DeviceRules:
+    """The thresholds of one kind of GPU; the metadata of each field say what it is."""
+
+    attention_block_rows: int = _measured(
+        128,
+        "query rows",
+        "how many rows short sequences, joined into one, may have together",
+        page="h200-models.md",
+        alternative="short sequences apart",
+    )
+    attention_blocks_per_sm: int = _measured(
+        2,
+        "blocks of queries for each multiprocessor",
+        "how many blocks keep a GPU busy, so that sequences may be joined into fewer",
+        page="h200-models.md",
+        alternative="short sequences apart",
+    )
+    attention_mask_per_query: int = _measured(
+        4,
+        "mask values for each value of q",
+        "how large the mask of joined sequences may be",
+        page="h200-models.md",
+        alternative="short sequences apart",
+    )
+    mask_copy_min_scores: int = _measured(
+        1 << 23,
+        "attention scores",
+        "from where on a mask with odd rows is copied to aligned ones",
+        page="h200-masks.md",
+        alternative="the mask as it is",
+    )
+    packed_by_flash: bool = _measured(
+        True,
+        "yes or no",
+        "whether packed attention without finite padding is torch's flash attention",
+        page="h200-packed.md",
+        alternative="the engines of cuDNN that keep NaN in its sequence",
+    )
+    group_norm_min_elements_channels_last: int = _measured(
+        1 << 19,
+        "elements of an image batch",
+        "from where on a group norm of channels-last images is a scale and a shift",
+        page="h200-residual.md",
+        alternative="torch's group norm",
+    )
+    group_norm_min_elements_contiguous: int = _measured(
+        1 << 22,
+        "elements of an image batch",
+        "from where on a group norm of contiguous images is a scale and a shift",
+        page="h200-residual.md",
+        alternative="torch's group norm",
+    )
+    average_by_convolution: tuple[tuple[int, ...], ...] = _measured(
+        ((3, 3),),
+        "window sizes",
+        "which average pools of 16-bit images run as depthwise convolutions",
+        page="h200-rows.md",
+        alternative="torch's pooling",
+    )
+    pads_three_channels: bool = _measured(
+        True,
+        "yes or no",
+        "whether 16-bit images of three channels get a fourth, all zero",
+        page="h200-models.md",
+        alternative="three channels",
+    )
+    patches_as_channels: bool = _measured(
+        True,
+        "yes or no",
+        "whether convolutions of windows side by side read a window's columns as channels",
+        page="h200-models.md",
+        alternative="the convolution as it is",
+    )
+    scalar_ops_apart: int = _measured(
+        3,
+        "pointwise ops on scalars and vectors",
+        "from how many on they are a plan of their own",
+        page="h200-selection.md",
+        alternative="one plan",
+    )
+    scalar_elements_apart: int = _measured(
+        1 << 25,
+        "elements of the largest result",
+        "from where on ops on scalars and vectors are a plan of their own",
+        page="h200-selection.md",
+        alternative="one plan",
+    )
+    epilogue_behind_depthwise: bool = _measured(
+        False,
+        "yes or no",
+        "whether pointwise ops join the plan of a depthwise convolution",
+        page="h200-selection.md",
+        alternative="one plan",
+    )
+    epilogue_behind_overlapping_transpose: bool = _measured(
+        False,
+        "yes or no",
+        "whether pointwise ops join a strided transposed convolution whose taps overlap",
+        page="h200-selection.md",
+        alternative="one plan",
+    )
+    rms_norm_by_matmul_max_row: int = _measured(
+        128,
+        "values of a row",
+        "the longest row whose sum of squares a matmul may compute",
+        page="h200-rows.md",
+        alternative="cuDNN's norm",
+    )
+    rms_norm_by_matmul_faster_row: int = _measured(
+        32,
+        "values of a row",
+        "the longest row whose sum of squares a matmul computes faster than cuDNN's norm",
+        page="h200-rows.md",
+        alternative="cuDNN's norm",
+    )
+    pointwise_min_row: int = _measured(
+        32,
+        "elements",
+        "the shortest row that a flat pointwise graph is cut into",
+        page="h200-selection.md",
+        alternative="one long row",
+    )
+    pointwise_max_row: int = _measured(
+        1024,
+        "elements",
+        "the longest row that a flat pointwise graph is cut into",
+        page="h200-selection.md",
+        alternative="one long row",
+    )
+    gelu_by_tanh_behind_matmul: bool = _measured(
+        True,
+        "yes or no",
+        "whether gelu behind a 16-bit matmul or convolution is computed by tanh, not erf",
+        page="h200-models.md",
+        alternative="erf",
+    )
+    reduction_max_parts: int = _measured(
+        64,
+        "parts of each channel",
+        "into how many short reductions torch's mean and deviation of images are cut",
+        alternative="one reduction for each channel",
+    )
+    reduction_min_rows: int = _measured(
+        8,
+        "pixels of a part",
+        "the fewest pixels of one of these reductions",
+        alternative="one reduction for each channel",
+    )
+    resize_by_matmul_max_dim: int = _measured(
+        512,
+        "elements of a dim",
+        "the longest dim that linear interpolation enlarges by a matmul",
+        page="h200-models.md",
+        alternative="torch's interpolation",
+    )
+    resize_by_matmul_min_elements: int = _measured(
+        1 << 20,
+        "elements of the result",
+        "from where on linear interpolation is two matmuls",
+        page="h200-models.md",
+        alternative="torch's interpolation",
+    )
+
+
+TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}
+
+_planned_for: ContextVar[int | None] = ContextVar("planned_for", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(capability: int) -> Iterator[None]:
+    """Have :func:`rules` return those of a described GPU, of compute capability 90 for 9.0."""
+    token = _planned_for.set(capability)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
+
+
+@contextlib.contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    """Have every GPU follow other thresholds, to measure or test the alternative."""
+    before = dict(TABLE)
+    for capability, rules_of in before.items():
+        TABLE[capability] = replace(rules_of, **values)
+    try:
+        yield
+    finally:
+        TABLE.update(before)
+
+
+def rules() -> DeviceRules:
+    """The thresholds of the GPU that is planned for: a described one, else the current device."""
+    capability = _planned_for.get()
+    if capability is None:
+        capability = _current_capability()
+    return TABLE.get(capability, TABLE[DEFAULT_CAPABILITY])
+
+
+def sm_count() -> int:
+    """How many multiprocessors the current GPU has, or an H200 if there is none."""
+    if _planned_for.get() is None and _has_device():
+        return _properties(torch.cuda.current_device())[1]
+    return SM_COUNT
+
+
+def _has_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _current_capability() -> int:
+    if not _has_device():
+        return DEFAULT_CAPABILITY
+    return _properties(torch.cuda.current_device())[0]
+
+
+@lru_cache
+def _properties(index: int) -> tuple[int, int]:
+    """The compute capability and the number of multiprocessors of a GPU."""
+    found = torch.cuda.get_device_properties(index)
+    return 10 * found.major + found.minor, found.multi_processor_count
