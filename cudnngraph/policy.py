@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from .arguments import NotPlain, plain
+from .arguments import NotPlain, expected, plain
 from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
@@ -58,7 +58,8 @@ class Policy:
             try:
                 object.__setattr__(self, field.name, plain(getattr(self, field.name)))
             except NotPlain as reason:
-                raise PolicyError(f"{field.name} {reason}; expected {field.type}") from None
+                said = expected(str(field.type))
+                raise PolicyError(f"{field.name} {reason}; expected {said}") from None
         if self.tune not in (None, "heuristic", "autotune", "cached"):
             raise PolicyError(
                 f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"

@@ -7,6 +7,7 @@ from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from html import escape
 from typing import Any
 
 import torch
@@ -425,6 +426,10 @@ class Executable:
 
     def __repr__(self) -> str:
         return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+    def _repr_html_(self) -> str:
+        """The steps as a notebook shows them."""
+        return f"<pre>{escape(self.explain())}</pre>"
 
 
 def _checked(step: StepPlan) -> str:
