@@ -65,7 +65,8 @@ def contest_of(case: Case, options: Options) -> Contest:
         calls[ours] = case.graph.compile(options.device).bind(**tensors)
     else:
         ours = "autotuned" if options.tune == "autotune" else options.tune
-        for name, tune in (("heuristic", "heuristic"), (ours, options.tune)):
+        plans: dict[str, Tune] = {"heuristic": "heuristic", ours: options.tune}
+        for name, tune in plans.items():
             calls[name] = case.graph.compile(options.device, tune=tune).bind(**tensors)
     calls["eager"] = partial(case.eager, tensors)
     calls |= {name: partial(run, tensors) for name, run in case.others.items()}

@@ -43,6 +43,9 @@ from .recipes import RecipeMethods
 from .value import Value
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..policy import PolicyOptions
     from ..runtime.executable import Executable
     from ..runtime.trainable import Trainable
 
@@ -353,7 +356,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         *,
         policy: Policy | None = None,
         training: Literal[False] = False,
-        **options: Any,
+        **options: Unpack[PolicyOptions],
     ) -> Executable: ...
     @overload
     def compile(
@@ -363,7 +366,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         policy: Policy | None = None,
         training: Literal[True],
         check: bool | None = None,
-        **options: Any,
+        **options: Unpack[PolicyOptions],
     ) -> Trainable: ...
     def compile(
         self,

@@ -1,5 +1,7 @@
 """A compiled graph: check tensors against it, run it, explain it."""
 
+# mypy: disable-error-code="no-any-return"
+# What a graph returns is known when it runs.
 from __future__ import annotations
 
 import threading
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch.autograd import forward_ad
@@ -39,7 +41,19 @@ class _Calls(threading.local):
         self.made: dict[tuple[bool, Over], fast_call.Call | None] = {}
 
 
-class Executable:
+# What a call returns: one tensor, or a named tuple of them. Who declared the graph knows which, and
+# may say so: ``exe: Executable[torch.Tensor] = graph.compile()``.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    R = TypeVar("R", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    R = TypeVar("R", covariant=True)
+
+
+class Executable(Generic[R]):
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
 
     ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by,
@@ -72,7 +86,7 @@ class Executable:
 
     # -- running -------------------------------------------------------------------------------
 
-    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> R:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
 
         Returns the output, or a named tuple of them when there are several. Raises
