@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure our plans beside torch's own ways",
         description="Measure suites of cases: our plans beside eager torch with cudnn.benchmark, "
         "torch's fused calls and, where asked, torch.compile; all in this process, in turn. The "
-        "ceilings (a copy, a large product) are measured in the same run. Without a GPU the "
+        "ceilings (memory, a large product) are measured in the same run. Without a GPU the "
         "reference executor runs small data, to see that everything works.",
         epilog="Exit code: 0 when every row was measured; 1 when one failed, or the page cannot "
         "be made; 2 for a call that makes no sense.",
