@@ -29,6 +29,8 @@ BASE  := $(VENV)/.stamp-base
 CUDNN := $(VENV)/.stamp-cudnn
 DOCS  := $(VENV)/.stamp-docs
 PIP   := $(PY) -m pip --disable-pip-version-check -qq
+# The checkout by a path in a .pth file, which mypy and pyright follow; setuptools' own import hook they do not.
+EDITABLE := --config-settings editable_mode=compat
 
 # True where an interpreter has a CUDA build of torch: that torch is used as it is, with the cuDNN it loads.
 CUDA_TORCH := -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
@@ -74,7 +76,7 @@ $(BASE): pyproject.toml | $(BARE)
 	@$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  > $(VENV)/constraints.txt
 	@echo 'nvidia-cudnn-frontend==$(FRONTEND)' >> $(VENV)/constraints.txt
-	@$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,demo]'
+	@$(PIP) install -c $(VENV)/constraints.txt $(EDITABLE) -e '.[dev,demo]'
 	@touch $@
 
 # A CUDA build of torch brings its own cuDNN; a second copy beside it would be loaded in its place.
@@ -83,13 +85,13 @@ $(CUDNN): $(BASE)
 	  echo "set-up: the deviceless tier uses torch's own cuDNN"; \
 	else \
 	  echo 'set-up: installing the cuDNN library (1.3 GB; make test DEVICELESS=0 leaves it out)'; \
-	  $(PIP) install -c $(VENV)/constraints.txt -e '.[cudnn]'; \
+	  $(PIP) install -c $(VENV)/constraints.txt $(EDITABLE) -e '.[cudnn]'; \
 	fi
 	@touch $@
 
 $(DOCS): $(BASE)
 	@echo 'set-up: installing the tools of the documentation into $(VENV)'
-	@$(PIP) install -c $(VENV)/constraints.txt -e '.[docs]'
+	@$(PIP) install -c $(VENV)/constraints.txt $(EDITABLE) -e '.[docs]'
 	@touch $@
 
 docs: $(DOCS)

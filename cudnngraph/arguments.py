@@ -173,6 +173,10 @@ _WORDS: Mapping[str, str] = {
     "Module": "a torch.nn.Module",
     "dtype": "a torch.dtype",
     "Policy": "a cudnngraph.Policy",
+    "Tune": "'heuristic', 'autotune' or 'cached'",
+    "Fallback": "'partition' or 'error'",
+    "Verify": "'isolated', 'inprocess' or 'off'",
+    "tuple[str, ...]": "names such as ('eng8',)",
 }
 
 

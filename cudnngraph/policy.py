@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypedDict
 
-from .arguments import NotPlain, plain
+from .arguments import NotPlain, expected, plain
 from .errors import PolicyError
 
 Tune = Literal["heuristic", "autotune", "cached"]
@@ -58,7 +59,8 @@ class Policy:
             try:
                 object.__setattr__(self, field.name, plain(getattr(self, field.name)))
             except NotPlain as reason:
-                raise PolicyError(f"{field.name} {reason}; expected {field.type}") from None
+                said = expected(str(field.type))
+                raise PolicyError(f"{field.name} {reason}; expected {said}") from None
         if self.tune not in (None, "heuristic", "autotune", "cached"):
             raise PolicyError(
                 f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"
@@ -98,6 +100,20 @@ class Policy:
             or not 0 <= budget < 1e9
         ):
             raise PolicyError(f"budget_s={budget!r}; expected seconds >= 0")
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The fields of :class:`Policy` as keywords, for type checkers; each is described there."""
+
+    tune: Tune | None
+    allow_tf32: bool | None
+    deterministic: bool
+    workspace_limit: int | None
+    fallback: Fallback
+    exclude_engines: Sequence[str]
+    verify: Verify | None
+    max_candidates: int
+    budget_s: float
 
 
 # What says how plans are looked for, and changes nothing about those that may be found.

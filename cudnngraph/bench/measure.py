@@ -12,18 +12,20 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from ..device import timing
+from ..device.tf32 import tf32
 from ..runtime.bound import CapturedCall
 
 Call = Callable[[], object]
 Clock = str
 
 ROUNDS = 9
+NOISE = 1.02  # of two measurements: a row that is faster by less has not beaten a ceiling
 SAMPLE_S = 0.02  # about how long one sample of the wall clock takes
 IN_FLIGHT = 50  # calls of the host's clock in a row, so few that no queue of launches fills
 
@@ -70,20 +72,64 @@ class Task:
     prepare: Callable[[], Contest]
 
 
+MEMORY = "memory"
+TF32 = "float32 in TF32"
+
+
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: a copy in GB/s (read and written), products in TFLOP/s by dtype."""
+    """What the device reaches: its memory in GB/s (read and written), products in TFLOP/s by dtype.
+
+    ``cache_bytes`` are those that may stay in the L2 cache from one call to the next. ``beaten``
+    names what a row was faster than, :data:`MEMORY` or a kind of products: that is no ceiling.
+    """
 
     copy_gb_s: float
     matmul_tflop_s: Mapping[str, float]
+    cache_bytes: int = 0
+    beaten: tuple[str, ...] = ()
 
     def least_us(self, flops: int, moved_bytes: int, dtype: str) -> float | None:
-        """The time below which work cannot be done; None where nobody counted it, or measured
-        products of the dtype."""
-        peak = self.matmul_tflop_s.get(dtype, math.inf)
-        if (not flops and not moved_bytes) or (flops and peak == math.inf):
+        """The time below which work cannot be done.
+
+        None if nobody counted it, if products of the dtype were not measured, if all of it may stay
+        in the cache, or if the ceiling that is nearest has been beaten.
+        """
+        bounds = self._bounds(flops, moved_bytes, dtype)
+        if bounds is None:
             return None
-        return max(flops / peak / 1e6, moved_bytes / self.copy_gb_s / 1e3)
+        nearest = max(bounds, key=bounds.__getitem__)
+        return None if nearest in self.beaten or not bounds[nearest] else bounds[nearest]
+
+    def _bounds(self, flops: int, moved_bytes: int, dtype: str) -> dict[str, float] | None:
+        """The least time by each ceiling; None if one that is needed is not known."""
+        kind = TF32 if dtype == "float32" and TF32 in self.matmul_tflop_s else dtype
+        peak = self.matmul_tflop_s.get(kind)
+        if flops and not peak:
+            return None
+        through = max(0, moved_bytes - self.cache_bytes)
+        found = {MEMORY: through / self.copy_gb_s / 1e3 if through else 0.0}
+        return found | ({kind: flops / peak / 1e6} if peak and flops else {})
+
+    def without_beaten(self, rows: Sequence[Row]) -> Ceilings:
+        """These ceilings, those marked that a row was faster than by more than :data:`NOISE`."""
+        found = [
+            kind
+            for row in rows
+            for kind, us in (self._bounds(row.flops, row.moved_bytes, row.dtype) or {}).items()
+            if us > row.us * NOISE
+        ]
+        return replace(self, beaten=tuple(dict.fromkeys([*self.beaten, *found])))
+
+
+def with_shares(ceilings: Ceilings, rows: Sequence[Row]) -> tuple[Ceilings, list[Row]]:
+    """Ceilings that no row beat, and the rows with their least times by them."""
+    ceilings = ceilings.without_beaten(rows)
+    made = [
+        replace(row, least_us=ceilings.least_us(row.flops, row.moved_bytes, row.dtype))
+        for row in rows
+    ]
+    return ceilings, made
 
 
 @dataclass(frozen=True)
@@ -211,31 +257,50 @@ class CeilingsOf:
 
     def __init__(self, device: torch.device, *, quick: bool = False) -> None:
         self._device = device
-        self._quick = quick
+        self._small = device.type == "cpu" or quick
         self._copy_gb_s = 0.0
         self._products: dict[str, float] = {}
 
     @property
     def known(self) -> Ceilings:
         """What has been measured so far."""
-        return Ceilings(self._copy_gb_s, dict(self._products))
+        gpu = self._device.type == "cuda"
+        cache = torch.cuda.get_device_properties(self._device).L2_cache_size if gpu else 0
+        return Ceilings(self._copy_gb_s, dict(self._products), cache)
 
     def __call__(self, dtype: torch.dtype) -> Ceilings:
         """The ceilings, that of products of ``dtype`` among them."""
-        small = self._device.type == "cpu" or self._quick
         if not self._copy_gb_s:
-            size = (16 if small else 512) << 20
-            source = torch.empty(size, dtype=torch.uint8, device=self._device)
-            target = torch.empty_like(source)
-            (us,) = times_us([lambda: target.copy_(source)], "gpu", self._device, quick=small)
-            self._copy_gb_s = 2 * size / us / 1e3
+            self._copy_gb_s = self._memory()
         kind = dtype_text(dtype)
         if kind not in self._products and dtype.is_floating_point and dtype.itemsize > 1:
-            n = 256 if small else 8192
-            a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
-            out = torch.empty_like(a)
-            (us,) = times_us(
-                [lambda: torch.matmul(a, b, out=out)], "gpu", self._device, quick=small
-            )
-            self._products[kind] = 2 * n**3 / us / 1e6
+            with tf32(False):
+                self._products[kind] = self._product(dtype)
+            if dtype == torch.float32 and self._device.type == "cuda":
+                with tf32(True):
+                    self._products[TF32] = self._product(dtype)
         return self.known
+
+    def _memory(self) -> float:
+        """GB/s of what is fastest: torch's copy is not, beside kernels that read and write."""
+        size = (16 if self._small else 512) << 20
+        source = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
+        target, total = torch.empty_like(source), source.new_empty(())
+        calls: list[tuple[Call, int]] = [
+            (lambda: target.copy_(source), 2),
+            (lambda: torch.mul(source, 2.0, out=target), 2),
+            (lambda: torch.sum(source, 0, out=total), 1),
+        ]
+        found = self._times([call for call, _ in calls])
+        return max(n * size / us / 1e3 for (_, n), us in zip(calls, found, strict=True))
+
+    def _product(self, dtype: torch.dtype) -> float:
+        """TFLOP/s of a large product."""
+        n = 256 if self._small else 8192
+        a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        (us,) = self._times([lambda: torch.matmul(a, b, out=out)])
+        return 2 * n**3 / us / 1e6
+
+    def _times(self, calls: Sequence[Call]) -> list[float]:
+        return times_us(calls, "gpu", self._device, quick=self._small)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..device import files
 from ..errors import FeatureMissing
-from .measure import Ceilings, Row
+from .measure import MEMORY, Ceilings, Row
 
 JSON_SCHEMA = 1
 """Of the object that ``--json`` writes; raised when a field goes or changes its meaning."""
@@ -92,8 +92,13 @@ def heading(report: Report) -> list[str]:
         for kind, rate in report.ceilings.matmul_tflop_s.items()
     )
     if report.ceilings.copy_gb_s:
-        measured = f"a copy {report.ceilings.copy_gb_s:.3g} GB/s" + (products and f", {products}")
+        measured = f"memory {report.ceilings.copy_gb_s:.3g} GB/s" + (products and f", {products}")
         lines.append(f"ceilings, measured in this run: {measured}")
+    if report.ceilings.beaten:
+        beaten = " and ".join(report.ceilings.beaten)
+        lines.append(
+            f"a row is faster than the ceiling of {beaten}: that is none, so no share of it is told"
+        )
     return [*lines, *report.notes]
 
 
@@ -118,6 +123,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "ceilings": {
             "copy_gb_s": report.ceilings.copy_gb_s,
             "matmul_tflop_s": dict(report.ceilings.matmul_tflop_s),
+            "cache_bytes": report.ceilings.cache_bytes,
+            "beaten": list(report.ceilings.beaten),
         },
         "rows": rows,
         "summary": {
@@ -290,9 +297,12 @@ def _draw_roofline(axes: Any, report: Report) -> None:
             label=suite,
         )
     left, right = min(places) / 2, max(places) * 2
+    beaten = report.ceilings.beaten
     for kind, peak in report.ceilings.matmul_tflop_s.items():
-        knee = peak * 1e3 / report.ceilings.copy_gb_s
-        line = sorted({left, min(max(knee, left), right), right})
+        if kind in beaten:
+            continue
+        knee = min(max(peak * 1e3 / report.ceilings.copy_gb_s, left), right)
+        line = sorted({knee if MEMORY in beaten else left, knee, right})
         axes.plot(
             line,
             [min(peak, at * report.ceilings.copy_gb_s / 1e3) for at in line],

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..models.fused import fuse
+from ..ops.base import QUANTIZED
 from ..policy import Policy, Tune
 from . import breadth, cases, host, models, quantized
 from .cases import Case
@@ -64,7 +65,8 @@ def contest_of(case: Case, options: Options) -> Contest:
         calls[ours] = case.graph.compile(options.device).bind(**tensors)
     else:
         ours = "autotuned" if options.tune == "autotune" else options.tune
-        for name, tune in (("heuristic", "heuristic"), (ours, options.tune)):
+        plans: dict[str, Tune] = {"heuristic": "heuristic", ours: options.tune}
+        for name, tune in plans.items():
             calls[name] = case.graph.compile(options.device, tune=tune).bind(**tensors)
     calls["eager"] = partial(case.eager, tensors)
     calls |= {name: partial(run, tensors) for name, run in case.others.items()}
@@ -72,7 +74,8 @@ def contest_of(case: Case, options: Options) -> Contest:
         calls[f"torch.compile {mode}"] = partial(_compiled(case.eager, mode), tensors)
     floats = [t.dtype for t in spec.tensors.values() if t.dtype.is_floating_point]
     dtypes = [spec.tensors[name].dtype for name in spec.inputs if name in spec.tensors]
-    kinds = [dtype for dtype in dtypes if dtype.is_floating_point] or floats
+    kinds = [dtype for dtype in dtypes if dtype in QUANTIZED]
+    kinds += [dtype for dtype in dtypes if dtype.is_floating_point] or floats
     return Contest(calls, ours, flops=flops_of(spec), moved_bytes=bytes_of(spec), dtype=kinds[0])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..ir.spec import GraphSpec, numel
 
 
@@ -30,9 +33,25 @@ def flops_of(spec: GraphSpec) -> int:
             total += 2 * numel(shapes[0]) * numel(result[1:])
         elif node.op == "sdpa":
             q, k, v = shapes[:3]
-            total += 2 * numel(q[:3]) * k[2] * (q[3] + v[3]) // (2 if _causal(node.attrs) else 1)
+            pairs = _pairs(q[2], k[2], dict(node.attrs))
+            total += 2 * numel(q[:2]) * pairs * (q[3] + v[3])
     return total
 
 
-def _causal(attrs: tuple[tuple[str, object], ...]) -> bool:
-    return dict(attrs).get("window") == (None, 0)
+def _pairs(rows: int, keys: int, attrs: Mapping[str, Any]) -> int:
+    """How many (row, key) pairs of an attention meet; half of them where it is causal."""
+    window = attrs.get("window")
+    if window is None:
+        return rows * keys
+    left, right = window
+    if (left, right) == (None, 0):
+        return rows * keys // 2
+    shift = keys - rows if attrs.get("diagonal_alignment") == "bottom_right" else 0
+    return sum(
+        max(
+            0,
+            (keys if right is None else min(keys, row + shift + right + 1))
+            - (0 if left is None else max(0, row + shift - left)),
+        )
+        for row in range(rows)
+    )

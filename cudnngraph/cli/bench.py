@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..backend.env import distribution_version
-from ..bench.measure import CeilingsOf, Row, measured
+from ..bench.measure import CeilingsOf, Row, measured, with_shares
 from ..bench.report import (
     COLUMNS,
     PICTURES,
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure our plans beside torch's own ways",
         description="Measure suites of cases: our plans beside eager torch with cudnn.benchmark, "
         "torch's fused calls and, where asked, torch.compile; all in this process, in turn. The "
-        "ceilings (a copy, a large product) are measured in the same run. Without a GPU the "
+        "ceilings (memory, a large product) are measured in the same run. Without a GPU the "
         "reference executor runs small data, to see that everything works.",
         epilog="Exit code: 0 when every row was measured; 1 when one failed, or the page cannot "
         "be made; 2 for a call that makes no sense.",
@@ -230,6 +230,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, li
             except Exception as error:  # the other rows are worth having
                 failed.append(f"{task.suite} {task.name}: {type(error).__name__}: {error}")
         tell(len(tasks), len(tasks))
+    known, rows = with_shares(ceilings.known, rows)
     gpu = device.type == "cuda"
     versions = {"torch": str(torch.__version__), "cudnngraph": VERSION}
     versions["frontend"] = distribution_version("nvidia-cudnn-frontend") or "unknown"
@@ -238,7 +239,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> tuple[Report, li
         versions=versions,
         reference=not gpu,
         quick=args.quick,
-        ceilings=ceilings.known,
+        ceilings=known,
         rows=rows,
         notes=notes,
     )

@@ -6,7 +6,9 @@ marked unknown so that it causes no further ones, and ``spec()`` or ``compile()`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -41,8 +43,22 @@ from .recipes import RecipeMethods
 from .value import Value
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..policy import PolicyOptions
     from ..runtime.executable import Executable
     from ..runtime.trainable import Trainable
+
+
+MOST_OPS_SHOWN = 6
+
+
+def counted(ops: Iterable[str]) -> str:
+    """ "2 conv, relu": names with how often each is there, the most frequent first."""
+    found = Counter(ops).most_common()
+    shown = [op if count == 1 else f"{count} {op}" for op, count in found[:MOST_OPS_SHOWN]]
+    more = sum(count for _, count in found[MOST_OPS_SHOWN:])
+    return ", ".join([*shown, *([f"{more} more"] if more else [])])
 
 
 @declares
@@ -120,7 +136,8 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             else:
                 shape = tuple(like.shape) if shape is None else shape
                 dtype = like.dtype if dtype is None else dtype
-                if stride is None and layout is None and tuple(shape) == tuple(like.shape):
+                same = isinstance(shape, (tuple, list)) and tuple(shape) == tuple(like.shape)
+                if stride is None and layout is None and same:
                     stride = tuple(like.stride())
         if not problems and (shape is None or dtype is None):
             missing = "shape" if shape is None else "dtype"
@@ -339,7 +356,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         *,
         policy: Policy | None = None,
         training: Literal[False] = False,
-        **options: Any,
+        **options: Unpack[PolicyOptions],
     ) -> Executable: ...
     @overload
     def compile(
@@ -349,7 +366,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         policy: Policy | None = None,
         training: Literal[True],
         check: bool | None = None,
-        **options: Any,
+        **options: Unpack[PolicyOptions],
     ) -> Trainable: ...
     def compile(
         self,
@@ -381,6 +398,25 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
         return compile_graph(
             self.spec(), device, policy=policy, training=training, check=check, options=options
         )
+
+    def __repr__(self) -> str:
+        """One line, of a graph with mistakes too: ``str()`` of it is the whole."""
+        ops = counted(node.op for node in self._nodes if node.op != "constant")
+        inputs = ", ".join(map(repr, self._inputs.values()))
+        outputs = ", ".join(str(name) for name, _, _ in self._outputs)
+        parts = [f"ops: {ops or 'none'}", f"inputs: {inputs or 'none'}"]
+        parts.append(f"outputs: {outputs or 'none'}")
+        if self.problems:
+            parts.append(f"{len(self.problems)} problem(s)")
+        return f"<Graph {self.name}; {'; '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        """The graph as a notebook shows it."""
+        try:
+            text = str(self)
+        except GraphError as error:
+            text = f"{self!r}\n{error}"
+        return f"<pre>{escape(text)}</pre>"
 
     def __str__(self) -> str:
         return print_spec(self.spec(), is_default)

@@ -52,9 +52,10 @@ def _reads(method: Method) -> Method:
         problems: list[Problem] = []
         attributes_fit = True
         for name, value in given.items():
-            if (type(value) is Value and value.graph is self) or (op, name) == ("output", "value"):
-                continue
             annotation = annotations.get(name, "Any")
+            known = type(value) is Value and value.graph is self
+            if (known and annotation != "Sequence[Value]") or (op, name) == ("output", "value"):
+                continue
             if name in operands:
                 needed = _OPERANDS[annotation]
                 where = self._place(op, given)

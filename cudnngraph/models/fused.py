@@ -54,7 +54,10 @@ class Fused(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise PolicyError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
+            what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
+            if callable(model) and not isinstance(model, type):
+                what += " (for a function: torch.compile(function, backend='cudnngraph'))"
+            raise PolicyError(what)
         if model.training:
             raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
         if type(max_shapes) is not int or not 1 <= max_shapes < 1 << 31:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from ..explain.draw import svg
 from ..runtime.executable import Executable
 from ..select.decision import FREE, Selection, StepPlan
 
+COLUMNS = ("step", "runs on", "ops", "µs", "why")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Report:
     """What became of a model for one form of its inputs; ``str()`` of it is a table.
 
@@ -61,28 +64,49 @@ class Report:
             reasons = [d.reason for d in step.decisions if not d.accepted]
             yield kind, shown, time, reasons[-1] if kind == "torch" and reasons else ""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return f"<Report of {self._head()}; print it for the steps>"
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it, its steps as a table."""
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._numbered())
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        above, below = ("<br>".join(map(escape, part)) for part in (self._above(), self._below()))
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{above}</p>{table}" + (f"<p>{below}</p>" if below else "")
+
+    def _head(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        return f"{self.model} on {self.device}: {len(self.steps)} steps ({kinds})"
+
+    def _above(self) -> list[str]:
+        """The lines before the steps."""
         layout = "channels_last" if self.channels_last else "as given"
-        head = f"{self.model} on {self.device}: {len(self.steps)} steps ("
-        head += ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-        head += f"), images {layout}, {self.folded} batch norms folded"
+        head = f"{self._head()}, images {layout}, {self.folded} batch norms folded"
         lines = [head, f"plans from: {self.tier}, workspace {self.workspace_bytes} bytes"]
         if self.captured:
             lines[-1] += ", in a CUDA graph"
         for number, (error, own) in enumerate(self.errors):
             beside = "" if own is None else f", the model's own {own:.1e}"
             lines.append(f"result {number}: relative error {error:.1e}{beside}")
-        rows = [("step", "runs on", "ops", "µs", "why"), *self._numbered()]
+        return lines
+
+    def _below(self) -> list[str]:
+        """The lines after the steps."""
+        opaque = dict.fromkeys(self.opaque)
+        return [f"torch's own: {name}" + (f", {line}" if line else "") for name, line in opaque]
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self._numbered()]
         widths = [max(len(row[place]) for row in rows) for place in range(4)]
-        lines += [
+        table = [
             "  ".join(
                 [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
             ).rstrip()
             for row in rows
         ]
-        for name, line in dict.fromkeys(self.opaque):
-            lines.append(f"torch's own: {name}" + (f", {line}" if line else ""))
-        return "\n".join(lines)
+        return "\n".join([*self._above(), *table, *self._below()])
 
     def _numbered(self) -> Iterator[tuple[str, ...]]:
         for number, row in enumerate(self.rows(), 1):

@@ -77,6 +77,8 @@ def check_shape(where: str, shape: Any) -> tuple[tuple[int, ...] | None, list[Pr
     """A declared shape: whole numbers >= 0, at most 8 of them."""
     if isinstance(shape, Integral):
         shape = (shape,)
+    if isinstance(shape, str):
+        return None, [Problem(where, f"shape={shape!r} is a str", "whole numbers >= 0")]
     try:
         dims = tuple(shape)
     except TypeError:
@@ -122,8 +124,13 @@ def check_dtype(where: str, dtype: Any) -> list[Problem]:
     """A declared dtype: one that the IR has a name for."""
     if isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES:
         return []
-    known = ", ".join(str(d).removeprefix("torch.") for d in DTYPE_NAMES)
-    return [Problem(where, f"dtype={dtype!r} is not supported", f"one of torch's {known}")]
+    names = [str(known).removeprefix("torch.") for known in DTYPE_NAMES]
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        mend = f"write torch.{name}" if name in names else ""
+        return [Problem(where, f"dtype={dtype!r} is a str", "a torch.dtype", mend)]
+    wanted = f"one of torch's {', '.join(names)}"
+    return [Problem(where, f"dtype={dtype!r} is not supported", wanted)]
 
 
 def check_name(where: str, name: Any) -> list[Problem]:

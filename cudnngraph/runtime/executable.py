@@ -1,12 +1,15 @@
 """A compiled graph: check tensors against it, run it, explain it."""
 
+# mypy: disable-error-code="no-any-return"
+# What a graph returns is known when it runs.
 from __future__ import annotations
 
 import threading
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch.autograd import forward_ad
@@ -39,7 +42,19 @@ class _Calls(threading.local):
         self.made: dict[tuple[bool, Over], fast_call.Call | None] = {}
 
 
-class Executable:
+# What a call returns: one tensor, or a named tuple of them. Who declared the graph knows which, and
+# may say so: ``exe: Executable[torch.Tensor] = graph.compile()``.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    R = TypeVar("R", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    R = TypeVar("R", covariant=True)
+
+
+class Executable(Generic[R]):
     """A compiled graph: call it with tensors, let it write into yours, or bind them once.
 
     ``spec`` is the graph, ``device`` where it runs, ``key`` what its plans are cached by,
@@ -72,7 +87,7 @@ class Executable:
 
     # -- running -------------------------------------------------------------------------------
 
-    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> R:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
 
         Returns the output, or a named tuple of them when there are several. Raises
@@ -426,6 +441,10 @@ class Executable:
 
     def __repr__(self) -> str:
         return f"<Executable {self.spec.name} on {self.device}, {len(self._program.steps)} step(s)>"
+
+    def _repr_html_(self) -> str:
+        """The steps as a notebook shows them."""
+        return f"<pre>{escape(self.explain())}</pre>"
 
 
 def _checked(step: StepPlan) -> str:

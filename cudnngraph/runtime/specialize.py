@@ -1,5 +1,7 @@
 """Graphs written as functions, compiled once for every set of shapes that they are called with."""
 
+# mypy: disable-error-code="no-any-return"
+# What a graph returns is known when it runs.
 from __future__ import annotations
 
 import inspect
@@ -7,7 +9,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import torch
 
@@ -16,12 +18,15 @@ from ..errors import BindError, FeatureMissing, GraphError, PolicyError, Problem
 from ..graph.builder import Graph
 from ..graph.value import Value
 from ..ir.spec import dense_strides, memory_order
-from ..policy import Policy
+from ..policy import Policy, PolicyOptions
 from ..runtime.trainable import Trainable
 from ..runtime.transforms import Transformed
 from ..settings import overridden
 from .compile import resolve_policy
-from .executable import Executable, Over, transforming
+from .executable import Executable, Over, R, transforming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 EXECUTABLES_KEPT = 1024
 STATICS_KEPT = 1024
@@ -127,7 +132,7 @@ def _state() -> tuple[Hashable, ...] | None:
     return (torch.are_deterministic_algorithms_enabled(), *_tf32_switches(), overridden())
 
 
-class Specialized:
+class Specialized(Generic[R]):
     """A function of a graph and values, called with tensors; see :func:`specialize`.
 
     Keeps one :class:`~cudnngraph.Executable` for each combination of shapes, strides, dtypes and
@@ -164,7 +169,7 @@ class Specialized:
         self.__name__ = getattr(build, "__name__", "graph")
         self.__doc__ = build.__doc__
 
-    def __call__(self, *tensors: torch.Tensor | None, **static: Hashable) -> Any:
+    def __call__(self, *tensors: torch.Tensor | None, **static: Hashable) -> R:
         """Run on ``tensors``, in the order of the function's parameters; allocate the outputs.
 
         Returns what the function returned, as tensors: one, or a named tuple.
@@ -425,12 +430,44 @@ def _tf32_switches() -> tuple[Hashable, ...]:
         return (newer.cudnn.conv.fp32_precision, newer.cuda.matmul.fp32_precision)
 
 
-@overload
-def specialize(build: Build) -> Specialized: ...
+if TYPE_CHECKING:
+
+    class _Options(PolicyOptions, total=False):
+        training: bool
+        check: bool | None
+
+    class _Specializer(Protocol):
+        """:func:`specialize` whose options are given."""
+
+        @overload
+        def __call__(self, build: Callable[..., Value], /) -> Specialized[torch.Tensor]: ...
+        @overload
+        def __call__(
+            self, build: Callable[..., tuple[Value, ...]], /
+        ) -> Specialized[tuple[torch.Tensor, ...]]: ...
+        @overload
+        def __call__(self, build: Build, /) -> Specialized: ...
+
+
 @overload
 def specialize(
-    *, policy: Policy | None = None, **options: Any
-) -> Callable[[Build], Specialized]: ...
+    build: Callable[..., Value], *, policy: Policy | None = None, **options: Unpack[_Options]
+) -> Specialized[torch.Tensor]: ...
+@overload
+def specialize(
+    build: Callable[..., tuple[Value, ...]],
+    *,
+    policy: Policy | None = None,
+    **options: Unpack[_Options],
+) -> Specialized[tuple[torch.Tensor, ...]]: ...
+@overload
+def specialize(
+    build: Build, *, policy: Policy | None = None, **options: Unpack[_Options]
+) -> Specialized: ...
+@overload
+def specialize(
+    build: None = None, *, policy: Policy | None = None, **options: Unpack[_Options]
+) -> _Specializer: ...
 def specialize(
     build: Build | None = None, *, policy: Policy | None = None, **options: Any
 ) -> Specialized | Callable[[Build], Specialized]:

@@ -1,5 +1,7 @@
 """Executables that torch autograd differentiates: a graph and its gradient graph, each compiled."""
 
+# mypy: disable-error-code="no-any-return"
+# What a graph returns is known when it runs.
 from __future__ import annotations
 
 import logging
@@ -8,7 +10,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Generic
 
 import torch
 
@@ -24,7 +26,7 @@ from ..settings import current
 from . import comparison
 from .compile import compile as compile_spec
 from .compile import device_of, resolve_policy
-from .executable import Executable, Over, transforming
+from .executable import Executable, Over, R, transforming
 from .transforms import NO_SECOND, Transformed, check_dropout, laid_out
 
 _log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class Pair:
         return backward
 
 
-class Trainable:
+class Trainable(Generic[R]):
     """A compiled graph whose call torch autograd can differentiate; see ``Graph.compile``.
 
     Called like an :class:`~cudnngraph.Executable`, with which it shares ``spec``, ``device`` and
@@ -119,7 +121,7 @@ class Trainable:
         """The graph as torch's function transforms call it."""
         return Transformed(self.spec, self.device, self.policy)
 
-    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> Any:
+    def __call__(self, /, *args: torch.Tensor, **tensors: torch.Tensor) -> R:
         """Run on inputs given by name, or in the order of declaration; allocate the outputs.
 
         Returns the output, or a named tuple of them when there are several. Raises

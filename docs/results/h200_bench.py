@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cudnngraph.bench.measure import Ceilings, Row
+from cudnngraph.bench.measure import Ceilings, Row, with_shares
 from cudnngraph.bench.report import JSON_SCHEMA, Report, to_html, to_json, to_picture
 from cudnngraph.bench.suites import SUITES
 
@@ -35,7 +34,9 @@ def joined(runs: Sequence[dict[str, Any]]) -> Report:
     for run in runs:
         for dtype, rate in run["ceilings"]["matmul_tflop_s"].items():
             products[dtype] = max(rate, products.get(dtype, 0.0))
-    ceilings = Ceilings(max(run["ceilings"]["copy_gb_s"] for run in runs), products)
+    copy = max(run["ceilings"]["copy_gb_s"] for run in runs)
+    cache = max(run["ceilings"].get("cache_bytes", 0) for run in runs)
+    ceilings, known = with_shares(Ceilings(copy, products, cache), list(rows.values()))
     order = list(SUITES)
     return Report(
         device=first["device"],
@@ -43,10 +44,7 @@ def joined(runs: Sequence[dict[str, Any]]) -> Report:
         reference=first["reference"],
         quick=first["quick"],
         ceilings=ceilings,
-        rows=[
-            replace(row, least_us=ceilings.least_us(row.flops, row.moved_bytes, row.dtype))
-            for row in sorted(rows.values(), key=lambda row: order.index(row.suite))
-        ],
+        rows=sorted(known, key=lambda row: order.index(row.suite)),
         notes=list(dict.fromkeys(note for run in runs for note in run["notes"])),
     )
 

@@ -22,9 +22,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str
     pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path_factory.mktemp("packaging") / "project"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, copy)
-    for name in ("cudnngraph", "plans_cache"):
+    for name in ("cudnngraph", "plans_cache", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     seeds = copy / "plans_cache" / "seeds" / "nvidia-test"
     seeds.mkdir()
@@ -51,7 +51,7 @@ def test_seeds_ship_below_the_folder_of_their_gpu(
 
 
 @pytest.mark.parametrize("kind", ["wheel", "source"])
-def test_every_module_and_its_data_ship_and_no_test_does(
+def test_every_module_and_its_data_ship_and_no_test_in_the_wheel(
     distributions: dict[str, set[str]], kind: str
 ) -> None:
     wanted = {
@@ -62,3 +62,11 @@ def test_every_module_and_its_data_ship_and_no_test_does(
     }
     assert wanted <= distributions[kind]
     assert not [name for name in distributions["wheel"] if name.startswith("tests")]
+
+
+def test_the_source_has_the_tests_and_what_runs_them(distributions: dict[str, set[str]]) -> None:
+    wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    assert (
+        wanted | {"Makefile", "MANIFEST.in", "tests/golden/samples.txt"} <= distributions["source"]
+    )
+    assert not [name for name in distributions["source"] if name.endswith(".pyc")]

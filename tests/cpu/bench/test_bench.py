@@ -55,6 +55,10 @@ def test_work_is_counted_of_the_graph() -> None:
     full = cases.sdpa(1, 2, 64, 32).graph.spec()
     assert flops_of(full) == 2 * flops_of(cases.sdpa(1, 2, 64, 32, causal=True).graph.spec())
     assert flops_of(full) == 4 * 2 * 64 * 64 * 32
+    g = cg.Graph("windowed")
+    q, k, v = (g.input(name, (1, 2, 64, 32), F16) for name in "qkv")
+    g.output("o", g.sdpa(q, k, v, window=(3, 0)))
+    assert flops_of(g.spec()) == 4 * 2 * (4 * 64 - 3 - 2 - 1) * 32
     assert flops_of(cases.pointwise_chain(4096).graph.spec()) == 0
 
 
@@ -65,6 +69,33 @@ def test_the_least_time_is_that_of_the_nearer_ceiling() -> None:
     assert ceilings.least_us(2000, 4_000_000, "int8") is None
     assert ceilings.least_us(0, 4_000_000, "int8") == 4.0
     assert ceilings.least_us(0, 0, "float16") is None
+
+
+def test_bytes_that_stay_in_the_cache_have_no_ceiling() -> None:
+    ceilings = Ceilings(1000.0, {}, cache_bytes=3_000_000)
+    assert ceilings.least_us(0, 4_000_000, "float32") == 1.0
+    assert ceilings.least_us(0, 3_000_000, "float32") is None
+
+
+def test_products_of_float32_are_beside_the_ceiling_of_tf32() -> None:
+    ceilings = Ceilings(1000.0, {"float32": 10.0, measure.TF32: 100.0})
+    assert ceilings.least_us(2_000_000_000, 1000, "float32") == 20.0
+
+
+def test_what_a_row_beats_is_no_ceiling() -> None:
+    ceilings = Ceilings(1000.0, {"float32": 2.0, "float16": 200.0})
+    rows = [row("products", 1.0), replace(row("copied", 1.0), flops=0, moved_bytes=1_100_000)]
+    rows.append(replace(row("half", 20.0), dtype="float16", moved_bytes=8000))
+    known, told = measure.with_shares(ceilings, rows)
+    assert known.beaten == ("float32", "memory")
+    assert [each.least_us for each in told] == [None, None, 0.02]
+    rows[0] = row("products", 20.0)
+    known, told = measure.with_shares(ceilings, [rows[0], rows[2]])
+    assert not known.beaten and told[0].least_us == 2.0
+    text = "\n".join(
+        report.heading(replace(made(*rows), ceilings=replace(known, beaten=("memory",))))
+    )
+    assert "a row is faster than the ceiling of memory: that is none" in text
 
 
 def test_a_summary_has_the_geometric_mean_and_the_worst_row() -> None:

@@ -43,7 +43,12 @@ def test_runs_are_joined_by_suite_and_later_rows_stand(script: ModuleType, tmp_p
     made = json.loads((tmp_path / "page.json").read_text())
     found = [(each["suite"], each["name"], each["times_us"]["plan"]) for each in made["rows"]]
     assert found == [("conv", "c", 10.0), ("conv", "d", 5.0), ("matmul", "m", 15.0)]
-    assert made["ceilings"] == {"copy_gb_s": 3000.0, "matmul_tflop_s": {"float16": 500.0}}
+    assert made["ceilings"] == {
+        "copy_gb_s": 3000.0,
+        "matmul_tflop_s": {"float16": 500.0},
+        "cache_bytes": 0,
+        "beaten": [],
+    }
     assert {each["least_us"] for each in made["rows"]} == {2.0}
     assert made["summary"]["matmul"]["eager"]["geomean"] == pytest.approx(2.0)
     assert made["notes"] == ["left out"]

@@ -883,7 +883,9 @@ TABLE = [
     ),
     (
         "input_dtype_text",
-        whole(lambda g: _relu_of(g, shape=(4,), dtype="float16"), "dtype='float16'", "torch's"),
+        whole(
+            lambda g: _relu_of(g, shape=(4,), dtype="float16"), "dtype='float16'", "torch.float16"
+        ),
     ),
     (
         "input_layout",
