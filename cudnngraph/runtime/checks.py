@@ -16,7 +16,9 @@ from .fast_call import Form
 ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 
 
-def wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -> Iterator[Problem]:
+def tensor_problems(
+    spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool
+) -> Iterator[Problem]:
     where = f"tensor '{spec.name}'"
     unfit = unreadable(where, tensor)
     if unfit:
