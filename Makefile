@@ -16,8 +16,9 @@ NEWEST_TORCH    ?= 2.15.0
 NEWEST_FRONTEND ?= 1.32.0
 
 # What the versions of torch and cuDNN can change on a CPU: what is traced, what autograd says, numbers, imports.
-VERSIONED := $(patsubst %,tests/cpu/test_%.py,aliases comparison compiled doctor env functional fuse grad importer imports \
-  known_bad op_table samples specialize torch_ops tracer training)
+VERSIONED := $(patsubst %,tests/cpu/%.py,test_imports test_samples backend/test_env backend/test_known_bad cli/test_doctor \
+  functional/test_functional grad/test_grad models/test_convert models/test_dynamo models/test_fuse models/test_trace ops/test_table \
+  runtime/test_aliases runtime/test_comparison runtime/test_custom_ops runtime/test_specialize runtime/test_trainable)
 
 VENV  := .venv
 OWN   := 0

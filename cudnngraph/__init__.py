@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cache.stats import CacheStats, MissInfo, on_miss
+from .cache.state import on_miss
+from .cache.stats import CacheStats, MissInfo
 from .errors import (
     BackendUnavailable,
     BindError,

@@ -180,9 +180,10 @@ def _marks(outcomes: Iterable[str]) -> str:
 
 def _grids() -> Iterator[tuple[Sequence[Case], Sequence[Case]]]:
     """The cases that are run on the CPU, then those on a GPU: of graphs, and of gradients."""
-    cpu, gpu = "tests.cpu", "tests.gpu"
-    for tier, samples, gradients in ((cpu, "samples", "grad"), (gpu, "samples", "gradients")):
-        names = (f"{tier}.test_{samples}", f"{tier}.test_{gradients}")
+    for names in (
+        ("tests.cpu.test_samples", "tests.cpu.grad.test_grad"),
+        ("tests.gpu.test_samples", "tests.gpu.test_gradients"),
+    ):
         graphs, derived = (importlib.import_module(name).CASES for name in names)
         yield graphs, derived
 

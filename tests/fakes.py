@@ -16,14 +16,17 @@ import torch
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
+from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.env import EnvKey
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Verified
-from cudnngraph.cache import lookup, stats
+from cudnngraph.backend.plan import Choice, Verified
+from cudnngraph.cache import lookup
 from cudnngraph.cache.codec import env_components
+from cudnngraph.cache.state import STATE
+from cudnngraph.cache.stats import Counters
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
-from cudnngraph.runtime import process
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard, heuristic
 from plans_cache.record import PlanRecord, from_json
 
@@ -96,7 +99,7 @@ class World:
     def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
         self.measured.append(spec.name)
         tell(1, 1)
-        return heuristic.heuristic(spec, policy, builder(self.refuse))
+        return heuristic.choose(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)
@@ -138,12 +141,12 @@ class World:
         monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
         monkeypatch.setenv("CUDNNGRAPH_VERIFY", "off")  # its plans compute nothing
         monkeypatch.setattr(settings, "_from_environ", None)
-        monkeypatch.setattr(stats, "COUNTERS", stats.Counters())
-        monkeypatch.setattr(lookup, "_stores", {})
-        monkeypatch.setattr(stats, "hooks", [])
+        monkeypatch.setattr(STATE, "counters", Counters())
+        monkeypatch.setattr(STATE, "stores", {})
+        monkeypatch.setattr(STATE, "hooks", [])
         monkeypatch.setattr(lookup, "load", self.load)
         monkeypatch.setattr(lookup, "replay", self.replay)
-        monkeypatch.setattr(lookup, "why_bad", lambda spec, engine, version, **options: self.bad)
+        monkeypatch.setattr(lookup, "why_rejected", lambda *args, **options: self.bad)
         monkeypatch.setattr(env, "env_key", lambda index: self.environment)
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
@@ -151,6 +154,6 @@ class World:
         monkeypatch.setattr(compiling, "autotune", self.autotune)
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
-        monkeypatch.setattr(process, "programs", type(process.programs)())
+        monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

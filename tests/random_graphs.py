@@ -40,6 +40,7 @@ ELEMENTS = 24_000  # of a value, at most
 PRODUCTS = 6_000_000  # multiplications of a step, at most
 NO_DIGITS = 0.1  # torch off by more than this: nothing is left to compare
 MORE_WAYS = 40  # of rounding, where a result is off by more than torch in a few ways
+MIXED_WAYS = 16  # of reading operands in TF32, some of them rounded and some cut off
 NO_DIGITS_FACTOR = 8.0  # then how much farther off than torch at most
 
 
@@ -583,26 +584,44 @@ class _Rounded(torch.autograd.Function):
         return ctx.rounded(dy), None
 
 
-class _Truncated(torch.autograd.Function):
-    """Cuts off what TF32 has no bits for: of a value, or of the gradient that comes back to it."""
+@dataclass(frozen=True)
+class Tf32:
+    """How tensor cores read the float32 operands of products, which have 11 bits for them: kernels
+    round them, or leave the lower bits out, which has one sign. ``mixed`` is the seed of a choice
+    for each operand; None is the same for all."""
+
+    cut: bool = True
+    mixed: int | None = None
+
+    def cuts(self, number: int) -> bool:
+        """Whether the lower bits of the operand of this number are left out."""
+        if self.mixed is None:
+            return self.cut
+        return Random(f"{self.mixed} {number}").random() < 0.5
+
+
+class _ReadAsTf32(torch.autograd.Function):
+    """A value in TF32's bits, or the gradient that comes back to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: bool) -> Tensor:
-        ctx.gradient = gradient
-        return x.clone() if gradient else _upper_bits(x)
+    def forward(ctx: Any, x: Tensor, cut: bool, gradient: bool) -> Tensor:
+        ctx.cut, ctx.gradient = cut, gradient
+        return x.clone() if gradient else _upper_bits(x, cut)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _upper_bits(dy) if ctx.gradient else dy, None
+        return _upper_bits(dy, ctx.cut) if ctx.gradient else dy, None, None
 
 
-def _cut_off(x: Tensor, gradient: bool) -> Tensor:
-    made: Tensor = _Truncated.apply(x, gradient)  # type: ignore[no-untyped-call]
+def _read_as_tf32(x: Tensor, cut: bool, gradient: bool) -> Tensor:
+    made: Tensor = _ReadAsTf32.apply(x, cut, gradient)  # type: ignore[no-untyped-call]
     return made
 
 
-def _upper_bits(x: Tensor) -> Tensor:
-    return (x.float().contiguous().view(torch.int32) & ~0x1FFF).view(F32).to(F64)
+def _upper_bits(x: Tensor, cut: bool) -> Tensor:
+    bits = x.float().contiguous().view(torch.int32)
+    half = 0 if cut else 0xFFF + (bits >> 13 & 1)  # to the nearest, to even if between
+    return (bits + half & ~0x1FFF).view(F32).to(F64)
 
 
 @dataclass
@@ -611,16 +630,16 @@ class Eager:
 
     ``rounding``: "none"; "torch" runs in float32 itself; "nearest" rounds to the dtype of the case
     behind each op; a number is the seed of random relative errors, of what an op of that dtype may
-    always be off by; "truncated" does what tensor cores do with float32, of which they read the
-    upper bits alone: products are of operands cut off behind TF32's 11 bits, all of one sign then.
+    always be off by; :class:`Tf32` has products read their operands as tensor cores do.
     """
 
     case: Case
-    rounding: str | int = "none"
+    rounding: str | int | Tf32 = "none"
     doubtful: bool = False  # whether an element is so near a kink that rounding may switch it
 
     def __post_init__(self) -> None:
         self.coarsest = 0.0  # the unit of an op so far
+        self.read = 0  # operands of products so far
         if isinstance(self.rounding, int):
             self.gen = torch.Generator().manual_seed(self.rounding)
         case = self.case
@@ -655,6 +674,16 @@ class Eager:
                 made.append(self.step(at, value, [made[place] for place in value.operands]))
         return [made[result.value] for result in self.case.results]
 
+    def cut(self) -> bool:
+        """Whether the next operand is cut off; else it is rounded."""
+        assert isinstance(self.rounding, Tf32)
+        self.read += 1
+        return self.rounding.cuts(self.read)
+
+    def as_read(self, operand: Tensor) -> Tensor:
+        """An operand of a product as tensor cores read it."""
+        return _read_as_tf32(operand, self.cut(), False) if operand.is_floating_point() else operand
+
     def step(self, at: int, step: Step, operands: Sequence[Tensor]) -> Tensor:
         """The result of one step."""
         op, (dtype, unit) = OPS[step.op], self.unit(at, step)
@@ -668,11 +697,11 @@ class Eager:
             return op.run(*operands, **step.attrs)
         if self.rounding == "torch":
             return op.run(*operands, **step.attrs)
-        if self.rounding == "truncated":
+        if isinstance(self.rounding, Tf32):
             if not self.in_tf32(step):
                 return op.run(*operands, **step.attrs)
-            cut = [_cut_off(o, False) if o.is_floating_point() else o for o in operands]
-            return _cut_off(op.run(*cut, **step.attrs), True)
+            result = op.run(*map(self.as_read, operands), **step.attrs)
+            return _read_as_tf32(result, self.cut(), True)
         if op.inside is None:
             result = op.run(*operands, **step.attrs)
         else:
@@ -1278,17 +1307,20 @@ class Yardstick:
     made: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ways: list[str | int] = ["nearest", 1, 2, 3, 4]
+        ways: list[str | int | Tf32] = ["nearest", 1, 2, 3, 4]
         if self.of.dtype == F32:
             ways.append("torch")
         if self.of.tf32:
-            ways.append("truncated")
+            ways += [Tf32(), Tf32(cut=False)]
         self.made += [self.run(Eager(self.of, way)) for way in ways]
 
     def more(self) -> None:
         """More ways, once."""
         if len(self.made) < MORE_WAYS:
-            self.made += [self.run(Eager(self.of, way)) for way in range(5, MORE_WAYS)]
+            ways: list[int | Tf32] = list(range(5, MORE_WAYS))
+            if self.of.tf32:
+                ways += [Tf32(mixed=way) for way in range(MIXED_WAYS)]
+            self.made += [self.run(Eager(self.of, way)) for way in ways]
 
     def off(self, at: int, exact: Tensor) -> float:
         """The largest distance from ``exact``, relative to its size."""

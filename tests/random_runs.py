@@ -22,13 +22,14 @@ import torch
 import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import UNCHECKED, replay
+from cudnngraph.backend.candidates import UNCHECKED, replay
 from cudnngraph.executor import reference
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.trial import Trial
 from tests import apart, numerics, random_graphs
 
 SEED_LIMIT_S = 60.0
+LOADING_S = 240.0  # more for the first seed of a process, which loads cuDNN, maybe off a cold disk
 KINDS = ("right", "refused", "wrong", "fatal")
 
 if __name__ != "__main__":  # in the server, so that a child need not; a CPU run may have none
@@ -70,10 +71,13 @@ def work(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, An
     done = set(skip)
     warned = _Warned()
     logging.getLogger("cudnngraph").addHandler(warned)
+    loading_s = LOADING_S
     for seed in (seed for seed in case["seeds"] if str(seed) not in done):
         yield str(seed), None
         warned.failures.clear()
-        signal.setitimer(signal.ITIMER_REAL, case["limit_s"])  # ends the process, wherever it is
+        limit_s = case["limit_s"] + loading_s
+        signal.setitimer(signal.ITIMER_REAL, limit_s)  # ends the process, wherever it is
+        loading_s = 0.0
         start = time.monotonic()
         policy = cg.Policy(tune="heuristic", verify=case["verify"])
         if case["autotune"] and seed % case["autotune"] == 0:

@@ -1,8 +1,8 @@
 """Graphs of which cuDNN's plans are, or were reported to be, wrong: one for each claim.
 
 Each entry of ``known_bad.TABLE`` that this project measured has an example here, which
-``tests/cpu/test_known_bad.py`` holds. :func:`plans` runs those that an entry bars too; it is a case
-for :mod:`tests.apart`, of ``tests/gpu/test_reported.py``.
+``tests/cpu/backend/test_known_bad.py`` holds. :func:`plans` runs those that an entry bars too;
+it is a case for :mod:`tests.apart`, of ``tests/gpu/test_reported.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env, plan
+from cudnngraph.backend import candidates, handles, plan
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from tests import numerics
@@ -254,12 +254,12 @@ def plans(id: str, skip: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     graphs, their plans by one engine are launched in turn.
     """
     example = BY_ID[id]
-    plan.why_bad = lambda *args, **options: None  # type: ignore[assignment]
-    plan.why_found_bad = lambda *args, **options: None  # type: ignore[assignment]
+    candidates.why_bad = lambda *args, **options: None  # type: ignore[assignment]
+    candidates.why_found_bad = lambda *args, **options: None  # type: ignore[assignment]
     policy = cg.Policy(allow_tf32=example.allow_tf32)
     specs = [graph.spec() for graph in example.build()]
     try:
-        proposals = [plan.Proposals(spec, policy, 0, more=True) for spec in specs]
+        proposals = [candidates.Proposals(spec, policy, 0, more=True) for spec in specs]
     except cg.NotSupported:
         return
     given = [inputs_of(example, spec) for spec in specs]
@@ -338,7 +338,7 @@ def launched(
             outputs.append(made)
         rounds.append(outputs)
     torch.cuda.synchronize()
-    handle = env.handle_on_current_stream(0)
+    handle = handles.handle_on_current_stream(0)
     for outputs in rounds:
         for each, spec, tensors, made in zip(plans, specs, there, outputs, strict=True):
             data = [*(tensors[name] for name in spec.inputs), *made]

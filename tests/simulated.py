@@ -20,7 +20,8 @@ from cudnngraph.executor import reference, torch_steps
 from cudnngraph.explain.offline import _Walk
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
-from cudnngraph.runtime import process, program
+from cudnngraph.runtime import program
+from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
 
@@ -66,6 +67,6 @@ def install(monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> None:
 
     monkeypatch.setattr(compiling, "reference_only", chosen)
     monkeypatch.setattr(compiling, "Program", Program)
-    monkeypatch.setattr(process, "scratch", lambda device, stream, size, plans: _filled(size))
+    monkeypatch.setattr(PROCESS, "scratch", lambda device, stream, size, plans: _filled(size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    process.programs.clear()
+    PROCESS.programs.clear()

@@ -11,13 +11,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from ..errors import BackendUnavailable, NotSupported
 from ..ir.spec import GraphSpec
 from ..policy import Policy
-from .lowering.driver import Lowered, first_line
-from .plan import Candidate, restrict, why_passed_over
+from . import env
+from .candidates import Candidate, propose, restrict, why_passed_over
+from .lowering.driver import Lowered, first_line, lower
+from .tested import dotted
 
 _REQUIRES = re.compile(r"Requires (\d+)")
 _DESELECTED = "Deselecting execution plan"
@@ -40,8 +44,7 @@ class Listed:
 
 def gpu_name(target: str) -> str:
     """The name of the GPU that ``target`` describes."""
-    text = (resources.files(__package__) / "targets" / f"{target}.json").read_text()
-    return str(json.loads(text)["deviceName"])
+    return str(json.loads(_target_text(target))["deviceName"])
 
 
 def examine(
@@ -102,3 +105,48 @@ def _why_not(message: str, need: int | None, policy: Policy) -> str:
     if limit is not None and need is not None and need > limit:
         return f"barred by the policy: needs {need} bytes of workspace, over {limit}"
     return ""
+
+
+# -- targets ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def targets() -> tuple[str, ...]:
+    """Names of the GPUs that can be planned for without having one."""
+    folder = resources.files(__package__) / "targets"
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir()))
+
+
+def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]:
+    """cuDNN's ranking on the described GPU ``target``; needs the library, no device, no driver.
+
+    Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded.
+    """
+    lowered = lower_for(spec, target)
+    return lowered, propose(lowered, env.frontend())
+
+
+def lower_for(spec: GraphSpec, target: str) -> Lowered:
+    """The frontend's graph for ``spec`` on the described GPU ``target``."""
+    frontend = env.frontend()
+    if target not in targets():
+        raise NotSupported(f"target '{target}'", [f"known targets: {', '.join(targets())}"])
+    try:
+        described = frontend.create_device_properties(_target_text(target))
+    except (frontend.cudnnGraphNotSupportedError, RuntimeError) as error:
+        version = dotted(env.cudnn_version())
+        raise BackendUnavailable(
+            f"cuDNN {version} does not take the description of '{target}' "
+            f"({first_line(str(error))}); from 9.28 on it needs a CUDA driver library "
+            "(libcuda.so.1) for it, also without a GPU: install NVIDIA's driver, or an older cuDNN"
+        ) from error
+    return lower(spec, frontend, device_property=described, sm_version=target_capability(target))
+
+
+def target_capability(target: str) -> int:
+    """Compute capability of the described GPU ``target``: 90 for 9.0."""
+    return int(json.loads(_target_text(target))["deviceVer"]) // 10
+
+
+def _target_text(target: str) -> str:
+    return (resources.files(__package__) / "targets" / f"{target}.json").read_text()

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from plans_cache.findings import Findings
 
 from .. import settings
+from ..ir import versions
 from ..ir.key import step_digest
-from ..ir.spec import GraphSpec, TensorSpec, is_channels_last
+from ..ir.spec import GraphSpec, TensorSpec, is_channels_last, once
 from ..ops.table import OPS
 from . import env, libraries
 from .tested import dotted
@@ -35,10 +36,8 @@ from .tested import dotted
 if TYPE_CHECKING:
     from .plan import Choice
 
-SCHEMA = 1  # of the files; raised when a pattern is told otherwise, too
 LEAST_SIZES = 3
 WHERE = "known bad on this GPU"
-_IDS = "ids of what was found bad"  # in what is derived of a graph
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 Engine = tuple[int, tuple[tuple[str, int], ...]]
@@ -79,8 +78,8 @@ def _driver() -> str:
 
 
 def environment_id(described: Mapping[str, str]) -> str:
-    """The id of its files: 32 hexadecimal digits, others where :data:`SCHEMA` was raised."""
-    text = json.dumps([SCHEMA, dict(sorted(described.items()))])
+    """The id of its files: 32 hexadecimal digits, others where the version was raised."""
+    text = json.dumps([versions.FINDINGS, dict(sorted(described.items()))])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -163,7 +162,7 @@ class Barred:
 
 def read(data: Any) -> Barred | None:
     """What a file says; None for what is none, and rows that are none are left out."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") != versions.FINDINGS:
         return None
     steps: dict[tuple[str, bool, Engine], str] = {}
     patterns: dict[tuple[str, bool, int], str] = {}
@@ -207,6 +206,10 @@ def barred(device_index: int) -> Barred | None:
     return _last[1]
 
 
+def _ids(spec: GraphSpec) -> tuple[str, str]:
+    return step_digest(spec), pattern(spec)
+
+
 def why_found_bad(
     spec: GraphSpec, choice: Choice, device_index: int, *, allow_tf32: bool
 ) -> str | None:
@@ -214,9 +217,7 @@ def why_found_bad(
     known = None if _sweeping else barred(device_index)
     if known is None or not (known.steps or known.patterns):
         return None
-    if _IDS not in spec.derived:  # a step is asked about for each of its candidates
-        spec.derived[_IDS] = (step_digest(spec), pattern(spec))
-    step, like = spec.derived[_IDS]
+    step, like = once(spec, "found bad", _ids, spec)  # asked for each candidate of a step
     why = known.steps.get((step, allow_tf32, (choice.engine, choice.knobs)))
     if why is None:
         why = known.patterns.get((like, allow_tf32, choice.engine))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec
-from . import env, libraries
+from . import env, handles, libraries
 
 _DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 9}  # cudnnDataType_t
 _MAX = 0  # cudnnPoolingMode_t
@@ -134,7 +134,7 @@ def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling |
         if (source | target) % _ALIGNED:
             return False
         with torch.cuda.device(image.device):
-            handle = place(env.handle_on_current_stream(image.device.index).backend_handle)
+            handle = place(handles.handle_on_current_stream(image.device.index).backend_handle)
             status = library.cudnnPoolingForward(
                 *(handle, window.pointer, factor, given.pointer, place(source)),
                 *(nothing, made.pointer, place(target)),

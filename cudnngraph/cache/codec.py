@@ -25,11 +25,10 @@ from ..ops.table import is_default
 from ..partition.analysis import Graph, work
 from ..partition.cuts import piece
 from ..policy import Policy
-from ..rewrite.annotate import marked
 from ..rewrite.channels_last import channels_last
-from ..rewrite.passes import prepared
 from ..select.decision import Decision, Selection, StepPlan
 
+CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
 
@@ -105,29 +104,17 @@ def to_record(
         policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
         versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
         created=time.time(),
+        extra={CHANNELS_LAST: True} if selection.channels_last else {},
     )
 
 
 def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
-    """The steps of a record for the canonical graph ``spec``.
+    """The steps of a record for the legalized canonical graph ``spec``.
 
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
-    spec = marked(spec, bool(record.policy.get("deterministic")))
-    if record.policy.get("fallback") == "error":  # one plan of the graph as it is
-        return _steps_in(record, spec)
-    ready = prepared(spec)
-    try:
-        return _steps_in(record, ready)
-    except StaleRecord as stale:
-        try:
-            return _steps_in(record, channels_last(ready))
-        except StaleRecord:
-            raise stale from None
-
-
-def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
-    """The steps of a record for a graph as it is cut."""
+    if is_channels_last(record):
+        spec = channels_last(spec)
     graph = Graph(spec)
     left = {node.name: node for node in work(spec.nodes)}
     constants = {node.name for node in spec.nodes if node.op == "constant"}
@@ -157,6 +144,11 @@ def _steps_in(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     if left:
         raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
     return tuple(steps)
+
+
+def is_channels_last(record: PlanRecord) -> bool:
+    """Whether the steps are those of the graph with every image channels last."""
+    return record.extra.get(CHANNELS_LAST) is True
 
 
 def _verified(data: Any) -> Verified | None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,45 +18,44 @@ from functools import cached_property
 from pathlib import Path
 
 from plans_cache.gate import Gate
-from plans_cache.launches import Launches, Mark
+from plans_cache.launches import Mark
 from plans_cache.lock import LockTimeout
 from plans_cache.record import PlanRecord, RecordError, digest, entry_id, from_json
-from plans_cache.rejections import Rejections
 from plans_cache.store import Hit, PlanStore
 
 from .. import settings
 from ..backend import env
+from ..backend.candidates import UNCHECKED, replay, why_rejected
 from ..backend.env import EnvKey
-from ..backend.found_bad import why_found_bad
-from ..backend.known_bad import why_bad
-from ..backend.plan import UNCHECKED, Choice, Plan, Verified, load, replay
+from ..backend.plan import Choice, Plan, Verified, load
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from ..select import guard
 from ..select.decision import Selection, StepPlan
-from . import distributed, stats
-from .codec import StaleRecord, env_components, pack, steps_of, summary, to_record, unpack
+from . import distributed
+from .codec import (
+    StaleRecord,
+    env_components,
+    is_channels_last,
+    pack,
+    steps_of,
+    summary,
+    to_record,
+    unpack,
+)
+from .state import STATE
 from .stats import MissInfo
 
 _log = logging.getLogger(__name__)
 
 DIED = "the process that launched it first did not come back from it"
 
-_stores: dict[Path, PlanStore] = {}
-_rejected: dict[Path, Rejections] = {}
-_launched: dict[Path, Launches] = {}
-_lock = threading.Lock()
-
 
 def store() -> PlanStore:
     """The store of the directory that the settings name."""
-    directory = settings.current().cache_dir
-    with _lock:
-        if directory not in _stores:
-            _stores[directory] = PlanStore(directory)
-        return _stores[directory]
+    return STATE.store_of(settings.current().cache_dir)
 
 
 class Rejected:
@@ -83,7 +80,7 @@ class Rejected:
         """The choices that were rejected for a step, with the reasons."""
         _lost(self._directory)
         id = self.id(spec, policy)
-        found = {} if id is None else _rejections(self._directory).of(id)
+        found = {} if id is None else STATE.rejections_of(self._directory).of(id)
         return {Choice(engine, knobs): why for (engine, knobs), why in found.items()}
 
     def add(self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]) -> None:
@@ -96,14 +93,14 @@ class Rejected:
                 plans[choice.engine, choice.knobs] = why
         id = self.id(spec, policy)
         if id is not None:
-            _rejections(self._directory).add(id, plans)
+            STATE.rejections_of(self._directory).add(id, plans)
 
     def withdraw(self, spec: GraphSpec, policy: Policy, choice: Choice, why: str) -> None:
         """Keep a choice as rejected that had passed: records that have it are stale from now on."""
         self.add(spec, policy, {choice: why})
         id = self.id(spec, policy)
         if id is not None and not why.startswith(UNCHECKED):
-            _launches(self._directory).note(id)
+            STATE.launches_of(self._directory).note(id)
 
     def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:
         """What is wrong with a choice of a record that had passed when it was kept, or None.
@@ -120,7 +117,7 @@ class Rejected:
 
     def begin(self) -> Mark:
         """For this process to tell the next what it launches first; to be closed."""
-        return _launches(self._directory).begin()
+        return STATE.launches_of(self._directory).begin()
 
     def id(self, spec: GraphSpec, policy: Policy) -> str | None:
         """Of a step in this environment; None where it has no key."""
@@ -130,40 +127,16 @@ class Rejected:
             return None
 
 
-def _rejections(directory: Path) -> Rejections:
-    with _lock:
-        if directory not in _rejected:
-            _rejected[directory] = Rejections(directory)
-        return _rejected[directory]
-
-
-def _launches(directory: Path) -> Launches:
-    with _lock:
-        if directory not in _launched:
-            _launched[directory] = Launches(directory)
-        return _launched[directory]
-
-
 def _lost(directory: Path) -> frozenset[str]:
     """The steps of which a plan was withdrawn, with those that processes have died of by now."""
-    rejections = _rejections(directory)
+    rejections = STATE.rejections_of(directory)
 
     def reject(id: str, plan: tuple[int, tuple[tuple[str, int], ...]]) -> None:
         if plan not in rejections.of(id):
             _log.warning("%s is not tried again: %s", Choice(*plan), DIED)
             rejections.add(id, {plan: DIED})
 
-    return _launches(directory).look(reject)
-
-
-def _after_fork() -> None:
-    """A thread of the parent may have held it; the stores see to theirs."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    return STATE.launches_of(directory).look(reject)
 
 
 # -- lookup ----------------------------------------------------------------------------------------
@@ -171,12 +144,15 @@ if hasattr(os, "register_at_fork"):
 
 def selection_for(
     spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
     build: Callable[[], Selection],
 ) -> tuple[Selection, str]:
     """The selection for a canonical graph, and the tier that served it.
+
+    ``legal`` is the graph legalized: its steps are cut from that.
 
     Where ``torch.distributed`` runs, one rank looks it up or builds it, and the others take its
     record. Raises :class:`PlanNotCached` where nothing serves and ``policy.tune`` is "cached"; what
@@ -186,7 +162,7 @@ def selection_for(
     id = entry_id(key.digest, digest(env_components(environment)))
 
     def here() -> tuple[Selection, str, PlanRecord]:
-        return _served(id, spec, policy, key, device_index, build)
+        return _served(id, spec, legal, policy, key, device_index, build)
 
     def first() -> tuple[tuple[Selection, str], bytes]:
         selection, tier, record = here()
@@ -196,7 +172,7 @@ def selection_for(
         record = from_json(text)
         if record.id != id:
             raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
-        return _restored(record, None, "another rank", spec, policy, device_index)[:2]
+        return _restored(record, None, "another rank", legal, policy, device_index)[:2]
 
     if distributed.several():
         try:
@@ -229,6 +205,7 @@ def _gate_of(device_index: int) -> Path | None:
 def _served(
     id: str,
     spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
@@ -243,7 +220,7 @@ def _served(
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            selection, tier, checked = _restored(*_parts(found), spec, policy, device_index)
+            selection, tier, checked = _restored(*_parts(found), legal, policy, device_index)
             kept = found.record
             if checked:
                 kept = to_record(spec, key, environment, policy, selection)
@@ -255,9 +232,9 @@ def _served(
             reason, useless = f"stale: {stale}", found.record
     else:
         reason = found.reason
-    stats.COUNTERS.missed(reason.split(":")[0])
+    STATE.counters.missed(reason.split(":")[0])
     _log.info("cache_miss %s (%s): %s", id[:16], reason, summary(spec))
-    for hook in tuple(stats.hooks):
+    for hook in tuple(STATE.hooks):
         try:
             hook(MissInfo(summary(spec), key, reason))
         except Exception:
@@ -278,7 +255,7 @@ def _served(
         except Exception as error:
             failures.append(error)
             raise
-        stats.COUNTERS.served("built", build_ms=(time.perf_counter() - start) * 1e3)
+        STATE.counters.served("built", build_ms=(time.perf_counter() - start) * 1e3)
         made.append((selection, to_record(spec, key, environment, policy, selection)))
         return made[-1]
 
@@ -289,7 +266,7 @@ def _served(
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return (*_restored(*_parts(hit), spec, policy, device_index)[:2], hit.record)
+            return (*_restored(*_parts(hit), legal, policy, device_index)[:2], hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -322,7 +299,7 @@ def _restored(
     record: PlanRecord,
     blob: bytes | None,
     tier: str,
-    spec: GraphSpec,
+    legal: GraphSpec,
     policy: Policy,
     device_index: int,
 ) -> tuple[Selection, str, bool]:
@@ -331,7 +308,7 @@ def _restored(
     Raises :class:`StaleRecord` when it cannot be had from it.
     """
     start = time.perf_counter()
-    steps, checked = _verified(steps_of(record, spec), policy, device_index)
+    steps, checked = _verified(steps_of(record, legal), policy, device_index)
     try:
         parts = None if blob is None else unpack(blob, len(steps))
     except ValueError as error:
@@ -349,13 +326,13 @@ def _restored(
         if like in made:
             plans.append(made[like])
             continue
-        bad = why_bad(
+        bad = why_rejected(
             step.spec,
-            step.choice.engine,
-            env.cudnn_version(),
-            capability=env.capability(device_index),
+            step.choice,
+            env.capability(device_index),
             allow_tf32=tf32,
-        ) or why_found_bad(step.spec, step.choice, device_index, allow_tf32=tf32)
+            device_index=device_index,
+        )
         if bad is not None:
             raise StaleRecord(bad)
         try:
@@ -372,11 +349,12 @@ def _restored(
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
-    stats.COUNTERS.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    STATE.counters.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    return Selection(steps, tuple(plans)), f"{tier}, {detail}", checked
+    selection = Selection(steps, tuple(plans), is_channels_last(record))
+    return selection, f"{tier}, {detail}", checked
 
 
 def _verified(

@@ -1,11 +1,9 @@
-"""Counters of the cache in this process, and hooks that are told of each miss."""
+"""Counters of the cache, and what is told of a miss."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from plans_cache.store import Stats
@@ -45,24 +43,6 @@ class Counters:
             self.misses[reason] += 1
 
 
-COUNTERS = Counters()
-hooks: list[Callable[[MissInfo], None]] = []
-
-
-def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
-    """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
-
-    What a hook raises is logged and goes no further.
-    """
-    hooks.append(hook)
-
-    def remove() -> None:
-        if hook in hooks:
-            hooks.remove(hook)
-
-    return remove
-
-
 @dataclass(frozen=True)
 class CacheStats:
     """How the cache has done in this process.
@@ -81,13 +61,3 @@ class CacheStats:
     workspace_bytes: int
     workspace_high_water_bytes: int
     store: Stats
-
-
-def _after_fork() -> None:
-    """A thread of the parent may have held the lock."""
-    global COUNTERS
-    COUNTERS = Counters()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -24,11 +24,12 @@ from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of
 from ..cache.lookup import Rejected
 from ..errors import CudnnGraphError
 from ..explain.text import clean
+from ..ir.canonical import canonical
 from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
-from ..runtime.program import canonical
+from ..rewrite.passes import legalize
 from ..select import guard
 from ..select.decision import StepPlan
 from .records import DTYPES, Stored, parsed, tensor
@@ -70,7 +71,7 @@ def check_stored(store: PlanStore, entry: Stored) -> tuple[Verdict, Verdict]:
 def check_graph(record: PlanRecord) -> tuple[Verdict, tuple[StepPlan, ...]]:
     """Whether the key's components are a graph of that key which the steps make up."""
     try:
-        spec = graph_of(record)
+        spec = legalize(graph_of(record), policy_of(record))
         return OK, steps_of(record, spec)
     except StaleRecord as error:
         return Verdict("failed", f"stale: {error}"), ()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..ir.spec import GraphSpec, Node, TensorSpec, overlaps_itself, same_layout
+from ..ir.spec import GraphSpec, Node, TensorSpec, once, overlaps_itself, same_layout
 from ..ops import aten
 from ..ops.base import Rule, Tensors
 from ..ops.operands import need
@@ -61,10 +61,7 @@ def prepared(
     spec: GraphSpec, dtype: torch.dtype | None = None
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     """:func:`run` of one graph, whose names are looked up once and not at every call."""
-    found = spec.derived.get(("reference", dtype))
-    if found is None:
-        found = spec.derived["reference", dtype] = _prepare(spec, dtype)
-    return found
+    return once(spec, ("reference", dtype), _prepare, spec, dtype)
 
 
 def _prepare(
@@ -165,5 +162,5 @@ def run_into(
     spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
     """Like :func:`run`, but writes to given tensors of the declared strides and dtypes."""
-    for result, output in zip(run(spec, inputs), outputs, strict=True):
+    for result, output in zip(prepared(spec)(inputs), outputs, strict=True):
         output.copy_(result)

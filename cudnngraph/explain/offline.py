@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from ..arguments import checked
 from ..backend import env, libraries
-from ..backend.deviceless import Listed, examine, gpu_name
-from ..backend.plan import Choice, Outcome, Plan, propose_for, target_capability, targets
+from ..backend.candidates import Outcome
+from ..backend.deviceless import Listed, examine, gpu_name, propose_for, target_capability, targets
+from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec

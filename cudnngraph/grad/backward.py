@@ -10,7 +10,8 @@ import torch
 
 from ..errors import GraphError, Problem
 from ..graph.builder import Graph
-from ..graph.value import Value
+from ..graph.core import apply, input_of, last_label, scalar
+from ..graph.value import Value, known
 from ..ir.spec import GraphSpec, Node, dense_strides
 from ..ops.infer import check_node
 from ..ops.table import OPS
@@ -103,16 +104,16 @@ class Backward:
 
     def narrow(self, value: Value, dtype: torch.dtype) -> Value:
         """The same value in ``dtype``, for an anchor to read; see :meth:`anchor`."""
-        return Value(self.graph, value.name, replace(value._known(), dtype=dtype))
+        return Value(self.graph, value.name, replace(known(value), dtype=dtype))
 
     def apply(self, op: str, operands: Sequence[Value | None], attrs: Mapping[str, Any]) -> Any:
         """One op; its results, each in the dtype of arithmetic."""
-        return [self.wide(value) for value in self.graph._apply(op, operands, dict(attrs))]
+        return [self.wide(value) for value in apply(self.graph, op, operands, attrs)]
 
     def anchor(self, op: str, operands: Sequence[Value | None], attrs: Mapping[str, Any]) -> Any:
         """An op that reads each operand in the very dtype in which it is given here."""
         results = self.apply(op, operands, attrs)
-        label = self.graph._nodes[-1].name
+        label = last_label(self.graph)
         self._reads += [
             (label, port, value.dtype)
             for port, value in enumerate(operands)
@@ -132,14 +133,14 @@ class Backward:
     def _made(self, name: str) -> Value:
         node = self.producer.get(name)
         if node is not None and node.op == "constant":
-            return self.graph._scalar(node.attr("value"))
+            return scalar(self.graph, node.attr("value"))
         there = name in self.spec.inputs or name in self.spec.outputs
         if there or node is None or self.saved is None or name in self.saved:
             tensor = self.spec.tensors[name]
             dtype = tensor.dtype if there else self.dtypes[name]
             return self.graph.input(name, tensor.shape, dtype, stride=tensor.stride)
         operands = [None if operand is None else self.forward(operand) for operand in node.inputs]
-        return self.graph._apply(node.op, operands, dict(node.attrs))[0]
+        return apply(self.graph, node.op, operands, dict(node.attrs))[0]
 
     def users(self, name: str) -> int:
         """How many ops of the forward read a tensor, its caller counted where it is an output."""
@@ -189,7 +190,7 @@ class Backward:
                     )
                 )
                 continue
-            if grad.name in declared or grad.name in self.graph._inputs:
+            if grad.name in declared or input_of(self.graph, grad.name) is not None:
                 grad = self.graph.identity(grad)
             declared.add(grad.name)
             stride = dense_strides(tensor.shape, own_order(tensor))

@@ -374,17 +374,13 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
             raise PolicyError(f"training {is_a(training)}; expected True or False")
         if not (check is None or type(check) is bool):
             raise PolicyError(f"check {is_a(check)}; expected True, False or None")
-        if training:
-            from ..runtime.trainable import compile_training
-
-            return compile_training(
-                self.spec(), device, policy=policy, check=check, options=options
-            )
-        if check is not None:
+        if check is not None and not training:
             raise PolicyError("check is for training=True")
-        from ..runtime.compile import compile as compile_spec
+        from ..runtime.trainable import compile_graph
 
-        return compile_spec(self.spec(), device, policy=policy, **options)
+        return compile_graph(
+            self.spec(), device, policy=policy, training=training, check=check, options=options
+        )
 
     def __str__(self) -> str:
         return print_spec(self.spec(), is_default)

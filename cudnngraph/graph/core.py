@@ -23,6 +23,7 @@ class Core:
     """What a graph under construction holds, and how a method adds an op to it."""
 
     problems: list[Problem]
+    _inputs: dict[str, Value]
     _nodes: list[Node]
     _values: dict[str, Value]
     _scalars: dict[str, Value]
@@ -152,3 +153,28 @@ class Core:
 
     def _one(self, op: str, /, *operands: Any, name: str | None = None, **attrs: Any) -> Value:
         return self._apply(op, operands, attrs, name)[0]
+
+
+# -- for folders that write graphs op by op --------------------------------------------------------
+
+
+def apply(
+    graph: Core, op: str, operands: Sequence[Any], attrs: Mapping[str, Any]
+) -> Sequence[Value]:
+    """Add an op by its name; its results, with those that nobody can ask for."""
+    return graph._apply(op, operands, dict(attrs))
+
+
+def scalar(graph: Core, number: float) -> Value:
+    """A number as a value of the graph, the same one each time."""
+    return graph._scalar(number)
+
+
+def last_label(graph: Core) -> str:
+    """The label of the op that was added last."""
+    return graph._nodes[-1].name
+
+
+def input_of(graph: Core, name: str) -> Value | None:
+    """The input that was declared under a name, or None."""
+    return graph._inputs.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -134,3 +135,13 @@ METHODS = frozenset(OPS) - {"constant", "concat", "aten"} | {
     "rope",
     "block_mask",
 }
+
+
+def set_stride(value: Value, stride: Sequence[int]) -> None:
+    """Store a value in other strides than its op would; nothing may have read it yet."""
+    value.spec = replace(known(value), stride=tuple(stride))
+
+
+def known(value: Value) -> TensorSpec:
+    """The value's spec. Raises :class:`GraphError` if an earlier mistake leaves it unknown."""
+    return value._known()

@@ -19,9 +19,8 @@ import torch
 
 from ..errors import UnkeyableError
 from ..policy import SEARCH_FIELDS, Policy
+from . import versions
 from .spec import GraphSpec, TensorSpec
-
-SCHEMA_VERSION = 4  # changes too where plans of the same graph compute something else
 
 
 def encode(value: Any) -> Any:
@@ -96,7 +95,7 @@ def graph_key(
     alignment = alignment_bytes or {}
     by_id = {ids[name]: name for name in (*spec.inputs, *spec.outputs)}
     parts: list[tuple[str, Any]] = [
-        ("schema", SCHEMA_VERSION),
+        ("schema", versions.KEY),
         ("ops", nodes),
         ("inputs", {ids[name]: _tensor(spec.tensors[name]) for name in spec.inputs}),
         ("outputs", [[ids[name], *_tensor(spec.tensors[name])] for name in spec.outputs]),

@@ -7,14 +7,15 @@ declaration and not on names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 Attribute = Any  # None, bool, int, float, str, or nested tuples of these
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -287,7 +288,7 @@ class GraphSpec:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """A place for what others have worked out of this graph, so that it is worked out once."""
+        """What :func:`once` has made for this graph."""
         return {}
 
     @cached_property
@@ -348,6 +349,15 @@ class GraphSpec:
 
     def __str__(self) -> str:
         return print_spec(self)
+
+
+def once(spec: GraphSpec, name: Hashable, make: Callable[..., _T], *args: Any) -> _T:
+    """Return ``make(*args)``, made at the first call with ``name`` and kept with the graph."""
+    try:
+        found: _T = spec.derived[name]
+    except KeyError:
+        found = spec.derived[name] = make(*args)
+    return found
 
 
 def print_spec(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..ir.spec import TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
 from ..runtime.checks import ALIGNMENT_BYTES
@@ -29,7 +29,7 @@ class _Turns:
     def follow(self, tensors: Iterable[Any]) -> None:
         """Let the current stream, if it is another, wait for the one of the last run; where it is
         new, ``tensors`` are known to be in use on it when they are freed."""
-        raw = env.raw_stream(self._index)
+        raw = handles.raw_stream(self._index)
         if raw == self._last.cuda_stream or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(self._index)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch import nn
 
 from ..errors import CannotImport, GraphError
 from ..graph.builder import Graph
-from ..graph.value import Value
+from ..graph.core import input_of
+from ..graph.value import Value, set_stride
 from ..ir.spec import (
     GraphSpec,
     channels_last_strides,
@@ -326,7 +327,7 @@ class Conversion:
             return self._clone(value)
         made = self.g.identity(value)
         stride = wanted if is_dense(shape, wanted) else contiguous_strides(shape)
-        made.spec = replace(value.spec, name=made.name, stride=stride)
+        set_stride(made, stride)
         return made
 
     def _clone(self, value: Value) -> Any:
@@ -424,7 +425,7 @@ class Conversion:
         if spec is None or not self.channels_last or len(spec.shape) not in (4, 5):
             return
         if spec.dtype in FLOATS and is_contiguous(spec.shape, spec.stride):
-            value.spec = replace(spec, stride=channels_last_strides(spec.shape))
+            set_stride(value, channels_last_strides(spec.shape))
 
     # -- operands ----------------------------------------------------------------------------------
 
@@ -463,7 +464,7 @@ class Conversion:
             tensor.dtype,
         )
         found = self._held.get(place)
-        if found is not None and self.g._inputs.get(found.name) is found:
+        if found is not None and input_of(self.g, found.name) is found:
             return found
         name = self._free(label)
         value = self.g.input(name, like=tensor)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from ..backend.env import EnvKey
 from ..cache.codec import to_record
 from ..device import files
 from ..errors import PolicyError
+from ..explain.draw import svg
 from ..runtime.executable import Executable
 from ..select.decision import FREE, Selection, StepPlan
 
@@ -88,9 +90,6 @@ class Report:
 
     def svg(self) -> str:
         """The steps as a picture."""
-        from ..backend.env import EnvKey
-        from ..explain.draw import svg
-
         if self.executable is None:
             raise PolicyError("nothing of the model is left to run, so there is nothing to draw")
         exe = self.executable

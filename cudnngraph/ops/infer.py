@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import Problem
-from ..ir.spec import DTYPE_NAMES, TensorSpec, dense_strides, numel
+from ..ir.spec import DTYPE_NAMES, TensorSpec, dense_strides, numel, overlaps_itself
 from .base import MAX_RANK, REQUIRED, Call
 from .table import OPS
 
@@ -94,8 +94,6 @@ def check_stride(
     where: str, shape: Sequence[int], stride: Any, *, written: bool
 ) -> tuple[tuple[int, ...] | None, list[Problem]]:
     """Declared strides in elements. A tensor that is written may not overlap itself."""
-    from ..ir.spec import overlaps_itself
-
     steps = tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None
     if steps is None or any(
         isinstance(s, bool) or not isinstance(s, Integral) or s < 0 for s in steps

@@ -8,15 +8,24 @@ what a product's plan can do besides; what is joined is written in its place.
 
 from __future__ import annotations
 
-from ..ir.spec import (
-    GraphSpec,
-)
+from ..ir.spec import GraphSpec
+from ..policy import Policy
+from .annotate import marked
 from .concat import slices
 from .masks import aligned_masks, numeric_masks
 from .packed import gradients_laid_alike, offsets_of_sequences
 from .reductions import wide_sums
 from .row_layout import in_memory_order
 from .views import views, views_behind
+
+
+def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
+    """The graph that plans are chosen for and that records name steps of.
+
+    It is the graph with its marks, and ready to be cut unless the policy allows one plan alone.
+    """
+    annotated = marked(spec, policy.deterministic)
+    return annotated if policy.fallback == "error" else prepared(annotated)
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..errors import CaptureError
-from . import fast_call, process
+from . import fast_call
+from .process import PROCESS
 from .program import Launch, Program
 
 
@@ -55,7 +56,7 @@ class BoundCall:
             self._launch(index)
 
     def _launch(self, index: int) -> None:
-        stream = env.raw_stream(index)
+        stream = handles.raw_stream(index)
         ready = self._ready.by_stream.get(stream)
         if torch.cuda.is_current_stream_capturing():  # in the graph's memory, which goes with it
             self._program.play(self._program.launches(self._tensors, stream))
@@ -63,8 +64,8 @@ class BoundCall:
         if ready is None:
             launches = self._program.launches(self._tensors, stream)
             # The block is kept with the pointers into it, so a pool that grows leaves it alive.
-            block = process.WORKSPACE.get(index, stream, self._program.scratch_bytes)
-            handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+            block = PROCESS.workspace.get(index, stream, self._program.scratch_bytes)
+            handle = handles.handle_on_current_stream(index) if self._program.uses_cudnn else None
             watched = self._program.ran_first([partial(launch, handle) for launch in launches])
             ready = self._ready.by_stream[stream] = (launches, block)
             fixed = [launch for launch in launches if isinstance(launch, fast_call.PlanLaunch)]
@@ -73,7 +74,7 @@ class BoundCall:
                 self._ready.short = fast_call.launch_of(fixed, index, stream)
             if watched:
                 return
-        handle = env.handle_on_current_stream(index) if self._program.uses_cudnn else None
+        handle = handles.handle_on_current_stream(index) if self._program.uses_cudnn else None
         for launch in ready[0]:
             launch(handle)
 
@@ -103,21 +104,21 @@ class CapturedCall:
         make: Any = torch.cuda.Stream
         graph, stream = torch.cuda.CUDAGraph(), make()
         _forget_workspaces()
-        process.recording.held = self._held
+        PROCESS.recording.held = self._held
         collects = gc.isenabled()
         gc.disable()  # a CUDA graph that is garbage would take this one with it
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._call()
         finally:
-            process.recording.held = None
+            PROCESS.recording.held = None
             _forget_workspaces()
             if collects:
                 gc.enable()
         self.graph = graph
 
     def __del__(self) -> None:
-        env.let_go(self.graph)
+        handles.let_go(self.graph)
 
     def __call__(self) -> None:
         if self.graph is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..backend.plan import multiplies_float32
+from ..backend.candidates import multiplies_float32
 from ..errors import CudnnGraphError, WrongResult
 from ..ir.spec import GraphSpec, overlaps_itself
 from ..partition.analysis import LOW_PRECISION

@@ -15,25 +15,27 @@ import torch
 
 from .. import settings
 from ..arguments import NotPlain, checked, is_a, items, shown
-from ..backend.plan import multiplies_float32, refuse_during_capture
-from ..cache import lookup, stats
+from ..backend.candidates import multiplies_float32
+from ..backend.plan import refuse_during_capture
+from ..cache import lookup
+from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
+from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
-from ..ir.spec import GraphSpec
+from ..ir.spec import GraphSpec, once
 from ..ops.attention.checks import ATTENTION
 from ..policy import Policy
+from ..rewrite.passes import legalize
 from ..select.autotune import autotune
 from ..select.decision import Selection
 from ..select.guard import Builder, GuardedBench, how
-from ..select.heuristic import heuristic, reference_only
+from ..select.heuristic import by_torch, choose, reference_only
 from ..select.progress import progress_bar
-from ..select.rules import torch_only
-from . import process
 from .executable import Executable
 from .first_launch import FirstRun
-from .process import cache_stats
-from .program import Program, canonical, once
+from .process import PROCESS, cache_stats
+from .program import Program
 
 _PROGRAMS_KEPT = 1024
 
@@ -82,11 +84,11 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
 def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) -> Program:
     by_reference = settings.current().backend == "reference"
     place = (key.digest, device, by_reference)
-    with process.programs_lock:
-        program = process.programs.get(place)
+    with PROCESS.lock:
+        program = PROCESS.programs.get(place)
         if program is not None and (program.tuned or policy.tune != "autotune"):
-            process.programs.move_to_end(place)
-            stats.COUNTERS.served("memory")
+            PROCESS.programs.move_to_end(place)
+            STATE.counters.served("memory")
             return program
     spec = canonical(spec)
     tier = "reference"
@@ -95,34 +97,43 @@ def _program(spec: GraphSpec, device: torch.device, policy: Policy, key: Key) ->
     elif by_reference:
         selection = reference_only(spec, "CUDNNGRAPH_BACKEND=reference")
     else:
-        index = device.index
         refuse_during_capture()
-        kept = lookup.Rejected(index)
-
-        def build() -> Selection:
-            if policy.tune == "autotune" and torch_only(spec) is None:
-                with progress_bar("tuning", after_s=2.0) as tell:
-                    bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
-                    return autotune(spec, policy, bench, tell)
-            first = Builder(policy, index, kept)
-            return heuristic(spec, policy, first, first.expect)
-
         with torch.cuda.device(device):
-            if torch_only(spec) is None:
-                selection, tier = lookup.selection_for(spec, policy, key, index, build)
+            whole = by_torch(spec)
+            if whole is not None:
+                selection, tier = whole, "torch"
             else:
-                selection, tier = build(), "torch"
+                selection, tier = _chosen(spec, device, policy, key)
     if tier in ("reference", "torch"):
-        stats.COUNTERS.served(tier)
+        STATE.counters.served(tier)
     first: FirstRun | None = None
     if tier == "built" and how(policy) != "off":
         first = FirstRun(selection.steps, policy, device, lookup.Rejected(device.index))
     program = Program(spec, device, selection, policy, tier, first)
-    with process.programs_lock:
-        process.programs[place] = program
-        while len(process.programs) > _PROGRAMS_KEPT:
-            process.programs.popitem(last=False)
+    with PROCESS.lock:
+        PROCESS.programs[place] = program
+        while len(PROCESS.programs) > _PROGRAMS_KEPT:
+            PROCESS.programs.popitem(last=False)
     return program
+
+
+def _chosen(
+    spec: GraphSpec, device: torch.device, policy: Policy, key: Key
+) -> tuple[Selection, str]:
+    """The plans for a canonical graph on a GPU, kept or made, and the tier that served them."""
+    index = device.index
+    kept = lookup.Rejected(index)
+    legal = legalize(spec, policy)
+
+    def build() -> Selection:
+        if policy.tune == "autotune":
+            with progress_bar("tuning", after_s=2.0) as tell:
+                bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
+                return autotune(legal, policy, bench, tell)
+        first = Builder(policy, index, kept)
+        return choose(legal, policy, first, first.expect)
+
+    return lookup.selection_for(spec, legal, policy, key, index, build)
 
 
 def default_device() -> torch.device:
@@ -159,7 +170,7 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
-    key = once(spec, ("key", resolved), lambda: graph_key(spec, resolved))
+    key = once(spec, ("key", resolved), graph_key, spec, resolved)
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 
 

@@ -6,22 +6,23 @@ import threading
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ..errors import BindError, Problem
+from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
-from ..ir.spec import GraphSpec, print_spec
+from ..ir.spec import GraphSpec, once, print_spec
 from ..ops.table import is_default
 from ..policy import Policy
 from ..select.decision import Decision, StepPlan
-from . import fast_call, process
+from . import fast_call
 from .bound import BoundCall, CapturedCall
 from .checks import ALIGNMENT_BYTES, fit, overlap, wrong
-from .program import Program, canonical_tensor_names, once
+from .process import PROCESS
+from .program import Program
 
 Over = tuple[tuple[int, int], ...]
 
@@ -56,8 +57,8 @@ class Executable:
         self._names = canonical_tensor_names(spec)
         self._result: Any = None
         if len(spec.outputs) > 1:  # making a class takes 0.3 ms
-            made: Callable[[], Any] = partial(namedtuple, f"{spec.name}_result", spec.outputs)
-            self._result = once(spec, "result", made)
+            make: Callable[..., Any] = namedtuple
+            self._result = once(spec, "result", make, f"{spec.name}_result", spec.outputs)
         forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
         self._forms = tuple((form.shape, form.stride, form.dtype) for form in forms)
         self._bytes = tuple(form.extent * form.dtype.itemsize for form in forms)
@@ -208,7 +209,7 @@ class Executable:
             steps = program.direct_steps(self._order)
             made[key] = None
             if steps is not None:
-                forms, slots = (self._input_forms, self._output_forms), process.WORKSPACE.slots
+                forms, slots = (self._input_forms, self._output_forms), PROCESS.workspace.slots
                 made[key] = fast_call.call_of(
                     steps, *forms, over, self.device, slots, checked=checked
                 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..backend.plan import Plan
 from ..ir.spec import GraphSpec
 
@@ -176,12 +176,12 @@ def launch_of(launches: Sequence[PlanLaunch], index: int, stream: int) -> Callab
 
 def _here(index: int) -> dict[str, Any]:
     """What the code asks of torch, and the handle of this thread for a device."""
-    entry = env.thread_handle(index)
+    entry = handles.thread_handle(index)
     return {
         "current": torch._C._cuda_getDevice,
         "capturing": torch._C._cuda_isCurrentStreamCapturing,
         "stream_of": torch._C._cuda_getCurrentRawStream,
-        "follow": env.handle_on_current_stream,
+        "follow": handles.handle_on_current_stream,
         "entry": entry,
         "handle": entry.handle.backend_handle,
     }

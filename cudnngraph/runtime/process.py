@@ -1,8 +1,4 @@
-"""State of the process: programs by key, workspaces, plans that CUDA graphs hold.
-
-``programs``, ``programs_lock`` and ``WORKSPACE`` are new objects in a forked child, so their users
-read them from this module each time.
-"""
+"""State of the process: programs by key, workspaces, plans that CUDA graphs hold."""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ import torch
 
 from plans_cache.workspace import WorkspacePool
 
-from ..cache import lookup, stats
+from ..cache import lookup
+from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..device.allocation import lasting
 from .checks import ALIGNMENT_BYTES
@@ -35,63 +32,64 @@ def _allocate_to_keep(device: int, stream: int, size_bytes: int) -> torch.Tensor
     return lasting(on, partial(_allocate, device, stream, size_bytes))
 
 
-WORKSPACE: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate_to_keep)
-
-# What CUDA graphs that others make hold pointers into: plans, with their kernels and constants.
-# Never let go, for nothing tells when a graph is.
-_captured: dict[int, Any] = {}
-
-
 class _Recording(threading.local):
-    """The same for a graph that is made here, on this thread, now: it goes with the graph."""
+    """What a CUDA graph that is made here, on this thread, now, holds; it goes with the graph."""
 
     held: dict[int, Any] | None = None
 
 
-recording = _Recording()
+class Process:
+    """Programs by key, workspaces, and what CUDA graphs hold.
 
-
-def scratch(device: int, stream: int, size_bytes: int, plans: Any) -> torch.Tensor | None:
-    """Scratch memory for one run: the pool's, or while a CUDA graph is captured the graph's own.
-
-    torch allocates what is asked for during a capture from memory that belongs to the graph, uses
-    it again later in the same graph, and frees it with the graph. The plans are kept.
+    ``captured`` has what CUDA graphs that others make hold pointers into: plans, with their kernels
+    and constants. It is never let go, for nothing tells when a graph is.
     """
-    if torch.cuda.is_current_stream_capturing():
-        held = _captured if recording.held is None else recording.held
-        held[id(plans)] = plans
-        return _allocate(device, stream, size_bytes) if size_bytes else None
-    return WORKSPACE.get(device, stream, size_bytes) if size_bytes else None
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of the programs
+        self.programs: OrderedDict[tuple[str, torch.device, bool], Program] = OrderedDict()
+        self.workspace: WorkspacePool[torch.Tensor] = WorkspacePool(_allocate_to_keep)
+        self.captured: dict[int, Any] = {}
+        self.recording = _Recording()
+        self._abandoned: list[Any] = []
+
+    def scratch(self, device: int, stream: int, size_bytes: int, plans: Any) -> torch.Tensor | None:
+        """Scratch memory for one run: the pool's, or while a CUDA graph is captured the graph's
+        own.
+
+        torch allocates what is asked for during a capture from memory that belongs to the graph,
+        uses it again later in the same graph, and frees it with the graph. The plans are kept.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            held = self.captured if self.recording.held is None else self.recording.held
+            held[id(plans)] = plans
+            return _allocate(device, stream, size_bytes) if size_bytes else None
+        return self.workspace.get(device, stream, size_bytes) if size_bytes else None
+
+    def after_fork(self) -> None:
+        """In a child: drop the parent's plans and workspaces without destroying them."""
+        self._abandoned.append((self.programs, self.workspace))
+        self.lock, self.programs = threading.Lock(), OrderedDict()
+        self.workspace = WorkspacePool(_allocate_to_keep)
 
 
-programs: OrderedDict[tuple[str, torch.device, bool], Program] = OrderedDict()
-programs_lock = threading.Lock()
-_abandoned: list[Any] = []
-
-
-def _after_fork() -> None:
-    """A child drops the parent's plans and workspaces without destroying them."""
-    global programs, programs_lock, WORKSPACE
-    _abandoned.append((programs, WORKSPACE))
-    programs, programs_lock = OrderedDict(), threading.Lock()
-    WORKSPACE = WorkspacePool(_allocate_to_keep)
-
+PROCESS = Process()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=PROCESS.after_fork)
 
 
 def cache_stats() -> CacheStats:
     """How the cache has done in this process: see :class:`~cudnngraph.cache.stats.CacheStats`."""
-    counters = stats.COUNTERS
+    counters = STATE.counters
     return CacheStats(
         dict(counters.lookups),
         dict(counters.misses),
         counters.build_ms,
         counters.load_ms,
-        len(programs),
-        WORKSPACE.held_bytes,
-        WORKSPACE.high_water_bytes,
+        len(PROCESS.programs),
+        PROCESS.workspace.held_bytes,
+        PROCESS.workspace.high_water_bytes,
         lookup.store().stats(),
     )
 
@@ -101,7 +99,7 @@ def cache_clear() -> None:
 
     Executables at hand go on working; plans and workspaces that a CUDA graph has captured stay.
     """
-    with programs_lock:
-        programs.clear()
+    with PROCESS.lock:
+        PROCESS.programs.clear()
     lookup.store().clear_memory()
-    WORKSPACE.clear()
+    PROCESS.workspace.clear()

@@ -6,15 +6,15 @@ Plans belong to a thread, so a program replays its choices for every further thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..backend import env
-from ..backend.plan import Choice, Plan, replay
+from ..backend import handles
+from ..backend.candidates import replay
+from ..backend.plan import Choice, Plan
 from ..executor import reference, torch_steps
 from ..executor.memory import Laid, Layout
 from ..ir.key import step_digest
@@ -22,40 +22,14 @@ from ..ir.spec import GraphSpec, TensorSpec
 from ..ops.table import OPS
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
-from . import fast_call, process, streams
+from . import fast_call, streams
 from .first_launch import FirstRun
+from .process import PROCESS
 
 Launch = Callable[[Any], None]
 
 # A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
 _Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
-
-
-def canonical_tensor_names(spec: GraphSpec) -> dict[str, str]:
-    """Tensor names of a graph → names that depend on its structure alone."""
-    return {name: f"t{number[1:]}" for name, number in spec.canonical_names().items()}
-
-
-def canonical(spec: GraphSpec) -> GraphSpec:
-    """The graph under canonical names, inputs in canonical order: what programs are made of."""
-    names = canonical_tensor_names(spec)
-    renamed = spec.rename(names)
-    return replace(
-        renamed,
-        name="_".join(dict.fromkeys(node.op for node in spec.nodes if node.op != "constant"))[:80],
-        nodes=tuple(
-            replace(node, name=f"{node.op}{position}")
-            for position, node in enumerate(renamed.nodes)
-        ),
-        inputs=tuple(sorted(renamed.inputs, key=lambda name: int(name[1:]))),
-    )
-
-
-def once(spec: GraphSpec, name: Hashable, make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, made once for the graph."""
-    if name not in spec.derived:
-        spec.derived[name] = make()
-    return spec.derived[name]
 
 
 class Program:
@@ -179,7 +153,7 @@ class Program:
         """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
         block, plans = None, self._plans()
         if self.scratch_bytes or self.device.type == "cuda":
-            block = process.scratch(self.device.index, stream, self.scratch_bytes, plans)
+            block = PROCESS.scratch(self.device.index, stream, self.scratch_bytes, plans)
         values = self._layout.tensors(block, tensors)
         base = 0 if block is None else block.data_ptr()
         steps = zip(plans, self._layout.scratch, strict=True)
@@ -290,8 +264,8 @@ class Program:
 
     def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         index = self.device.index
-        block = process.scratch(index, env.raw_stream(index), self.scratch_bytes, self._plans())
-        handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+        block = PROCESS.scratch(index, handles.raw_stream(index), self.scratch_bytes, self._plans())
+        handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
         self._steps_on(tensors, addresses, block, handle)
 
     def _steps_on(
@@ -328,7 +302,7 @@ class Program:
         """Call what runs the steps, those that run anything, during a capture."""
         index = self.device.index
         if not self._until:
-            handle = env.handle_on_current_stream(index) if self.uses_cudnn else None
+            handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
             for call in calls:
                 call(handle)
             return

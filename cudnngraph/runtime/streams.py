@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..executor.memory import Laid
 from ..ops.table import OPS
 
@@ -65,11 +65,11 @@ def run(
     for number, call in calls.items():
         join(number)
         if number not in until:
-            call(env.handle_on_current_stream(index))
+            call(handles.handle_on_current_stream(index))
             continue
         side = away[number] = free.pop()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            call(env.handle_on_current_stream(index))
+            call(handles.handle_on_current_stream(index))
     join(1 + max(until.values()))
-    env.handle_on_current_stream(index)
+    handles.handle_on_current_stream(index)

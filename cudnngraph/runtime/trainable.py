@@ -339,15 +339,21 @@ class _NoSecond(torch.autograd.Function):
         raise FeatureMissing(f"graph '{ctx.name}': {NO_SECOND}")
 
 
-def compile_training(
+def compile_graph(
     spec: GraphSpec,
-    device: torch.device | str | int | None = None,
+    device: torch.device | str | int | None,
     *,
-    policy: Policy | None = None,
-    check: bool | None = None,
+    policy: Policy | None,
+    training: bool,
+    check: bool | None,
     options: Mapping[str, Any],
-) -> Trainable:
-    """A :class:`Trainable` for ``spec``; ``check`` None is as ``CUDNNGRAPH_CHECK`` says."""
+) -> Executable | Trainable:
+    """An :class:`Executable` for ``spec``, or with ``training`` a :class:`Trainable`.
+
+    ``check`` is of the latter; None is as ``CUDNNGRAPH_CHECK`` says.
+    """
+    if not training:
+        return compile_spec(spec, device, policy=policy, **options)
     place = device_of(device)
     check = current().check if check is None else check
     made = Trainable(spec, place, resolve_policy(policy, options, spec), check=check)

@@ -14,31 +14,26 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, work
 from ..partition.regions import regions
 from ..policy import Policy
-from ..rewrite.annotate import marked
 from ..rewrite.channels_last import channels_last
-from ..rewrite.passes import prepared
 from .bench import Bench
-from .decision import Selection, StepPlan
+from .decision import Selection
 from .regions import Progress, Regions
-from .rules import torch_only
-from .search import Part, Search, measured, of_cuts, of_others
+from .search import Part, Search, of_cuts, of_others, step_plan
 
 
 def autotune(
     spec: GraphSpec, policy: Policy, bench: Bench, progress: Progress | None = None
 ) -> Selection:
-    """Choose by measuring. ``progress(done, known)`` is told how many plans were built.
+    """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
+    were built.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
-    assert torch_only(spec) is None, "there is nothing to measure"
-    spec = marked(spec, policy.deterministic)
     search = Search(policy, bench)
     if policy.fallback == "error":
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        spec = prepared(spec)
         graphs = [Graph(spec)]
         borders = regions(graphs[0])
         if borders:
@@ -61,13 +56,9 @@ def autotune(
             compared = of_cuts(winner, rivals)
             decisions = (*compared, *of_others(search, winner.runs), *decisions)
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
-        time_us = measured(way.time_us)
-        verified = None if plan is None else plan.verified
-        steps.append(
-            StepPlan(part.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
-        )
+        steps.append(step_plan(part.spec, way, plan, decisions))
         built.append(plan)
-    return Selection(tuple(steps), tuple(built))
+    return Selection.of(spec, steps, built)
 
 
 def _whole(search: Search, spec: GraphSpec) -> Part:

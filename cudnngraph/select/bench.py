@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend.plan import Choice, Plan, Proposals, replay
+from ..backend.candidates import Proposals, replay
+from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US, measure
 from ..ir.spec import GraphSpec
 from ..policy import Policy
@@ -31,7 +32,8 @@ class Bench(Protocol):
     """Builds, times and checks plans; on a GPU :class:`GpuBench`."""
 
     def proposals(self, spec: GraphSpec) -> Any:
-        """cuDNN's candidates with a ``build``, as :class:`~cudnngraph.backend.plan.Proposals`."""
+        """cuDNN's candidates with a ``build``, as those of
+        :class:`~cudnngraph.backend.candidates.Proposals`."""
 
     def times_us(
         self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int

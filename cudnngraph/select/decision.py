@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..backend.plan import Choice, Plan, Verified
@@ -38,10 +39,23 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Selection:
-    """The steps in order, and for each cuDNN step the plan as this thread built it."""
+    """The steps in order, and for each cuDNN step the plan as this thread built it.
+
+    ``channels_last`` says that the steps are those of
+    :func:`~cudnngraph.rewrite.channels_last.channels_last` of the graph.
+    """
 
     steps: tuple[StepPlan, ...]
     built: tuple[Plan | None, ...]
+    channels_last: bool = False
+
+    @classmethod
+    def of(
+        cls, spec: GraphSpec, steps: Sequence[StepPlan], built: Sequence[Plan | None]
+    ) -> Selection:
+        """Steps of the legalized graph ``spec``, or of it channels last, which has more tensors."""
+        tensors = {name for step in steps for name in step.spec.tensors}
+        return cls(tuple(steps), tuple(built), channels_last=not tensors <= set(spec.tensors))
 
 
 FREE = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")

@@ -15,19 +15,9 @@ from typing import Any, Protocol
 
 from plans_cache.gate import Gate
 
-from ..backend import env
-from ..backend.plan import (
-    Candidate,
-    Choice,
-    Outcome,
-    Plan,
-    Proposals,
-    Verified,
-    build_first,
-    load,
-    replay,
-    why_passed_over,
-)
+from ..backend import env, handles
+from ..backend.candidates import Candidate, Outcome, Proposals, build_first, replay, why_passed_over
+from ..backend.plan import Choice, Plan, Verified, load
 from ..errors import NotSupported
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
@@ -120,7 +110,7 @@ class Builder:
         if how(self._policy) == "isolated":
             try:
                 asked = self._ahead.pop(digest, None) or self._submitted(part)
-                env.handle(self._index)  # what this process needs then, while it waits
+                handles.handle(self._index)  # what this process needs then, while it waits
                 answer = asked.result()
             except Unusable as error:
                 _without_workers(error)
@@ -204,11 +194,37 @@ class _Isolated:
         self._index = device_index
         self._kept = kept
         self._rejected = kept.of(spec, policy)
-        self._proposals = Proposals(spec, policy, device_index, more=True)
-        self.candidates = self._proposals.candidates
+        self._proposals: Proposals | None = None  # of this process, if there are no workers
+        self.candidates = self._ranked()
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
         self._submit(urgent=False)
+
+    def _ranked(self) -> Sequence[Candidate]:
+        """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
+        try:
+            answer = workers.on(self._index).rank(self._spec, self._policy, self._rejected).result()
+        except Unusable as error:
+            _without_workers(error)
+            verification.refuse_ranking(self._spec, self._rejected)
+            return self._here().candidates
+        self._kept.add(self._spec, self._policy, answer.faults)
+        if answer.refused:
+            raise NotSupported(f"graph '{self._spec.name}'", answer.refused)
+        return answer.candidates
+
+    def _here(self) -> Proposals:
+        """The candidates in this process."""
+        if self._proposals is None:
+            self._proposals = Proposals(self._spec, self._policy, self._index, more=True)
+        return self._proposals
+
+    def _build_here(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """Build a candidate in this process, in whose ranking it may be at another place."""
+        here = self._here()
+        return here.build(
+            next((each for each in here.candidates if each.choice == candidate.choice), candidate)
+        )
 
     def _why_not(self, candidate: Candidate) -> str | None:
         capability = env.capability(self._index)
@@ -236,12 +252,12 @@ class _Isolated:
             future.cancel()
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
-        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        """See :class:`~cudnngraph.backend.candidates.Proposals`."""
         why = self._why_not(candidate)
         if why is not None:
             return Outcome(candidate, False, why), None
         if how(self._policy) != "isolated":
-            return self._proposals.build(candidate)
+            return self._build_here(candidate)
         choice = candidate.choice
         if choice in self._queue:
             self._queue.remove(choice)
@@ -254,7 +270,7 @@ class _Isolated:
             answer = future.result()
         except Unusable as error:
             _without_workers(error)
-            return self._proposals.build(candidate)
+            return self._build_here(candidate)
         self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
         if answer.faults or answer.refused:
             reason = answer.wrong or ", ".join(answer.refused)
@@ -274,7 +290,7 @@ class _Here:
         self.candidates = proposals.candidates
 
     def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
-        """See :class:`~cudnngraph.backend.plan.Proposals`."""
+        """See :class:`~cudnngraph.backend.candidates.Proposals`."""
         why = self._rejected.get(candidate.choice)
         if why is not None:
             return Outcome(candidate, False, why), None
@@ -295,7 +311,9 @@ class GuardedBench(GpuBench):
         if how(self._policy) == "off":
             return super().proposals(spec)
         if how(self._policy) == "inprocess":
-            return _Here(super().proposals(spec), self._kept.of(spec, self._policy))
+            rejected = self._kept.of(spec, self._policy)
+            verification.refuse_ranking(spec, rejected)
+            return _Here(super().proposals(spec), rejected)
         self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
         return self._isolated[-1]
 

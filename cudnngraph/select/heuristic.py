@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..backend.plan import Outcome, Plan
+from ..backend.candidates import Outcome
+from ..backend.plan import Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work
 from ..partition.cuts import cuts, piece
 from ..partition.regions import regions
 from ..policy import Policy
-from ..rewrite.annotate import marked
-from ..rewrite.passes import prepared
+from ..rewrite.passes import legalize
 from .decision import FREE, Decision, Selection, StepPlan
 from .rules import torch_only, why_apart
 
@@ -29,22 +29,32 @@ def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
     """Every step is built when it is asked for."""
 
 
-def heuristic(
+def by_torch(spec: GraphSpec) -> Selection | None:
+    """The whole graph as one torch step if it is not for cuDNN at all, else None."""
+    reason = torch_only(spec)
+    if reason is None:
+        return None
+    step = StepPlan(spec, None, 0, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
+    return Selection((step,), (None,))
+
+
+def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
+    """Choose for a graph as it was declared: :func:`by_torch`, or :func:`choose`."""
+    return by_torch(spec) or choose(legalize(spec, policy), policy, build)
+
+
+def choose(
     spec: GraphSpec,
     policy: Policy,
     build: Build,
     expect: Callable[[Iterable[GraphSpec]], None] = _nothing_ahead,
 ) -> Selection:
-    """Choose without measuring. ``build(spec)`` gives the first plan that the policy allows;
-    ``expect(specs)`` is told what will be asked of it soon, so that it can build several at a time.
+    """Choose for a legalized graph without measuring.
 
-    Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
+    ``build(spec)`` gives the first plan that the policy allows; ``expect(specs)`` is told what will
+    be asked of it soon, so that it can build several at a time. Raises :class:`NotSupported` when
+    cuDNN refuses and ``policy.fallback`` is "error".
     """
-    reason = torch_only(spec)
-    if reason is not None:
-        step = StepPlan(spec, None, 0, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
-        return Selection((step,), (None,))
-    spec = marked(spec, policy.deterministic)
     if policy.fallback == "error":
         plan, outcomes = build(spec)
         return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
@@ -91,7 +101,7 @@ def heuristic(
         )
         expect(part for part in whole if why_apart(part) is None)
 
-    graph = Graph(prepared(spec))
+    graph = Graph(spec)
     parts = regions(graph)
     ahead(graph, parts)
     whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]

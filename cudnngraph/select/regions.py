@@ -23,7 +23,7 @@ from .config import (
     IN_PLACE_WAYS,
 )
 from .decision import FREE, Decision, Selection, StepPlan
-from .search import Part, Rival, Search, Step, Way, measured, of_cuts, of_others
+from .search import Part, Rival, Search, Step, Way, of_cuts, of_others, step_plan
 
 Progress = Callable[[int, int], None]
 
@@ -96,13 +96,8 @@ class Regions:
                 kinds, count = len(found), len(self._borders)
                 reason = f"cut at its anchors into {count} regions, {kinds} of them different"
                 decisions = (Decision("the whole graph", True, reason), *decisions)
-            way, plan = place.way, self._plan(place)
-            verified = None if plan is None else plan.verified
-            time_us = measured(way.time_us)
-            steps.append(
-                StepPlan(place.spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
-            )
-        return Selection(tuple(steps), tuple(self._plan(place) for place in places))
+            steps.append(step_plan(place.spec, place.way, self._plan(place), decisions))
+        return Selection.of(self._graph.spec, steps, [self._plan(place) for place in places])
 
     def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
         """The search of a region and its roots, with every part opened."""

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..backend.plan import Candidate, Choice, Plan
+from ..backend.candidates import Candidate
+from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole
@@ -39,7 +40,7 @@ from .config import (
     QUICK_ROUNDS,
     TIE,
 )
-from .decision import FREE, Decision
+from .decision import FREE, Decision, StepPlan
 from .dropout_probe import draws
 from .rules import why_apart
 
@@ -123,6 +124,15 @@ class Rival:
 def measured(time_us: float) -> float | None:
     """A time as it is recorded: None where nothing could be measured."""
     return time_us if math.isfinite(time_us) else None
+
+
+def step_plan(
+    spec: GraphSpec, way: Way, plan: Plan | None, decisions: tuple[Decision, ...]
+) -> StepPlan:
+    """A step of the choice, by the way that it is to run and that way's plan."""
+    verified = None if plan is None else plan.verified
+    time_us = measured(way.time_us)
+    return StepPlan(spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
 
 
 def _decided(way: Way, reason: str, *, accepted: bool = False) -> Decision:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend import env
+from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device.tf32 import tf32
 from ..executor import reference, torch_steps
@@ -211,7 +211,7 @@ class Trial:
             with _behind(self._device):
                 for each in (*outputs, scratch):
                     each.clear()
-                handle = env.handle_on_current_stream(self._device.index)
+                handle = handles.handle_on_current_stream(self._device.index)
                 plan.execute(pointers, scratch.inner.data_ptr(), handle)
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
@@ -393,6 +393,6 @@ def launcher(
     pointers = plan.pointers([tensor.data_ptr() for tensor in kept])
 
     def run(tensors: Sequence[torch.Tensor] = kept) -> None:
-        plan.execute(pointers, workspace.data_ptr(), env.handle_on_current_stream(device.index))
+        plan.execute(pointers, workspace.data_ptr(), handles.handle_on_current_stream(device.index))
 
     return run

@@ -18,17 +18,9 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
+from ..backend.candidates import UNCHECKED, Candidate, Outcome, Proposals, replay, why_passed_over
 from ..backend.lowering.driver import first_line
-from ..backend.plan import (
-    UNCHECKED,
-    Candidate,
-    Choice,
-    Outcome,
-    Plan,
-    Proposals,
-    replay,
-    why_passed_over,
-)
+from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..policy import Policy
@@ -36,6 +28,8 @@ from .trial import Trial
 
 CHANCES = 2
 ONE_OF = f"{CHANCES} others of its engine are not right"
+#: Stands for cuDNN's ranking of a step among the choices of that step: it may end a process too.
+RANKING = Choice(-1, ())
 
 Tell = Callable[[Choice], None]
 Rejected = Mapping[Choice, str]
@@ -54,8 +48,11 @@ class Found:
 class Checks:
     """The candidates of one graph on one GPU, each built and checked. Use it with that GPU current.
 
-    ``rejected`` is what must not be tried, with the reason. ``tell`` is called before each attempt.
-    Plans run while they have a share of ``gate``.
+    ``rejected`` is what must not be tried, with the reason. ``tell`` is called before each attempt,
+    and with :data:`RANKING` before cuDNN is asked for candidates. Plans run while they have a share
+    of ``gate``.
+
+    Raises :class:`NotSupported` if there are no candidates, or if asking for them ended a process.
     """
 
     def __init__(
@@ -70,9 +67,11 @@ class Checks:
         more: bool = False,
     ) -> None:
         self._place = (spec, policy, device_index)
+        self._rejected = rejected or {}
+        refuse_ranking(spec, self._rejected)
+        tell(RANKING)
         self._proposals = Proposals(spec, policy, device_index, more=more)
         self._made: Trial | None = None
-        self._rejected = rejected or {}
         self._tell = tell
         self._gate = gate or Gate(None)
         self.candidates = self._proposals.candidates
@@ -138,6 +137,13 @@ class Checks:
         why, error = checked(self._trial, plan, self._gate)
         outcome = Outcome(candidate, why is None, why or "", plan.workspace_bytes, why is not None)
         return Found(plan if why is None else None, (outcome,), error)
+
+
+def refuse_ranking(spec: GraphSpec, rejected: Rejected) -> None:
+    """Raise :class:`NotSupported` if cuDNN's ranking of this step has ended a process before."""
+    why = rejected.get(RANKING)
+    if why is not None:
+        raise NotSupported(f"graph '{spec.name}'", [f"cuDNN's ranking of its engines: {why}"])
 
 
 def none_passes(spec: GraphSpec, outcomes: Sequence[Outcome]) -> NotSupported:

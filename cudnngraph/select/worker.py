@@ -6,6 +6,7 @@ and says what to do:
 
 - ``first``: the first plan of cuDNN's ranking for ``spec`` under ``policy`` that passes, but for
   those in ``rejected``;
+- ``rank``: cuDNN's candidates, best first;
 - ``these``: each of the ``choices``, as the search asks for them, with an answer for each;
 - ``check``: a choice that was made before, for its numbers alone.
 
@@ -32,8 +33,9 @@ import torch
 
 from plans_cache.gate import Gate
 
-from ..backend import env
-from ..backend.plan import Choice, Outcome
+from ..backend import env, handles
+from ..backend.candidates import Candidate, Outcome
+from ..backend.plan import Choice
 from ..errors import BackendUnavailable, NotSupported
 from ..ir import wire
 from ..ir.key import step_digest
@@ -59,13 +61,24 @@ def to_choice(data: Any) -> Choice:
     return Choice(int(engine), tuple((str(name), int(value)) for name, value in knobs))
 
 
-def from_outcome(outcome: Outcome) -> Message:
-    """An outcome as JSON data."""
-    candidate = outcome.candidate
+def from_candidate(candidate: Candidate) -> Message:
+    """A candidate as JSON data."""
     return {
         "index": candidate.index,
         "choice": from_choice(candidate.choice),
         "tag": candidate.tag,
+    }
+
+
+def to_candidate(data: Mapping[str, Any]) -> Candidate:
+    """The candidate that :func:`from_candidate` made ``data`` of."""
+    return Candidate(data["index"], to_choice(data["choice"]), data["tag"])
+
+
+def from_outcome(outcome: Outcome) -> Message:
+    """An outcome as JSON data."""
+    return {
+        **from_candidate(outcome.candidate),
         "accepted": outcome.accepted,
         "reason": outcome.reason,
         "workspace_bytes": outcome.workspace_bytes,
@@ -97,7 +110,9 @@ class Worker:
                     spec, policy, self._index, rejected=rejected, tell=self._tell, gate=gate
                 ).first()
             )
-        checks = self._checks_of(spec, policy)
+        checks = self._checks_of(spec, policy, rejected)
+        if task["task"] == "rank":
+            return {"candidates": [from_candidate(each) for each in checks.candidates]}
         checks.take(rejected, gate)
         for number, choice in enumerate(choices):
             try:
@@ -110,11 +125,15 @@ class Worker:
     def _tell(self, choice: Choice) -> None:
         self._say({"trying": from_choice(choice)})
 
-    def _checks_of(self, spec: GraphSpec, policy: Policy) -> verification.Checks:
+    def _checks_of(
+        self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]
+    ) -> verification.Checks:
         place = (step_digest(spec), policy)
         checks = self._checks.get(place)
         if checks is None:
-            checks = verification.Checks(spec, policy, self._index, tell=self._tell, more=True)
+            checks = verification.Checks(
+                spec, policy, self._index, rejected=rejected, tell=self._tell, more=True
+            )
             self._checks[place] = checks
             while len(self._checks) > _CHECKS_KEPT:
                 self._checks.popitem(last=False)
@@ -159,7 +178,7 @@ def work(connection: socket.socket, device_index: int) -> None:
         torch.cuda.set_device(device_index)
         torch.empty(1, device=torch.device("cuda", device_index))
         _keep_small()
-        env.handle(device_index)
+        handles.handle(device_index)
     except Exception as error:
         say({"unusable": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
         return

@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..backend.plan import Candidate, Choice, Outcome
+from ..backend.candidates import Candidate, Outcome
+from ..backend.plan import Choice
 from ..ir import wire
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import processes
 from .processes import WITH_SERVER, Gone, Process, Server, Unusable, open_sockets
-from .worker import from_choice, to_choice
+from .worker import from_choice, to_candidate, to_choice
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ class Answer:
     that passed (None where there is no such form), and the largest relative error of its results.
 
     ``refused`` says why there are no candidates. ``faults`` are choices that ended a process or
-    hung, with how.
+    hung, with how. ``candidates`` are those that a worker was asked to rank.
     """
 
     refused: tuple[str, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     blob: bytes | None = None
     error: float | None = None
@@ -97,6 +99,12 @@ class Workers:
         """The first plan that passes. Its result raises :class:`Unusable` where there are no
         workers. While another process has ``gate`` to itself, no plan runs."""
         return self._submit("first", spec, policy, (), rejected, gate)[0]
+
+    def rank(
+        self, spec: GraphSpec, policy: Policy, rejected: Mapping[Choice, str]
+    ) -> Future[Answer]:
+        """cuDNN's candidates for the search, best first."""
+        return self._submit("rank", spec, policy, (), rejected, None)[0]
 
     def these(
         self,
@@ -305,6 +313,7 @@ def _answer(message: Mapping[str, Any], faults: Mapping[Choice, str]) -> Answer:
     blob = message.get("blob")
     return Answer(
         refused=tuple(map(str, message.get("refused", ()))),
+        candidates=tuple(map(to_candidate, message.get("candidates", ()))),
         outcomes=tuple(map(_outcome, message.get("outcomes", ()))),
         blob=None if blob is None else base64.b64decode(blob),
         error=message.get("error"),
@@ -314,9 +323,12 @@ def _answer(message: Mapping[str, Any], faults: Mapping[Choice, str]) -> Answer:
 
 
 def _outcome(data: Mapping[str, Any]) -> Outcome:
-    candidate = Candidate(data["index"], to_choice(data["choice"]), data["tag"])
     return Outcome(
-        candidate, data["accepted"], data["reason"], data["workspace_bytes"], data["wrong"]
+        to_candidate(data),
+        data["accepted"],
+        data["reason"],
+        data["workspace_bytes"],
+        data["wrong"],
     )
 
 

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..backend import env, found_bad
-from ..backend.plan import (
+from ..backend.candidates import (
     UNCHECKED,
     Candidate,
-    Choice,
     Proposals,
     multiplies_float32,
     why_passed_over,
 )
+from ..backend.plan import Choice
 from ..errors import NotSupported
+from ..ir import versions
+from ..ir.canonical import canonical
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work
 from ..partition.cuts import cuts, piece
 from ..policy import Policy
-from ..rewrite.annotate import marked
-from ..rewrite.passes import prepared
-from ..runtime.program import canonical
+from ..rewrite.passes import legalize
 from ..select.processes import Server, Unusable, program
 from ..select.rules import torch_only, why_apart
 from ..select.worker import from_choice, to_choice
@@ -101,7 +101,7 @@ def _of(sample: Sample) -> Iterator[Task]:
     if why is not None:
         yield Task(str(sample), sample.pattern, given, step_digest(given), False, why)
         return
-    graph = Graph(prepared(marked(given, False)))
+    graph = Graph(legalize(given, Policy()))
 
     def parts(nodes: Group) -> Iterator[tuple[GraphSpec, str]]:
         spec = piece(graph, nodes)
@@ -308,7 +308,7 @@ def write_known_bad(
     steps, patterns = barred_by(results)
     store.write_known_bad(
         {
-            "schema": found_bad.SCHEMA,
+            "schema": versions.FINDINGS,
             "environment": dict(environment),
             "checked": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **told,

@@ -6,12 +6,12 @@ that its heuristics leave out, and that ask anew what an earlier sweep of this G
 
 from __future__ import annotations
 
-from ..backend import found_bad, plan
+from ..backend import candidates, found_bad
 from ..select import forkserver, worker
 
 
 def load() -> forkserver.Work:
     """What each of them runs, with all that it needs imported."""
     found_bad.let_through()
-    plan.offer_every_engine()
+    candidates.offer_every_engine()
     return worker.load()

@@ -122,8 +122,8 @@ def lookup_us() -> dict[str, float]:
 
 def child() -> None:
     """Compile the set and print what it took, as JSON."""
-    from cudnngraph.backend import env
-    from cudnngraph.runtime.process import WORKSPACE
+    from cudnngraph.backend import env, handles
+    from cudnngraph.runtime.process import PROCESS
 
     specs = [graph.spec() for graph in graphs()]
     native = env.frontend().pygraph
@@ -140,7 +140,7 @@ def child() -> None:
     native.deserialize = timed
     start = time.perf_counter()
     torch.zeros(1, device="cuda")
-    env.handle(0)
+    handles.handle(0)
     setup_ms = (time.perf_counter() - start) * 1e3
     times, library, executables = [], [], []
     for spec in specs:
@@ -170,7 +170,7 @@ def child() -> None:
                 "steps": sum(len(exe.steps) for exe in executables),
                 "workspace_largest_bytes": max(needs),
                 "workspace_sum_bytes": sum(needs),
-                "workspace_held_bytes": WORKSPACE.held_bytes,
+                "workspace_held_bytes": PROCESS.workspace.held_bytes,
                 "gpu": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "cudnn": env.cudnn_version(),

@@ -92,13 +92,13 @@ def steps_us(bound: object) -> list[dict]:
     names = exe._names
     named = {names[name]: tensor for name, tensor in tensors.items()}
     stream = torch.cuda.Stream()
-    from cudnngraph.backend import env
+    from cudnngraph.backend import handles
 
     with torch.cuda.stream(stream):
-        launches = program.launches(named, env.raw_stream(program.device.index))
+        launches = program.launches(named, handles.raw_stream(program.device.index))
 
     def call(launch: Callable) -> Callable[[], None]:
-        return lambda: launch(env.handle_on_current_stream(program.device.index))
+        return lambda: launch(handles.handle_on_current_stream(program.device.index))
 
     running = [s for n, s in enumerate(exe.steps) if n not in program._layout.free]
     rows = []

@@ -116,12 +116,12 @@ def repeated(case: Case) -> dict[str, object]:
 
 def child(mode: str, only: str, exhaustive: bool) -> None:
     """Do one process's part and print it as JSON."""
-    from cudnngraph.backend import env
+    from cudnngraph.backend import env, handles
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     torch.zeros(1, device="cuda")
-    env.handle(0)
+    handles.handle(0)
     rows, again = [], []
     for case in selection_suite():
         if only not in case.name:

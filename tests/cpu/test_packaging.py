@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.store_worker import record
+from tests.workers.store_worker import record
 
 ROOT = Path(__file__).parents[2]
 

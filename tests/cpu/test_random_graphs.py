@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cudnngraph.executor import reference
 from tests import random_graphs, random_runs
@@ -234,6 +235,31 @@ def test_a_result_that_is_off_by_little_is_found() -> None:
         check(case, (exact * 1.01).half(), exact, yardstick, 0, "y")
     with pytest.raises(random_graphs.Wrong, match="off by inf"):
         check(case, (exact / 0).half(), exact, yardstick, 0, "y")
+
+
+def in_tf32(x: torch.Tensor, cut: bool) -> torch.Tensor:
+    """11 bits of each value, by arithmetic: rounded to the nearest, or towards zero."""
+    mantissa, exponent = torch.frexp(x.double())
+    scaled = mantissa * 2.0**11
+    return torch.ldexp(scaled.trunc() if cut else scaled.round(), exponent - 11)
+
+
+@pytest.mark.parametrize("cuts", [*itertools.product((True, False), repeat=4)])
+def test_two_products_that_read_tf32_in_any_way_are_right(cuts: tuple[bool, ...]) -> None:
+    """On an H200 the operands of the first were rounded here, and those of the second cut off."""
+    case = random_graphs.case(7670)
+    wide = {name: tensor.double() for name, tensor in case.tensors().items()}
+    exact = random_graphs.Eager(case)(wide)
+    yardstick = random_graphs.Yardstick(case, lambda eager: eager(wide))
+    x0, w1, w3, w6 = (wide[name] for name in ("x0", "w1", "w3", "w6"))
+    first = F.conv_transpose1d(in_tf32(x0, cuts[0]), in_tf32(w1, cuts[1]))
+    second = F.conv1d(in_tf32(first, cuts[2]), in_tf32(w3, cuts[3]), dilation=2)
+    results = [F.max_pool1d(second * 8 + w6, 3, 2), second * 8]
+    for at, (result, want) in enumerate(zip(results, exact, strict=True)):
+        random_graphs._check(case, result.float(), want, yardstick, at, "y")
+        with pytest.raises(random_graphs.Wrong, match="off by"):
+            wrong = result + 0.02 * want.abs().max()
+            random_graphs._check(case, wrong.float(), want, yardstick, at, "y")
 
 
 def test_layouts_are_what_they_are_called() -> None:

@@ -30,7 +30,7 @@ EXACT = 1e-9
 
 _SAMPLE = "cpu/test_samples.py::test_sample_is_within_the_policy_of_float64_and_of_torch"
 _GRADIENT = "gpu/test_gradients.py::test_the_gradient_is_within_the_policy_of_float64_and_of_torch"
-_BAD = "cpu/test_bad_input.py::test_one_mistake_is_one_problem_in_the_right_words"
+_BAD = "cpu/graph/test_bad_input.py::test_one_mistake_is_one_problem_in_the_right_words"
 
 
 def _samples(*names: str) -> tuple[str, ...]:
@@ -50,22 +50,22 @@ ATTENTION = """pytorch#103963 pytorch#101967 pytorch#196678 cudnn-frontend#1072 
 COVERED: dict[str, tuple[str, ...]] = {
     # -- convolution
     "pytorch#19599: N = 0": (
-        "cpu/test_bad_input.py::test_an_empty_batch_gives_an_empty_result_of_the_right_shape",
-        "cpu/test_functional.py::test_an_empty_batch_has_an_empty_result_and_zero_gradients",
+        "cpu/graph/test_bad_input.py::test_an_empty_batch_gives_an_empty_result_of_the_right_shape",
+        "cpu/functional/test_functional.py::test_an_empty_batch_has_an_empty_result_and_zero_gradients",
         "gpu/test_execution.py::test_an_empty_batch_gives_an_empty_result_without_cudnn",
     ),
     "pytorch#31425: H = 0 with padding, an output that is not empty": (
-        "cpu/test_bad_input.py::test_height_zero_with_padding_gives_the_bias",
+        "cpu/graph/test_bad_input.py::test_height_zero_with_padding_gives_the_bias",
     ),
     "pytorch#117736, pytorch#132300: more than 2^31 elements, in the input or in the output": (
-        "cpu/test_select.py::test_what_cudnn_must_not_see_is_one_torch_step",
-        "cpu/test_select.py::test_an_output_that_alone_is_too_large_is_found",
+        "cpu/select/test_heuristic.py::test_what_cudnn_must_not_see_is_one_torch_step",
+        "cpu/select/test_heuristic.py::test_an_output_that_alone_is_too_large_is_found",
         "gpu/test_execution.py::test_more_than_int32_elements_are_right",
         "gpu/test_execution.py::test_a_large_convolution_is_right_at_its_far_end",
     ),
     "pytorch#24090, pytorch#31952: C = 1, H = W = 1, where strides do not tell the layout": (
-        "cpu/test_graph.py::test_strides_of_an_extent_of_one_do_not_choose_a_layout",
-        "cpu/test_graph.py::test_an_ambiguous_input_follows_an_unmistakable_weight",
+        "cpu/graph/test_graph.py::test_strides_of_an_extent_of_one_do_not_choose_a_layout",
+        "cpu/graph/test_graph.py::test_an_ambiguous_input_follows_an_unmistakable_weight",
         "deviceless/test_lowering.py::test_images_of_one_pixel_are_shown_channels_last",
         *_samples(*(f"conv_bias_act-{name}-fp16" for name in ("c1", "hw1", "c1_hw1"))),
     ),
@@ -88,11 +88,11 @@ COVERED: dict[str, tuple[str, ...]] = {
         "int8-conv-rounded_asymmetric-int8",
     ),
     "pytorch#68506: 7x7, channels last: fused 17 times slower than apart": (
-        "cpu/test_autotune.py::test_a_split_is_taken_where_it_is_faster_than_one_plan",
+        "cpu/select/test_search.py::test_a_split_is_taken_where_it_is_faster_than_one_plan",
         *_samples("conv_bias_act-k7_s2_p3_c3-fp16"),
     ),
     "pytorch#91735: grouped and depthwise convolutions that an epilogue slows": (
-        "cpu/test_select.py::test_what_is_better_run_apart",
+        "cpu/select/test_heuristic.py::test_what_is_better_run_apart",
         *_samples("conv_bias_act-depthwise-fp16", "conv_bias_act-groups4_s2-fp16"),
     ),
     "cudnn-frontend#422, cudnn-frontend#131: what 8-bit convolutions do not take": (
@@ -102,9 +102,9 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "pytorch#163539: a convolution in three dims of bfloat16": _samples("conv_bias_act-3d-bf16"),
     "pytorch#107514: TF32 belongs in the key and in the tolerance": (
-        "cpu/test_key.py::test_each_field_of_the_policy_is_a_component_of_its_own",
+        "cpu/ir/test_key.py::test_each_field_of_the_policy_is_a_component_of_its_own",
         "cpu/test_policy.py::test_tf32_follows_the_switch_of_torch_where_the_policy_is_silent",
-        "cpu/test_known_bad.py::test_what_is_wrong_for_its_tf32_alone_is_right_where_tf32_is_allowed",
+        "cpu/backend/test_known_bad.py::test_what_is_wrong_for_its_tf32_alone_is_right_where_tf32_is_allowed",
         "gpu/test_plans.py::test_tf32_is_used_when_allowed_and_not_otherwise",
     ),
     "pytorch#964, pytorch#14272: output_padding, also with a dilation": _samples(
@@ -117,15 +117,15 @@ COVERED: dict[str, tuple[str, ...]] = {
         for what in ("dilation_0", "padding_negative", "padding_too_large")
     ),
     "pytorch#31500: a workspace of 48 GiB": (
-        "cpu/test_workspace.py::test_a_request_over_the_limit_is_refused_and_nothing_is_allocated",
+        "cpu/plans_cache/test_workspace.py::test_a_request_over_the_limit_is_refused_and_nothing_is_allocated",
         "deviceless/test_explain.py::test_a_workspace_limit_bars_plans_by_what_they_need",
         "gpu/test_plans.py::test_a_workspace_limit_rules_plans_out",
     ),
     # -- attention
     "pytorch#103963, pytorch#101967: rows without a key give zeros; select, never times 0": (
         "cpu/test_samples.py::test_rows_without_a_key_give_zeros_and_minus_infinity",
-        "cpu/test_grad.py::test_rows_without_a_key_have_zero_gradients",
-        "cpu/test_grad.py::test_padding_that_holds_nan_does_not_reach_the_gradients",
+        "cpu/grad/test_grad.py::test_rows_without_a_key_have_zero_gradients",
+        "cpu/grad/test_grad.py::test_padding_that_holds_nan_does_not_reach_the_gradients",
         *_samples("sdpa-mask_bool_dead_rows-fp16", "gradients-attention_mask_add_dead_rows-fp16"),
     ),
     "pytorch#196678: a mask over 64, 192, 320 or 704 keys, and a low lse": (
@@ -147,12 +147,12 @@ COVERED: dict[str, tuple[str, ...]] = {
         "gradients-packed_attention_empty-fp64",
     ),
     "diffusers#14342, jax#28974: a boolean mask is not 0 and 1 to add; masks that broadcast": (
-        "cpu/test_functional.py::test_attention_is_torchs",
-        "cpu/test_autotune.py::test_a_boolean_mask_is_converted",
+        "cpu/functional/test_functional.py::test_attention_is_torchs",
+        "cpu/select/test_search.py::test_a_boolean_mask_is_converted",
         *_samples("sdpa-mask_bool-fp16", "sdpa-mask_bool_111k-fp16", "sdpa-mask_add_b11k-fp16"),
     ),
     "ort#29020, ort#29714: the bottom-right diagonal, S_q below and above S_kv, and of lengths": (
-        "cpu/test_nn_attention.py::test_bands_are_those_of_a_mask",
+        "cpu/nn/test_attention.py::test_bands_are_those_of_a_mask",
         *_samples("sdpa-bottom_right_short_q-fp16", "sdpa-bottom_right_long_q-fp16"),
         *_samples("sdpa-lengths_bottom_right-fp16"),
         *_samples("gradients-attention_lengths_bottom_right-fp16"),
@@ -162,8 +162,8 @@ COVERED: dict[str, tuple[str, ...]] = {
         *(f"{_GRADIENT}[sdpa-{name}-fp16]" for name in ("d_v_32", "d_256", "d_20", "s_32")),
     ),
     "pytorch#175764, pytorch#141147: q, k, v of stride 0, and a gradient of stride 0": (
-        "cpu/test_nn_attention.py::test_expanded_and_packed_operands_and_a_gradient_of_stride_0",
-        "cpu/test_training.py::test_an_incoming_gradient_may_lie_in_any_way",
+        "cpu/nn/test_attention.py::test_expanded_and_packed_operands_and_a_gradient_of_stride_0",
+        "cpu/runtime/test_trainable.py::test_an_incoming_gradient_may_lie_in_any_way",
         "gpu/test_modules.py::test_a_gradient_of_stride_0_and_packed_operands",
         *_samples("sdpa-expanded_kv-fp16", "gradients-attention_expanded_kv-fp16"),
     ),
@@ -176,12 +176,12 @@ COVERED: dict[str, tuple[str, ...]] = {
         "gpu/test_attention.py::test_attention_into_an_unaligned_output_is_refused_by_name",
     ),
     "pytorch#138354, cudnn-frontend#554: the output lies as q does, and is said to": (
-        "cpu/test_graph.py::test_attention_passes_the_order_of_q_on",
-        "cpu/test_nn_attention.py::test_the_output_lies_as_q_does",
-        "cpu/test_torch_ops.py::test_opcheck_of_attention_with_a_mask_and_an_lse",
+        "cpu/graph/test_graph.py::test_attention_passes_the_order_of_q_on",
+        "cpu/nn/test_attention.py::test_the_output_lies_as_q_does",
+        "cpu/runtime/test_custom_ops.py::test_opcheck_of_attention_with_a_mask_and_an_lse",
     ),
     "jax#30593: the gradient of a bias that broadcasts over batches": (
-        "cpu/test_grad.py::test_a_broadcast_masks_gradient_has_its_shape",
+        "cpu/grad/test_grad.py::test_a_broadcast_masks_gradient_has_its_shape",
         *_samples("gradients-attention_mask_add_1hsk-fp16", "gradients-attention_mask_add_sk-fp16"),
     ),
     "pytorch#146734: seeds of 64 bits, and a backward that can be repeated": (

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.backend import plan
+from cudnngraph.backend import deviceless
 from tests import broadcasts
 
 SIZE = (2, 16, 12)
@@ -34,10 +34,10 @@ def taken(anchor: str, whole: str, computed: bool) -> bool:
 def test_cudnn_is_asked_for_what_its_engines_get_right(anchor: str, whole: str, chain: str) -> None:
     spec = broadcasts.Case(anchor, whole, chain, "float16", 64, SIZE).graph().spec()
     if taken(anchor, whole, computed="silu(v)" in chain):
-        plan.lower_for(spec, "nvidia-h200")
+        deviceless.lower_for(spec, "nvidia-h200")
         return
     with pytest.raises(cg.NotSupported) as refused:
-        plan.lower_for(spec, "nvidia-h200")
+        deviceless.lower_for(spec, "nvidia-h200")
     (reason,) = refused.value.reasons
     assert "repeated over" in reason and reason.endswith(
         "beside a convolution, which cuDNN gets wrong"
@@ -53,7 +53,7 @@ def test_a_number_a_pixel_is_taken_by_the_engines_that_were_run(
 ) -> None:
     """[N, 1, H, W], of which engines 2, 4, 7 and 8 are right: another one has to be tried first."""
     spec = broadcasts.Case(anchor, "w1ww", "x + v", dtype, channels, SIZE).graph().spec()
-    _, candidates = plan.propose_for(spec, "nvidia-h200")
+    _, candidates = deviceless.propose_for(spec, "nvidia-h200")
     assert {each.choice.engine for each in candidates} <= {2, 4, 7, 8}
 
 
@@ -76,7 +76,7 @@ def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
     """Its images lie both ways at once; engines 4, 7 and 52 took the weight to be channels_last."""
     one = broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1), "contiguous")
     with pytest.raises(cg.NotSupported) as refused:
-        plan.lower_for(one.graph().spec(), "nvidia-h200")
+        deviceless.lower_for(one.graph().spec(), "nvidia-h200")
     (reason,) = refused.value.reasons
     assert reason.startswith("images of one pixel beside a weight that is not channels_last")
     for taken in (
@@ -84,7 +84,7 @@ def test_one_pixel_beside_a_contiguous_weight_is_a_convolution_by_itself(
         broadcasts.Case(anchor, "wwww", chain, "float16", 64, (2, 1, 1)),
         broadcasts.Case("conv 1x1", "wwww", chain, "float16", 64, (2, 1, 1), "contiguous"),
     ):
-        plan.lower_for(taken.graph().spec(), "nvidia-h200")
+        deviceless.lower_for(taken.graph().spec(), "nvidia-h200")
 
 
 @pytest.mark.parametrize("whole", ["".join(way) for way in itertools.product("w1", repeat=3)])
@@ -94,11 +94,11 @@ def test_a_computed_column_of_a_batch_of_products_is_a_step_before(whole: str, c
     spec = case.graph().spec()
     if whole == "1w1" and chain != "x + v":
         with pytest.raises(cg.NotSupported, match="is computed and repeated over"):
-            plan.lower_for(spec, "nvidia-h200")
+            deviceless.lower_for(spec, "nvidia-h200")
         steps = cg.explain(case.graph(), "nvidia-h200").steps
         assert any(step.ops[0] == "matmul" for step in steps) and len(steps) > 1
     else:
-        plan.lower_for(spec, "nvidia-h200")
+        deviceless.lower_for(spec, "nvidia-h200")
 
 
 def test_what_is_computed_of_one_number_behind_a_batch_norm_in_training_is_a_step_before() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
-from cudnngraph.backend.plan import propose_for
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.cli import main
 from cudnngraph.explain.offline import Explanation
 from cudnngraph.select import heuristic

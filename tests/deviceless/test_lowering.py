@@ -21,11 +21,14 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import env
+from cudnngraph.backend.candidates import propose
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.backend.lowering.context import Alias, Constant
-from cudnngraph.backend.lowering.driver import LOWERING, RULES, Lowered
+from cudnngraph.backend.lowering.driver import RULES, Lowered
 from cudnngraph.backend.lowering.refusals import REFUSALS
-from cudnngraph.backend.plan import Choice, load, propose, propose_for
+from cudnngraph.backend.plan import Choice, load
 from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.ir import versions
 from cudnngraph.ir.spec import (
     GraphSpec,
     Node,
@@ -885,7 +888,7 @@ def test_two_products_share_no_plan() -> None:
     assert caught.value.reasons == ("matmul shares a plan with pointwise ops alone",)
 
 
-@pytest.mark.parametrize("head", [{}, {"lowering": LOWERING - 1}])
+@pytest.mark.parametrize("head", [{}, {"lowering": versions.LOWERING - 1}])
 def test_a_serialized_plan_of_a_graph_lowered_by_other_rules_is_not_loaded(
     head: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

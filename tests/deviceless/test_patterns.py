@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.backend import env, plan
+from cudnngraph.backend import candidates, deviceless, env
 from cudnngraph.sweep import run
 
 TARGET = "nvidia-h200"
@@ -26,15 +26,15 @@ def taken(task: run.Task, *, propose: bool) -> int | None:
     if task.why_none:
         return None
     try:
-        lowered = plan.lower_for(task.spec, TARGET)
+        lowered = deviceless.lower_for(task.spec, TARGET)
         if not propose:
             return 0
-        candidates = plan.propose(lowered, env.frontend(), more=True, every=True)
+        listed = candidates.propose(lowered, env.frontend(), more=True, every=True)
     except cg.NotSupported as refused:
         assert refused.reasons and all(refused.reasons), task.graph
         return None
-    assert len({each.choice for each in candidates}) == len(candidates), task.graph
-    return len(candidates)
+    assert len({each.choice for each in listed}) == len(listed), task.graph
+    return len(listed)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -66,8 +66,10 @@ def test_each_family_that_cudnn_has_is_offered_plans(family: str) -> None:
 def test_engines_that_the_ranking_leaves_out_follow_it() -> None:
     (task, *_) = run.tasks(full=False, only="conv 3x3, x, float32, contiguous")
     frontend = env.frontend()
-    ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
-    every = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True, every=True)
+    ranked = candidates.propose(deviceless.lower_for(task.spec, TARGET), frontend, more=True)
+    every = candidates.propose(
+        deviceless.lower_for(task.spec, TARGET), frontend, more=True, every=True
+    )
     assert every[: len(ranked)] == ranked
     others = every[len(ranked) :]
     assert others and all(each.choice.knobs == () for each in others)
@@ -83,10 +85,10 @@ def test_engines_that_are_less_exact_are_barred_behind_the_ranking_too(tf32: boo
     """They would be found wrong in float32 otherwise, for what the policy rules out anyway."""
     (task, *_) = run.tasks(full=False, only="conv 3x3, x, float32, contiguous")
     frontend = env.frontend()
-    ranked = plan.propose(plan.lower_for(task.spec, TARGET), frontend, more=True)
-    lowered = plan.lower_for(task.spec, TARGET)
-    others = plan.propose(lowered, frontend, more=True, every=True)[len(ranked) :]
-    plan.restrict(lowered, task.spec, cg.Policy(allow_tf32=tf32), frontend)
+    ranked = candidates.propose(deviceless.lower_for(task.spec, TARGET), frontend, more=True)
+    lowered = deviceless.lower_for(task.spec, TARGET)
+    others = candidates.propose(lowered, frontend, more=True, every=True)[len(ranked) :]
+    candidates.restrict(lowered, task.spec, cg.Policy(allow_tf32=tf32), frontend)
     lowered.graph.deselect_workspace_greater_than(-1)  # so that nothing is built
     said = []
     errors = (frontend.cudnnGraphNotSupportedError, RuntimeError)

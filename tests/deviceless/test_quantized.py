@@ -11,8 +11,8 @@ import torch
 import cudnngraph as cg
 from cudnngraph import backend
 from cudnngraph.backend import env
+from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.backend.lowering.driver import lower
-from cudnngraph.backend.plan import propose_for
 
 I8, E4, E5 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 F16, F32 = torch.float16, torch.float32

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from cudnngraph.backend.plan import Candidate, Choice, Outcome, Plan
+from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.plan import Choice, Plan
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import forkserver, verification, worker

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.backend import env
-from cudnngraph.backend.plan import Candidate, Outcome, Plan, Proposals, build_first
+from cudnngraph.backend import env, handles
+from cudnngraph.backend.candidates import Candidate, Outcome, Proposals, build_first
+from cudnngraph.backend.plan import Plan
 from cudnngraph.device import timing
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
@@ -373,7 +374,7 @@ class Elsewhere:
         self.workspace_bytes, self.pointers, self._plan = plan.workspace_bytes, plan.pointers, plan
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
-        mine = env.raw_stream(0)
+        mine = handles.raw_stream(0)
         env.frontend().set_stream(handle=handle, stream=0)
         self._plan.execute(pointers, workspace, handle)
         env.frontend().set_stream(handle=handle, stream=mine)

@@ -13,6 +13,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
+from cudnngraph.backend.plan import Choice
 from cudnngraph.cache.lookup import store
 from plans_cache.record import from_json
 from tests.gpu.test_plans import conv, tensors
@@ -184,11 +185,11 @@ def test_a_known_bad_plan_in_a_record_is_not_brought_back(
     conv(torch.float16, "silu").compile("cuda")
     asked: list[int] = []
 
-    def bad_once(spec: object, engine: int, version: int, **options: bool) -> str | None:
-        asked.append(engine)
+    def bad_once(spec: object, choice: Choice, *args: object, **options: object) -> str | None:
+        asked.append(choice.engine)
         return "found out later" if len(asked) == 1 else None
 
-    monkeypatch.setattr("cudnngraph.cache.lookup.why_bad", bad_once)
+    monkeypatch.setattr("cudnngraph.cache.lookup.why_rejected", bad_once)
     assert again().tier == "built"
 
 
@@ -230,7 +231,7 @@ def test_the_pool_holds_the_largest_need_of_a_stream_not_the_sum(folder: Path) -
                 exe = g.compile("cuda")
                 exe(**tensors(exe))
                 needs.append(exe.workspace_bytes)
-    from cudnngraph.runtime.process import WORKSPACE
+    from cudnngraph.runtime.process import PROCESS
 
-    held = WORKSPACE.size_bytes(0, stream.cuda_stream)
+    held = PROCESS.workspace.size_bytes(0, stream.cuda_stream)
     assert min(needs) > 0 and held == max(needs) < sum(needs)

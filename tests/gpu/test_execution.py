@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.backend import env
+from cudnngraph.backend import handles
 from cudnngraph.ops import pooling
-from cudnngraph.runtime import process
-from cudnngraph.runtime.process import WORKSPACE
+from cudnngraph.runtime.process import PROCESS
 from tests import numerics
 from tests.copies import check_slices
 
@@ -129,7 +128,7 @@ def test_two_streams_use_workspaces_of_their_own() -> None:
                 result = exe(**each)
             results.append(result)
             need = exe.workspace_bytes
-            blocks.append(WORKSPACE.get(0, stream.cuda_stream, need).data_ptr())
+            blocks.append(PROCESS.workspace.get(0, stream.cuda_stream, need).data_ptr())
     torch.cuda.synchronize()
     assert blocks[0] != blocks[1]
     for each, result in zip(given, results, strict=True):
@@ -163,11 +162,11 @@ def test_a_capture_of_ours_replays_and_lets_go_of_all_that_it_held() -> None:
     exe.bind(**given, y=out)()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before, kept = torch.cuda.memory_reserved(), len(process._captured)
+    before, kept = torch.cuda.memory_reserved(), len(PROCESS.captured)
     call = exe.capture(**given, y=out)
     assert isinstance(call.graph, torch.cuda.CUDAGraph)
     held = weakref.ref(next(iter(call._held.values()))[0])
-    assert len(process._captured) == kept
+    assert len(PROCESS.captured) == kept
     out.zero_()
     call()
     torch.cuda.synchronize()
@@ -210,12 +209,12 @@ def test_what_is_let_go_of_during_a_capture_does_not_spoil_it() -> None:
         y = x + 1
         del exe, captured
         gc.collect()
-    assert len(env._kept.things) >= 2
+    assert len(handles._kept.things) >= 2
     x.fill_(2)
     graph.replay()
     assert y.tolist() == [3.0, 3.0, 3.0]
-    env.let_go()
-    assert env._kept.things == []
+    handles.let_go()
+    assert handles._kept.things == []
 
 
 def _product(g: cg.Graph, x: cg.Value, w: cg.Value) -> cg.Value:
@@ -322,14 +321,14 @@ def test_a_graph_has_a_workspace_of_its_own(bound: bool) -> None:
     out = exe(**given)
     want = out.clone()
     call = exe.bind(**given, y=out)
-    held = WORKSPACE.held_bytes
+    held = PROCESS.workspace.held_bytes
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # on a stream that nothing has run on before
         call() if bound else exe.run(**given, y=out)
-    assert WORKSPACE.held_bytes == held
+    assert PROCESS.workspace.held_bytes == held
     fill = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
     out.zero_()
     graph.replay()

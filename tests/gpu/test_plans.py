@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import cudnngraph as cg
-from cudnngraph.backend import env
-from cudnngraph.backend.plan import Choice, replay
-from cudnngraph.runtime.program import canonical
+from cudnngraph.backend import handles
+from cudnngraph.backend.candidates import replay
+from cudnngraph.backend.plan import Choice
+from cudnngraph.ir.canonical import canonical
 from tests import numerics
 
 
@@ -53,7 +54,7 @@ def test_a_choice_replays_to_the_same_plan_and_the_same_bits(act: str) -> None:
     ordered = [given[name] for name in _original_order(exe)]
     block = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device="cuda")
     pointers = plan.pointers([tensor.data_ptr() for tensor in (*ordered, out)])
-    plan.execute(pointers, block.data_ptr(), env.handle_on_current_stream(0))
+    plan.execute(pointers, block.data_ptr(), handles.handle_on_current_stream(0))
     assert torch.equal(out, want)
 
 
@@ -183,13 +184,13 @@ def test_a_process_that_used_plans_exits_cleanly() -> None:
 def test_a_forked_child_drops_plans_without_touching_them() -> None:
     code = (
         "import os, torch, cudnngraph as cg\n"
-        "from cudnngraph.runtime import process\n"
+        "from cudnngraph.runtime.process import PROCESS\n"
         "g = cg.Graph('g'); x = g.input('x', (64, 64), torch.float16); g.output('y', g.relu(x))\n"
         "exe = g.compile('cuda'); exe(x=torch.ones(64, 64, device='cuda').half())\n"
         "torch.cuda.synchronize()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    ok = len(process.programs) == 0\n"
+        "    ok = len(PROCESS.programs) == 0\n"
         "    c = g.compile('cpu')(x=torch.full((64, 64), -1.0).half())\n"
         "    os._exit(0 if ok and float(c.sum()) == 0 else 1)\n"
         "_, status = os.waitpid(pid, 0)\n"

@@ -19,7 +19,7 @@ from ...ops import pooling
 from ...ops.base import FP8
 from ...ops.infer import check_node
 from ...ops.table import OPS
-from .. import env
+from .. import handles
 from .attention import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged, sdpa_varlen, sdpa_varlen_backward
 from .base import Refused
 from .context import Context, Extra, Rule, dtypes
@@ -69,10 +69,6 @@ from .refusals import (
     torchs_own,
 )
 
-# Of the rules in this module. Serialized plans of another number are built again from their
-# records: raise it where a rule refuses what it took, or makes other numbers of it.
-LOWERING = 5
-
 FP8_CAPABILITY = (8, 9)
 
 
@@ -89,7 +85,7 @@ class Lowered:
     extras: tuple[Extra, ...]
 
     def __del__(self) -> None:
-        env.let_go(self.graph)
+        handles.let_go(self.graph)
 
 
 RULES: Mapping[str, Rule] = {

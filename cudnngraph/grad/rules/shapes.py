@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...graph.core import scalar
 from ...graph.value import Value
 from ...ops.table import OPS
 from ..context import Context, Gradients, GradRule, NoGradient
@@ -16,7 +17,7 @@ def _permuted(ctx: Context) -> Gradients:
 
 
 def _zeros(ctx: Context, shape: Sequence[int]) -> Value:
-    return ctx.build.wide(ctx.g.expand(ctx.g._scalar(0.0), shape, ()))
+    return ctx.build.wide(ctx.g.expand(scalar(ctx.g, 0.0), shape, ()))
 
 
 def _slice(ctx: Context) -> Gradients:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...graph.value import Value
+from ...graph.value import Value, set_stride
 from ...ir.spec import (
     dense_strides,
     overlaps_itself,
@@ -144,8 +143,8 @@ def _reshape(c: Conversion, a: Arguments) -> Value:
         return x
     y = c.g.reshape(x, shape)
     order = None if y.spec is None else _order_of_copy(c, x, shape)
-    if order is not None and y.spec is not None:
-        y.spec = replace(y.spec, stride=dense_strides(shape, order))
+    if order is not None:
+        set_stride(y, dense_strides(shape, order))
     return y
 
 

@@ -1,0 +1,465 @@
+"""Models as ATen ops by a run without memory: the graph of torch.export, and what is given up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import cudnngraph as cg
+from cudnngraph.ir.canonical import canonical
+from cudnngraph.ir.spec import print_spec
+from cudnngraph.models import export, trace
+from cudnngraph.models.convert import Imported, convert
+from tests.cpu.models.test_convert import NETS, Of, image
+
+IMAGE, LAST = (2, 8, 9, 7), torch.channels_last
+
+
+def imported(made: export.Exported) -> Imported:
+    return convert(made.module, made.constants, made.placeholders, channels_last=True)
+
+
+def shown(made: Imported) -> str:
+    return "" if made.spec is None else print_spec(canonical(made.spec))
+
+
+def same_as_export(model: nn.Module, *args: Any, **kwargs: Any) -> trace.Traced:
+    """The run, after a comparison of what becomes of it and of torch.export's graph."""
+    traced = trace.trace(model, args, kwargs)
+    assert traced is not None
+    theirs = export.by_torch(model, args, kwargs)[0]
+    ours = export.export(model, args, kwargs)
+    assert isinstance(ours.module, trace.Traced)
+    assert len(ours.placeholders) == len(theirs.placeholders)
+    assert ours.out_spec == theirs.out_spec
+    mine, wanted = imported(ours), imported(theirs)
+    assert shown(mine) == shown(wanted)
+    assert [each.overload for each in mine.opaque] == [each.overload for each in wanted.opaque]
+    assert all(each.line for each in mine.opaque)
+    assert mine.folded == wanted.folded
+    pairs = zip(mine.results, wanted.results, strict=True)
+    assert all(type(a) is type(b) for a, b in pairs)
+    return traced
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_models_are_the_graphs_that_torch_exports(name: str) -> None:
+    model, x = NETS[name]()
+    same_as_export(model.eval(), x)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "activations": lambda m, x: F.elu(F.gelu(F.silu(torch.tanh(x))) * torch.sigmoid(x)),
+    "in_place": lambda m, x: F.relu(x * 2, inplace=True).add_(x).mul_(0.5),
+    "norms": lambda m, x: F.layer_norm(F.rms_norm(x, (7,)), (9, 7)),
+    "statistics": lambda m, x: F.batch_norm(x, m.c, m.c.abs() + 1, m.c, m.c, False, 0.1, 1e-3),
+    "convolved": lambda m, x: F.conv2d(x, m.k, m.c, 2, 1, groups=2),
+    "same_padding": lambda m, x: F.conv2d(x, m.k, None, 1, "same", 1, 2),
+    "transposed": lambda m, x: F.conv_transpose2d(x, m.k, None, 2, 1, 1),
+    "one_dim": lambda m, x: F.max_pool1d(
+        F.conv1d(x[:, :, 0], m.k[:, :, 0], padding=1, groups=2), 2
+    ),
+    "pools": lambda m, x: (F.max_pool2d(x, 3, 2, 1), F.max_pool2d(x, 2, ceil_mode=True)),
+    "means": lambda m, x: (F.adaptive_avg_pool2d(x, (3, None)), F.avg_pool2d(x, 3, 2)),
+    "indices": lambda m, x: F.max_pool2d(x, 2, return_indices=True),
+    "resized": lambda m, x: F.interpolate(x, (18, 20), mode="bilinear", align_corners=True),
+    "scaled": lambda m, x: F.interpolate(x, scale_factor=(2, 1.5)),
+    "recomputed": lambda m, x: F.interpolate(x, scale_factor=2.0, recompute_scale_factor=True),
+    "shapes": lambda m, x: torch.cat([x.flatten(2), x.reshape(2, 8, -1) * 2], dim=-1).chunk(3, 1),
+    "turned": lambda m, x: x.transpose(1, 2).contiguous().view(2, 9, -1).squeeze().unsqueeze(0),
+    "parts": lambda m, x: (x[:, 1:5, ::2], x[..., 3], torch.stack([x, x], 1), *x.split(4, 1)),
+    "sums": lambda m, x: (x.mean((2, 3)), x.sum(1, keepdim=True), x.amax(-1)),
+    "products": lambda m, x: (x @ m.w.t(), torch.matmul(x[:, 0], m.w.t()), F.linear(x, m.w)),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "masked": lambda m, x: F.scaled_dot_product_attention(x, x, x, torch.ones(9, 9).tril() > 0),
+    "from_numbers": lambda m, x: x + torch.arange(7, dtype=x.dtype, device=x.device).flip(0),
+    "a_list": lambda m, x: x * torch.tensor([1.0, 2, 3, 4, 5, 6, 7]),
+    "softmax": lambda m, x: (x.softmax(-1), x.log_softmax(1), x.argmax(1)),
+    "dropped": lambda m, x: F.dropout(x, 0.5, m.training) + x.size(0),
+    "nothing": lambda m, x: (x, m.c, None, 3),
+    "nested": lambda m, x: {"a": [x + 1, (x, 2.0)], "b": None},
+}
+
+
+def model_of(function: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    state = {"c": torch.randn(8), "k": torch.randn(8, 4, 3, 3), "w": torch.randn(5, 7)}
+    return Of(function, **state).eval()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("last", [False, True])
+def test_functions_are_the_graphs_that_torch_exports(name: str, last: bool) -> None:
+    x = image(*IMAGE)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    same_as_export(model_of(FUNCTIONS[name]), x)
+
+
+def test_arguments_keep_their_names_and_places() -> None:
+    model = Of(lambda m, x, *more, scale=1.0: more[0]["y"] * scale - x)
+    args = (image(2, 3), {"y": image(2, 3)})
+    traced = same_as_export(model, *args, scale=2.0)
+    assert len(traced.placeholders) == 2
+    assert pytree.tree_unflatten([1], traced.out_spec) == 1
+
+
+def test_a_weight_under_two_names_is_one_constant() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x))
+
+    traced = same_as_export(Tied().eval(), image(2, 4))
+    assert len(traced.constants) == 1
+
+
+def test_a_tensor_that_is_no_buffer_is_a_constant() -> None:
+    held = image(3)
+    traced = same_as_export(Of(lambda m, x: x * held), image(2, 3))
+    (constant,) = traced.constants.values()
+    assert constant.data_ptr() == held.data_ptr()
+
+
+# -- what is given up ------------------------------------------------------------------------------
+
+
+def _casts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.linear(x, m.w)
+
+
+def _forces(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.linear(x, m.w).pow(2).sum() + x.pow(3).sum(), x)[0]
+
+
+def _catches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * x.sum().item()
+    except Exception:
+        return x
+
+
+def _writes_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y[:, 0].relu_()
+    return y
+
+
+def _writes_what_is_seen(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    row = y[0]
+    y.neg_()
+    return row + y
+
+
+GIVEN_UP: dict[str, Callable[..., Any]] = {
+    "random": lambda m, x: x + torch.rand_like(x),
+    "dropout": lambda m, x: F.dropout(x, 0.5, True),
+    "branch": lambda m, x: x if x.sum() > 0 else -x,
+    "number": lambda m, x: x * float(x.max()),
+    "input": lambda m, x: x.add_(1),
+    "catches": _catches,
+    "casts": _casts,
+    "forces": _forces,
+    "statistics": lambda m, x: F.batch_norm(x, m.c, m.c, training=True),
+    "address": lambda m, x: x + x.data_ptr() % 2,
+    "maybe_a_view": lambda m, x: (y := x * 2, y.flatten(1).add_(1))[0],
+    "view": _writes_a_view,
+    "seen": _writes_what_is_seen,
+    "turns": lambda m, x: (x * 1).transpose_(0, 1),
+    "out": lambda m, x: torch.add(x, 1, out=torch.empty_like(x)),
+    "control_flow": lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
+    "numpy": lambda m, x: x + torch.from_numpy(x.numpy()),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -> None:
+    model, x = model_of(GIVEN_UP[name]), image(*IMAGE)
+    before = x.clone(), model.c.clone(), set(vars(model))
+    assert trace.trace(model, (x,), {}) is None
+    assert torch.equal(x, before[0]) and torch.equal(model.c, before[1])
+    assert set(vars(model)) == before[2]
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_control_flow_works_as_before() -> None:
+    """What a model compiles within itself has not met the modes of the run."""
+    model = model_of(GIVEN_UP["control_flow"])
+    x = image(3)
+    for _ in range(2):
+        trace.trace(model, (x,), {})
+        torch.testing.assert_close(model(x), x + 1 if float(x.sum()) > 0 else x - 1)
+
+
+def test_one_tensor_in_two_places_autocast_and_subclasses_are_given_up() -> None:
+    x = image(2, 3)
+    two = Of(lambda m, a, b: a + b)
+    assert trace.trace(two, (x, x), {}) is None
+    with torch.autocast("cpu"):
+        assert trace.trace(two, (x, x + 1), {}) is None
+    assert trace.trace(two, (x, x.to_sparse()), {}) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.group_norm(x, 2, m.c, m.c),
+        lambda m, x: F.instance_norm(x, weight=m.c, bias=m.c),
+        lambda m, x: F.interpolate(x, (5, 5), mode="bicubic", antialias=True),
+        lambda m, x: F.log_softmax(x, 1),
+        lambda m, x: F.embedding(x.argmax(1) % 5, m.w),
+    ],
+)
+def test_what_is_told_in_other_words_is_as_right(function: Callable[..., Any]) -> None:
+    model, x = model_of(function), image(*IMAGE)
+    assert trace.trace(model, (x,), {}) is not None
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_flags_are_those_of_the_real_tensors() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if m.w.requires_grad else 3) * (5 if isinstance(m.w, nn.Parameter) else 7)
+
+    model, x = Of(forward).eval(), image(2, 3)
+    model.w = nn.Parameter(image(3))
+    assert trace.trace(model, (x,), {}) is not None
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_an_argument_that_the_model_holds_and_objects_are_given_up() -> None:
+    held = image(2, 4)
+    assert trace.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
+    writes = Of(lambda m, d: d.setdefault("y", d["x"] * 2)).eval()
+    assert trace.trace(writes, ({"x": held},), {}) is None
+    box = SimpleNamespace(x=held)
+    assert trace.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
+
+
+def test_a_product_into_a_tensor_of_the_model() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        z = x.new_zeros(4, 4)
+        torch.matmul(x, x, out=z)
+        return z
+
+    model, x = Of(forward).eval(), image(4, 4)
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+
+
+def test_an_expanded_input_and_memory_as_it_lies() -> None:
+    x = image(1, 8, 9, 7).expand(2, 8, 9, 7)
+    model = model_of(lambda m, x: F.conv2d(x, m.k, groups=2))
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x), rtol=1e-4, atol=1e-4)
+    strided = model_of(lambda m, x: F.conv2d(x, m.k, groups=2).as_strided((4,), (1,)))
+    x = image(*IMAGE)
+    for last in (False, True):
+        torch.testing.assert_close(
+            cg.fuse(strided, x, channels_last=last)(x), strided(x), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_views_that_are_written_are_right_by_export() -> None:
+    model, x = model_of(_writes_a_view), image(*IMAGE)
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x))
+
+
+# -- forms -----------------------------------------------------------------------------------------
+
+FORMED: dict[str, Callable[..., torch.Tensor]] = {
+    "conv2d": lambda x: F.conv2d(x, torch.zeros(6, 4, 3, 2), None, (2, 1), (1, 0), (1, 2), 2),
+    "conv1d": lambda x: F.conv1d(x[:, :, 0].contiguous(), torch.zeros(6, 8, 3), stride=2),
+    "conv3d": lambda x: F.conv3d(x.unsqueeze(2), torch.zeros(6, 8, 1, 3, 3), padding=(0, 1, 1)),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.zeros(8, 3, 4, 4), None, 2, 1, 1, 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, (3, 2), 2, 1),
+    "max_pool_plain": lambda x: F.max_pool2d(x, 3),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive_1": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "bilinear": lambda x: F.interpolate(x, (5, 11), mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2.3),
+    "relu": lambda x: F.relu(x),
+    "add": lambda x: x + x,
+    "bias": lambda x: x + torch.zeros(8, 1, 1),
+    "bias_first": lambda x: torch.zeros(8, 1, 1) + x,
+    "of_two_layouts": lambda x: x + torch.zeros(2, 9, 7, 8).permute(0, 3, 1, 2),
+    "of_another_layout": lambda x: torch.zeros(2, 9, 7, 8).permute(0, 3, 1, 2) - x,
+    "mask_first": lambda x: torch.zeros(9, 7) * x,
+    "number": lambda x: x * 2.0,
+    "cat": lambda x: torch.cat([x, x, x], 1),
+    "cat_mixed": lambda x: torch.cat([x, torch.zeros(2, 3, 9, 7)], 1),
+    "cat_expanded": lambda x: torch.cat([x.flatten(2), torch.zeros(1, 1, 63).expand(2, 1, 63)], 1),
+    "cat_turned": lambda x: torch.cat([x.flatten(2).transpose(1, 2)] * 2, 1),
+    "embedding": lambda x: F.embedding(x.argmax(1), torch.zeros(8, 5)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x[..., :5]),
+    "cat_rows": lambda x: torch.cat([x, x], -1),
+    "linear": lambda x: F.linear(x.flatten(1), torch.zeros(5, 504)),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(8), torch.zeros(8)),
+    "layer_norm": lambda x: F.layer_norm(x, (9, 7)),
+    "mean": lambda x: x.mean((2, 3), keepdim=True),
+    "mean_dropped": lambda x: x.mean((-1, 2)),
+    "mean_of_rows": lambda x: x.mean(1),
+}
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("last", [False, True])
+def test_forms_are_those_of_torchs_results(name: str, last: bool) -> None:
+    x = torch.zeros(IMAGE).contiguous(memory_format=LAST if last else torch.contiguous_format)
+    traced = trace.trace(Of(lambda m, x: FORMED[name](x)).eval(), (x,), {})
+    assert traced is not None
+    (result,) = (node for node in traced.graph.nodes if node.op == "output")
+    seen, want = result.args[0][0].meta["val"], FORMED[name](x)
+    assert (seen.shape, seen.dtype) == (want.shape, want.dtype)
+    if name == "conv_transpose2d":  # on a CPU in another layout than on a GPU
+        return
+    steps = zip(seen.shape, seen.stride(), want.stride(), strict=True)
+    assert all(ours == theirs for extent, ours, theirs in steps if extent > 1)
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+_ALONE = """
+import sys, torch, cudnngraph as cg
+from cudnngraph.bench import models
+from cudnngraph.executor import torch_steps as eager
+from cudnngraph.models.convert import import_model
+from cudnngraph.partition.cuts import Graph, piece, work
+net, x = {
+    "resnet": (models.ResNet((1, 1), 8, 5), torch.randn(1, 3, 64, 64)),
+    "unet": (models.UNet(8, 3), torch.randn(1, 3, 32, 32)),
+    "deeplab": (models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 8, 3),
+        torch.randn(1, 3, 64, 64)),
+    "gpt": (models.GPT(97, 64, 2, 32), torch.randint(0, 97, (2, 32))),
+    "vit": (models.ViT(32, 8, 64, 2, 10), torch.randn(1, 3, 32, 32)),
+    "convnext": (models.ConvNeXt((16, 32), (1, 1), 10), torch.randn(1, 3, 64, 64)),
+}[sys.argv[1]]
+cg.fuse(net.eval(), x, check=False)
+x = x.half() if x.is_floating_point() else x
+graph = Graph(import_model(net.half(), (x,), channels_last=True).spec)
+for node in work(graph.spec.nodes):
+    eager.prepare(piece(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
+print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "deeplab", "gpt", "vit", "convnext"])
+def test_fuse_does_not_import_torchs_compiler(name: str) -> None:
+    """A second of a start."""
+    command = [sys.executable, "-c", _ALONE, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+_CATCHES = """
+import torch
+import cudnngraph as cg
+class Net(torch.nn.Module):
+    def forward(self, x):
+        try:
+            import torch._dynamo
+        except Exception:
+            return x + 1
+        return x + 2
+x = torch.zeros(3)
+print(cg.fuse(Net().eval(), x)(x).tolist())
+"""
+
+
+def test_a_model_that_does_without_the_compiler_is_noted_with_it() -> None:
+    """As it runs, not as it runs where the import fails."""
+    command = [sys.executable, "-c", _CATCHES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[2.0, 2.0, 2.0]"
+
+
+PRODUCTS = (
+    *("bhid,bhjd->bhij", "bhij,bhjd->bhid", "b h i d, b h j d -> b h j i", "bdi,bdj->bij"),
+    *("id,jd->ij", "di,dj->ji", "...id,...jd->...ij", "bhdi,bhjd->bhij"),
+)
+NO_PRODUCTS = (
+    *("bhid,bhjd->bihj", "bhid,bhid->bhi", "bi,bj->bij", "bhid,bhjd->hbij", "bid,bjd->ij"),
+    *("ij,jk", "iij,jd->id", "i,i->", "bhid,jd->bhij", "...id,jd->...ij", "bid,bjd,bjd->bij"),
+)
+
+
+@pytest.mark.parametrize("equation", [*PRODUCTS, *NO_PRODUCTS])
+def test_an_einsum_that_is_a_product_of_matrices_is_one_node(equation: str) -> None:
+    sizes = {"b": 2, "h": 3, "i": 4, "j": 5, "d": 6, "k": 7, "...": 2}
+    torch.manual_seed(0)
+
+    def made(term: str) -> torch.Tensor:
+        labels = [each if each != "." else "..." for each in term.replace("...", ".")]
+        return torch.randn([sizes[each] for each in labels])
+
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    operands = tuple(map(made, terms))
+    model = Of(lambda m, *xs: torch.einsum(equation, *xs)).eval()
+    traced = trace.trace(model, operands, {})
+    assert traced is not None
+    ops = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    one = "aten.matmul.default" in ops and set(ops) <= {"aten.matmul.default", "aten.transpose.int"}
+    assert one == (equation in PRODUCTS), ops
+    torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bid,bjd->bij", ((2, 4, 1), (2, 5, 6))),
+        ("...id,...dj->...ij", ((4, 6), (2, 6, 5))),
+    ],
+)
+def test_an_einsum_of_sizes_that_repeat_is_left_to_torch(
+    equation: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    operands = tuple(map(torch.randn, shapes))
+    model = Of(lambda m, x, y: torch.einsum(equation, x, y)).eval()
+    traced = trace.trace(model, operands, {})
+    assert traced is not None
+    assert "aten.matmul.default" not in {str(node.target) for node in traced.graph.nodes}
+    torch.testing.assert_close(cg.fuse(model, operands)(*operands), model(*operands))
+
+
+def test_an_einsum_of_a_diagonal_is_no_product() -> None:
+    x = torch.randn(2, 2, 4, 6)
+    assert trace._product("abid,abjd->abij", x, x) is not None
+    assert trace._product("bbid,bbjd->bbij", x, x) is None
+
+
+def test_an_einsum_that_torch_refuses_is_refused() -> None:
+    x = torch.randn(2, 4, 6)
+    model = Of(lambda m, x: torch.einsum("id,jd->ij", x, x)).eval()
+    assert trace.trace(model, (x,), {}) is None
+
+
+def test_an_einsum_that_is_differentiated_or_cast_is_traced_as_before() -> None:
+    def squares(t: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bid,bjd->bij", t, t).sum()
+
+    def cast(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.einsum("bid,bjd->bij", x, x * 2)
+
+    x = torch.randn(2, 4, 6)
+    for function in (lambda m, x: torch.func.grad(squares)(x), cast):
+        model = Of(function).eval()
+        assert trace.trace(model, (x,), {}) is not None
+        torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
