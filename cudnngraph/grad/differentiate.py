@@ -21,7 +21,7 @@ from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, Node
 from ..ops.base import FLOATS, dtype_name
 from ..ops.infer import check_node
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port
 from .backward import Backward, Gradient, free, torch_dtypes
 from .context import NoGradient
 from .min_cut import fewest_bytes
@@ -151,7 +151,7 @@ def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
         row = OPS[node.op]
         operands = {
             port: None if name is None else replace(spec.tensors[name], dtype=dtypes[name])
-            for port, name in zip(row.ports, node.inputs, strict=True)
+            for port, name in by_port(node).items()
         }
         checked = check_node(node.op, node.name, operands, {**dict(node.attrs), switch: True})
         outputs = [node.outputs[0]]

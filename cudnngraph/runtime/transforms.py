@@ -18,7 +18,7 @@ from ..errors import FeatureMissing, NotSupported
 from ..grad.backward import Gradient
 from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec, TensorSpec, same_layout
-from ..ops.table import OPS
+from ..ops.table import by_port
 from ..policy import Policy
 from ..select.dropout_probe import has_seeded_dropout
 from .compile import compile as compile_spec
@@ -295,10 +295,10 @@ def check_dropout(forward: Executable, backward: Executable) -> None:
     places: dict[tuple[str | None, ...], bool] = {}
     for step in (*forward.steps, *backward.steps):
         for node in step.spec.nodes if has_seeded_dropout(step.spec) else ():
-            ports = OPS[node.op].ports
-            if "dropout_seed" not in ports:
+            names = by_port(node)
+            if "dropout_seed" not in names:
                 continue
-            seeds = tuple(node.inputs[ports.index(f"dropout_{of}")] for of in ("seed", "offset"))
+            seeds = (names["dropout_seed"], names["dropout_offset"])
             if places.setdefault(seeds, step.choice is not None) != (step.choice is not None):
                 raise NotSupported(
                     f"graph '{forward.spec.name}'",

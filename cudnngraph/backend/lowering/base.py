@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ir.spec import Node
-from ...ops.table import OPS
-
 Shape = Sequence[int]
 Place = tuple[Shape, Shape]  # shape and stride
 
@@ -17,8 +14,3 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 class Refused(Exception):
     """A rule knows that cuDNN cannot take this op; the reason is the message."""
-
-
-def tensor_at(node: Node, port: str) -> str | None:
-    """The name of the tensor at a port of a node."""
-    return node.inputs[OPS[node.op].ports.index(port)]

@@ -25,7 +25,7 @@ from ...ir.spec import (
     memory_order,
     numel,
 )
-from ...ops.table import OPS
+from ...ops.table import OPS, tensor_at
 from .base import LOW_PRECISION, Place, Refused, Shape
 from .placement import VARLEN, placed
 
@@ -316,7 +316,7 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     cuDNN wants rows without gaps between them, in x and in all that is as large.
     """
     space, places = _space(spec, node, rank), _places(spec, rank)
-    weight = node.inputs[OPS[node.op].ports.index("weight")]
+    weight = tensor_at(node, "weight")
     first = rank - len(spec.tensors[str(weight)].shape)
     order = memory_order(*places[node.operands[0]])
     rows = tuple(dim for dim in order if dim < first)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
-from ...ops.table import OPS
+from ...ops.table import OPS, by_port, tensor_at
 from ...rewrite.packed import prefers_flash
-from .base import LOW_PRECISION, Refused, Shape, tensor_at
+from .base import LOW_PRECISION, Refused, Shape
 
 _CHANNEL_PORTS = {
     "bias": ("bias",),
@@ -32,7 +32,7 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     tensor = spec.tensors[name]
     views: set[tuple[Shape, Shape]] = set()
     for node in spec.nodes:
-        for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+        for port, operand in by_port(node).items():
             if operand != name:
                 continue
             if port == "scale" and node.op in _SCALED:
@@ -102,7 +102,7 @@ def check_places(spec: GraphSpec) -> None:
     """Refuse what is computed with its dims in one place and used with them in another."""
     producer = {name: node for node in spec.nodes for name in node.results}
     for node in spec.nodes:
-        for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+        for port, name in by_port(node).items():
             if name not in producer:
                 continue
             shape = spec.tensors[name].shape
