@@ -23,7 +23,6 @@ from ..device.tf32 import tf32
 from ..ir.spec import GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
-from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS
 from ..ops.views import view_place
@@ -164,7 +163,6 @@ _CASTS = frozenset(
         *("concat", "expand"),
     )
 )
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
 def prepare(
@@ -175,7 +173,7 @@ def prepare(
         lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
     )
     tensors = spec.tensors.values()
-    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
+    if any(OPS[node.op].has("multiplies") for node in spec.nodes) and any(
         tensor.dtype == torch.float32 for tensor in tensors
     ):
         return lambda inputs, outputs: _in_precision(run, inputs, outputs, allow_tf32)

@@ -197,4 +197,5 @@ register(
     overload=REQUIRED,
     args=REQUIRED,
     kwargs=(),
+    traits="holds_sizes",
 )

@@ -106,7 +106,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
     graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     made: dict[tuple[Any, ...], str] = {}
     for place, node in enumerate(spec.nodes):
-        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward") or prefers_flash(node, tensors):
+        if not OPS[node.op].has("packed") or prefers_flash(node, tensors):
             continue
         names = by_port(node)
         data = graph.crossing(str(names["q"]))

@@ -14,25 +14,12 @@ import torch
 
 from ..executor import reference
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.attention.checks import ATTENTION
 from ..ops.attention.dense import FP8_SCALES
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS, tensor_at
 from ..rewrite.packed import SEQUENCE_PORTS, token_strides
 from .tolerance import terms_of
 
-# op → the port whose numbers it wants positive.
-_WANTS_POSITIVE = {
-    "batch_norm": "running_var",
-    "div": "y",
-    **dict.fromkeys(("log", "pow", "reciprocal", "rsqrt", "sqrt"), "x"),
-}
-_MAKES_POSITIVE = {"exp", "sigmoid", "softmax", "softplus", "sqrt", "rsqrt", "reciprocal", "pow"}
-_KEEPS_POSITIVE = {  # of operands that are all positive
-    *("add", "mul", "div", "maximum", "minimum", "where", "bias", "scale", "relu", "clamp"),
-    *("identity", "expand", "to_float", "concat", "reshape", "transpose", "permute", "slice"),
-    *("reduction", "avg_pool", "max_pool", "adaptive_avg_pool"),
-}
 _SMALLEST_WEIGHTS = 2.0**-6
 LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -80,13 +67,13 @@ def random_inputs(
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
             given[scale].abs_().add_(0.5)
-        if node.op in ATTENTION:
+        if OPS[node.op].has("attention"):
             _set_lengths(spec, node, given)
         if node.op == "sdpa_fp8":
             _set_scales(node, given)
-        if node.op in ("sdpa_varlen", "sdpa_varlen_backward"):
+        if OPS[node.op].has("packed"):
             _set_sequences(spec, node, given)
-        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
+        if OPS[node.op].has("attention_gradient"):
             _set_results(node, given)
     return made
 
@@ -113,18 +100,20 @@ def _positive(spec: GraphSpec) -> set[str]:
         operands = node.operands
         if node.op == "abs" or (node.op == "mul" and len(set(operands)) == 1):
             return summed or operands[0] in spec.inputs
-        if node.op in _MAKES_POSITIVE:
+        if OPS[node.op].has("makes_positive"):
             return True
         summed |= node.op == "reduction"
         parts = operands[1:] if node.op == "where" else operands
-        return node.op in _KEEPS_POSITIVE and all([is_to_be(each, summed) for each in parts])
+        keeps = OPS[node.op].has("keeps_positive")
+        return keeps and all([is_to_be(each, summed) for each in parts])
 
     for node in spec.nodes:
-        if node.op not in _WANTS_POSITIVE:
+        port = OPS[node.op].positive_port
+        if port is None:
             continue
         if node.op == "pow" and node.operands[1] in whole_numbers:
             continue
-        if not is_to_be(str(tensor_at(node, _WANTS_POSITIVE[node.op]))):
+        if not is_to_be(str(tensor_at(node, port))):
             return set(spec.inputs)
     return found
 
@@ -135,7 +124,8 @@ def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for node in spec.nodes:
         given = [name for name in node.operands[1::-1] if name in spec.inputs]
-        if node.op not in ("conv", "conv_transpose", "conv_wgrad", "matmul") or not given:
+        row = OPS[node.op]
+        if not row.has("multiplies") or row.has("attention") or not given:
             continue
         if spec.tensors[given[0]].dtype.itemsize < 2:
             continue
