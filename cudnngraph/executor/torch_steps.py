@@ -114,6 +114,7 @@ OUT: Mapping[str, OutRule] = {
     "normalize": lambda inputs, attrs, out: _normalize(inputs[0], attrs["eps"], out),
     "concat": lambda inputs, attrs, out: concatenated(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
+    "mish": lambda inputs, attrs, out: _aten.mish.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     "matmul": lambda inputs, attrs, out: _matmul(inputs[0], inputs[1], out),
     **resample.INTO,

@@ -236,6 +236,7 @@ _elementwise(
 _elementwise(
     "tanh", _run_unary(torch.tanh), traits="fp16_safe bounded_below row_by_row sinks_views"
 )
+_elementwise("mish", _run_unary(F.mish), traits="fp16_safe row_by_row sinks_views")
 register(
     "softplus",
     "x",

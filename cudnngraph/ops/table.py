@@ -50,7 +50,7 @@ _ORDER = (
     *("batch_norm_train", "batch_norm_backward", "instance_norm", "instance_norm_backward"),
     *("reduction", "expand", "batch_norm", "batch_norm_apply", "dequantize", "quantize", "bias"),
     *("scale", "relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
-    *("softplus", "clamp", "relu_backward", "gelu_backward", "gelu_tanh_backward"),
+    *("softplus", "mish", "clamp", "relu_backward", "gelu_backward", "gelu_tanh_backward"),
     *("silu_backward", "identity", "to_float", "neg", "abs", "exp", "log", "sqrt", "rsqrt"),
     *("reciprocal", "erf", "add", "sub", "mul", "div", "pow", "minimum", "maximum", "eq", "ne"),
     *("lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "where", "reshape"),
