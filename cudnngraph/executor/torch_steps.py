@@ -26,7 +26,6 @@ from ..ops import pooling as resample
 from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS
-from ..ops.views import view_place
 from ..rewrite.annotate import BOUNDED
 from ..rewrite.packed import by_flash
 from . import reference
@@ -378,13 +377,6 @@ def launcher(
     """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
     device = outputs[0].device
     return partial(prepare(spec, allow_tf32=allow_tf32, device=device), inputs, outputs)
-
-
-def elements_past(node: Node, spec: GraphSpec) -> int:
-    """How many elements behind its operand's first one the result of a view op begins."""
-    place = view_place(node, spec.tensors[node.operands[0]])
-    assert place is not None
-    return place[1]
 
 
 def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool) -> None:

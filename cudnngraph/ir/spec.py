@@ -61,9 +61,17 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return dense_strides(shape, range(len(shape)))
 
 
+ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
+
+
+def round_up(count: int, whole: int) -> int:
+    """The next multiple of ``whole``."""
+    return -(-count // whole) * whole
+
+
 def aligned(count: int) -> int:
     """At least so many elements of 16 bits, in whole sixteens of bytes."""
-    return -(-count // 8) * 8
+    return round_up(count, ALIGNMENT_BYTES // 2)
 
 
 def aligned_rows(shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout, view_strides
+from ..ir.spec import Node, TensorSpec, same_layout, view_strides
 from .table import OPS
 
 
@@ -70,13 +70,6 @@ def shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of what a view that keeps every element shows of a tensor of ``shape``."""
     order = order_of(view, len(shape))
     return tuple(view.attr("shape") if order is None else (shape[dim] for dim in order))
-
-
-def shows_all(spec: GraphSpec, node: Node) -> bool:
-    """Whether a graph is one view that has every element of its operand."""
-    if sum(each.op != "constant" for each in spec.nodes) != 1 or not is_view(spec.tensors, node):
-        return False
-    return spec.tensors[node.operands[0]].numel == spec.tensors[node.results[0]].numel
 
 
 def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:

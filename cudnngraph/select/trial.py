@@ -21,8 +21,8 @@ from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device.tf32 import tf32
 from ..executor import reference, torch_steps
-from ..executor.memory import Laid, Layout
 from ..ir.spec import GraphSpec, TensorSpec
+from ..partition.memory import Laid, Layout
 from ..policy import Policy
 from .dropout_probe import attention, draws, explicit, recovered
 from .inputs import LARGE_SCORES, at_port, random_inputs

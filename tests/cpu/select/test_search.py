@@ -21,11 +21,11 @@ from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cache.codec import StaleRecord, dense_regions, steps_of, to_record
-from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.memory import Laid, Layout
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
