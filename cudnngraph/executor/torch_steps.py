@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ..backend import legacy_pooling
+from ..device import tf32
 from ..device.allocation import lasting
 from ..device.rules import rules
-from ..device.tf32 import tf32
 from ..ir.spec import GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
@@ -380,7 +380,7 @@ def launcher(
 
 
 def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool) -> None:
-    with torch.no_grad(), tf32(allow_tf32):
+    with torch.no_grad(), tf32.scope(allow_tf32):
         run(inputs, outputs)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..backend import handles
 from ..backend.lowering.driver import first_line
-from ..device.tf32 import tf32
+from ..device import tf32
 from ..executor import reference, torch_steps
 from ..ir.spec import GraphSpec, TensorSpec
 from ..partition.memory import Laid, Layout
@@ -227,9 +227,9 @@ class Trial:
         return self._why_off(made) or made
 
     def _why_off(self, made: Sequence[torch.Tensor]) -> str | None:
-        tf32, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
+        allowed, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
         for number, (spec, out, want) in enumerate(self._compared(made)):
-            bound = tolerance(out.dtype, tf32=tf32, fp8=fp8)
+            bound = tolerance(out.dtype, tf32=allowed, fp8=fp8)
             if self._wide and out.dtype == torch.float32:
                 # What float32 cannot hold, between the ops either, is nothing to compare.
                 held = self._in_float32()[number].isfinite()
@@ -258,7 +258,7 @@ class Trial:
     def _in_float32(self) -> list[torch.Tensor]:
         """What torch makes of the data in float32."""
         if self._data.in_float32 is None:
-            with tf32(False):
+            with tf32.scope(False):
                 made = reference.run(*self._whole(), torch.float32)
             self._data.in_float32 = [each.to(self._device) for each in made]
         return self._data.in_float32
@@ -380,8 +380,8 @@ class Chain:
         workspace: torch.Tensor,
     ) -> Callable[[], None]:
         if plan is None:
-            tf32 = bool(self._policy.allow_tf32)
-            return torch_steps.launcher(spec, inputs, outputs, allow_tf32=tf32)
+            allowed = bool(self._policy.allow_tf32)
+            return torch_steps.launcher(spec, inputs, outputs, allow_tf32=allowed)
         return launcher(plan, (*inputs, *outputs), workspace, self._device)
 
 
