@@ -20,7 +20,7 @@ from ..backend import legacy_pooling
 from ..device import tf32
 from ..device.allocation import lasting
 from ..device.rules import rules
-from ..ir.spec import GraphSpec, Node, view_strides
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
 from ..ops.attention.checks import ATTENTION
@@ -294,7 +294,9 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
     def run(inputs: Tensors, outputs: Tensors) -> None:
         given = [inputs[at] for at in operands]
         whole = torch.contiguous_format
-        data = (x.clone(memory_format=whole) if x.data_ptr() % 16 else x for x in given[:3])
+        data = (
+            x.clone(memory_format=whole) if x.data_ptr() % ALIGNMENT_BYTES else x for x in given[:3]
+        )
         given = [*data, *(ends.contiguous() for ends in given[3:])]
         o, lse, *_ = _aten._flash_attention_forward(
             *given, *longest, 0.0, causal, False, scale=scale, **band

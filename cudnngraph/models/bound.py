@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..backend import handles
-from ..ir.spec import TensorSpec, is_dense
+from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
-from ..runtime.checks import ALIGNMENT_BYTES
 from ..runtime.executable import Executable, strided_copy
 from .convert import Imported
 

@@ -21,8 +21,8 @@ from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device import tf32
 from ..executor import reference, torch_steps
-from ..ir.spec import GraphSpec, TensorSpec
-from ..partition.memory import Laid, Layout
+from ..ir.spec import GraphSpec, TensorSpec, round_up
+from ..partition.memory import SUBALLOCATION_BYTES, Laid, Layout
 from ..policy import Policy
 from .dropout_probe import attention, draws, explicit, recovered
 from .inputs import LARGE_SCORES, at_port, random_inputs
@@ -81,7 +81,7 @@ class _Guarded:
     """Memory with guard bytes on both sides."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        total = 2 * GUARD_BYTES + -(-size_bytes // 256) * 256
+        total = 2 * GUARD_BYTES + round_up(size_bytes, SUBALLOCATION_BYTES)
         self.block = torch.full((total,), _GUARD, dtype=torch.uint8, device=device)
         self.inner = self.block[GUARD_BYTES : GUARD_BYTES + size_bytes]
         self.clear()
