@@ -9,9 +9,9 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import Graph, Group, work
 from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.rewrite.channels_last import channels_last
-from cudnngraph.rewrite.concat import slices
-from cudnngraph.rewrite.masks import numeric_masks
-from cudnngraph.rewrite.views import views
+from cudnngraph.rewrite.concat import concat_in_place
+from cudnngraph.rewrite.masks import bool_masks_to_additive
+from cudnngraph.rewrite.views import alias_views
 
 
 def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
@@ -40,8 +40,8 @@ def rewritten(spec: GraphSpec) -> list[GraphSpec]:
     Views lie in their operands' memory, and slices of a concatenation in its own, in whatever step:
     such a graph is cut as rewritten alone.
     """
-    masked = numeric_masks(spec)
-    seen = slices(views(masked))
+    masked = bool_masks_to_additive(spec)
+    seen = concat_in_place(alias_views(masked))
     if seen is not masked:
         spec = masked = seen
     return list({id(each): each for each in (spec, masked, channels_last(masked))}.values())

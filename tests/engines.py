@@ -42,7 +42,7 @@ def broadcast_let_through(
 
 def engines(graph: cg.Graph, skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """("engine N", "" or what is wrong) of the first plan of each engine that builds, then the same
-    of :data:`WHOLE`. What is barred says so."""
+    of :data:`ATOMIC`. What is barred says so."""
     device, policy = torch.device("cuda", 0), cg.Policy(allow_tf32=False, tune="autotune")
     spec = graph.spec()
     bench = GpuBench(policy, device)

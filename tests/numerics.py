@@ -16,9 +16,9 @@ products among them.
 Numbers rounded to 8 bits have a policy of their own, since one of them that lies next to a tie may
 fall on either side of it:
 
-- int8: at most :data:`STRAYS` of the elements (or one) differ, each by one step. What is rounded
-  is off by a few units of float32, at most 4 * 127 * 2^-24 of a step at 127 steps, on both sides of
-  a tie: 6e-5 of all elements.
+- int8: at most :data:`INT8_TIE_SHARE` of the elements (or one) differ, each by one step. What is
+  rounded is off by a few units of float32, at most 4 * 127 * 2^-24 of a step at 127 steps, on both
+  sides of a tie: 6e-5 of all elements.
 - FP8: the inputs are exact and so are their products; the result is rounded once. Beside a
   yardstick that is rounded too, only what lies next to a tie is off: half a rounding bounds it, as
   rounding twice, or towards zero, would not keep. Beside one that is not (attention, which rounds

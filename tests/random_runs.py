@@ -25,7 +25,7 @@ from cudnngraph.backend import env
 from cudnngraph.backend.candidates import UNCHECKED, replay
 from cudnngraph.executor import reference
 from cudnngraph.runtime.program import Program
-from cudnngraph.select.trial import Trial
+from cudnngraph.select.trial import StepTrial
 from tests import apart, numerics, random_graphs
 
 SEED_LIMIT_S = 60.0
@@ -121,7 +121,7 @@ def _of_steps(program: Program) -> Iterator[str]:
     """What is wrong with each step of a program, alone."""
     policy = cg.Policy(allow_tf32=program._allow_tf32, tune="heuristic", verify="off")
     for step in program.steps:
-        trial = Trial(step.spec, policy, program.device)
+        trial = StepTrial(step.spec, policy, program.device)
         if step.choice is not None:
             why = trial.why_wrong(replay(step.spec, step.choice, program.device.index or 0))
         else:

@@ -23,7 +23,7 @@ _FAILED = b"failed"
 _log = logging.getLogger(__name__)
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several ranks of ``torch.distributed``."""
     distributed = torch.distributed
     return (
@@ -33,7 +33,7 @@ def several() -> bool:
     )
 
 
-def agree(name: str, first: Callable[[], tuple[T, bytes]], other: Callable[[bytes], T]) -> T:
+def choose_once(name: str, first: Callable[[], tuple[T, bytes]], other: Callable[[bytes], T]) -> T:
     """What ``first()`` gives on the first rank that asks for ``name``; ``other(text)`` elsewhere.
 
     ``first`` answers with its value and with text for the other ranks. Where it raises, every rank

@@ -163,7 +163,7 @@ def selection_for(
     id = entry_id(key.digest, digest(env_components(environment)))
 
     def here() -> tuple[Selection, str, PlanRecord]:
-        return _served(id, spec, legal, policy, key, device_index, build)
+        return _look_up(id, spec, legal, policy, key, device_index, build)
 
     def first() -> tuple[tuple[Selection, str], bytes]:
         selection, tier, record = here()
@@ -173,18 +173,18 @@ def selection_for(
         record = from_json(text)
         if record.id != id:
             raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
-        return _restored(record, None, "another rank", legal, policy, device_index)[:2]
+        return _restore(record, None, "another rank", legal, policy, device_index)[:2]
 
-    if distributed.several():
+    if distributed.is_distributed():
         try:
-            return distributed.agree(f"{id}/{policy.tune}", first, other)
+            return distributed.choose_once(f"{id}/{policy.tune}", first, other)
         except (RecordError, StaleRecord) as error:
             _log.warning("this rank chooses plans of its own for %s: %s", id[:16], error)
     return here()[:2]
 
 
 @contextmanager
-def alone_on(device_index: int) -> Iterator[None]:
+def gpu_lock(device_index: int) -> Iterator[None]:
     """The right to measure on a GPU, held by one process and thread at a time.
 
     Workers that build plans go on meanwhile; none of them runs one.
@@ -203,7 +203,7 @@ def _gate_of(device_index: int) -> Path | None:
     return None if directory is None else directory / "gates" / name
 
 
-def _served(
+def _look_up(
     id: str,
     spec: GraphSpec,
     legal: GraphSpec,
@@ -217,11 +217,11 @@ def _served(
     plans = store()
     found = plans.get(id)
     useless: PlanRecord | None = None
-    if isinstance(found, Hit) and not _tuned_enough(found.record, policy):
+    if isinstance(found, Hit) and not _satisfies(found.record, policy):
         reason = "untuned: what is kept was chosen without measuring"
     elif isinstance(found, Hit):
         try:
-            selection, tier, checked = _restored(*_parts(found), legal, policy, device_index)
+            selection, tier, checked = _restore(*_parts(found), legal, policy, device_index)
             kept = found.record
             if checked:
                 kept = to_record(spec, key, environment, policy, selection)
@@ -244,7 +244,7 @@ def _served(
         raise _not_cached(plans, spec, key, environment, reason)
 
     def accepts(record: PlanRecord) -> bool:
-        return record != useless and _tuned_enough(record, policy)
+        return record != useless and _satisfies(record, policy)
 
     made: list[tuple[Selection, PlanRecord]] = []
     failures: list[Exception] = []
@@ -267,7 +267,7 @@ def _served(
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return (*_restored(*_parts(hit), legal, policy, device_index)[:2], hit.record)
+            return (*_restore(*_parts(hit), legal, policy, device_index)[:2], hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -288,7 +288,7 @@ def _serialized(selection: Selection, id: str) -> bytes | None:
         return None
 
 
-def _tuned_enough(record: PlanRecord, policy: Policy) -> bool:
+def _satisfies(record: PlanRecord, policy: Policy) -> bool:
     return policy.tune != "autotune" or record.policy.get("tune") == "autotune"
 
 
@@ -296,7 +296,7 @@ def _parts(hit: Hit) -> tuple[PlanRecord, bytes | None, str]:
     return hit.record, hit.blob, hit.tier
 
 
-def _restored(
+def _restore(
     record: PlanRecord,
     blob: bytes | None,
     tier: str,

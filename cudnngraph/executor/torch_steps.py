@@ -27,7 +27,7 @@ from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS
 from ..rewrite.annotate import BOUNDED
-from ..rewrite.packed import by_flash
+from ..rewrite.packed import prefers_flash
 from . import reference
 from .copies import concatenated, copied, form_of, roll_shifts, rolled
 from .linear import run_linear
@@ -272,11 +272,11 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None:
-    """Packed attention by torch's flash attention; None where :func:`by_flash` says no, and on a
-    GPU that is too old for it."""
+    """Packed attention by torch's flash attention; None if :func:`prefers_flash` says no, or if the
+    GPU is too old for it."""
     kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
     narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
-    if device.type != "cuda" or not narrow or not by_flash(node, spec.tensors):
+    if device.type != "cuda" or not narrow or not prefers_flash(node, spec.tensors):
         return None
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return None

@@ -9,7 +9,7 @@ import torch
 from ..arguments import explained
 from ..errors import BindError, Problem
 from ..policy import Policy
-from ..runtime.specialize import static_of
+from ..runtime.specialize import intern_static
 from .call import cast, run_graph, run_into
 from .graphs import attention, attention_paged, attention_varlen
 
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
     if dropout_p and dropout_seed is None and dropout_offset is None:
         drawn = torch.randint(2**63 - 1, (4,), device=query.device)
         dropout_seed, dropout_offset = drawn[:1], drawn[2:3]  # 16 bytes apart, as plans want it
-    static = static_of(
+    static = intern_static(
         attention_options,
         *(is_causal, scale, window, diagonal_alignment),
         *(dropout_p, alibi, softcap, finite_padding, return_lse),
@@ -153,7 +153,7 @@ def varlen_attention(
     """
     query, key, value = cast(query, key, value)
     band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)
-    static = static_of(_band_options, *band, max_seqlen_q, max_seqlen_kv)
+    static = intern_static(_band_options, *band, max_seqlen_q, max_seqlen_kv)
     same = cu_seqlens_kv is cu_seqlens_q
     tensors = (query, key, value, cu_seqlens_q, None if same else cu_seqlens_kv)
     result = run_graph(attention_varlen, policy, tensors, static, 2 if return_lse else 1)
@@ -183,7 +183,7 @@ def paged_attention(
     Arguments are those of :meth:`cudnngraph.Graph.sdpa_paged`.
     """
     band = (is_causal, scale, window, diagonal_alignment, finite_padding, return_lse)
-    static = static_of(_band_options, *band)
+    static = intern_static(_band_options, *band)
     tensors = (query, k_cache, v_cache, page_table, seq_len_kv, seq_len_q, page_table_v)
     result = run_graph(attention_paged, policy, tensors, static, 2 if return_lse else 1)
     return tuple(result) if return_lse else result

@@ -12,7 +12,7 @@ from ..errors import BindError, Problem
 from ..policy import Policy
 from ..runtime import custom_ops
 from ..runtime.executable import Over
-from ..runtime.specialize import Build, Recent, Specialized, Static
+from ..runtime.specialize import Build, LastCall, Specialized, Static
 
 Tensor = torch.Tensor
 
@@ -69,7 +69,7 @@ def run_into(
 
 
 def remember(
-    recent: Recent | None,
+    recent: LastCall | None,
     build: Build,
     policy: Policy | None,
     tensors: Sequence[Tensor | None],

@@ -11,7 +11,7 @@ from ..errors import GraphError, Problem
 from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import transforming
-from ..runtime.specialize import Recent, Static, static_of
+from ..runtime.specialize import LastCall, Static, intern_static
 from .call import cast, remember, run_graph, run_into, sorted_attrs
 from .graphs import conv_act
 
@@ -75,7 +75,7 @@ def run_conv_act(
     residual: Tensor | None,
     policy: Policy | None,
     out: Tensor | None = None,
-    recent: Recent | None = None,
+    recent: LastCall | None = None,
 ) -> Tensor:
     """:func:`conv_act` on tensors; its options come of :func:`act_options`. ``recent`` is the
     caller's, to find again what served it."""
@@ -117,7 +117,7 @@ def conv1d(
     """act(conv(input, weight) + residual + bias), as F.conv1d where neither is given."""
     _ranked("conv1d", input, 1)
     geometry = (stride, padding, dilation, groups)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -140,7 +140,7 @@ def conv2d(
     """act(conv(input, weight) + residual + bias), as F.conv2d where neither is given."""
     _ranked("conv2d", input, 2)
     geometry = (stride, padding, dilation, groups)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -163,7 +163,7 @@ def conv3d(
     """act(conv(input, weight) + residual + bias), as F.conv3d where neither is given."""
     _ranked("conv3d", input, 3)
     geometry = (stride, padding, dilation, groups)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -187,7 +187,7 @@ def conv_bias_act(
 ) -> Tensor:
     """act(alpha1 * conv(input, weight) + alpha2 * residual + bias) in 1, 2 or 3 spatial dims."""
     geometry = (stride, padding, dilation, groups)
-    static = static_of(
+    static = intern_static(
         act_options, geometry, activation, sorted_attrs(activation_attrs), alpha1, alpha2
     )
     return run_conv_act(static, input, weight, bias, residual, policy, out)
@@ -221,7 +221,7 @@ def conv_transpose1d(
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose1d."""
     _ranked("conv_transpose1d", input, 1)
     geometry = (stride, padding, output_padding, groups, dilation)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -245,7 +245,7 @@ def conv_transpose2d(
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose2d."""
     _ranked("conv_transpose2d", input, 2)
     geometry = (stride, padding, output_padding, groups, dilation)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -269,7 +269,7 @@ def conv_transpose3d(
     """act(conv_transpose(input, weight) + residual + bias), else F.conv_transpose3d."""
     _ranked("conv_transpose3d", input, 3)
     geometry = (stride, padding, output_padding, groups, dilation)
-    static = static_of(act_options, geometry, activation, sorted_attrs(activation_attrs))
+    static = intern_static(act_options, geometry, activation, sorted_attrs(activation_attrs))
     return run_conv_act(static, input, weight, bias, residual, policy, out)
 
 
@@ -294,7 +294,7 @@ def conv_transpose_bias_act(
 ) -> Tensor:
     """act(alpha1 * conv_transpose(input, weight) + alpha2 * residual + bias), 1 to 3 dims."""
     geometry = (stride, padding, output_padding, groups, dilation)
-    static = static_of(
+    static = intern_static(
         act_options, geometry, activation, sorted_attrs(activation_attrs), alpha1, alpha2
     )
     return run_conv_act(static, input, weight, bias, residual, policy, out)

@@ -13,7 +13,7 @@ from ..errors import BindError, GraphError, Problem
 from ..graph.value import Ints, Padding
 from ..policy import Policy
 from ..runtime.executable import Over, transforming
-from ..runtime.specialize import STATICS_KEPT, Recent, Static, check_in_place, static_of
+from ..runtime.specialize import STATICS_KEPT, LastCall, Static, check_in_place, intern_static
 from .call import cast, remember, run_graph, run_into, sorted_attrs
 from .conv import act_options, one_layout
 from .graphs import conv_norm_act, separable
@@ -68,7 +68,7 @@ def run_conv_norm_act(
     momentum: float | Tensor,
     policy: Policy | None,
     out: Tensor | None = None,
-    recent: Recent | None = None,
+    recent: LastCall | None = None,
 ) -> Tensor:
     """:func:`conv_norm_act` on its tensors, and the update of the running statistics in place; its
     options come of :func:`norm_options`. ``recent`` as of :func:`run_conv_act`."""
@@ -243,7 +243,7 @@ def conv_bn_act(
     in the convolution's epilogue.
     """
     geometry = (stride, padding, dilation, groups)
-    static = static_of(
+    static = intern_static(
         norm_options,
         geometry,
         activation,
@@ -299,7 +299,7 @@ def conv_transpose_bn_act(
 ) -> Tensor:
     """:func:`conv_bn_act` with a transposed convolution."""
     geometry = (stride, padding, output_padding, groups, dilation)
-    static = static_of(
+    static = intern_static(
         norm_options,
         geometry,
         activation,

@@ -10,7 +10,7 @@ import torch
 from ..arguments import explained
 from ..errors import GraphError, Problem
 from ..policy import Policy
-from ..runtime.specialize import static_of
+from ..runtime.specialize import intern_static
 from .call import cast, product_options, run_graph, sorted_attrs
 from .graphs import gated_mlp, linear_act
 
@@ -61,7 +61,7 @@ def linear(
 ) -> Tensor:
     """act(F.linear(input, weight, bias) + residual): input (..., K), weight (N, K) → (..., N)."""
     x, weight, bias, residual = cast(input, weight, bias, residual)
-    static = static_of(product_options, activation, sorted_attrs(activation_attrs))
+    static = intern_static(product_options, activation, sorted_attrs(activation_attrs))
     features = weight.shape[:1]  # of a weight without dims the graph says what is wrong
     shape: Sequence[int] = (*x.shape[:-1], *features)
     if residual is None or residual.shape == shape:
@@ -92,6 +92,6 @@ def mlp(
     of act(gate's) * up's.
     """
     tensors = cast(input, up, up_bias, gate, gate_bias, down, down_bias)
-    static = static_of(product_options, activation, sorted_attrs(activation_attrs))
+    static = intern_static(product_options, activation, sorted_attrs(activation_attrs))
     y: Tensor = run_graph(gated_mlp, policy, (_rows(tensors[0]), *tensors[1:]), static)
     return y.view(*input.shape[:-1], *down.shape[:1])

@@ -11,7 +11,7 @@ from ..arguments import NotPlain, explained, items, number
 from ..errors import GraphError, Problem
 from ..ops.meta import default_eps
 from ..policy import Policy
-from ..runtime.specialize import static_of
+from ..runtime.specialize import intern_static
 from .call import product_options, run_graph, sorted_attrs
 from .graphs import summed_norm_act
 
@@ -42,7 +42,9 @@ def _norm(
     policy: Policy | None,
     num_groups: int = 0,
 ) -> Any:
-    static = static_of(summed_norm_options, kind, eps, num_groups, activation, sorted_attrs(attrs))
+    static = intern_static(
+        summed_norm_options, kind, eps, num_groups, activation, sorted_attrs(attrs)
+    )
     tensors = (x, residual, weight, bias)
     result = run_graph(summed_norm_act, policy, tensors, static, 1 if residual is None else 2)
     return result if residual is None else tuple(result)

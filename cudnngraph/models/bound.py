@@ -17,7 +17,7 @@ from .convert import Imported
 MAX_SHAPES = 8
 
 
-class _Turns:
+class _StreamOrder:
     """Lets runs that share tensors wait for one another, whatever stream each is on."""
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Bound:
         self.graph: Any = None
         self.compared = False  # with eager
         self._call: Callable[[], None] = _nothing
-        self._turns = _Turns(device) if device.type == "cuda" else None
+        self._turns = _StreamOrder(device) if device.type == "cuda" else None
         if executable is None or imported.spec is None:
             return
         tensors = imported.spec.tensors

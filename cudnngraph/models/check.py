@@ -72,7 +72,9 @@ def copied(model: nn.Module) -> nn.Module:
     return made
 
 
-FARTHEST = 0.1  # from float64 that a model may be before the copy that is run in it is doubted
+MAX_MODEL_ERROR = (
+    0.1  # from float64 that a model may be before the copy that is run in it is doubted
+)
 
 
 def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) -> list[Any] | None:
@@ -96,4 +98,4 @@ def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) ->
 def _is_far(mine: Any, exact: Any) -> bool:
     if not floats(mine) or not isinstance(exact, torch.Tensor):
         return False
-    return mine.shape != exact.shape or not relative_error(mine, exact) <= FARTHEST
+    return mine.shape != exact.shape or not relative_error(mine, exact) <= MAX_MODEL_ERROR

@@ -64,7 +64,7 @@ class Opaque:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PaddedImage:
     """An image of few ``channels`` in a tensor of more, the rest zero, where ``columns`` of it that
     stand side by side are channels too: (N, 4 columns, H, W / columns), channels fastest."""
 
@@ -105,7 +105,7 @@ class Imported:
     results: tuple[str | tuple[str, Any], ...]
     opaque: tuple[Opaque, ...]
     folded: int
-    packed: Mapping[str, Packed] = field(default_factory=dict)
+    packed: Mapping[str, PaddedImage] = field(default_factory=dict)
 
 
 def convert(
@@ -126,7 +126,7 @@ def convert(
     read them, several short sequences of attention are one, constant masks are aligned. Raises
     :class:`CannotImport` with the op and its line where that cannot be.
     """
-    return Conversion(
+    return Importer(
         module, constants, placeholders, name, channels_last, keep_strides, on_gpu
     ).run()
 
@@ -150,7 +150,7 @@ def import_model(
 
 
 @dataclass
-class Conversion:
+class Importer:
     module: HasGraph
     constants: Mapping[str, torch.Tensor]
     placeholders: Sequence[str]
@@ -175,7 +175,7 @@ class Conversion:
         self._kept: dict[str, torch.Tensor] = {}
         self._held: dict[tuple[Any, ...], Value] = {}
         self._by_input: dict[str, int] = {}
-        self._packed: dict[str, Packed] = {}
+        self._packed: dict[str, PaddedImage] = {}
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -220,7 +220,9 @@ class Conversion:
             stride, layout = None, "channels_last"
             if self._wants_padding(node, seen):
                 images, channels, rows, columns = shape
-                packed = self._packed[label] = Packed(channels, self._side_by_side(node, columns))
+                packed = self._packed[label] = PaddedImage(
+                    channels, self._side_by_side(node, columns)
+                )
                 shape = (images, 4 * packed.columns, rows, columns // packed.columns)
         return self.g.input(label, shape, seen.dtype, stride=stride, layout=layout)
 
@@ -260,7 +262,7 @@ class Conversion:
         width = widths.pop()
         return 1 if widths or columns % width else width
 
-    def packed(self, x: Value) -> Packed | None:
+    def packed(self, x: Value) -> PaddedImage | None:
         """How an image lies in x, where x is no such image."""
         return self._packed.get(x.name)
 

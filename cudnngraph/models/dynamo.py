@@ -25,7 +25,7 @@ from .convert import convert
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _OPTIONS = ("channels_last", "policy", "max_shapes", "check")
-CHANGES = 3  # of the weights, after which they are inputs like others
+MAX_WEIGHT_CHANGES = 3  # of the weights, after which they are inputs like others
 
 
 def backend(
@@ -226,7 +226,7 @@ class _Compiled:
         if self._weights:
             self._forms.clear()
             self._changes += 1
-            if self._changes > CHANGES:
+            if self._changes > MAX_WEIGHT_CHANGES:
                 self._static, self._alive = (), []
         self._weights = now
 

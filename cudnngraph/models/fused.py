@@ -163,7 +163,7 @@ class Fused(nn.Module):
         given = [(f"tensor {at}", each) for at, each in leaves if isinstance(each, torch.Tensor)]
         if problems := [problem for where, each in given for problem in unreadable(where, each)]:
             raise BindError(type(self.model).__name__, problems)
-        args, kwargs = self.cast(_apart_from(self.model, (args, kwargs)))
+        args, kwargs = self.cast(_detached_from(self.model, (args, kwargs)))
         device = _device_of((args, kwargs), self.model)
         exported = export(self.model, args, kwargs)
         last = self._channels_last
@@ -296,7 +296,7 @@ def fuse(
     return fused
 
 
-def _apart_from(model: nn.Module, arguments: Any) -> Any:
+def _detached_from(model: nn.Module, arguments: Any) -> Any:
     """Arguments that the model itself holds, as tensors of their own: the next may be others."""
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     views: dict[int, torch.Tensor] = {}

@@ -1,10 +1,10 @@
 """Attention and norms that a model writes out, found in its graph of ATen ops.
 
 softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
-for all or each head, what is added to it or hidden of it, softmax along the keys, and a product
-with v. Where nobody reads what lies between, it is one op (:func:`attention_before`). So are rows
-by the roots of their mean squares, times a weight (:func:`rms_norm_before`); and rows by their
-norms, whoever reads those (:func:`least_norm_before`).
+for all or each head, what is added to it or masked of it, softmax along the keys, and a product
+with v. Where nobody reads what lies between, it is one op (:func:`match_attention`). So are rows
+by the roots of their mean squares, times a weight (:func:`match_rms_norm`); and rows by their
+norms, whoever reads those (:func:`match_normalize`).
 """
 
 from __future__ import annotations
@@ -18,42 +18,44 @@ import torch
 from ..ops import meta
 
 Node = torch.fx.Node
-HIDES = -3e4  # a number at most this makes a weight of nothing, whatever the other scores are
+MASKED_BELOW = -3e4  # a score at most this has weight zero, whatever the other scores are
 
-_PRODUCTS = frozenset({"matmul", "bmm"})
+_MATMULS = frozenset({"matmul", "bmm"})
 _SCALES = frozenset({"mul", "div"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
 _SAME = frozenset({*meta.SAME, "to", "type_as"})  # but for the dtype
 
 
 @dataclass(frozen=True)
-class Written:
-    """Attention as a model writes it: q (..., S, D), k (..., T, D), or where that is ``turned``
-    (..., D, T), v (..., T, D);
-    what is added to the scores, in whatever shape broadcasts; and what hides some of them: a
-    boolean mask, whether it is True where it hides, and the number that stands there then.
-    ``windowed`` is added to scores whose batch counts images and windows, as (images, windows);
-    ``factors`` (..., 1, 1) are what scores are multiplied with before, besides ``scale``."""
+class AttentionMatch:
+    """Attention as a model writes it, with q (..., S, D), k (..., T, D) and v (..., T, D).
+
+    - ``key_transposed``: k is (..., D, T).
+    - ``added``: tensors that are added to the scores, of any shape that broadcasts.
+    - ``masked``: boolean masks as (mask, True if it hides where it is True, the hidden score).
+    - ``window_masks``: masks as (mask, (images, windows)), added to scores whose batch is both.
+    - ``head_scales`` (..., 1, 1): factors of the scores, besides ``scale``.
+    """
 
     query: Node
     key: Node
-    turned: bool
+    key_transposed: bool
     value: Node
     scale: float
     added: tuple[Node, ...]
-    hidden: tuple[tuple[Node, bool, float], ...]
-    windowed: tuple[tuple[Node, tuple[int, int]], ...]
-    factors: tuple[Node, ...]
+    masked: tuple[tuple[Node, bool, float], ...]
+    window_masks: tuple[tuple[Node, tuple[int, int]], ...]
+    head_scales: tuple[Node, ...]
 
 
-def attention_before(node: Node) -> Written | None:
+def match_attention(node: Node) -> AttentionMatch | None:
     """The attention that ends with the product ``node``, None where there is none."""
     if len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
         return None
     weights: Any
     value: Any
     weights, value = node.args[:2]
-    softmax = _behind(weights)
+    softmax = _followers(weights)
     if softmax is None or meta.packet(softmax) not in _SOFTMAX:
         return None
     given = meta.named(softmax.target, softmax.args, softmax.kwargs)
@@ -61,22 +63,22 @@ def attention_before(node: Node) -> Written | None:
     if given["dim"] not in (-1, seen.dim() - 1) or not _is_float(softmax):
         return None
     added: list[Node] = []
-    hidden: list[tuple[Node, bool, float]] = []
-    windowed: list[tuple[Node, tuple[int, int]]] = []
-    factors: list[Node] = []
+    masked: list[tuple[Node, bool, float]] = []
+    window_masks: list[tuple[Node, tuple[int, int]]] = []
+    head_scales: list[Node] = []
     scale = 1.0
-    scores = _behind(softmax.args[0])
-    while scores is not None and meta.packet(scores) not in _PRODUCTS:
+    scores = _followers(softmax.args[0])
+    while scores is not None and meta.packet(scores) not in _MATMULS:
         if scores.meta["val"].shape != seen.shape:
             return None
         kind, first = meta.packet(scores), scores.args[0]
         given = meta.named(scores.target, scores.args, scores.kwargs)
-        scaled = scale != 1.0 or bool(factors)
+        scaled = scale != 1.0 or bool(head_scales)
         if (factor := _factor(scores)) is not None:
             scale *= factor
         elif kind == "mul" and (term := _of_heads(scores)) is not None:
             first, of_heads = term
-            factors.append(of_heads)
+            head_scales.append(of_heads)
         elif kind == "add" and not scaled and given.get("alpha", 1) == 1:
             pair = [each for each in scores.args[:2] if isinstance(each, Node)]
             mains = [each for each in pair if _is_scores(each)]
@@ -84,21 +86,21 @@ def attention_before(node: Node) -> Written | None:
                 return None
             (first,) = mains
             added += [each for each in pair if each is not first]
-        elif kind in meta.RESHAPES and not scaled and (window := _windowed(scores)) is not None:
+        elif kind in meta.RESHAPES and not scaled and (window := _window_masks(scores)) is not None:
             first, mask, counts = window
-            windowed.append((mask, counts))
+            window_masks.append((mask, counts))
         elif kind == "masked_fill" and not scaled:
-            hidden.append((given["mask"], True, _number(given["value"])))
+            masked.append((given["mask"], True, _number(given["value"])))
         elif kind == "where" and not scaled:
             first = given["self"]
-            hidden.append((given["condition"], False, _number(given["other"])))
+            masked.append((given["condition"], False, _number(given["other"])))
         else:
             return None
-        scores = _behind(first)
+        scores = _followers(first)
     if scores is None or scores.meta["val"].shape != seen.shape:
         return None
-    least = -math.inf if added or windowed else HIDES
-    for hides, _, number in hidden:
+    least = -math.inf if added or window_masks else MASKED_BELOW
+    for hides, _, number in masked:
         if not isinstance(hides, Node) or not number <= least:
             return None  # beside what is added a number may be more than what it hides
     query: Any
@@ -109,12 +111,12 @@ def attention_before(node: Node) -> Written | None:
     if len(query.users) == 1 and (factor := _factor(query)) is not None:
         scale *= factor
         query = query.args[0]
-    key, turned, factor = _key(key)
+    key, key_transposed, factor = _key(key)
     scale *= factor
     if not math.isfinite(scale):
         return None
-    masks = (tuple(added), tuple(hidden), tuple(windowed))
-    return Written(query, key, turned, value, scale, *masks, tuple(factors))
+    masks = (tuple(added), tuple(masked), tuple(window_masks))
+    return AttentionMatch(query, key, key_transposed, value, scale, *masks, tuple(head_scales))
 
 
 def _factor(node: Node) -> float | None:
@@ -175,7 +177,7 @@ def _is_float(node: Node) -> bool:
     return node.meta["val"].dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _behind(node: Any) -> Node | None:
+def _followers(node: Any) -> Node | None:
     """What a node gives on, in whatever float dtype; None where others read it too."""
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
@@ -186,10 +188,10 @@ def _behind(node: Any) -> Node | None:
     return None
 
 
-def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
+def _window_masks(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
     """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
     of it, the other one, and (B, W); None for another view."""
-    inner, shape = _behind(node.args[0]), node.meta["val"].shape
+    inner, shape = _followers(node.args[0]), node.meta["val"].shape
     if (
         inner is None
         or meta.packet(inner) != "add"
@@ -202,7 +204,7 @@ def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
     if (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
         return None
     for place, term in enumerate(terms):
-        view, other = _behind(term), terms[1 - place]
+        view, other = _followers(term), terms[1 - place]
         if (
             view is not None
             and isinstance(other, Node)
@@ -218,9 +220,9 @@ def _windowed(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
 def _is_scores(node: Node) -> bool:
     """Whether a product is at the end of the ops that may stand between it and softmax."""
     at: Any = node
-    while (found := _behind(at)) is not None:
+    while (found := _followers(at)) is not None:
         kind = meta.packet(found)
-        if kind in _PRODUCTS:
+        if kind in _MATMULS:
             return True
         if kind in ("add", "mul"):
             return any(_is_scores(each) for each in found.args[:2] if isinstance(each, Node))
@@ -234,7 +236,7 @@ def _is_scores(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class WrittenNorm:
+class NormMatch:
     """x / sqrt(mean(x * x) + eps) along the last dim, times ``weight`` if that is not None."""
 
     x: Node
@@ -242,19 +244,19 @@ class WrittenNorm:
     eps: float
 
 
-def rms_norm_before(node: Node) -> WrittenNorm | None:
+def match_rms_norm(node: Node) -> NormMatch | None:
     """The RMS norm that ends with ``node``: with its weight, or with what it is converted to."""
     end = _alone(node)
     plain = _by_root(end)
     if plain is not None:
-        return WrittenNorm(plain[0], None, plain[1])
+        return NormMatch(plain[0], None, plain[1])
     if not _is_call(end) or meta.packet(end) != "mul":
         return None
     for main, weight in (end.args[:2], end.args[1::-1]):
         if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
             normed = _by_root(_alone(main))
             if normed is not None:
-                return WrittenNorm(normed[0], weight, normed[1])
+                return NormMatch(normed[0], weight, normed[1])
     return None
 
 
@@ -330,7 +332,7 @@ def _squared(mean: Any) -> Any:
     return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
 
 
-def least_norm_before(node: Node) -> float | None:
+def match_normalize(node: Node) -> float | None:
     """The least norm by which a quotient divides, if it is of rows by their norms (F.normalize
     over the last dim); else None."""
     given = meta.named(node.target, node.args, node.kwargs)

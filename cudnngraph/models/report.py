@@ -16,7 +16,7 @@ from ..device import files
 from ..errors import PolicyError
 from ..explain.draw import svg
 from ..runtime.executable import Executable
-from ..select.decision import FREE, Selection, StepPlan
+from ..select.decision import ALIAS, Selection, StepPlan
 
 COLUMNS = ("step", "runs on", "ops", "µs", "why")
 
@@ -50,7 +50,7 @@ class Report:
     def _kind(self, step: StepPlan) -> str:
         if step.choice is not None:
             return "cuDNN"
-        if FREE in step.decisions:
+        if ALIAS in step.decisions:
             return "view"
         return "reference" if self.device.type == "cpu" else "torch"
 

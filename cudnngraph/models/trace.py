@@ -2,7 +2,7 @@
 
 torch.export says the same of more models, in ten times the time: it has to be ready for sizes that
 change, for state, for control flow. Here every op that torch dispatches becomes a node of an FX
-graph, in the order of the run; a few that torch would take apart (:data:`WHOLE`) stay whole, as
+graph, in the order of the run; a few that torch would take apart (:data:`ATOMIC`) stay whole, as
 torch.export leaves them. What writes over memory that something else sees, draws random numbers,
 asks for the numbers in a tensor, changes the model, or is unusual in any other way is given up:
 then torch.export is to say what there is to say.
@@ -36,7 +36,7 @@ _aten: Any = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
 
 #: Ops that are one node each, though torch makes them of others.
-WHOLE = frozenset(
+ATOMIC = frozenset(
     {
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
@@ -50,7 +50,7 @@ WHOLE = frozenset(
 _FUNCTIONS: Mapping[Any, str] = {
     **{
         getattr(place, name): name
-        for name in WHOLE
+        for name in ATOMIC
         for place in (torch, torch.Tensor, torch._C._nn, F)
         if hasattr(place, name)
     },
@@ -79,11 +79,11 @@ _LEAVES = (
 )
 
 
-class GivenUp(Exception):
+class Untraceable(Exception):
     """Why a model is not for this."""
 
 
-class Writes(GivenUp):
+class Writes(Untraceable):
     """It writes over ``tensor``, which it holds."""
 
     def __init__(self, op: Any, tensor: torch.Tensor) -> None:
@@ -91,7 +91,7 @@ class Writes(GivenUp):
         self.tensor = tensor
 
 
-class Shape(torch.Tensor):
+class MetaTensor(torch.Tensor):
     """A tensor of some device without memory: ``meta`` has the same form on torch's meta device.
 
     (torch's own FakeTensor imports its compiler: a second.)
@@ -103,8 +103,8 @@ class Shape(torch.Tensor):
     @staticmethod
     def __new__(
         cls, meta: torch.Tensor, device: torch.device, real: torch.Tensor | None = None
-    ) -> Shape:
-        made: Shape = torch.Tensor._make_wrapper_subclass(
+    ) -> MetaTensor:
+        made: MetaTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride(),
@@ -122,7 +122,7 @@ class Shape(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise GivenUp(f"{func} outside of the run")
+        raise Untraceable(f"{func} outside of the run")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Shape({list(self.shape)}, {self.dtype}, {self.device})"
@@ -137,7 +137,7 @@ class Traced:
         self.constants: dict[str, torch.Tensor] = {}
         self.placeholders: list[str] = []
         self._nodes: dict[int, torch.fx.Node] = {}  # by the tensor's id
-        self._shapes: dict[int, Shape] = {}  # of what has memory, by its id
+        self._shapes: dict[int, MetaTensor] = {}  # of what has memory, by its id
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
         self._views: Counter[int] = Counter()  # how many of them see one memory
@@ -154,7 +154,7 @@ class Traced:
                 state[name] = self._held(name, tensor)
         leaves, form = pytree.tree_flatten((tuple(args), kwargs))
         if any(not isinstance(leaf, _LEAVES) for leaf in leaves):
-            raise GivenUp("an argument is an object of another kind")
+            raise Untraceable("an argument is an object of another kind")
         names = _names(model, form, leaves)
         leaves = [
             self._given(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
@@ -165,49 +165,49 @@ class Traced:
         with torch.no_grad(), _Dispatched(self), _Called(self):
             result = torch.func.functional_call(model, state, shaped_args, shaped_kwargs)
         if self._failed:
-            raise GivenUp("it catches what an op has raised")
+            raise Untraceable("it catches what an op has raised")
         self.exchanged = [name for name, tensor in given.items() if state[name] is not tensor]
         now, now_form = pytree.tree_flatten((shaped_args, shaped_kwargs))
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
-            raise GivenUp("it changes its arguments")
+            raise Untraceable("it changes its arguments")
         made, self.out_spec = pytree.tree_flatten(result)
         if any(not isinstance(leaf, _LEAVES) for leaf in made):
-            raise GivenUp("a result is an object of another kind")
+            raise Untraceable("a result is an object of another kind")
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
         )
         self.constants = {name: tensor.detach() for name, tensor in self.constants.items()}
 
-    def _shape(self, tensor: torch.Tensor) -> Shape:
+    def _shape(self, tensor: torch.Tensor) -> MetaTensor:
         """A tensor without memory in place of one that has it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
-            raise GivenUp(f"an operand is a {type(tensor).__name__}, {tensor.layout}")
+            raise Untraceable(f"an operand is a {type(tensor).__name__}, {tensor.layout}")
         form: Any = (tensor.shape, tensor.stride())
         with _no_modes():
             meta = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
-            made = Shape(meta, tensor.device, tensor)
+            made = MetaTensor(meta, tensor.device, tensor)
         self._alive += [tensor, made]
         self._shapes[id(tensor)] = made
         return made
 
-    def _held(self, name: str, tensor: torch.Tensor) -> Shape:
+    def _held(self, name: str, tensor: torch.Tensor) -> MetaTensor:
         """A constant, which becomes a placeholder where something reads it."""
         found = self._shapes.get(id(tensor))
         if found is None:
             found = self._shape(tensor)
             self._real[id(found)] = (name, tensor)
         elif id(found) not in self._real:
-            raise GivenUp("an argument is held by the model too")
+            raise Untraceable("an argument is held by the model too")
         return found
 
-    def _given(self, tensor: torch.Tensor, name: str) -> Shape:
+    def _given(self, tensor: torch.Tensor, name: str) -> MetaTensor:
         if id(tensor) in self._shapes:
-            raise GivenUp("a tensor has two places")
+            raise Untraceable("a tensor has two places")
         node = self.graph.placeholder(name)
         self.placeholders.append(node.name)
         return self._see(self._shape(tensor), node)
 
-    def _see(self, tensor: Shape, node: torch.fx.Node) -> Shape:
+    def _see(self, tensor: MetaTensor, node: torch.fx.Node) -> MetaTensor:
         node.meta["val"] = tensor
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
@@ -216,13 +216,13 @@ class Traced:
 
     def _operand(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of a tensor."""
-        if not isinstance(tensor, Shape):
+        if not isinstance(tensor, MetaTensor):
             tensor = self._held("constant", tensor)
         found = self._nodes.get(id(tensor))
         if found is not None:
             return found
         if id(tensor) not in self._real:
-            raise GivenUp("a tensor comes from nowhere")
+            raise Untraceable("a tensor comes from nowhere")
         name, real = self._real[id(tensor)]
         with self.graph.inserting_before(None):  # before all ops: a rule may look ahead
             node = self.graph.placeholder(name)
@@ -246,14 +246,14 @@ class Traced:
         if op is torch.ops.prim.device.default:
             return args[0].device
         if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
-            raise GivenUp(f"{op} is none of torch's ops")
+            raise Untraceable(f"{op} is none of torch's ops")
         make = self._in_place if op._schema.is_mutable else self._new
         return make(op, args, kwargs)
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What Python calls: an op of :data:`WHOLE`, or more calls."""
+        """What Python calls: an op of :data:`ATOMIC`, or more calls."""
         if function in _OF_MEMORY:
-            raise GivenUp(f"it asks for {function.__name__}")
+            raise Untraceable(f"it asks for {function.__name__}")
         name = _FUNCTIONS.get(function)
         plain = not torch.is_grad_enabled() and not _casts()
         if function is torch.einsum and plain and (pair := _product(*args, **kwargs)) is not None:
@@ -261,7 +261,7 @@ class Traced:
         if name is None:
             return function(*args, **kwargs)
         if torch.is_grad_enabled() or _casts():
-            raise GivenUp(f"{name} under autocast, or to be differentiated")
+            raise Untraceable(f"{name} under autocast, or to be differentiated")
         try:
             if function is F.interpolate:
                 return self._new(*_interpolation(*args, **kwargs))
@@ -283,15 +283,15 @@ class Traced:
                 given.get("training", given.get("use_input_stats"))
                 and given["running_mean"] is not None
             ):
-                raise GivenUp(f"{op} changes its statistics")
+                raise Untraceable(f"{op} changes its statistics")
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
         if any(not isinstance(each, torch.Tensor) for each in metas):
-            raise GivenUp(f"{op} gives no tensor")
+            raise Untraceable(f"{op} gives no tensor")
         node = self._node(op, args, kwargs)
         with _no_modes():
-            made = [Shape(each, device) for each in metas]
+            made = [MetaTensor(each, device) for each in metas]
         if not many:
             return self._see(made[0], node)
         node.meta["val"] = tuple(made)
@@ -306,23 +306,23 @@ class Traced:
         pure = getattr(packet, op._overloadname, None)
         written = [place for place, each in enumerate(schema.arguments) if each.is_write]
         if pure is None or not name.endswith("_") or written != [0] or pure._schema.is_mutable:
-            raise GivenUp(f"{op} writes over its operands")
+            raise Untraceable(f"{op} writes over its operands")
         if torch.Tag.inplace_view in op.tags:
-            raise GivenUp(f"{op} changes a shape")
+            raise Untraceable(f"{op} changes a shape")
         if [a.name for a in schema.arguments] != [a.name for a in pure._schema.arguments]:
-            raise GivenUp(f"{op} is no other form of {pure}")
+            raise Untraceable(f"{op} is no other form of {pure}")
         target = args[0]
-        if not isinstance(target, Shape) or id(target) in self._real:
+        if not isinstance(target, MetaTensor) or id(target) in self._real:
             raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
         before = self._nodes.get(id(target))
         if before is None or before.op == "placeholder" or self._views[_memory(target)] != 1:
-            raise GivenUp(f"{op} writes over what is seen elsewhere")
+            raise Untraceable(f"{op} writes over what is seen elsewhere")
         maker: Any = before.target
         if getattr(getattr(maker, "_schema", None), "name", "") in _MAY_COPY:
-            raise GivenUp(f"{op} writes over what may be a view")
+            raise Untraceable(f"{op} writes over what may be a view")
         made, _ = self._computed(pure, args, kwargs)
         if (made.shape, made.dtype) != (target.shape, target.dtype):
-            raise GivenUp(f"{op} converts")
+            raise Untraceable(f"{op} converts")
         node = self._node(pure, args, kwargs)
         node.meta["val"] = target
         self._nodes[id(target)] = node
@@ -331,7 +331,7 @@ class Traced:
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """What an op makes on the meta device, and the device that it is for."""
         if forms.draws(op, args, kwargs):
-            raise GivenUp(f"{op} draws random numbers")
+            raise Untraceable(f"{op} draws random numbers")
         devices: list[torch.device] = []
 
         def form(leaf: Any) -> Any:
@@ -340,7 +340,7 @@ class Traced:
                 return torch.device("meta")
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            shape = leaf if isinstance(leaf, Shape) else self._held("constant", leaf)
+            shape = leaf if isinstance(leaf, MetaTensor) else self._held("constant", leaf)
             devices.append(shape.device)
             return shape.meta
 
@@ -379,7 +379,7 @@ def _no_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
-def _memory(tensor: Shape) -> int:
+def _memory(tensor: MetaTensor) -> int:
     return int(tensor.meta.untyped_storage()._cdata)
 
 
@@ -539,7 +539,7 @@ class _NoCompiler:
         """As the import system asks."""
         if name == _COMPILER and threading.get_ident() == self._thread:
             self.asked = True
-            raise GivenUp(f"it needs {name}")
+            raise Untraceable(f"it needs {name}")
 
 
 _COMPILER = "torch._dynamo"

@@ -21,7 +21,7 @@ from ..functional.conv_bn import fixed_momentum, norm_options, run_conv_norm_act
 from ..graph.pointwise import ACTIVATIONS
 from ..ops.pointwise import SOFTPLUS_THRESHOLD
 from ..policy import Policy
-from ..runtime.specialize import Recent, check_in_place
+from ..runtime.specialize import LastCall, check_in_place
 from . import sync
 from .hooks import has_hooks, wants_calls
 
@@ -161,7 +161,7 @@ class _Block(nn.Module):
         if reason:
             raise GraphError(type(self).__name__, [Problem("block", reason)])
         self.policy = policy
-        self._recent = Recent()
+        self._recent = LastCall()
         self._with_norm = bn is not None
         for place, child in enumerate(m for m in (conv, bn, act) if m is not None):
             self.add_module(str(place), child)

@@ -11,7 +11,7 @@ from ..arguments import checked, explained
 from ..errors import GraphError, Problem
 from ..functional.conv_bn import Update, run_separable, stages_options
 from ..policy import Policy
-from ..runtime.specialize import check_in_place, static_of
+from ..runtime.specialize import check_in_place, intern_static
 from . import sync
 from .conv import FusedConvBlock, _held, _named
 from .hooks import wants_calls
@@ -138,7 +138,7 @@ class FusedDepthwiseSeparable(nn.Module):
             return y
         stages = [_stage(self.depthwise), _stage(self.pointwise)]
         return run_separable(
-            static_of(stages_options, *(options for options, _, _ in stages)),
+            intern_static(stages_options, *(options for options, _, _ in stages)),
             x,
             residual,
             [tensors for _, tensors, _ in stages],

@@ -20,7 +20,7 @@ from ..graph.value import Value
 from ..ir.spec import numel
 from ..policy import Policy
 from ..runtime import custom_ops
-from ..runtime.specialize import Static, static_of
+from ..runtime.specialize import Static, intern_static
 
 Tensor = torch.Tensor
 
@@ -132,7 +132,7 @@ def run_synchronised(
     """
     x, weight, bias, mean, var, bn_weight, bn_bias, residual = tensors
     assert x is not None and weight is not None
-    bare = static_of(act_options, geometry, None, ())
+    bare = intern_static(act_options, geometry, None, ())
     y = run_conv_act(bare, x, weight, bias, None, policy)
     group = dist.group.WORLD if group is None else group
     whole, whole_var, unbiased = _Statistics.apply(y, group, policy)  # type: ignore[no-untyped-call]
@@ -140,6 +140,6 @@ def run_synchronised(
         update_running(mean, var, whole, unbiased, momentum)
     given = (y, whole, whole_var, bn_weight, bn_bias, residual)
     result: Tensor = run_graph(
-        norm_act, policy, given, static_of(_norm_options, activation, attrs, eps)
+        norm_act, policy, given, intern_static(_norm_options, activation, attrs, eps)
     )
     return result

@@ -18,7 +18,7 @@ BOUNDED, REPEATABLE = "bounded", "repeatable"
 _NO_LOWER_THAN_MINUS_ONE = frozenset({"relu", "relu6", "sigmoid", "tanh", "exp", "abs", "softmax"})
 
 
-def marked(spec: GraphSpec, deterministic: bool) -> GraphSpec:
+def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
     """The graph, before it is cut, with marks for those who run its steps: on max pools that read
     no -inf, being behind a ReLU, say; where it has to be ``deterministic`` on gradients of
     attention, for which cuDNN has another way, and no note of its plans tells them apart."""

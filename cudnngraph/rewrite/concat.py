@@ -9,7 +9,7 @@ from ..partition.analysis import Graph
 from .annotate import BOUNDED
 
 
-def slices(spec: GraphSpec) -> GraphSpec:
+def concat_in_place(spec: GraphSpec) -> GraphSpec:
     """The graph with what is concatenated written into its slice of the result.
 
     That is so for what one convolution, or a pooling that takes any strides, may read besides, and

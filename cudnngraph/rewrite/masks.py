@@ -21,7 +21,7 @@ from ..ops.table import OPS
 from ..partition.analysis import LOW_PRECISION, Graph
 
 
-def numeric_masks(spec: GraphSpec) -> GraphSpec:
+def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
     """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
     added to the scores, and for dropout 1 or 0."""
     graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
@@ -64,7 +64,7 @@ def numeric_masks(spec: GraphSpec) -> GraphSpec:
     )
 
 
-def aligned_masks(spec: GraphSpec) -> GraphSpec:
+def align_masks(spec: GraphSpec) -> GraphSpec:
     """The graph with a copy of an additive mask of attention whose rows start at odd elements.
 
     cuDNN takes up to twice as long for it. If each image and head has values of its own, the copy

@@ -14,7 +14,7 @@ from ..ops.table import OPS
 from ..partition.analysis import LOW_PRECISION, Graph
 
 
-def token_widths(
+def token_strides(
     node: Node, tensors: Mapping[str, TensorSpec]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How far apart the tokens of packed attention lie, in elements: the different widths of what
@@ -22,7 +22,7 @@ def token_widths(
     row = OPS[node.op]
     widths: tuple[dict[int, None], dict[int, None]] = ({}, {})
     for port, name in (*zip(row.ports, node.inputs), *zip(row.outputs, node.outputs)):  # noqa: B905
-        if name is not None and port not in PACKING:
+        if name is not None and port not in SEQUENCE_PORTS:
             widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
     return tuple(widths[0]), tuple(widths[1])
 
@@ -30,7 +30,7 @@ def token_widths(
 FLASH_WIDTH = 256  # the widest head that torch's flash attention takes
 
 
-def by_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
+def prefers_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether packed attention is torch's flash attention on a GPU: where nothing is promised of
     other sequences' values. cuDNN's faster engines let NaN in from there, and those that do not
     take longer (:attr:`DeviceRules.packed_by_flash`).
@@ -65,10 +65,10 @@ def by_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
 
 
 # Of the gradient of packed attention: what lies as the other does, or is copied; see below.
-ALIKE = (("q", "dq"), ("k", "dk"), ("v", "dv"), ("do", "o"))
+SAME_STRIDES = (("q", "dq"), ("k", "dk"), ("v", "dv"), ("do", "o"))
 
 
-def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
+def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
     """The graph in which the gradient of packed attention of 16-bit data reads q, k and v in the
     strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
     buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
@@ -78,7 +78,7 @@ def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
             continue
         row = OPS[node.op]
         names = dict(zip((*row.ports, *row.outputs), (*node.inputs, *node.outputs), strict=True))
-        for port, other in ALIKE:
+        for port, other in SAME_STRIDES:
             own, want = (graph.crossing(str(names[each])) for each in (port, other))
             if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
                 continue
@@ -91,25 +91,25 @@ def gradients_laid_alike(spec: GraphSpec) -> GraphSpec:
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if changed else spec
 
 
-PACKING = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie
+SEQUENCE_PORTS = ("cu_seqlens_q", "cu_seqlens_kv", "ragged")  # ports that say where sequences lie
 
 
-def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
+def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
     """The graph in which packed attention of 16-bit data is told where each sequence starts in
     every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
     of the same strides."""
     graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     made: dict[tuple[Any, ...], str] = {}
     for place, node in enumerate(spec.nodes):
-        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward") or by_flash(node, tensors):
+        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward") or prefers_flash(node, tensors):
             continue
         ports = OPS[node.op].ports
-        at = {port: ports.index(port) for port in ("q", *PACKING)}
+        at = {port: ports.index(port) for port in ("q", *SEQUENCE_PORTS)}
         data = graph.crossing(str(node.inputs[at["q"]]))
-        ends = tuple(str(node.inputs[at[port]]) for port in PACKING[:2])
+        ends = tuple(str(node.inputs[at[port]]) for port in SEQUENCE_PORTS[:2])
         if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
             continue
-        widths = token_widths(node, tensors)
+        widths = token_strides(node, tensors)
         key = (ends, widths)
         if key not in made:
             made[key] = name = f"{node.results[0]}_offsets"
@@ -119,7 +119,7 @@ def offsets_of_sequences(spec: GraphSpec) -> GraphSpec:
             attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
             nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))
         inputs = list(node.inputs)
-        for port in PACKING[:2]:
+        for port in SEQUENCE_PORTS[:2]:
             inputs[at[port]] = None
         inputs[at["ragged"]] = made[key]
         nodes[place] = replace(node, inputs=tuple(inputs))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from ..ir.spec import GraphSpec
 from ..policy import Policy
-from .annotate import marked
-from .concat import slices
-from .masks import aligned_masks, numeric_masks
-from .packed import gradients_laid_alike, offsets_of_sequences
-from .reductions import wide_sums
-from .row_layout import in_memory_order
-from .views import views, views_behind
+from .annotate import annotate
+from .concat import concat_in_place
+from .masks import align_masks, bool_masks_to_additive
+from .packed import insert_ragged_offsets, match_gradient_strides
+from .reductions import float32_reductions
+from .row_layout import propagate_row_layout
+from .views import alias_views, sink_views
 
 
 def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
@@ -24,7 +24,7 @@ def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
 
     It is the graph with its marks, and ready to be cut unless the policy allows one plan alone.
     """
-    annotated = marked(spec, policy.deterministic)
+    annotated = annotate(spec, policy.deterministic)
     return annotated if policy.fallback == "error" else prepared(annotated)
 
 
@@ -33,6 +33,6 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     needs no copy, views behind what a product's plan may do, and the strides and the offsets of
     packed sequences.
     """
-    seen = aligned_masks(views(wide_sums(numeric_masks(spec))))
-    made = slices(views_behind(in_memory_order(seen)))
-    return offsets_of_sequences(gradients_laid_alike(made))
+    seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
+    made = concat_in_place(sink_views(propagate_row_layout(seen)))
+    return insert_ragged_offsets(match_gradient_strides(made))

@@ -13,7 +13,7 @@ from ..ir.spec import (
 from ..partition.analysis import LOW_PRECISION
 
 
-def wide_sums(spec: GraphSpec) -> GraphSpec:
+def float32_reductions(spec: GraphSpec) -> GraphSpec:
     """The graph with reductions that return float32, as cuDNN's do, and narrow outputs behind."""
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):

@@ -28,8 +28,10 @@ from ..ir.spec import (
 from ..ops.table import OPS
 from ..ops.views import lies_there, order_of, shape_of, view_place
 
-Atom = tuple[int, int]  # how many elements, and how far apart they lie
-Dims = tuple[tuple[Atom, ...], ...]  # each dim, as one step after the other; () for an extent of 1
+Extent = tuple[int, int]  # how many elements, and how far apart they lie
+Dims = tuple[
+    tuple[Extent, ...], ...
+]  # each dim, as one step after the other; () for an extent of 1
 
 MOST_DIMS = 4  # that a product takes
 _POINTWISE = frozenset(
@@ -42,17 +44,17 @@ _ARRANGE = frozenset({"reshape", "permute", "transpose"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "normalize"})
 
 
-def in_memory_order(spec: GraphSpec) -> GraphSpec:
+def propagate_row_layout(spec: GraphSpec) -> GraphSpec:
     """The graph with row by row ops on rows as they lie in memory, where fewer elements are copied
     or read against their order then; else the graph itself."""
-    moved = _moved(spec)
+    moved = _copied_elements(spec)
     if not moved or any(tensor.numel == 0 for tensor in spec.tensors.values()):
         return spec
-    made = _Rows(spec).run()
-    return spec if made is None or _moved(made) >= moved else made
+    made = _RowLayout(spec).run()
+    return spec if made is None or _copied_elements(made) >= moved else made
 
 
-def _moved(spec: GraphSpec) -> int:
+def _copied_elements(spec: GraphSpec) -> int:
     """How many elements are copied to be shown, or read in an order that is not the result's."""
     tensors, count = spec.tensors, 0
     for node in spec.nodes:
@@ -73,7 +75,7 @@ def _moved(spec: GraphSpec) -> int:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _StridedRef:
     """What a tensor has of the memory of ``root``, whether strides can say it or not."""
 
     root: str
@@ -85,9 +87,9 @@ def _dims_of(tensor: TensorSpec) -> Dims:
     return tuple(((n, s),) if n > 1 else () for n, s in shape)
 
 
-def _merged(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+def _merged(atoms: Sequence[Extent]) -> tuple[Extent, ...]:
     """Atoms with those as one that follow each other in memory."""
-    found: list[Atom] = []
+    found: list[Extent] = []
     for n, s in atoms:
         if found and found[-1][1] == n * s:
             found[-1] = (found[-1][0] * n, s)
@@ -99,9 +101,9 @@ def _merged(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
 def _regrouped(dims: Dims, shape: Sequence[int]) -> Dims | None:
     """The same elements in the same order as ``shape``; None where a size is no run of atoms."""
     left = list(_merged([atom for group in dims for atom in group]))
-    groups: list[tuple[Atom, ...]] = []
+    groups: list[tuple[Extent, ...]] = []
     for size in reversed(shape):
-        group: list[Atom] = []
+        group: list[Extent] = []
         while size > 1:
             n, s = left.pop()
             taken = min(n, size)
@@ -125,7 +127,7 @@ def _chain(root: TensorSpec, dims: Dims, shape: Sequence[int], label: str) -> li
     if 0 in ends:
         return None
 
-    def split(n: int, s: int) -> list[Atom]:
+    def split(n: int, s: int) -> list[Extent]:
         within = [p for p in points if s <= p <= n * s]
         return [(b // a if b % a == 0 else 0, a) for a, b in pairwise(within)][::-1]
 
@@ -153,14 +155,14 @@ def _chain(root: TensorSpec, dims: Dims, shape: Sequence[int], label: str) -> li
     return nodes
 
 
-class _Rows:
+class _RowLayout:
     """A graph made again, node by node."""
 
     def __init__(self, spec: GraphSpec) -> None:
         self._spec = spec
         self._tensors = dict(spec.tensors)
         self._nodes: list[Node] = []
-        self._shown: dict[str, _Shown] = {}
+        self._shown: dict[str, _StridedRef] = {}
         self._renamed: dict[str, str] = {}
         self._copied: set[str] = set()  # what is no view of its root's memory
         self._laid = {
@@ -190,8 +192,8 @@ class _Rows:
 
     # -- views -------------------------------------------------------------------------------------
 
-    def _source(self, name: str) -> _Shown:
-        return self._shown.get(name) or _Shown(name, _dims_of(self._tensors[name]))
+    def _source(self, name: str) -> _StridedRef:
+        return self._shown.get(name) or _StridedRef(name, _dims_of(self._tensors[name]))
 
     def _view(self, node: Node) -> None:
         (source,), (name,) = node.operands, node.results
@@ -208,7 +210,7 @@ class _Rows:
             if alike and result.shape == root.shape and dims == _dims_of(root):
                 self._renamed[name] = root.name
                 return
-            self._shown[name] = _Shown(root.name, dims)
+            self._shown[name] = _StridedRef(root.name, dims)
             copied = source in self._copied or view_place(node, self._tensors[source]) is None
             strided = all(len(group) < 2 for group in dims)
             if copied and strided and self._show(root, dims, name):
@@ -274,12 +276,12 @@ class _Rows:
             return False
         outputs = (made.name, *node.outputs[1:])
         self._nodes.append(replace(node, inputs=tuple(inputs), outputs=outputs))
-        self._shown[name] = _Shown(made.name, dims)
+        self._shown[name] = _StridedRef(made.name, dims)
         if any(len(group) > 1 for group in dims):
             self._copied.add(name)
         return True
 
-    def _plan(self, node: Node) -> tuple[list[int], Dims, list[Atom]] | None:
+    def _plan(self, node: Node) -> tuple[list[int], Dims, list[Extent]] | None:
         """Which operands of an op have its rows, the dims of those, and the rows as they lie in
         memory; None for an op that is best left where it is."""
         tensors, result = self._tensors, self._tensors[node.results[0]]

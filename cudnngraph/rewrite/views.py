@@ -17,7 +17,7 @@ from ..ops.views import is_view, order_of, shape_of, view_place
 from ..partition.analysis import Graph
 
 
-def views(spec: GraphSpec) -> GraphSpec:
+def alias_views(spec: GraphSpec) -> GraphSpec:
     """The graph with the results of view ops where their operands lie."""
     tensors = dict(spec.tensors)
     for node in spec.nodes:
@@ -31,7 +31,7 @@ def views(spec: GraphSpec) -> GraphSpec:
 _MOVED = frozenset(("add", "sub", "mul", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"))
 
 
-def views_behind(spec: GraphSpec) -> GraphSpec:
+def sink_views(spec: GraphSpec) -> GraphSpec:
     """The graph in which what is shown of a product is shown behind the pointwise ops that read it.
 
     So they are part of the product's plan: the bias of a projection that torch adds behind a
@@ -42,11 +42,11 @@ def views_behind(spec: GraphSpec) -> GraphSpec:
     graph = Graph(spec)
     for node in spec.nodes:
         if node.op in _MOVED:
-            graph = _with_views_behind(graph, node)
+            graph = _sink_one(graph, node)
     return graph.spec
 
 
-def _with_views_behind(graph: Graph, node: Node) -> Graph:
+def _sink_one(graph: Graph, node: Node) -> Graph:
     """The graph with the views in front of one pointwise op behind it, where that is possible."""
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
     for shown in node.operands:
@@ -55,7 +55,7 @@ def _with_views_behind(graph: Graph, node: Node) -> Graph:
         parts = any(view.op == "slice" for view in chain)
         if not chain or parts or not whole or not _of_product(graph, name):
             continue
-        found = _shown_back(node, shown, chain, tensors)
+        found = _inverse_views(node, shown, chain, tensors)
         if found is None:
             continue
         inputs, back = found
@@ -115,7 +115,7 @@ def _of_product(graph: Graph, name: str) -> bool:
     return False
 
 
-def _shown_back(
+def _inverse_views(
     node: Node, shown: str, chain: Sequence[Node], tensors: Mapping[str, TensorSpec]
 ) -> tuple[list[str | None], list[tuple[Node, TensorSpec]]] | None:
     """The operands of a pointwise op as they are before the views of ``chain``, and the views that

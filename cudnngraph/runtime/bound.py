@@ -103,7 +103,7 @@ class CapturedCall:
         torch.cuda.current_stream().synchronize()
         make: Any = torch.cuda.Stream
         graph, stream = torch.cuda.CUDAGraph(), make()
-        _forget_workspaces()
+        _reset_cublas_workspaces()
         PROCESS.recording.held = self._held
         collects = gc.isenabled()
         gc.disable()  # a CUDA graph that is garbage would take this one with it
@@ -112,7 +112,7 @@ class CapturedCall:
                 self._call()
         finally:
             PROCESS.recording.held = None
-            _forget_workspaces()
+            _reset_cublas_workspaces()
             if collects:
                 gc.enable()
         self.graph = graph
@@ -127,7 +127,7 @@ class CapturedCall:
             self._call()
 
 
-def _forget_workspaces() -> None:
+def _reset_cublas_workspaces() -> None:
     """Make cuBLAS ask for its workspaces anew, before a capture and after it.
 
     torch keeps one for each stream. A graph that recorded one from outside of its own memory would

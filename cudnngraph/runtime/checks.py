@@ -14,7 +14,9 @@ from ..ops.base import dtype_name
 from .fast_call import Form
 
 
-def wrong(spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool) -> Iterator[Problem]:
+def tensor_problems(
+    spec: TensorSpec, tensor: Any, device: torch.device, aligned: bool
+) -> Iterator[Problem]:
     where = f"tensor '{spec.name}'"
     unfit = unreadable(where, tensor)
     if unfit:

@@ -122,7 +122,7 @@ def _chosen(
     def build() -> Selection:
         if policy.tune == "autotune":
             with progress_bar("tuning", after_s=2.0) as tell:
-                bench = GuardedBench(policy, device, kept, partial(lookup.alone_on, index))
+                bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
                 return autotune(legal, policy, bench, tell)
         first = Builder(policy, index, kept)
         return choose(legal, policy, first, first.expect)

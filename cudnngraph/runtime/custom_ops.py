@@ -27,7 +27,7 @@ from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
 from ..policy import Policy
 from ..runtime.transforms import check_dropout, folded, laid_out, stacked, taken, unfolded
-from .checks import wrong
+from .checks import tensor_problems
 from .compile import compile as compile_spec
 from .executable import Executable
 from .specialize import Build, Specialized
@@ -75,7 +75,7 @@ def call(
     there = [tensor is not None for tensor in tensors]
     numbers: list[float] = []
     counts: list[int] = []
-    options = _text(tuple(static.items()), numbers, counts)
+    options = _encode(tuple(static.items()), numbers, counts)
     fields = _policy_text(policy, numbers, counts)
     made: list[Tensor] = torch.ops.cudnngraph.forward(
         given, name, there, options, fields, numbers, counts, wrt
@@ -83,12 +83,12 @@ def call(
     return made[:results]
 
 
-def _text(value: Any, numbers: list[float], counts: list[int]) -> str:
+def _encode(value: Any, numbers: list[float], counts: list[int]) -> str:
     """A Python literal; written out because a compiler traces it. What the compiler may leave open
     is kept apart: of a float the place in ``numbers`` stands in braces, of an int that in
     ``counts`` in brackets."""
     if isinstance(value, tuple):
-        return "(" + "".join([_text(item, numbers, counts) + "," for item in value]) + ")"
+        return "(" + "".join([_encode(item, numbers, counts) + "," for item in value]) + ")"
     if isinstance(value, str):
         return "'" + value + "'"
     if isinstance(value, (float, torch.SymFloat)):
@@ -100,8 +100,8 @@ def _text(value: Any, numbers: list[float], counts: list[int]) -> str:
     return str(value)
 
 
-def _value(text: str, numbers: Sequence[float], counts: Sequence[int]) -> Any:
-    """The value that :func:`_text` wrote out."""
+def _decode(text: str, numbers: Sequence[float], counts: Sequence[int]) -> Any:
+    """The value that :func:`_encode` wrote out."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -117,7 +117,7 @@ def _policy_text(policy: Policy | None, numbers: list[float], counts: list[int])
     if policy is None:
         return "None"
     values = tuple(getattr(policy, field.name) for field in dataclasses.fields(Policy))
-    return _text(values, numbers, counts)
+    return _encode(values, numbers, counts)
 
 
 # -- which graph -----------------------------------------------------------------------------------
@@ -150,18 +150,20 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
 
 
-def _hint(size: Any) -> int:
+def _size_hint(size: Any) -> int:
     """A size, or the one that a compiler has met where it leaves it open."""
     hint = size if type(size) is int else getattr(size.node, "hint", None)
     return int(size if hint is None else hint)
 
 
-def _taken(sizes: Sequence[int], rank: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def _split_sizes(
+    sizes: Sequence[int], rank: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Shape and stride of the next tensor, and the sizes of the others."""
     return sizes[:rank], sizes[rank : 2 * rank], sizes[2 * rank :]
 
 
-class _Made:
+class _Compiled:
     """What a text describes: the graph and its gradient, and executables by device."""
 
     def __init__(self, text: str, sizes: Sequence[int], numbers: Sequence[float]) -> None:
@@ -172,13 +174,13 @@ class _Made:
                 like.append(None)
                 continue
             rank, dtype = form
-            shape, stride, sizes = _taken(sizes, rank)
+            shape, stride, sizes = _split_sizes(sizes, rank)
             made = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
             like.append(made)
         counts = sizes  # what is left of them
-        fields = _value(policy, numbers, counts)
+        fields = _decode(policy, numbers, counts)
         self.policy = None if fields is None else Policy(*fields)
-        options = dict(_value(static, numbers, counts))
+        options = dict(_decode(static, numbers, counts))
         graph = specialized(_BUILDS[build], self.policy).graph(*like, **options)
         self.spec: GraphSpec = graph.spec()
         self.gradient: Gradient | None = None
@@ -211,13 +213,13 @@ class _Made:
 
 
 @lru_cache(maxsize=1024)
-def _kept(text: str, sizes: tuple[int, ...], numbers: tuple[float, ...]) -> _Made:
-    return _Made(text, sizes, numbers)
+def _kept(text: str, sizes: tuple[int, ...], numbers: tuple[float, ...]) -> _Compiled:
+    return _Compiled(text, sizes, numbers)
 
 
-def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Made:
+def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Compiled:
     """What is described; of sizes that are left open, for those that were met."""
-    return _kept(text, tuple(map(_hint, sizes)), tuple(numbers))
+    return _kept(text, tuple(map(_size_hint, sizes)), tuple(numbers))
 
 
 def _empty(spec: GraphSpec, device: torch.device) -> list[Tensor]:
@@ -239,7 +241,7 @@ def _shapes(spec: GraphSpec, tensors: Sequence[Tensor]) -> list[Any] | None:
     except Exception:  # a rule that wants to know the sizes, or the numbers
         return None
     shapes = [result.shape for result in results]
-    met = [tuple(map(_hint, shape)) for shape in shapes]
+    met = [tuple(map(_size_hint, shape)) for shape in shapes]
     return shapes if met == [spec.tensors[name].shape for name in spec.outputs] else None
 
 
@@ -254,7 +256,7 @@ def _is_dense(spec: GraphSpec) -> bool:
     return all(is_dense(tensor.shape, tensor.stride) for tensor in outputs)
 
 
-def _open(sizes: Sequence[Any]) -> bool:
+def _has_symbols(sizes: Sequence[Any]) -> bool:
     return any(type(size) is not int for size in sizes)
 
 
@@ -312,7 +314,7 @@ def _(
 ) -> list[Tensor]:
     text, sizes, fixed = _described(tensors, build, there, static, policy, numbers, counts, wrt)
     device = tensors[0].device
-    if _open(_sizes(tensors)):
+    if _has_symbols(_sizes(tensors)):
         spec = _made(text, sizes, fixed).forward
         shapes = _shapes(spec, tensors) if _is_dense(spec) else None
         if shapes is not None:
@@ -342,11 +344,11 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
     fixed = [float(number) for number in numbers]
     made = _made(text, sizes, fixed)
     gradient = made.backward
-    if _open(sizes) and _is_dense(gradient.backward):
+    if _has_symbols(sizes) and _is_dense(gradient.backward):
         rest: Sequence[int] = sizes
         shapes = {}
         for name in made.spec.inputs:
-            shapes[name], _, rest = _taken(rest, len(made.spec.tensors[name].shape))
+            shapes[name], _, rest = _split_sizes(rest, len(made.spec.tensors[name].shape))
         of = {grad: shapes[name] for name, grad in gradient.outgoing.items()}
         spec = gradient.backward
         return [_like(spec.tensors[name], of[name], device) for name in spec.outputs]
@@ -356,7 +358,7 @@ def _(tensors: list[Tensor], text: str, sizes: list[int], numbers: list[float]) 
 def _check_out(out: Tensor, made: Tensor, name: str) -> None:
     """Raise :class:`BindError` where ``out`` has not the form of a result ``made``."""
     spec = TensorSpec("out", tuple(made.shape), made.stride(), made.dtype)
-    problems = list(wrong(spec, out, made.device, aligned=False))
+    problems = list(tensor_problems(spec, out, made.device, aligned=False))
     if problems:
         raise BindError(name, problems)
 

@@ -23,7 +23,7 @@ from ..policy import Policy
 from ..select.decision import Decision, StepPlan
 from . import fast_call
 from .bound import BoundCall, CapturedCall
-from .checks import fit, overlap, wrong
+from .checks import fit, overlap, tensor_problems
 from .process import PROCESS
 from .program import Program
 
@@ -120,7 +120,7 @@ class Executable(Generic[R]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 form = replace(form, stride=tensor.stride())
             if name in given:
-                problems += wrong(form, tensor, self.device, aligned=False)
+                problems += tensor_problems(form, tensor, self.device, aligned=False)
         if problems:
             raise BindError(self.spec.name, problems)
         return [given[name] for name in self.spec.inputs]
@@ -352,7 +352,9 @@ class Executable(Generic[R]):
     ) -> None:
         for name in names:
             if name in given:
-                problems += wrong(self.spec.tensors[name], given[name], self.device, aligned)
+                problems += tensor_problems(
+                    self.spec.tensors[name], given[name], self.device, aligned
+                )
 
     def _all(self, args: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         problems: list[Problem] = []

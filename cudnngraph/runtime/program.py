@@ -57,7 +57,7 @@ class Program:
         laid = [
             Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
         ]
-        self._until = streams.beside(laid) if device.type == "cuda" else {}
+        self._until = streams.overlappable(laid) if device.type == "cuda" else {}
         self._sides = streams.streams(device) if self._until else []
         self._layout = Layout(laid, {*spec.inputs, *spec.outputs}, self._until)
         self.scratch_bytes = self._layout.size_bytes

@@ -61,7 +61,7 @@ def _static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     return Static(make(*options))
 
 
-def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
+def intern_static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
     """``make(*options)``, made once for options that are equal and of the same types."""
     if torch.compiler.is_compiling():
         return Static(make(*[_fixed(option) for option in options]))
@@ -71,7 +71,7 @@ def static_of(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
         return _static(make, *[_fixed(_plain(option)) for option in options])
 
 
-class Recent:
+class LastCall:
     """What served the last call from one place, a module say. A copy of it knows nothing."""
 
     __slots__ = ("asked", "last")
@@ -81,16 +81,16 @@ class Recent:
         self.last: tuple[Any, ...] | None = None
 
     def static_of(self, make: Callable[..., dict[str, Any]], *options: Any) -> Static:
-        """:func:`static_of`, at once where the options are those of the last call."""
+        """:func:`intern_static`, at once where the options are those of the last call."""
         if torch.compiler.is_compiling():
-            return static_of(make, *options)
+            return intern_static(make, *options)
         asked = self.asked
         if asked is None or asked[0] is not make or asked[1] != options:
-            asked = self.asked = make, options, static_of(make, *options)
+            asked = self.asked = make, options, intern_static(make, *options)
         return asked[2]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recent, ()
+        return LastCall, ()
 
     def serve(
         self,
@@ -104,7 +104,7 @@ class Recent:
         if last is None or torch.compiler.is_compiling():
             return None
         options, wanted, state, there, absent, executable = last
-        if options is not static or wanted is not policy or state != _state():
+        if options is not static or wanted is not policy or state != _ambient_state():
             return None
         for at in absent:
             if tensors[at] is not None:
@@ -119,14 +119,14 @@ class Recent:
         executable: Executable | Trainable,
     ) -> None:
         """Note what has served a call that came with these."""
-        state = _state()
+        state = _ambient_state()
         if state is not None:
             there = [at for at, tensor in enumerate(tensors) if tensor is not None]
             absent = [at for at, tensor in enumerate(tensors) if tensor is None]
             self.last = static, policy, state, there, absent, executable
 
 
-def _state() -> tuple[Hashable, ...] | None:
+def _ambient_state() -> tuple[Hashable, ...] | None:
     """What a call depends on besides its arguments; None where it takes a closer look."""
     if torch._C._is_any_autocast_enabled() or transforming():
         return None

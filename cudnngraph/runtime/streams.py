@@ -17,10 +17,10 @@ from ..backend import handles
 from ..ops.table import OPS
 from ..partition.memory import Laid
 
-SIDES = 3  # how many steps may run beside the others at a time
+MAX_SIDE_STREAMS = 3  # how many steps may run beside the others at a time
 
 
-def beside(steps: Sequence[Laid]) -> dict[int, int]:
+def overlappable(steps: Sequence[Laid]) -> dict[int, int]:
     """The steps that may run beside later ones, by number: the last of those.
 
     Plans with an anchor alone: what is pointwise fills the memory's bandwidth.
@@ -29,7 +29,7 @@ def beside(steps: Sequence[Laid]) -> dict[int, int]:
     for number, step in enumerate(steps):
         if not step.planned or all(OPS[node.op].pointwise for node in step.spec.nodes):
             continue
-        if sum(last >= number for last in found.values()) >= SIDES:
+        if sum(last >= number for last in found.values()) >= MAX_SIDE_STREAMS:
             continue
         made = set(step.spec.outputs)
         last = number
@@ -42,7 +42,7 @@ def beside(steps: Sequence[Laid]) -> dict[int, int]:
 
 def streams(device: torch.device) -> list[torch.cuda.Stream]:
     """Streams for the steps that run beside others; made before a capture begins."""
-    return [torch.cuda.Stream(device) for _ in range(SIDES)]  # type: ignore[no-untyped-call]
+    return [torch.cuda.Stream(device) for _ in range(MAX_SIDE_STREAMS)]  # type: ignore[no-untyped-call]
 
 
 def run(

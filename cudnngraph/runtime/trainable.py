@@ -21,7 +21,7 @@ from ..grad.backward import Gradient
 from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec
 from ..policy import Policy
-from ..select.dropout_probe import draws
+from ..select.dropout_probe import has_seeded_dropout
 from ..settings import current
 from . import comparison
 from .compile import compile as compile_spec
@@ -256,7 +256,7 @@ def _compare(
         return False
     spec = executable.spec
     subject = f"graph '{spec.name}'"
-    if draws(spec):
+    if has_seeded_dropout(spec):
         _log.warning("%s drops by a seed, and is left out of the comparison with eager", subject)
         return True
     with torch.no_grad():

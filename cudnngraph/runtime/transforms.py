@@ -20,7 +20,7 @@ from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec, TensorSpec, same_layout
 from ..ops.table import OPS
 from ..policy import Policy
-from ..select.dropout_probe import draws
+from ..select.dropout_probe import has_seeded_dropout
 from .compile import compile as compile_spec
 from .executable import Executable
 
@@ -256,7 +256,7 @@ def folded(
     """The tensors with the mapped dim in the batch, for ``wide``, which is ``spec`` for a batch
     ``many`` times as long; None where that is not the same: something without a batch is mapped,
     or an output has none."""
-    if draws(wide) or any(node.op in _ACROSS_IMAGES for node in wide.nodes):
+    if has_seeded_dropout(wide) or any(node.op in _ACROSS_IMAGES for node in wide.nodes):
         return None
     if not all(_grows(spec.tensors[name], wide.tensors[name], many) for name in spec.outputs):
         return None
@@ -294,7 +294,7 @@ def check_dropout(forward: Executable, backward: Executable) -> None:
     one on cuDNN and the other as a torch step: they would drop different weights."""
     places: dict[tuple[str | None, ...], bool] = {}
     for step in (*forward.steps, *backward.steps):
-        for node in step.spec.nodes if draws(step.spec) else ():
+        for node in step.spec.nodes if has_seeded_dropout(step.spec) else ():
             ports = OPS[node.op].ports
             if "dropout_seed" not in ports:
                 continue

@@ -17,7 +17,7 @@ from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
 from .decision import Selection
-from .regions import Progress, Regions
+from .regions import Progress, RegionSearch
 from .search import Part, Search, of_cuts, of_others, step_plan
 
 
@@ -37,7 +37,7 @@ def autotune(
         graphs = [Graph(spec)]
         borders = regions(graphs[0])
         if borders:
-            return Regions(graphs[0], borders, policy, bench).tuned(progress)
+            return RegionSearch(graphs[0], borders, policy, bench).tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(Graph(other))

@@ -19,13 +19,13 @@ from .config import (
     ALIKE,
     ALIKE_ROUNDS,
     FINAL_ROUNDS,
-    FINALISTS,
-    PLACES,
+    FINALIST_RATIO,
+    MEMORY_PLACEMENTS,
     QUICK_ROUNDS,
     SPACER_BYTES,
     TRIALS_KEPT,
 )
-from .trial import Chain, Trial
+from .trial import GraphTrial, StepTrial
 
 
 class Bench(Protocol):
@@ -80,17 +80,19 @@ class GpuBench:
         self._alone = alone
         stream: Any = torch.cuda.Stream
         self._stream: torch.cuda.Stream = stream(device)
-        self._trials: OrderedDict[int, Trial] = OrderedDict()
-        self._chain: tuple[GraphSpec, Chain] | None = None  # the whole graph that was timed last
+        self._trials: OrderedDict[int, StepTrial] = OrderedDict()
+        self._chain: tuple[GraphSpec, GraphTrial] | None = (
+            None  # the whole graph that was timed last
+        )
 
     def proposals(self, spec: GraphSpec) -> Proposals:
         """See :class:`Bench`."""
         return Proposals(spec, self._policy, self._device.index, more=True)
 
-    def _trial(self, spec: GraphSpec) -> Trial:
+    def _trial(self, spec: GraphSpec) -> StepTrial:
         found = self._trials.get(id(spec))
         if found is None:
-            found = self._trials[id(spec)] = Trial(spec, self._policy, self._device)
+            found = self._trials[id(spec)] = StepTrial(spec, self._policy, self._device)
         self._trials.move_to_end(id(spec))
         while len(self._trials) > TRIALS_KEPT:
             self._trials.popitem(last=False)
@@ -107,17 +109,17 @@ class GpuBench:
             # Where tensors lie moves a short kernel's time by some percent: so elsewhere too.
             taken: list[list[float]] = [times]
             kept: list[Any] = []
-            for place in range(1, PLACES):
+            for place in range(1, MEMORY_PLACEMENTS):
                 kept.append(
                     torch.empty(place * SPACER_BYTES, dtype=torch.uint8, device=self._device)
                 )
-                kept.append(Trial(spec, self._policy, self._device))
+                kept.append(StepTrial(spec, self._policy, self._device))
                 taken.append(self._times_us(kept[-1], plans, rounds))
             return [statistics.fmean(each) for each in zip(*taken, strict=True)]
         except torch.OutOfMemoryError:
             return ["out of memory"] * len(plans)
 
-    def _times_us(self, trial: Trial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
+    def _times_us(self, trial: StepTrial, plans: Sequence[Plan | None], rounds: int) -> list[float]:
         launches = [trial.launch(plan) for plan in plans]
         with self._alone():
             return measure(launches, self._stream, rounds=rounds, quick=rounds == QUICK_ROUNDS)
@@ -132,14 +134,16 @@ class GpuBench:
         """See :class:`Bench`."""
         try:
             if self._chain is None or self._chain[0] is not spec:
-                self._chain = (spec, Chain(spec, self._policy, self._device))
+                self._chain = (spec, GraphTrial(spec, self._policy, self._device))
             launches = [self._chain[1].launch(steps) for steps in chains]
             with self._alone():
                 if alike:
                     return measure(
                         launches, self._stream, rounds=ALIKE_ROUNDS, drop_over=ALIKE, alike=True
                     )
-                return measure(launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALISTS)
+                return measure(
+                    launches, self._stream, rounds=FINAL_ROUNDS, drop_over=FINALIST_RATIO
+                )
         except torch.OutOfMemoryError:
             self._chain = None
             return None

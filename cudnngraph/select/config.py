@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-TIE = 1.02  # within this factor the smaller workspace wins
-HOPE = 2.0  # how much faster than its first plan a part's best plan may be
+TIE_RATIO = 1.02  # within this factor the smaller workspace wins
+MAX_EXPECTED_SPEEDUP = 2.0  # how much faster than its first plan a part's best plan may be
 PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
-GAIN = 0.98
-CLOSE = 1.12  # ways to cut the graph within this factor are measured whole
-FINALISTS = 1.08  # ways within this factor of a part's best are measured again, longer
-FINAL_WAYS = 5
+MIN_GAIN = 0.98
+CLOSE_RATIO = 1.12  # ways to cut the graph within this factor are measured whole
+FINALIST_RATIO = 1.08  # ways within this factor of a part's best are measured again, longer
+FINAL_VARIANTS = 5
 QUICK_ROUNDS, FINAL_ROUNDS = 5, 21
 TRIALS_KEPT = 8  # steps whose random data stay on the GPU
-PLACES = 4  # in memory, at which short kernels are compared
+MEMORY_PLACEMENTS = 4  # in memory, at which short kernels are compared
 SPACER_BYTES = 11 << 20
-IN_PLACE_WAYS = 3  # plans of a step that are timed with the whole graph around them,
-IN_PLACE = 1.12  # those within this factor of the one that is fastest alone,
-IN_PLACE_SHARE = 0.01  # of a step that takes this share of the graph's time,
-IN_PLACE_LARGE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
-IN_PLACE_BUDGETS = 4.0  # within this many budgets of an anchor;
-IN_PLACE_GAIN = 0.997  # a plan has to bring the graph's time below this
+IN_CONTEXT_VARIANTS = 3  # plans of a step that are timed with the whole graph around them,
+IN_CONTEXT_RATIO = 1.12  # those within this factor of the one that is fastest alone,
+IN_CONTEXT_SHARE = 0.01  # of a step that takes this share of the graph's time,
+IN_CONTEXT_LARGE_SHARE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
+IN_CONTEXT_BUDGETS = 4.0  # within this many budgets of an anchor;
+IN_CONTEXT_GAIN = 0.997  # a plan has to bring the graph's time below this
 ALIKE_ROUNDS, ALIKE = 11, 1.003  # of graphs that differ in one step; out at this factor

@@ -61,4 +61,4 @@ class Selection:
         return cls(tuple(steps), tuple(built), channels_last=not tensors <= set(spec.tensors))
 
 
-FREE = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")
+ALIAS = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")

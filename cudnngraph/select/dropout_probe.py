@@ -1,8 +1,8 @@
 """Dropout by a seed, of which a plan and the reference have a generator each.
 
-What a plan drops can be told from what it computes: with scores of zero and values that pick out
-one key at a time, the result shows which weights are left (:func:`recovered`). With that as a mask
-the reference drops the same (:func:`explicit`), and the two can be compared.
+A plan's result shows what it drops: with scores of zero and values that pick out one key at a time,
+the weights that are left can be read off it (:func:`recover_mask`). With these as a mask the
+reference drops the same (:func:`with_mask`), and the two can be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attention(spec: GraphSpec) -> Node | None:
     return nodes[0] if len(nodes) == 1 else None
 
 
-def draws(spec: GraphSpec) -> bool:
+def has_seeded_dropout(spec: GraphSpec) -> bool:
     """Whether an attention of the graph, or its gradient, drops by a seed."""
     return any(_at(node, "dropout_seed") is not None for node in spec.nodes if _attends(node))
 
@@ -39,7 +39,7 @@ def _at(node: Node, port: str) -> str | None:
     return node.inputs[OPS[node.op].ports.index(port)]
 
 
-def explicit(
+def with_mask(
     spec: GraphSpec, inputs: Tensors, keep: torch.Tensor | None
 ) -> tuple[GraphSpec, list[torch.Tensor]]:
     """A graph of one attention with ``keep`` (B, H, S_q, S_kv), bool, in place of its seed, and
@@ -75,7 +75,7 @@ def explicit(
     return whole, list(given.values())
 
 
-def recovered(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
+def recover_mask(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
     """Which weights of a graph of one attention ``run`` keeps: bool (B, H, S_q, S_kv).
 
     A weight that a mask or the distance makes zero counts as dropped. Works on the values, or for

@@ -19,8 +19,8 @@ from ..partition.cuts import cuts, piece
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from .decision import FREE, Decision, Selection, StepPlan
-from .rules import torch_only, why_apart
+from .decision import ALIAS, Decision, Selection, StepPlan
+from .rules import why_not_cudnn, why_split
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
 
@@ -31,7 +31,7 @@ def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
 
 def by_torch(spec: GraphSpec) -> Selection | None:
     """The whole graph as one torch step if it is not for cuDNN at all, else None."""
-    reason = torch_only(spec)
+    reason = why_not_cudnn(spec)
     if reason is None:
         return None
     step = StepPlan(spec, None, 0, (Decision(f"'{spec.name}' with cuDNN", False, reason),))
@@ -62,7 +62,7 @@ def choose(
     built: list[Plan | None] = []
 
     def attempt(part: GraphSpec) -> tuple[tuple[Plan, tuple[Outcome, ...]] | None, list[Decision]]:
-        why = why_apart(part)
+        why = why_split(part)
         if why is None:
             try:
                 return build(part), []
@@ -75,7 +75,7 @@ def choose(
     def resolve(graph: Graph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
         part = piece(graph, nodes)
         if len(nodes) == 1 and graph.is_free(nodes[0]):
-            steps.append(StepPlan(part, None, 0, (*earlier, FREE)))
+            steps.append(StepPlan(part, None, 0, (*earlier, ALIAS)))
             built.append(None)
             return
         found, refused = attempt(part)
@@ -99,7 +99,7 @@ def choose(
             for group in groups
             if not (len(group) == 1 and graph.is_free(group[0]))
         )
-        expect(part for part in whole if why_apart(part) is None)
+        expect(part for part in whole if why_split(part) is None)
 
     graph = Graph(spec)
     parts = regions(graph)

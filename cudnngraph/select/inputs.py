@@ -18,7 +18,7 @@ from ..ops.attention.checks import ATTENTION
 from ..ops.attention.dense import FP8_SCALES
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS
-from ..rewrite.packed import PACKING, token_widths
+from ..rewrite.packed import SEQUENCE_PORTS, token_strides
 from .tolerance import terms_of
 
 # op → the port whose numbers it wants positive.
@@ -173,7 +173,7 @@ def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor
     """Make packed sequences of about equal lengths out of all tokens, or of as many as fit: what
     lies behind the last sequence is nobody's."""
     ends: list[torch.Tensor] = []
-    for side, port in enumerate(PACKING[:2]):
+    for side, port in enumerate(SEQUENCE_PORTS[:2]):
         whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
         tokens = spec.tensors[str(at_port(node, whole))].shape[0]
         tensor = spec.tensors[str(at_port(node, port) or at_port(node, "ragged"))]
@@ -185,7 +185,9 @@ def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor
             given[str(at_port(node, port))].copy_(made)
     ragged = given.get(str(at_port(node, "ragged")))
     if ragged is not None:
-        widths = dict(zip(("widths_q", "widths_kv"), token_widths(node, spec.tensors), strict=True))
+        widths = dict(
+            zip(("widths_q", "widths_kv"), token_strides(node, spec.tensors), strict=True)
+        )
         made = torch.zeros(ragged.shape, dtype=torch.int32)
         ragged.copy_(ragged_into(ends, widths, made))
 

@@ -15,15 +15,15 @@ from ..policy import Policy
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
-    IN_PLACE,
-    IN_PLACE_BUDGETS,
-    IN_PLACE_GAIN,
-    IN_PLACE_LARGE,
-    IN_PLACE_SHARE,
-    IN_PLACE_WAYS,
+    IN_CONTEXT_BUDGETS,
+    IN_CONTEXT_GAIN,
+    IN_CONTEXT_LARGE_SHARE,
+    IN_CONTEXT_RATIO,
+    IN_CONTEXT_SHARE,
+    IN_CONTEXT_VARIANTS,
 )
-from .decision import FREE, Decision, Selection, StepPlan
-from .search import Part, Rival, Search, Step, Way, of_cuts, of_others, step_plan
+from .decision import ALIAS, Decision, Selection, StepPlan
+from .search import Contender, Part, Search, Step, Variant, of_cuts, of_others, step_plan
 
 Progress = Callable[[int, int], None]
 
@@ -39,21 +39,21 @@ class _Region:
     spec: GraphSpec
     dense: GraphSpec | None
     search: Search
-    winner: Rival
-    rivals: list[Rival]
+    winner: Contender
+    rivals: list[Contender]
 
 
 @dataclass
-class _Place:
+class _PlacedStep:
     """A step of the whole graph, the part that was searched for it, and the way that it takes."""
 
     spec: GraphSpec
     part: Part
-    way: Way
+    way: Variant
     region: _Region
 
 
-class Regions:
+class RegionSearch:
     """A large graph, searched region by region; equal regions are searched once.
 
     What is chosen so is fast alone, in a warm cache. So in the end close plans of the steps that
@@ -80,7 +80,7 @@ class Regions:
             if digest not in begun:
                 begun[digest] = self._begun(spec, group)
         found: dict[str, _Region] = {}
-        places: list[_Place] = []
+        places: list[_PlacedStep] = []
         for spec, group in regions:
             digest = step_digest(spec)
             if digest not in found:
@@ -135,7 +135,7 @@ class Regions:
         dense = None if made <= set(spec.tensors) else with_dense_images(spec)
         return _Region(spec, dense, search, winner, rivals)
 
-    def _placed(self, spec: GraphSpec, region: _Region) -> list[_Place]:
+    def _placed(self, spec: GraphSpec, region: _Region) -> list[_PlacedStep]:
         """The steps of a region that is equal to one that was searched."""
         graph, searched = self._graph, region.spec
         if region.dense is not None:
@@ -143,7 +143,7 @@ class Regions:
             graph = Graph(spec)
         like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [
-            _Place(
+            _PlacedStep(
                 piece(graph, [like[node.name] for node in work(part.spec.nodes)]),
                 part,
                 way,
@@ -152,7 +152,7 @@ class Regions:
             for part, way in region.winner.runs.steps
         ]
 
-    def _plan(self, place: _Place) -> Plan | None:
+    def _plan(self, place: _PlacedStep) -> Plan | None:
         """The plan of a step, replayed once for all steps that are equal."""
         if place.way.choice is None:
             return None
@@ -161,22 +161,22 @@ class Regions:
             self._replayed[key] = self._bench.replay(place.spec, place.way.choice)
         return self._replayed[key]
 
-    def _compare_in_place(self, places: Sequence[_Place]) -> None:
+    def _compare_in_place(self, places: Sequence[_PlacedStep]) -> None:
         """Give each step that matters the plan that makes the whole graph fastest."""
         total = sum(place.way.time_us for place in places)
-        same: dict[int, list[_Place]] = {}
+        same: dict[int, list[_PlacedStep]] = {}
         for place in places:
             same.setdefault(id(place.part.step), []).append(place)
-        deadline = time.perf_counter() + IN_PLACE_BUDGETS * self._policy.budget_s
+        deadline = time.perf_counter() + IN_CONTEXT_BUDGETS * self._policy.budget_s
         for alike in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
             taken, step = alike[0].way, alike[0].part.step
             others = [
                 way
                 for way in sorted(step.ways, key=lambda way: way.time_us)
-                if way is not taken and way.time_us <= IN_PLACE * taken.time_us
-            ][:IN_PLACE_WAYS]
+                if way is not taken and way.time_us <= IN_CONTEXT_RATIO * taken.time_us
+            ][:IN_CONTEXT_VARIANTS]
             share = sum(place.way.time_us for place in alike) / total if total else 0.0
-            if not others or share < IN_PLACE_SHARE or time.perf_counter() > deadline:
+            if not others or share < IN_CONTEXT_SHARE or time.perf_counter() > deadline:
                 continue
             ways = [taken, *others]
             chains = [
@@ -184,7 +184,7 @@ class Regions:
                 for way in ways
             ]
             times = self._bench.chain_times_us(
-                self._graph.spec, chains, alike=share < IN_PLACE_LARGE
+                self._graph.spec, chains, alike=share < IN_CONTEXT_LARGE_SHARE
             )
             if times is None:
                 return
@@ -192,15 +192,15 @@ class Regions:
                 zip(ways[1:], times[1:], strict=True), key=lambda pair: pair[1]
             ):
                 search = alike[0].region.search
-                if time_us < IN_PLACE_GAIN * times[0] and search.check(step, way, self._checked):
+                if time_us < IN_CONTEXT_GAIN * times[0] and search.check(step, way, self._checked):
                     for place in alike:
                         place.way = way
                     break
 
-    def _decisions(self, place: _Place, first: int, number: int) -> tuple[Decision, ...]:
+    def _decisions(self, place: _PlacedStep, first: int, number: int) -> tuple[Decision, ...]:
         if first != number:
-            if FREE in place.part.step.lost:
-                return (FREE,)
+            if ALIAS in place.part.step.lost:
+                return (ALIAS,)
             return (Decision("all plans", True, f"as for step {first + 1}, which is equal"),)
         region = place.region
         decisions = region.search.decisions(place.part, place.way)

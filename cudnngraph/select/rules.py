@@ -12,12 +12,12 @@ from ..ops.attention.checks import ATTENTION
 from ..ops.base import QUANTIZED
 from ..partition.analysis import is_anchor, work
 from ..partition.cuts import on_numbers
-from .dropout_probe import draws
+from .dropout_probe import has_seeded_dropout
 
 INT32_MAX = 2**31 - 1
 
 
-def torch_only(spec: GraphSpec) -> str | None:
+def why_not_cudnn(spec: GraphSpec) -> str | None:
     """Why a graph is not shown to cuDNN at all, or None."""
     tensors = spec.tensors.values()
     if any(tensor.numel == 0 for tensor in tensors):
@@ -30,7 +30,7 @@ def torch_only(spec: GraphSpec) -> str | None:
     return None
 
 
-def why_apart(spec: GraphSpec) -> str | None:
+def why_split(spec: GraphSpec) -> str | None:
     """Why a graph should not be one plan although cuDNN may take it, or None.
 
     What was measured to be slow is in :class:`~cudnngraph.device.rules.DeviceRules`.
@@ -44,13 +44,13 @@ def why_apart(spec: GraphSpec) -> str | None:
         names = " and ".join(dict.fromkeys(node.op for node in anchors))
         return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
     if not anchors or len(nodes) == 1:
-        return _why_computed_once(spec, nodes)
+        return _why_scalars_apart(spec, nodes)
     (anchor,) = anchors
     if anchor.op in ATTENTION:
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"
-        if draws(spec):
+        if has_seeded_dropout(spec):
             return "what attention drops by a seed can be told of its own result alone"
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
@@ -64,7 +64,7 @@ def why_apart(spec: GraphSpec) -> str | None:
     return None
 
 
-def _why_computed_once(spec: GraphSpec, nodes: Sequence[Node]) -> str | None:
+def _why_scalars_apart(spec: GraphSpec, nodes: Sequence[Node]) -> str | None:
     """Why what pointwise ops compute of numbers and vectors should be a plan of its own."""
     count = len(on_numbers(spec, nodes))
     many = max(spec.tensors[node.results[0]].numel for node in nodes)

@@ -30,23 +30,23 @@ from ..partition.cuts import cuts, piece
 from ..policy import Policy
 from .bench import Bench
 from .config import (
-    CLOSE,
+    CLOSE_RATIO,
     FINAL_ROUNDS,
-    FINAL_WAYS,
-    FINALISTS,
-    GAIN,
-    HOPE,
+    FINAL_VARIANTS,
+    FINALIST_RATIO,
+    MAX_EXPECTED_SPEEDUP,
+    MIN_GAIN,
     PATIENCE,
     QUICK_ROUNDS,
-    TIE,
+    TIE_RATIO,
 )
-from .decision import FREE, Decision, StepPlan
-from .dropout_probe import draws
-from .rules import why_apart
+from .decision import ALIAS, Decision, StepPlan
+from .dropout_probe import has_seeded_dropout
+from .rules import why_split
 
 
 @dataclass
-class Way:
+class Variant:
     """One way to run a step: a built plan, or torch for ``plan`` None."""
 
     rank: int
@@ -64,26 +64,26 @@ class Step:
     spec: GraphSpec
     queue: list[Candidate] = field(default_factory=list)
     proposals: Any = None
-    ways: list[Way] = field(default_factory=list)
+    ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     built: int = 0
     in_vain: int = 0
     compared: bool = False  # its fastest ways, side by side
 
-    def add(self, way: Way) -> None:
+    def add(self, way: Variant) -> None:
         """One more way; whatever was compared was not compared with it."""
         self.ways.append(way)
         self.compared = False
         for each in self.ways:
             each.final = False
 
-    def best(self) -> Way | None:
+    def best(self) -> Variant | None:
         """The fastest way, or one that is nearly as fast and needs less workspace."""
         ways = [way for way in self.ways if way.final] or self.ways
         if not ways:
             return None
         least = min(way.time_us for way in ways)
-        near = [way for way in ways if way.time_us <= TIE * least]
+        near = [way for way in ways if way.time_us <= TIE_RATIO * least]
         return min(near, key=lambda way: (way.workspace_bytes, way.time_us, way.rank))
 
 
@@ -98,19 +98,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Assembly:
+class Schedule:
     """A way to run a part: its total time, and the steps in order."""
 
     time_us: float
-    steps: tuple[tuple[Part, Way], ...]
+    steps: tuple[tuple[Part, Variant], ...]
 
 
 @dataclass
-class Rival:
+class Contender:
     """A way to cut the whole graph, with the fastest ways to run its parts."""
 
     label: str
-    runs: Assembly
+    runs: Schedule
     time_us: float = math.nan
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ def measured(time_us: float) -> float | None:
 
 
 def step_plan(
-    spec: GraphSpec, way: Way, plan: Plan | None, decisions: tuple[Decision, ...]
+    spec: GraphSpec, way: Variant, plan: Plan | None, decisions: tuple[Decision, ...]
 ) -> StepPlan:
     """A step of the choice, by the way that it is to run and that way's plan."""
     verified = None if plan is None else plan.verified
@@ -135,15 +135,15 @@ def step_plan(
     return StepPlan(spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
 
 
-def _decided(way: Way, reason: str, *, accepted: bool = False) -> Decision:
+def _decided(way: Variant, reason: str, *, accepted: bool = False) -> Decision:
     subject = "torch" if way.choice is None else str(way.choice)
     need, time_us = way.workspace_bytes, measured(way.time_us)
     return Decision(subject, accepted, reason, way.choice, need, time_us)
 
 
-def _joined(parts: Sequence[Assembly]) -> Assembly:
+def _joined(parts: Sequence[Schedule]) -> Schedule:
     """The parts one after the other."""
-    return Assembly(
+    return Schedule(
         sum(each.time_us for each in parts), tuple(step for each in parts for step in each.steps)
     )
 
@@ -168,22 +168,22 @@ class Search:
             step = self._steps.setdefault(step_digest(spec), Step(spec))
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
-                step.ways.append(Way(0, None, None, 0, 0.0))
-                step.lost.append(FREE)
+                step.ways.append(Variant(0, None, None, 0, 0.0))
+                step.lost.append(ALIAS)
             self.order.append(found)
             found.cuts = tuple(
                 tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
             )
         return found
 
-    def best(self, part: Part, known: dict[int, Assembly | None]) -> Assembly | None:
+    def best(self, part: Part, known: dict[int, Schedule | None]) -> Schedule | None:
         """The fastest way known to run a part."""
         if id(part) in known:
             return known[id(part)]
-        options: list[Assembly] = []
+        options: list[Schedule] = []
         way = part.step.best()
         if way is not None:
-            options.append(Assembly(way.time_us, ((part, way),)))
+            options.append(Schedule(way.time_us, ((part, way),)))
         for groups in part.cuts:
             below = [self.best(group, known) for group in groups]
             whole = [each for each in below if each is not None]
@@ -202,7 +202,7 @@ class Search:
             return
         subject = f"'{step.spec.name}' as one plan"
         # Who wants one plan or none gets it, slow as it may be.
-        why = None if self._policy.fallback == "error" else why_apart(step.spec)
+        why = None if self._policy.fallback == "error" else why_split(step.spec)
         if why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
@@ -214,9 +214,9 @@ class Search:
         if part.size == 1 or runs_whole(step.spec):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
-            if step.proposals is not None and draws(step.spec):
+            if step.proposals is not None and has_seeded_dropout(step.spec):
                 time_us = math.inf  # torch drops others: forward and backward have to agree
-            step.ways.append(Way(1 << 20, None, None, 0, time_us))
+            step.ways.append(Variant(1 << 20, None, None, 0, time_us))
 
     def advance(self, step: Step) -> bool:
         """Build and time the next candidate; False when there is none left to try."""
@@ -242,8 +242,8 @@ class Search:
             least = min(
                 (way.time_us for way in step.ways if way.plan is not None), default=math.inf
             )
-            step.in_vain = 0 if time_us < GAIN * least else step.in_vain + 1
-            step.add(Way(step.built, plan, choice, plan.workspace_bytes, time_us))
+            step.in_vain = 0 if time_us < MIN_GAIN * least else step.in_vain + 1
+            step.add(Variant(step.built, plan, choice, plan.workspace_bytes, time_us))
             return True
         return False
 
@@ -269,12 +269,13 @@ class Search:
         self._why_left = (
             f"not tried: the budget of {self._policy.budget_s:g} s was spent"
             if late
-            else f"not tried: a plan {HOPE:g} times faster than the first would not win"
+            else "not tried: a plan "
+            f"{MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
         )
 
     def _most_promising(self, roots: Sequence[Part]) -> Step | None:
         """Of the steps that could still make the graph faster, the one with most time to gain."""
-        known: dict[int, Assembly | None] = {}
+        known: dict[int, Schedule | None] = {}
         totals = [self.best(root, known) for root in roots]
         best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
         open_steps: dict[int, tuple[float, Step]] = {}
@@ -292,9 +293,9 @@ class Search:
         """The graph's time if this part had a plan ``HOPE`` times faster than its best one."""
         way = part.step.best()
         assert way is not None
-        kept, way.time_us = way.time_us, way.time_us / HOPE
+        kept, way.time_us = way.time_us, way.time_us / MAX_EXPECTED_SPEEDUP
         try:
-            known: dict[int, Assembly | None] = {}
+            known: dict[int, Schedule | None] = {}
             totals = [self.best(root, known) for root in roots]
             using = [
                 each.time_us
@@ -315,16 +316,16 @@ class Search:
 
     # -- the choice --------------------------------------------------------------------------------
 
-    def rivals(self, roots: Sequence[Part]) -> list[Rival]:
+    def rivals(self, roots: Sequence[Part]) -> list[Contender]:
         """The best of every way to cut the graph at its root, that has one; coarse to fine."""
-        known: dict[int, Assembly | None] = {}
-        found: list[Rival] = []
+        known: dict[int, Schedule | None] = {}
+        found: list[Contender] = []
         for root in roots:
             copies = "" if root is roots[0] else ", channels last"
             way = root.step.best()
             if way is not None:
                 label = "torch" if way.plan is None else "one plan"
-                found.append(Rival(f"{label}{copies}", Assembly(way.time_us, ((root, way),))))
+                found.append(Contender(f"{label}{copies}", Schedule(way.time_us, ((root, way),))))
             for groups in root.cuts:
                 below = [self.best(group, known) for group in groups]
                 whole = [each for each in below if each is not None]
@@ -332,10 +333,10 @@ class Search:
                     label = " | ".join(
                         " ".join(node.op for node in work(group.spec.nodes)) for group in groups
                     )
-                    found.append(Rival(f"steps {label}"[:300] + copies, _joined(whole)))
+                    found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
         return found
 
-    def settle(self, spec: GraphSpec, roots: Sequence[Part]) -> tuple[Rival, list[Rival]]:
+    def settle(self, spec: GraphSpec, roots: Sequence[Part]) -> tuple[Contender, list[Contender]]:
         """The winner and all its rivals.
 
         Close ways to run a step are measured again, side by side; so are close ways to cut the
@@ -349,7 +350,7 @@ class Search:
                 reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
                 raise NotSupported(f"graph '{roots[0].spec.name}'", list(reasons))
             least = min(rival.time_us for rival in rivals)
-            close = [rival for rival in rivals if rival.time_us <= CLOSE * least]
+            close = [rival for rival in rivals if rival.time_us <= CLOSE_RATIO * least]
             steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
             fresh = [step for step in steps.values() if not step.compared]
             if fresh:
@@ -365,12 +366,12 @@ class Search:
                 for rival, time_us in zip(close, times or [], strict=False):
                     rival.time_us = time_us
                 least = min(rival.time_us for rival in close)
-            near = [rival for rival in close if rival.time_us <= TIE * least]
+            near = [rival for rival in close if rival.time_us <= TIE_RATIO * least]
             winner = min(near, key=lambda rival: (rival.workspace_bytes, rival.time_us))
             if all([self.check(part.step, way, checked) for part, way in winner.runs.steps]):
                 return winner, rivals
 
-    def check(self, step: Step, way: Way, checked: set[int]) -> bool:
+    def check(self, step: Step, way: Variant, checked: set[int]) -> bool:
         """Whether a way does what it should; one that does not is thrown out."""
         if way.plan is None or id(way.plan) in checked:
             return True
@@ -394,9 +395,9 @@ class Search:
         """
         least = min((way.time_us for way in step.ways), default=0.0)
         near = sorted(
-            (way for way in step.ways if way.time_us <= FINALISTS * least),
+            (way for way in step.ways if way.time_us <= FINALIST_RATIO * least),
             key=lambda way: way.time_us,
-        )[:FINAL_WAYS]
+        )[:FINAL_VARIANTS]
         if len(near) < 2 and least < HEAVY_US:
             return
         again = self._bench.times_us(step.spec, [way.plan for way in near], FINAL_ROUNDS)
@@ -404,7 +405,7 @@ class Search:
             if not isinstance(time_us, str):
                 way.time_us, way.final = time_us, True
 
-    def decisions(self, part: Part, taken: Way) -> tuple[Decision, ...]:
+    def decisions(self, part: Part, taken: Variant) -> tuple[Decision, ...]:
         """Everything that was considered for a step."""
         step = part.step
         self.give_up(step, self._why_left)
@@ -412,19 +413,19 @@ class Search:
         for way in sorted(step.ways, key=lambda way: way.time_us):
             ratio = way.time_us / taken.time_us if taken.time_us else math.inf
             reason = "as fast, with no less workspace"
-            if way is taken or ratio > TIE:
+            if way is taken or ratio > TIE_RATIO:
                 reason = (
                     "the fastest"
                     if way is taken
                     else f"{ratio:.2f} times the time of the one taken"
                 )
             if taken.final and not way.final:
-                reason = f"over {FINALISTS:g} times the fastest when first measured"
+                reason = f"over {FINALIST_RATIO:g} times the fastest when first measured"
             made.append(_decided(way, reason, accepted=way is taken))
         return (*made, *step.lost)
 
 
-def of_cuts(winner: Rival, rivals: Sequence[Rival]) -> list[Decision]:
+def of_cuts(winner: Contender, rivals: Sequence[Contender]) -> list[Decision]:
     """The ways to cut the graph that were compared, and what each took."""
     if len(rivals) < 2:
         return []
@@ -435,14 +436,14 @@ def of_cuts(winner: Rival, rivals: Sequence[Rival]) -> list[Decision]:
         reason = "as fast, with no less workspace"
         if taken:
             reason = "the fastest way to cut it"
-        elif ratio > TIE:
+        elif ratio > TIE_RATIO:
             reason = f"{ratio:.2f} times the time"
         need, time_us = rival.workspace_bytes, measured(rival.time_us)
         made.append(Decision(rival.label, taken, reason, None, need, time_us))
     return made
 
 
-def of_others(search: Search, winner: Assembly) -> tuple[Decision, ...]:
+def of_others(search: Search, winner: Schedule) -> tuple[Decision, ...]:
     """What was refused, failed or was wrong in parts that are no step in the end."""
     mine = {id(part.step) for part, _ in winner.steps}
     others = {id(part.step): part.step for part in search.order if id(part.step) not in mine}

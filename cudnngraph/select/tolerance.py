@@ -27,7 +27,7 @@ STRICT_TOLERANCE = 3 * 2.0**-24
 STRICT_TOLERANCE_OF_SUMS = 7 * 2.0**-24
 TORCH_FACTOR = 1.5  # how much farther off than torch's own float32 such a result may be
 FP8_TOLERANCE = 2.0**-10  # of float32 results: tensor cores add FP8 products at about 13 bits
-STRAYS = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
+INT8_TIE_SHARE = 1e-3  # part of the int8 elements that may be one step off: they were next to a tie
 
 
 def tolerance(dtype: torch.dtype, *, tf32: bool, fp8: bool = False) -> float:
@@ -101,7 +101,7 @@ def distance(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
     size = float(ref[finite].norm())
     if out.dtype == torch.int8:
         steps = (out.int() - ref.int()).abs()
-        if int((steps > 0).sum()) <= max(1, int(STRAYS * steps.numel())) and bool(
+        if int((steps > 0).sum()) <= max(1, int(INT8_TIE_SHARE * steps.numel())) and bool(
             (steps < 2).all()
         ):
             return 0.0, size

@@ -24,7 +24,7 @@ from ..executor import reference, torch_steps
 from ..ir.spec import GraphSpec, TensorSpec, round_up
 from ..partition.memory import SUBALLOCATION_BYTES, Laid, Layout
 from ..policy import Policy
-from .dropout_probe import attention, draws, explicit, recovered
+from .dropout_probe import attention, has_seeded_dropout, recover_mask, with_mask
 from .inputs import LARGE_SCORES, at_port, random_inputs
 from .tolerance import (
     STRICT_TOLERANCE,
@@ -60,7 +60,7 @@ class Runnable(Protocol):
 
 
 @contextmanager
-def _behind(device: torch.device) -> Iterator[None]:
+def _delayed_stream(device: torch.device) -> Iterator[None]:
     """On a stream that lags behind every other: what a plan does elsewhere comes too early (engine
     0 of cuDNN 9.19 does, in the gradient of an instance norm)."""
     if device.type != "cuda":
@@ -77,7 +77,7 @@ def _behind(device: torch.device) -> Iterator[None]:
         stream.synchronize()
 
 
-class _Guarded:
+class _Redzone:
     """Memory with guard bytes on both sides."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class _Data:
     in_float32: list[torch.Tensor] | None = None
 
 
-class Trial:
+class StepTrial:
     """Random data for one step on one GPU, to run plans on. Use it with that device current."""
 
     def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class Trial:
     def why_wrong(self, plan: Runnable) -> str | None:
         """What is wrong with what ``plan`` does, or None."""
         self.error = 0.0
-        if draws(self.spec):
+        if has_seeded_dropout(self.spec):
             why = self._learn_what_is_dropped(plan)
             if why is not None:
                 return why
@@ -187,7 +187,7 @@ class Trial:
         if attention(self.spec) is None:
             return "drops by a seed in several places, which cannot be checked"
         try:
-            keep = recovered(self.spec, self._inputs, partial(self._run, plan))
+            keep = recover_mask(self.spec, self._inputs, partial(self._run, plan))
         except RuntimeError as error:
             return f"does not run: {first_line(str(error))}"
         self._keep, self._data = keep, _Data(self._data.inputs)
@@ -202,13 +202,13 @@ class Trial:
 
     def _checked_run(self, plan: Runnable) -> list[torch.Tensor] | str:
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
-        outputs = [_Guarded(t.extent * t.dtype.itemsize, self._device) for t in declared]
-        scratch = _Guarded(plan.workspace_bytes, self._device)
+        outputs = [_Redzone(t.extent * t.dtype.itemsize, self._device) for t in declared]
+        scratch = _Redzone(plan.workspace_bytes, self._device)
         before = [tensor.clone() for tensor in self._inputs]
         places = [tensor.data_ptr() for tensor in self._inputs]
         pointers = plan.pointers([*places, *(each.inner.data_ptr() for each in outputs)])
         try:
-            with _behind(self._device):
+            with _delayed_stream(self._device):
                 for each in (*outputs, scratch):
                     each.clear()
                 handle = handles.handle_on_current_stream(self._device.index)
@@ -246,7 +246,7 @@ class Trial:
 
     def _strict_bound(self, number: int, want: torch.Tensor) -> float:
         """The largest error of a float32 result whose data are float32."""
-        if _corners(self.spec) is not None:
+        if _corner_heads(self.spec) is not None:
             return TOLERANCE[torch.float32]
         theirs = self._in_float32()[number]
         theirs = theirs[theirs.isfinite()] if self._wide else theirs
@@ -265,9 +265,9 @@ class Trial:
 
     def _whole(self) -> tuple[GraphSpec, Sequence[torch.Tensor]]:
         """What the reference runs, and on what."""
-        large = _corners(self.spec) is not None
+        large = _corner_heads(self.spec) is not None
         if self._keep is not None or (large and attention(self.spec) is not None):
-            return explicit(self.spec, self._inputs, self._keep)
+            return with_mask(self.spec, self._inputs, self._keep)
         return self.spec, self._inputs
 
     def _compared(
@@ -276,7 +276,7 @@ class Trial:
         """Results beside what the reference says in float64: all of it, or where attention is too
         large for that, what its first and last heads give."""
         declared = [self.spec.tensors[name] for name in self.spec.outputs]
-        corners = _corners(self.spec)
+        corners = _corner_heads(self.spec)
         whole, given = self._whole()
         if corners is None:
             if self._data.exact is None:
@@ -296,7 +296,7 @@ class Trial:
         return compared
 
 
-def _corners(spec: GraphSpec) -> list[tuple[int, int]] | None:
+def _corner_heads(spec: GraphSpec) -> list[tuple[int, int]] | None:
     """For an attention whose scores are too many: (batch, head of k) at both ends; else None."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
     if len(nodes) != 1 or nodes[0].op not in ("sdpa", "sdpa_fp8"):
@@ -333,7 +333,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(kind), b.view(kind))
 
 
-class Chain:
+class GraphTrial:
     """The steps of a whole graph on random data, each writing what the later ones read."""
 
     def __init__(self, spec: GraphSpec, policy: Policy, device: torch.device) -> None:

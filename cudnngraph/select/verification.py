@@ -24,7 +24,7 @@ from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..policy import Policy
-from .trial import Trial
+from .trial import StepTrial
 
 CHANCES = 2
 ONE_OF = f"{CHANCES} others of its engine are not right"
@@ -71,16 +71,16 @@ class Checks:
         refuse_ranking(spec, self._rejected)
         tell(RANKING)
         self._proposals = Proposals(spec, policy, device_index, more=more)
-        self._made: Trial | None = None
+        self._made: StepTrial | None = None
         self._tell = tell
         self._gate = gate or Gate(None)
         self.candidates = self._proposals.candidates
 
-    def _trial(self) -> Trial:
+    def _trial(self) -> StepTrial:
         """The random data, made for the first check."""
         if self._made is None:
             spec, policy, index = self._place
-            self._made = Trial(spec, policy, torch.device("cuda", index))
+            self._made = StepTrial(spec, policy, torch.device("cuda", index))
         return self._made
 
     def take(self, rejected: Rejected, gate: Gate) -> None:
@@ -161,10 +161,12 @@ def check(
     """What is wrong with a choice that was made before, and the error of its results."""
     plan = replay(spec, choice, device_index)
     device = torch.device("cuda", device_index)
-    return checked(lambda: Trial(spec, policy, device), plan, gate or Gate(None))
+    return checked(lambda: StepTrial(spec, policy, device), plan, gate or Gate(None))
 
 
-def checked(trial: Callable[[], Trial], plan: Plan, gate: Gate) -> tuple[str | None, float | None]:
+def checked(
+    trial: Callable[[], StepTrial], plan: Plan, gate: Gate
+) -> tuple[str | None, float | None]:
     """What is wrong with a plan, and how far it is off.
 
     Nothing is known where memory is short for the trial, even without the other processes that

@@ -38,7 +38,7 @@ from ..partition.cuts import cuts, piece
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select.processes import Server, Unusable, program
-from ..select.rules import torch_only, why_apart
+from ..select.rules import why_not_cudnn, why_split
 from ..select.worker import from_choice, to_choice
 from ..select.workers import MOST, Answer, Workers
 from .declare import Sample
@@ -97,7 +97,7 @@ def _of(sample: Sample) -> Iterator[Task]:
     """The steps that a compiled graph asks cuDNN for first: all of it, or the parts of what is
     never one plan."""
     given = canonical(sample.build().spec())
-    why = torch_only(given)
+    why = why_not_cudnn(given)
     if why is not None:
         yield Task(str(sample), sample.pattern, given, step_digest(given), False, why)
         return
@@ -105,7 +105,7 @@ def _of(sample: Sample) -> Iterator[Task]:
 
     def parts(nodes: Group) -> Iterator[tuple[GraphSpec, str]]:
         spec = piece(graph, nodes)
-        why = why_apart(spec)
+        why = why_split(spec)
         below = cuts(graph, nodes) if why is not None else ()
         if not below:
             yield spec, why or ""

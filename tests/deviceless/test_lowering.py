@@ -43,7 +43,7 @@ from cudnngraph.ops.table import OPS
 from cudnngraph.partition.analysis import Graph
 from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.memory import Laid, Layout
-from cudnngraph.rewrite.packed import by_flash, offsets_of_sequences
+from cudnngraph.rewrite.packed import insert_ragged_offsets, prefers_flash
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.samples import Case, enumerate_cases
@@ -246,7 +246,7 @@ TORCH = (
     ),
     Known(
         "torch's flash attention is faster where nothing is promised of other sequences",
-        lambda spec: any(by_flash(node, spec.tensors) for node in spec.nodes),
+        lambda spec: any(prefers_flash(node, spec.tensors) for node in spec.nodes),
     ),
     Known(
         "products sum up squares of 16-bit rows alone",
@@ -1101,7 +1101,7 @@ def test_the_gradient_of_packed_attention_has_its_operands_laid_as_its_results(s
     for port, result in (("q", "dq"), ("k", "dk"), ("v", "dv")):
         name = node.inputs[OPS[node.op].ports.index(port)]
         assert last.spec.tensors[str(name)].stride == last.spec.tensors[result].stride, port
-    apart = offsets_of_sequences(g.spec())
+    apart = insert_ragged_offsets(g.spec())
     (place,) = (n for n, node in enumerate(apart.nodes) if node.op == "sdpa_varlen_backward")
     bare = piece(Graph(apart), [apart.nodes[place]])
     if not copied:

@@ -13,7 +13,7 @@ import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime.compile import compile as compile_spec
-from cudnngraph.select.dropout_probe import explicit, recovered
+from cudnngraph.select.dropout_probe import recover_mask, with_mask
 from cudnngraph.select.inputs import random_inputs
 from tests import numerics
 from tests.models import packed_training
@@ -71,7 +71,7 @@ def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gra
     inputs = random_inputs(forward, CUDA)
     inputs[forward.inputs.index("seed")].fill_(1234567890123)
     run = compiled(forward)
-    keep = recovered(forward, inputs, run)
+    keep = recover_mask(forward, inputs, run)
     pairs = reach(OPTIONS[name]).expand(B, H, S, S)
     if name != "alibi":  # far from the diagonal ALiBi leaves weights of zero
         share = float(keep[pairs].double().mean())
@@ -80,7 +80,7 @@ def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gra
         assert len({tuple(head[:64].tolist()) for head in heads}) == B * H, "one mask for all heads"
     assert not bool((keep & ~pairs).any())
 
-    whole, given = explicit(forward, inputs, keep)
+    whole, given = with_mask(forward, inputs, keep)
     made = run(inputs)
     exact = reference.run(whole, given, torch.float64)
     for label, ours, want in zip(forward.outputs, made, exact, strict=True):
@@ -96,10 +96,10 @@ def test_dropout_by_a_seed_drops_a_share_scales_the_rest_and_agrees_with_its_gra
     if [n.op for n in backward.nodes] == ["sdpa_backward"]:  # no conversion of the lse before it
         place = torch.arange(S, device=CUDA)
         near = pairs & ((place - place.view(-1, 1)).abs() < 40)  # ALiBi leaves weights there
-        seen = recovered(backward, grads, back)
+        seen = recover_mask(backward, grads, back)
         assert torch.equal(seen[near], keep[near]), "other weights are dropped"
         assert name == "alibi" or torch.equal(seen, keep), "other weights are dropped"
-    other, given = explicit(backward, grads, keep)
+    other, given = with_mask(backward, grads, keep)
     exact = reference.run(other, given, torch.float64)
     for label, ours, want in zip(backward.outputs, back(grads), exact, strict=True):
         error, bound = numerics.relative_error(ours, want), 4 * numerics.bound(dtype, terms=S)
@@ -117,7 +117,7 @@ def test_the_same_seed_and_offset_drop_the_same_and_others_others() -> None:
         for a, b in numbers:
             seed.fill_(a)
             offset.fill_(b)
-            made.append(recovered(forward, inputs, run))
+            made.append(recover_mask(forward, inputs, run))
         return made
 
     first, again, moved, other = masks([(7, 0), (7, 0), (7, 64), (8, 0)])

@@ -24,7 +24,7 @@ from cudnngraph.device import timing
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.select import bench
-from cudnngraph.select.trial import Trial
+from cudnngraph.select.trial import StepTrial
 from plans_cache.record import PlanRecord, from_json
 from tests import numerics
 from tests.gpu.test_plans import tensors
@@ -383,7 +383,7 @@ class Elsewhere:
 def test_a_plan_that_leaves_its_stream_is_wrong() -> None:
     spec, policy = conv_bias_relu().spec(), cg.Policy()
     plan, _ = build_first(spec, policy, 0)
-    trial = Trial(spec, policy, torch.device("cuda", 0))
+    trial = StepTrial(spec, policy, torch.device("cuda", 0))
     assert trial.why_wrong(plan) is None
     assert str(trial.why_wrong(Elsewhere(plan))).startswith("wrong: 'y' is off by ")
 

@@ -139,9 +139,9 @@ def late(rank: Rank) -> dict[str, Any]:
 def served(rank: Rank) -> dict[str, Any]:
     """Only the first rank has a record, and nobody may build."""
     if rank.rank == 0:
-        several, distributed.several = distributed.several, lambda: False
+        several, distributed.is_distributed = distributed.is_distributed, lambda: False
         rank.compiled(40)
-        distributed.several = several
+        distributed.is_distributed = several
         cg.cache_clear()
         rank.built.clear()
         found = rank.compiled(40, tune="cached")
@@ -171,8 +171,8 @@ def stale(rank: Rank) -> dict[str, Any]:
 def forged(rank: Rank) -> dict[str, Any]:
     """What the first rank hands on is no record."""
     if rank.rank == 0:
-        agree = distributed.agree
-        distributed.agree = lambda name, first, other: agree(
+        agree = distributed.choose_once
+        distributed.choose_once = lambda name, first, other: agree(
             name, lambda: (first()[0], b"{}"), other
         )
         found = rank.compiled(64)
@@ -241,7 +241,7 @@ def work(number: int, size: int, port: int, folder: Path) -> None:
     patience = distributed.WAIT_S
     for scenario in SCENARIOS:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            for name in ("several", "agree", "WAIT_S"):
+            for name in ("is_distributed", "choose_once", "WAIT_S"):
                 monkeypatch.setattr(distributed, name, getattr(distributed, name))
             rank = Rank(directory, number, size)
             rank.install(monkeypatch)

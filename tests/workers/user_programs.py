@@ -123,6 +123,7 @@ def raises(user: User) -> None:
 
 def is_interrupted(user: User) -> None:
     """Engine 4 waits for a file; a second task waits for another one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     first = user.ask("first")
     user.wait_for_attempts(1)
     try:

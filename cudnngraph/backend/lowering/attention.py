@@ -11,7 +11,7 @@ import torch
 from ...ir.spec import GraphSpec, Node, same_layout
 from ...ops.table import OPS
 from ...rewrite.annotate import REPEATABLE
-from ...rewrite.packed import ALIKE, token_widths
+from ...rewrite.packed import SAME_STRIDES, token_strides
 from .base import LOW_PRECISION, Refused, tensor_at
 from .context import Context
 
@@ -310,7 +310,7 @@ def _sequences(ctx: Context, node: Node) -> tuple[dict[str, Any], Callable[[Any,
     ragged = ctx.spec.tensors[name]
     rows, count = ragged.shape
     ones = (1, 1, 1)
-    widths = token_widths(node, ctx.spec.tensors)
+    widths = token_strides(node, ctx.spec.tensors)
     if rows != 2 + len(widths[0]) + len(widths[1]):
         raise Refused("packed attention with offsets for other strides")
 
@@ -353,7 +353,7 @@ def sdpa_varlen(ctx: Context, node: Node) -> Sequence[Any]:
 def sdpa_varlen_backward(ctx: Context, node: Node) -> Sequence[Any]:
     ports = ("do", "q", "k", "v", "o", "lse")
     names = dict(zip(OPS[node.op].outputs, node.outputs, strict=True))
-    for port, other in ALIKE:
+    for port, other in SAME_STRIDES:
         one, two = (
             ctx.spec.tensors[names.get(at) or str(tensor_at(node, at))] for at in (port, other)
         )

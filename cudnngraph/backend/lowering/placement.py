@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
 from ...ops.table import OPS
-from ...rewrite.packed import by_flash
+from ...rewrite.packed import prefers_flash
 from .base import LOW_PRECISION, Refused, Shape, tensor_at
 
 _CHANNEL_PORTS = {
@@ -72,7 +72,7 @@ def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> 
     name = tensor_at(node, "ragged")
     if name is None:  # cutting gives offsets to 16-bit data
         q = spec.tensors[str(tensor_at(node, "q"))]
-        if q.dtype in LOW_PRECISION and by_flash(node, spec.tensors):
+        if q.dtype in LOW_PRECISION and prefers_flash(node, spec.tensors):
             raise Refused("torch's flash attention is faster where nothing is promised")
         raise Refused("cuDNN attention takes float16 and bfloat16 only")
     batch = spec.tensors[name].shape[1] - 1

@@ -19,17 +19,17 @@ from ...ir.spec import (
     odd_rows,
 )
 from ...partition.analysis import LOW_PRECISION
-from ..patterns import Written, attention_before
+from ..patterns import AttentionMatch, match_attention
 from .base import Arguments, Rule, Skip
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
-def written(c: Conversion) -> Value | None:
+def written(c: Importer) -> Value | None:
     """What a product is the end of, where that is attention of 16-bit data that the model writes
     out; cuDNN's keeps the scores to itself."""
-    found = attention_before(c.node)
+    found = match_attention(c.node)
     if found is None:
         return None
     mark = c.g.mark()
@@ -43,10 +43,10 @@ def written(c: Conversion) -> Value | None:
     return made
 
 
-MOST_KEPT = 1 << 26  # elements of a constant that is made here
+MAX_CONSTANT = 1 << 26  # elements of a constant that is made here
 
 
-def _attention(c: Conversion, found: Written) -> Value | None:
+def _attention(c: Importer, found: AttentionMatch) -> Value | None:
     q, k, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
     rank, batch = len(q.shape), q.shape[:-2]
     if q.dtype not in LOW_PRECISION or rank < 3:
@@ -64,7 +64,7 @@ def _attention(c: Conversion, found: Written) -> Value | None:
         return x.reshape(shape) if isinstance(x, torch.Tensor) else c.g.reshape(x, shape)
 
     factors, scale = [], found.scale
-    for node in found.factors:
+    for node in found.head_scales:
         factor = c.env[node]
         if not isinstance(factor, torch.Tensor) or factor.dtype != q.dtype or factor.is_meta:
             return None
@@ -75,26 +75,26 @@ def _attention(c: Conversion, found: Written) -> Value | None:
         factors.append(factor / power)
         scale *= power
     if rank > 4:  # a mask of some of what is before the heads is none of all
-        given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.hidden))]
+        given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.masked))]
         if any(math.prod(each.shape[:-3]) != 1 for each in given):
             return None
     masks: list[Any] = [heads(c.env[node]) for node in found.added]
-    for node, (images, windows) in found.windowed:
+    for node, (images, windows) in found.window_masks:
         mask = c.env[node]
         if not isinstance(mask, torch.Tensor):
             return None
         mask = mask.reshape((1,) * (5 - mask.dim()) + mask.shape)
-        if images * windows * math.prod(mask.shape[2:]) > MOST_KEPT:
+        if images * windows * math.prod(mask.shape[2:]) > MAX_CONSTANT:
             return None
         masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
     if not all(each.dtype.is_floating_point for each in masks):
         return None
-    rows = (*batch, q.shape[-2], k.shape[-1 if found.turned else -2])
+    rows = (*batch, q.shape[-2], k.shape[-1 if found.key_transposed else -2])
     causal, known, left = False, [], None
-    for node, hides, number in found.hidden:
+    for node, hides, number in found.masked:
         mask = c.env[node]
         if not isinstance(mask, torch.Tensor):  # unknown here, so as it is or not at all
-            if number != -math.inf or len(found.hidden) > 1 or masks:
+            if number != -math.inf or len(found.masked) > 1 or masks:
                 return None
             masks.append(heads(c.g.logical_not(mask) if hides else mask))
             continue
@@ -115,14 +115,14 @@ def _attention(c: Conversion, found: Written) -> Value | None:
     if len(fixed) > 1:  # computed once
         terms: tuple[torch.Tensor, ...]
         terms = torch.broadcast_tensors(*fixed)  # type: ignore[no-untyped-call]
-        if terms[0].numel() <= MOST_KEPT:
+        if terms[0].numel() <= MAX_CONSTANT:
             dtype = reduce(torch.promote_types, (each.dtype for each in fixed))
             whole = reduce(torch.add, (each.float() for each in terms)).to(dtype)
             masks = [whole, *(each for each in masks if not isinstance(each, torch.Tensor))]
     total: Any = masks[0] if masks else None
     for each in masks[1:]:
         total = c.g.add(c.value(total), c.value(each))
-    if found.turned:
+    if found.key_transposed:
         k = c.g.transpose(k, rank - 2, rank - 1)
     for factor in factors:
         shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
@@ -133,7 +133,7 @@ def _attention(c: Conversion, found: Written) -> Value | None:
 
 
 def _attend(
-    c: Conversion, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
+    c: Importer, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
 ) -> Value:
     """Attention. Of the short sequences of one example that lie behind one another (the windows of
     a Swin transformer) several are one, whose tokens do not attend to each other's: a block of
@@ -167,7 +167,7 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _joined(c: Conversion, qkv: Sequence[Value], mask: torch.Tensor | Value | None) -> int:
+def _joined(c: Importer, qkv: Sequence[Value], mask: torch.Tensor | Value | None) -> int:
     """How many sequences of a batch to take as one.
 
     What is not finite reaches the sequences beside it, so they are to be of one example: inputs
@@ -193,19 +193,19 @@ def _joined(c: Conversion, qkv: Sequence[Value], mask: torch.Tensor | Value | No
     for count in range(2, limits.attention_block_rows // length + 1):
         blocks, rows = batch // count * heads, count * length
         numbers = -(-images // count) * planes * rows * rows
-        if batch // examples % count or blocks < enough or numbers > MOST_KEPT:
+        if batch // examples % count or blocks < enough or numbers > MAX_CONSTANT:
             continue
         if numbers <= limits.attention_mask_per_query * batch * heads * length * width:
             joined = count
     return joined
 
 
-def _mask(c: Conversion, mask: Any, dtype: torch.dtype, joined: int = 1, length: int = 0) -> Value:
+def _mask(c: Importer, mask: Any, dtype: torch.dtype, joined: int = 1, length: int = 0) -> Value:
     """A mask of attention. A constant one, of 16-bit data on a GPU, is what is added, in aligned
     rows, and of ``joined`` sequences of ``length`` taken as one, what each has, if anything."""
     if joined == 1:
         known = c.on_gpu and isinstance(mask, torch.Tensor) and dtype in LOW_PRECISION
-        if not known or not 0 < mask.numel() <= MOST_KEPT:
+        if not known or not 0 < mask.numel() <= MAX_CONSTANT:
             return c.value(mask)
         if mask.dtype != torch.bool and not odd_rows(mask.shape, mask.stride()):
             return c.value(mask)
@@ -240,7 +240,7 @@ def _block_diagonal(mask: torch.Tensor, joined: int, length: int) -> torch.Tenso
     return whole
 
 
-def _sdpa(c: Conversion, a: Arguments) -> Value:
+def _sdpa(c: Importer, a: Arguments) -> Value:
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
     if a["dropout_p"]:
         raise Skip
@@ -248,7 +248,7 @@ def _sdpa(c: Conversion, a: Arguments) -> Value:
     return _attend(c, (q, k, v), a["attn_mask"], causal=a["is_causal"], scale=scale)
 
 
-def _attended(c: Conversion, a: Arguments) -> tuple[Any, ...]:
+def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
     """The forms that attention is traced in behind torch.compile; results but the first unused."""
     if a.get("dropout_p"):
         raise Skip

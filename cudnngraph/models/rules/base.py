@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 Arguments = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ def gives_many(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
-Rule = Callable[["Conversion", Arguments], Any]
+Rule = Callable[["Importer", Arguments], Any]
 
 
 def spread(value: Any, rank: int) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from .base import Arguments, Rule, Skip, spread
 from .norm import Norm
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
-MOST_OFF_CENTRE = 4.0  # standard deviations that means may be, for weights to take a norm in
+MAX_MEAN_IN_SIGMAS = 4.0  # standard deviations that means may be, for weights to take a norm in
 
 
-def _convolved(c: Conversion, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
+def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, padding: Any) -> Value:
     x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
     if len(x.shape) != rank + 2:
         raise Skip
@@ -38,8 +38,8 @@ def _convolved(c: Conversion, a: Arguments, rank: int, *, transposed: bool, padd
             before = c.preceding_norm()
         norm = c.following_norm()
         if norm is not None:
-            weight, bias = _folded(norm[1], weight, bias, a["groups"], transposed)
-        taken = None if before is None else _taken_in(before[1], weight, bias, dtype)
+            weight, bias = _fold_norm_after(norm[1], weight, bias, a["groups"], transposed)
+        taken = None if before is None else _fold_norm_before(before[1], weight, bias, dtype)
         if before is not None and taken is not None:
             x, (weight, bias) = c.value(before[2]), taken
         else:
@@ -64,7 +64,7 @@ def _convolved(c: Conversion, a: Arguments, rank: int, *, transposed: bool, padd
     return y
 
 
-def _taken_in(
+def _fold_norm_before(
     norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Weight in ``dtype`` and bias in float64 of a convolution of single pixels with a batch norm
@@ -78,7 +78,7 @@ def _taken_in(
     exact = wide * norm.scale
     scaled = exact.to(dtype)
     means = scaled.double() * norm.mean
-    most = MOST_OFF_CENTRE * (wide * norm.gain).norm(dim=1)
+    most = MAX_MEAN_IN_SIGMAS * (wide * norm.gain).norm(dim=1)
     fits = (means.norm(dim=1) <= most) & (means.sum(1).abs() <= most)
     fits &= (scaled.double() - exact).norm(dim=1) <= torch.finfo(dtype).eps * exact.norm(dim=1)
     if not bool(fits.all()):
@@ -88,7 +88,7 @@ def _taken_in(
     return scaled.view(weight.shape), shift if bias is None else shift + bias.double()
 
 
-def _folded(
+def _fold_norm_after(
     norm: Norm, weight: torch.Tensor, bias: torch.Tensor | None, groups: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and bias, in float64, of a convolution with a batch norm behind it."""
@@ -103,7 +103,7 @@ def _folded(
 
 
 def _conv(rank: int) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         padding = a["padding"]
         padding = padding if isinstance(padding, str) else spread(padding, rank)
         return _convolved(c, a, rank, transposed=False, padding=padding)
@@ -112,13 +112,13 @@ def _conv(rank: int) -> Rule:
 
 
 def _conv_transpose(rank: int) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         return _convolved(c, a, rank, transposed=True, padding=spread(a["padding"], rank))
 
     return rule
 
 
-def _convolution(c: Conversion, a: Arguments) -> Value:
+def _convolution(c: Importer, a: Arguments) -> Value:
     rank = len(c.value(a["input"]).shape) - 2
     padding = spread(a["padding"], rank)
     return _convolved(c, a, rank, transposed=a["transposed"], padding=padding)

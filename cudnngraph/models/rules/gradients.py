@@ -12,10 +12,10 @@ from ...ops.resampling import in_padding
 from .base import Arguments, Rule, Skip, spread
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
-def _affine(c: Conversion, a: Arguments, name: str, number: float) -> Value:
+def _affine(c: Importer, a: Arguments, name: str, number: float) -> Value:
     """The weight or the bias of a batch norm; ``number`` for every channel where it has none."""
     if a[name] is not None:
         return c.value(a[name])
@@ -24,7 +24,7 @@ def _affine(c: Conversion, a: Arguments, name: str, number: float) -> Value:
     return c.constant(torch.full((channels,), number, dtype=wide, device=c.device))
 
 
-def _batch_norm_train(c: Conversion, a: Arguments) -> tuple[Value, ...]:
+def _batch_norm_train(c: Importer, a: Arguments) -> tuple[Value, ...]:
     if not a["training"] or a["running_mean"] is None:
         raise Skip
     affine = _affine(c, a, "weight", 1.0), _affine(c, a, "bias", 0.0)
@@ -34,7 +34,7 @@ def _batch_norm_train(c: Conversion, a: Arguments) -> tuple[Value, ...]:
     return c.g.batch_norm_train(x, *affine, *running, eps=eps, momentum=momentum)
 
 
-def _batch_norm_backward(c: Conversion, a: Arguments) -> tuple[Any, ...]:
+def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     if not a["train"]:
         raise Skip
     dy, x, mean, deviation = (
@@ -46,7 +46,7 @@ def _batch_norm_backward(c: Conversion, a: Arguments) -> tuple[Any, ...]:
     )
 
 
-def _convolution_backward(c: Conversion, a: Arguments) -> tuple[Any, ...]:
+def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     dy, x, weight = (c.value(a[name]) for name in ("grad_output", "input", "weight"))
     rank = len(x.shape) - 2
     if a["transposed"] or rank not in (1, 2, 3):
@@ -76,7 +76,7 @@ def _convolution_backward(c: Conversion, a: Arguments) -> tuple[Any, ...]:
     )
 
 
-def _threshold_backward(c: Conversion, a: Arguments) -> Value:
+def _threshold_backward(c: Importer, a: Arguments) -> Value:
     if a["threshold"] != 0:
         raise Skip
     return c.g.relu_backward(c.value(a["grad_output"]), c.value(a["self"]))
@@ -85,7 +85,7 @@ def _threshold_backward(c: Conversion, a: Arguments) -> Value:
 def _max_pool_backward(rank: int) -> Rule:
     """torch's own, where it does no harm."""
 
-    def rule(c: Conversion, a: Arguments) -> Any:
+    def rule(c: Importer, a: Arguments) -> Any:
         x, dy = c.value(a["self"]), c.value(a["grad_output"])
         window, padding, dilation = (
             spread(a[name], rank) for name in ("kernel_size", "padding", "dilation")

@@ -16,11 +16,11 @@ from ...ir.spec import (
 )
 from ...ops import meta as forms
 from ..aten_ops import NORMS, OF_BATCHES
-from ..patterns import rms_norm_before
+from ..patterns import match_rms_norm
 from .base import Arguments, Rule, Skip, gives_many, reads
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def norm_of(packet: Any, a: Arguments) -> Norm | None:
     return Norm(mean.double(), inverse * gain, offset, gain)
 
 
-def _batch_norm(c: Conversion, a: Arguments) -> Any:
+def _batch_norm(c: Importer, a: Arguments) -> Any:
     """One that no convolution took in: a scale and a bias."""
     norm = norm_of(c.node.target.overloadpacket, a)
     if norm is None:
@@ -68,10 +68,10 @@ def _batch_norm(c: Conversion, a: Arguments) -> Any:
     return (y, None, None) if gives_many(c.node) else y
 
 
-def written_norm(c: Conversion) -> Value | None:
+def written_norm(c: Importer) -> Value | None:
     """What a product, a quotient or a conversion is the end of, where that is an RMS norm that the
     model writes out."""
-    found = rms_norm_before(c.node)
+    found = match_rms_norm(c.node)
     if found is None:
         return None
     x, weight, seen = c.env[found.x], None, c.node.meta["val"]
@@ -90,7 +90,7 @@ def written_norm(c: Conversion) -> Value | None:
     return c.g.rms_norm(x, c.value(weight), eps=found.eps)  # type: ignore[no-any-return]
 
 
-def _layer_norm(c: Conversion, a: Arguments) -> Any:
+def _layer_norm(c: Importer, a: Arguments) -> Any:
     if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
         raise Skip  # its statistics are wanted too
     x, weight = c.value(a["input"]), _norm_weight(c, a)
@@ -99,7 +99,7 @@ def _layer_norm(c: Conversion, a: Arguments) -> Any:
     return (y, None, None) if gives_many(c.node) else y
 
 
-def _group_norm(c: Conversion, a: Arguments) -> Any:
+def _group_norm(c: Importer, a: Arguments) -> Any:
     """Of large images by a shift and a factor for each channel, in their strides; of small ones
     torch's own has less to launch. It copies those that lie channels last."""
     many = gives_many(c.node)
@@ -126,13 +126,13 @@ def _group_norm(c: Conversion, a: Arguments) -> Any:
     return (y, None, None) if many else y
 
 
-def _rms_norm(c: Conversion, a: Arguments) -> Value:
+def _rms_norm(c: Importer, a: Arguments) -> Value:
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
     return c.g.rms_norm(x, _norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
 
 
-def _norm_weight(c: Conversion, a: Arguments) -> Value:
+def _norm_weight(c: Importer, a: Arguments) -> Value:
     """The weight of a norm, ones where it has none."""
     if a["weight"] is not None:
         return c.value(a["weight"])

@@ -11,12 +11,12 @@ from ...graph.builder import Graph
 from ...graph.value import Value
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
 from ...partition.analysis import LOW_PRECISION
-from ..patterns import least_norm_before
+from ..patterns import match_normalize
 from .base import Arguments, Rule, Skip, first
 from .norm import written_norm
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
 def _unary(method: str, *attrs: str) -> Rule:
@@ -27,7 +27,7 @@ def _one(function: Callable[[Graph, Value], Value]) -> Rule:
     return lambda c, a: function(c.g, c.value(first(a)))
 
 
-def _add(c: Conversion, a: Arguments) -> Value:
+def _add(c: Importer, a: Arguments) -> Value:
     """x + y, where a bias of either comes last.
 
     cuDNN has precompiled engines for the order convolution, residual, bias, activation, and a bias
@@ -58,7 +58,7 @@ _COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _two(method: str) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         x, other = c.operand(first(a)), a["exponent"] if "exponent" in a else a["other"]
         if method in _COMPARES and isinstance(other, float) and x.dtype in LOW_PRECISION:
             other = torch.tensor(other, dtype=x.dtype).item()  # as torch compares
@@ -72,57 +72,57 @@ def _two(method: str) -> Rule:
     return rule
 
 
-def _div(c: Conversion, a: Arguments) -> Value:
-    floor = least_norm_before(c.node)
+def _div(c: Importer, a: Arguments) -> Value:
+    floor = match_normalize(c.node)
     if floor is not None:
         return c.g.normalize(c.value(a["self"]), eps=floor)
     return written_norm(c) or _two("div")(c, a)
 
 
-def _mul(c: Conversion, a: Arguments) -> Value:
+def _mul(c: Importer, a: Arguments) -> Value:
     return written_norm(c) or _two("mul")(c, a)
 
 
-def _rsub(c: Conversion, a: Arguments) -> Value:
+def _rsub(c: Importer, a: Arguments) -> Value:
     x, alpha = c.operand(a["self"]), a.get("alpha", 1)
     return c.g.sub(c.operand(a["other"]), x if alpha == 1 else c.g.mul(x, float(alpha)))
 
 
-def _pow(c: Conversion, a: Arguments) -> Value:
+def _pow(c: Importer, a: Arguments) -> Value:
     if isinstance(a["exponent"], (int, float)) and a["exponent"] == 2:
         x = c.value(a["self"])
         return c.g.mul(x, x)
     return _two("pow")(c, a)  # type: ignore[no-any-return]
 
 
-def _where(c: Conversion, a: Arguments) -> Value:
+def _where(c: Importer, a: Arguments) -> Value:
     return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
 
 
-def _masked_fill(c: Conversion, a: Arguments) -> Value:
+def _masked_fill(c: Importer, a: Arguments) -> Value:
     x, number = c.value(a["self"]), c.operand(a["value"])
     if isinstance(number, Value):
         raise Skip
     return c.g.where(c.value(a["mask"]), number, x)
 
 
-def _gelu(c: Conversion, a: Arguments) -> Value:
+def _gelu(c: Importer, a: Arguments) -> Value:
     return c.g.gelu(c.value(a["self"]), a["approximate"])
 
 
-def _elu(c: Conversion, a: Arguments) -> Value:
+def _elu(c: Importer, a: Arguments) -> Value:
     if a["scale"] != 1 or a["input_scale"] != 1:
         raise Skip
     return c.g.elu(c.value(a["self"]), float(a["alpha"]))
 
 
-def _softplus(c: Conversion, a: Arguments) -> Value:
+def _softplus(c: Importer, a: Arguments) -> Value:
     if a["threshold"] != SOFTPLUS_THRESHOLD:
         raise Skip
     return c.g.softplus(c.value(a["self"]), float(a["beta"]))
 
 
-def _clamp(c: Conversion, a: Arguments) -> Value:
+def _clamp(c: Importer, a: Arguments) -> Value:
     low, high = a.get("min", a.get("min_val")), a.get("max", a.get("max_val"))
     if any(isinstance(each, (torch.Tensor, Value)) for each in (low, high)):
         raise Skip

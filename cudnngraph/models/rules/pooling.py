@@ -18,11 +18,11 @@ from ..aten_ops import UPSAMPLES
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
 def _reduced(mode: str) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(a["self"])
         if a.get("dtype") not in (None, x.dtype) or x.dtype in LOW_PRECISION:
             raise Skip  # torch's own returns 16 bits of 16 bits, in one kernel
@@ -34,7 +34,7 @@ def _reduced(mode: str) -> Rule:
 
 
 def _max_pool(rank: int) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Any:
+    def rule(c: Importer, a: Arguments) -> Any:
         x = c.value(a["self"])
         given = [list(a[name]) for name in ("kernel_size", "stride", "padding", "dilation")]
         if len(x.shape) != rank + 2:
@@ -56,7 +56,7 @@ def _ints(value: tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 def _avg_pool(rank: int) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(first(a))
         if a.get("divisor_override") is not None or len(x.shape) != rank + 2:
             raise Skip
@@ -73,7 +73,7 @@ def _avg_pool(rank: int) -> Rule:
     return rule
 
 
-def _averages_by_convolution(c: Conversion, x: Value, window: Sequence[int]) -> bool:
+def _averages_by_convolution(c: Importer, x: Value, window: Sequence[int]) -> bool:
     """Whether to average 16-bit images by a depthwise convolution
     (:attr:`DeviceRules.average_by_convolution`)."""
     fits = x.spec is not None and is_channels_last(x.shape, x.spec.stride)
@@ -82,7 +82,7 @@ def _averages_by_convolution(c: Conversion, x: Value, window: Sequence[int]) -> 
 
 
 def _adaptive_mean(rank: int) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Any:
+    def rule(c: Importer, a: Arguments) -> Any:
         x = c.value(first(a))
         if len(x.shape) != rank + 2:
             raise Skip
@@ -95,7 +95,7 @@ def _adaptive_mean(rank: int) -> Rule:
 
 
 def _upsample(mode: str) -> Rule:
-    def rule(c: Conversion, a: Arguments) -> Value:
+    def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(first(a))
         scales = a.get("scale_factors")
         if "scale_factors" not in a:

@@ -23,14 +23,14 @@ from .base import Arguments, Rule, Skip, first
 from .norm import written_norm
 
 if TYPE_CHECKING:
-    from ..convert import Conversion
+    from ..convert import Importer
 
 
 def _full(number: float | None) -> Rule:
     """A tensor of one number, of whatever operand it takes the form: a constant, unless large. It
     lies as it did when the model was traced, as those that are computed of it expect."""
 
-    def rule(c: Conversion, a: Arguments) -> torch.Tensor:
+    def rule(c: Importer, a: Arguments) -> torch.Tensor:
         seen = c.node.meta["val"]
         near = next((each for each in c.constants.values() if each.dim()), None)
         value = a["fill_value"] if number is None else number
@@ -46,7 +46,7 @@ def _full(number: float | None) -> Rule:
     return rule
 
 
-def _pad(c: Conversion, a: Arguments) -> Value:
+def _pad(c: Importer, a: Arguments) -> Value:
     """By nothing: what pads to a multiple often has nothing to do."""
     if any(a["pad"]):
         raise Skip
@@ -95,7 +95,7 @@ def _in_order(places: torch.Tensor) -> bool:
     return bool((places.flatten() == torch.arange(places.numel())).all())
 
 
-def _as_strided(c: Conversion, a: Arguments) -> Any:
+def _as_strided(c: Importer, a: Arguments) -> Any:
     """The elements that lay there when the model was traced."""
     seen, x = c.node.args[0].meta["val"], c.value(a["self"])
     if _relabels(seen, c.node.meta["val"]):
@@ -107,7 +107,7 @@ def _as_strided(c: Conversion, a: Arguments) -> Any:
     return c.left_to_torch("aten.take.default", [x, places], {}, c.node, image=False)
 
 
-def _as_strided_scatter(c: Conversion, a: Arguments) -> Any:
+def _as_strided_scatter(c: Importer, a: Arguments) -> Any:
     """A copy in which others stand for the elements that lay there when the model was traced."""
     seen, x, others = c.node.args[0].meta["val"], a["self"], c.value(a["src"])
     places = _places(seen, a)
@@ -122,7 +122,7 @@ def _as_strided_scatter(c: Conversion, a: Arguments) -> Any:
     return c.left_to_torch("aten.put.default", given, {}, c.node, image=False)
 
 
-def _same(c: Conversion, a: Arguments) -> Value:
+def _same(c: Importer, a: Arguments) -> Value:
     """What changes no number: the layout is the graph's own."""
     x = c.value(first(a))
     if a.get("dtype") in (None, x.dtype) and not a.get("train"):
@@ -136,7 +136,7 @@ def _same(c: Conversion, a: Arguments) -> Value:
 MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
 
 
-def _reshape(c: Conversion, a: Arguments) -> Value:
+def _reshape(c: Importer, a: Arguments) -> Value:
     shape = tuple(c.node.meta["val"].shape)
     x = c.value(first(a))
     if x.shape == shape:
@@ -162,7 +162,7 @@ _READ_ROWS = frozenset(
 )
 
 
-def _order_of_copy(c: Conversion, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
+def _order_of_copy(c: Importer, x: Value, shape: tuple[int, ...]) -> Sequence[int] | None:
     """The order in memory of what a reshape has to copy; None for its own.
 
     Of what is transposed and then read by rows, which the transposition leaves as they are, it is
@@ -197,24 +197,24 @@ def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
     return packet in _READ_IMAGES
 
 
-def _expand(c: Conversion, a: Arguments) -> Value:
+def _expand(c: Importer, a: Arguments) -> Value:
     shape = tuple(c.node.meta["val"].shape)
     x = c.value(a["self"])
     return x if x.shape == shape else c.g.expand(x, shape)
 
 
-def _permute(c: Conversion, a: Arguments) -> Value:
+def _permute(c: Importer, a: Arguments) -> Value:
     return c.g.permute(c.value(a["self"]), tuple(a["dims"]))
 
 
-def _transpose(c: Conversion, a: Arguments) -> Value:
+def _transpose(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
     if len(x.shape) < 2:
         return x
     return c.g.transpose(x, a.get("dim0", 0), a.get("dim1", 1))
 
 
-def _part(c: Conversion, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
+def _part(c: Importer, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
     size = x.shape[dim]
     taken = range(*slice(start, stop, step).indices(size))
     if len(taken) == size:
@@ -222,24 +222,24 @@ def _part(c: Conversion, x: Value, dim: int, start: Any, stop: Any, step: int = 
     return c.g.slice(x, dim, taken.start, taken.stop, step)
 
 
-def _slice(c: Conversion, a: Arguments) -> Value:
+def _slice(c: Importer, a: Arguments) -> Value:
     return _part(c, c.value(a["self"]), a["dim"], a["start"], a["end"], a["step"])
 
 
-def _narrow(c: Conversion, a: Arguments) -> Value:
+def _narrow(c: Importer, a: Arguments) -> Value:
     if not isinstance(a["start"], int):
         raise Skip
     return _part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
 
 
-def _select(c: Conversion, a: Arguments) -> Value:
+def _select(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
     dim, index = a["dim"] % len(x.shape), a["index"]
     index += x.shape[dim] if index < 0 else 0
     return c.g.reshape(_part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
-def _split(c: Conversion, a: Arguments) -> tuple[Value, ...]:
+def _split(c: Importer, a: Arguments) -> tuple[Value, ...]:
     x, made, start = c.value(a["self"]), [], 0
     dim = a["dim"] % len(x.shape)
     for seen in c.node.meta["val"]:
@@ -248,16 +248,16 @@ def _split(c: Conversion, a: Arguments) -> tuple[Value, ...]:
     return tuple(made)
 
 
-def _unbind(c: Conversion, a: Arguments) -> tuple[Value, ...]:
+def _unbind(c: Importer, a: Arguments) -> tuple[Value, ...]:
     count = len(c.node.meta["val"])
     return tuple(_select(c, {**a, "index": index}) for index in range(count))
 
 
-def _cat(c: Conversion, a: Arguments) -> Value:
+def _cat(c: Importer, a: Arguments) -> Value:
     return c.g.concat([c.value(each) for each in a["tensors"]], a["dim"])
 
 
-def _stack(c: Conversion, a: Arguments) -> Value:
+def _stack(c: Importer, a: Arguments) -> Value:
     values = [c.value(each) for each in a["tensors"]]
     rank = len(values[0].shape) + 1
     dim = a["dim"] % rank

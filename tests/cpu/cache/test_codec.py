@@ -31,7 +31,7 @@ from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection, StepPlan
-from cudnngraph.select.rules import torch_only
+from cudnngraph.select.rules import why_not_cudnn
 from plans_cache.record import PlanRecord, StepRecord, digest, entry_id, from_json
 from tests.chunks import each_case
 from tests.cuttings import every_cutting
@@ -87,7 +87,7 @@ def more_than_one_op(spec: GraphSpec) -> bool:
 @each_case(CASES)
 def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if torch_only(spec) is not None:
+    if why_not_cudnn(spec) is not None:
         pytest.skip("never stored")
     for likely in (0.0, 0.5, 1.0):
         selection = chosen(spec, likely)
@@ -98,7 +98,7 @@ def test_every_sample_comes_back_from_json_however_it_was_cut(case: Case) -> Non
 @given(case=st.sampled_from(CASES), likely=st.sampled_from([0.2, 0.5, 0.8]), seed=st.integers(0))
 def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
     spec = canonical(case.build().spec())
-    if torch_only(spec) is None:
+    if why_not_cudnn(spec) is None:
         selection = chosen(spec, likely, seed)
         assert steps_of(record_of(spec, selection), spec) == selection.steps
 
@@ -106,7 +106,7 @@ def test_any_cut_comes_back(case: Case, likely: float, seed: int) -> None:
 @each_case(CASES)
 def test_every_cut_of_every_rewrite_comes_back_from_json(case: Case) -> None:
     spec = canonical(case.build().spec())
-    if torch_only(spec) is not None:
+    if why_not_cudnn(spec) is not None:
         pytest.skip("never stored")
     ready = legalize(spec, POLICY)
     for variant in {id(each): each for each in (ready, channels_last(ready))}.values():
@@ -138,7 +138,7 @@ def test_the_samples_are_cut_in_every_way() -> None:
     ways = set()
     for case in CASES:
         spec = canonical(case.build().spec())
-        if torch_only(spec) is None:
+        if why_not_cudnn(spec) is None:
             for likely in (0.0, 0.5, 1.0):
                 steps = chosen(spec, likely).steps
                 kinds = {"torch" if step.choice is None else "cudnn" for step in steps}

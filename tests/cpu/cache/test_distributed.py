@@ -135,11 +135,11 @@ def test_one_rank_has_the_plan_checked_for_all(results: Found) -> None:
 
 def test_a_process_alone_asks_nobody(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
-    assert not distributed.several()
+    assert not distributed.is_distributed()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        assert not distributed.several()
+        assert not distributed.is_distributed()
     finally:
         torch.distributed.destroy_process_group()

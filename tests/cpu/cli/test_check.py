@@ -637,7 +637,7 @@ def test_a_record_of_what_is_barred_now_is_stale(here: Findings, tmp_path: Path)
     record = to_record(spec, graph_key(spec, policy), H200, policy, chosen)
     swept(here, [task], lambda task, choice: rejected(OFF, wrong=True))
     with pytest.raises(StaleRecord, match=r"known bad on this GPU: wrong: 'y' is off by 0\.5"):
-        lookup._restored(record, None, "disk", spec, policy, 0)
+        lookup._restore(record, None, "disk", spec, policy, 0)
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.device import rules
 from cudnngraph.device.rules import DeviceRules, changed, planning_for
-from cudnngraph.select.rules import why_apart
+from cudnngraph.select.rules import why_split
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -78,15 +78,15 @@ def adamw_like(elements: int) -> Any:
 
 def test_another_threshold_changes_the_choice_for_a_while_in_every_thread() -> None:
     small, large = adamw_like(1 << 10), adamw_like(1 << 25)
-    assert why_apart(small) is None
-    assert why_apart(large) == "3 ops on numbers would run for each of 33554432 elements"
+    assert why_split(small) is None
+    assert why_split(large) == "3 ops on numbers would run for each of 33554432 elements"
     found: list[str | None] = []
     with changed(scalar_elements_apart=1 << 10):
-        thread = threading.Thread(target=lambda: found.append(why_apart(small)))
+        thread = threading.Thread(target=lambda: found.append(why_split(small)))
         thread.start()
         thread.join()
     assert found == ["3 ops on numbers would run for each of 1024 elements"]
-    assert why_apart(small) is None
+    assert why_split(small) is None
 
 
 def test_the_described_gpu_is_the_one_that_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:

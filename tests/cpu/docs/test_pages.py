@@ -187,6 +187,21 @@ def test_the_lines_of_a_section_run_and_print_an_explanation(
     assert "step 1: conv → bias → " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "title",
+    ["Serving", "Transformers and LLMs", "8 bits", "Several GPUs", "Profiling", "Troubleshooting"],
+)
+def test_the_lines_of_a_guide_run(
+    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (code,) = blocks(section(title), "python")
+    torch.manual_seed(0)
+    exec(compile(code, f"docs: {title}", "exec"), {"__name__": "guide"})
+    printed = capsys.readouterr().out
+    assert ("step 1: " in printed) == ("explain()" in code)
+
+
 def test_what_is_said_of_the_key_is_what_is_in_it() -> None:
     (said,) = re.findall(r"^`deterministic`,(.*?)and are not\.", TEXT, re.DOTALL | re.MULTILINE)
     inside, _, outside = ("`deterministic`" + said).partition("part\nof the key")

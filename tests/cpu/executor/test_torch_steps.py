@@ -19,7 +19,7 @@ from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition.analysis import Graph
 from cudnngraph.partition.cuts import piece
-from cudnngraph.rewrite.packed import by_flash
+from cudnngraph.rewrite.packed import prefers_flash
 from tests import numerics
 from tests.chunks import each_case
 from tests.copies import check_slices
@@ -635,7 +635,7 @@ def test_packed_attention_by_flash_attention_is_the_references(
     inputs = inputs_of(spec, make_inputs(case))
     run = flash_run(monkeypatch, spec)
     narrow = case.dtype in (F16, BF16)
-    assert (run is not None) == (narrow and by_flash(spec.nodes[0], spec.tensors))
+    assert (run is not None) == (narrow and prefers_flash(spec.nodes[0], spec.tensors))
     if run is None:
         assert not narrow or not {"plain", "cross", "own", "bottom_right"} & {case.id.split("-")[1]}
         return
@@ -672,7 +672,7 @@ def test_flash_attention_is_for_what_it_takes_and_where_nothing_is_promised(
         most = longest if isinstance(longest, tuple) else (longest, longest)
         g.output("o", g.sdpa_varlen(q, q, v, ends, other, *most, **options))
         (node,) = g.spec().nodes
-        return by_flash(node, g.spec().tensors)
+        return prefers_flash(node, g.spec().tensors)
 
     assert takes() and takes(is_causal=True) and takes(window=(3, 0))
     with monkeypatch.context() as built:  # for a GPU, without it

@@ -22,18 +22,18 @@ from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import dynamo, export
-from cudnngraph.models.convert import Packed, convert, import_model
+from cudnngraph.models.convert import PaddedImage, convert, import_model
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.memory import Laid
 from cudnngraph.partition.regions import regions
-from cudnngraph.rewrite.annotate import marked
+from cudnngraph.rewrite.annotate import annotate
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams as lanes
 from cudnngraph.runtime.compile import compile as compile_spec
-from cudnngraph.select.decision import FREE
+from cudnngraph.select.decision import ALIAS
 from cudnngraph.select.heuristic import heuristic
-from cudnngraph.select.trial import Chain
+from cudnngraph.select.trial import GraphTrial
 from tests import numerics
 from tests.cpu.models.test_convert import NETS, Of, image
 from tests.fakes import builder
@@ -154,7 +154,7 @@ def test_an_image_of_three_channels_gets_a_fourth_for_convolutions() -> None:
     model, x = net().half(), image(2, 3, 32, 32).half()
     imported, bound = padded(model, x)
     ((name, packed),) = imported.packed.items()
-    assert packed == Packed(3) and imported.spec.tensors[name].shape == (2, 4, 32, 32)
+    assert packed == PaddedImage(3) and imported.spec.tensors[name].shape == (2, 4, 32, 32)
     with torch.no_grad():
         want = model.double()(x.double())
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_columns_of_windows_that_stand_side_by_side_are_read_as_channels(
     x = image(2, 3, 20, 24).half()
     imported, bound = padded(model, x)
     ((name, packed),) = imported.packed.items()
-    assert packed == Packed(3, columns)
+    assert packed == PaddedImage(3, columns)
     assert imported.spec.tensors[name].shape == (2, 4 * columns, 20, 24 // columns)
     want = F.conv2d(x.double(), w.double(), b.double(), **options).relu()
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_two_convolutions_with_other_windows_keep_columns_apart() -> None:
 
     model = Of(forward, w=image(8, 3, 4, 4).half(), v=image(8, 3, 2, 2).half()).eval()
     imported, _ = padded(model, image(2, 3, 8, 8).half())
-    assert set(imported.packed.values()) == {Packed(3)}
+    assert set(imported.packed.values()) == {PaddedImage(3)}
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_a_whole_model_in_torch_steps_computes_what_it_should(name: str) -> None
     names = canonical_tensor_names(spec)
     spec = canonical(spec)
     steps = heuristic(spec, POLICY, builder(lambda part: True)).steps
-    chain = Chain(spec, POLICY, CPU)
+    chain = GraphTrial(spec, POLICY, CPU)
     for key, tensor in tensors.items():
         chain._inputs[names[key]] = tensor
     launch = chain.launch([(step.spec, None) for step in steps])
@@ -547,13 +547,13 @@ def test_a_whole_model_in_torch_steps_computes_what_it_should(name: str) -> None
     (out,) = chain._outputs.values()
     error = float((out.double() - want).norm() / want.norm())
     assert error < 2e-6
-    assert sum(FREE in step.decisions for step in steps) < len(steps)
+    assert sum(ALIAS in step.decisions for step in steps) < len(steps)
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_regions_hold_every_op_once_in_an_order_that_can_be_run(name: str) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(marked(spec, deterministic=False)))
+    graph = Graph(prepared(annotate(spec, deterministic=False)))
     groups = regions(graph)
     assert len(groups) > 6
     assert Counter(n.name for group in groups for n in group) == Counter(
@@ -571,7 +571,7 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
     spec, _, _ = imported("resnet")
     groups = [
         " ".join(n.op for n in group)
-        for group in regions(Graph(prepared(marked(spec, deterministic=False))))
+        for group in regions(Graph(prepared(annotate(spec, deterministic=False))))
     ]
     assert Counter(groups) == {
         "conv bias relu": 7,
@@ -586,11 +586,11 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
 
 def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_there() -> None:
     spec, _, _ = imported("resnet")
-    graph = Graph(prepared(marked(spec, deterministic=False)))
+    graph = Graph(prepared(annotate(spec, deterministic=False)))
     groups = regions(graph)
     steps = [Laid(piece(graph, group), True, 0) for group in groups]
     branches = [place for place, group in enumerate(groups) if [n.op for n in group] == ["conv"]]
-    beside = lanes.beside(steps)
+    beside = lanes.overlappable(steps)
     assert len(branches) == 2 and set(branches) <= set(beside)
     for place in branches:
         reader = beside[place] + 1
@@ -601,7 +601,7 @@ def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_t
 @pytest.mark.parametrize(("name", "joined"), [("deeplab", 5), ("unet", 6)])
 def test_what_a_model_concatenates_is_written_in_its_place(name: str, joined: int) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(marked(spec, deterministic=False)))
+    graph = Graph(prepared(annotate(spec, deterministic=False)))
     joins = [node for node in graph.spec.nodes if node.op == "concat"]
     results = {node.results[0] for node in joins}
     assert sum(each.root in results for each in graph.aliases.order) == joined
@@ -646,11 +646,11 @@ def test_batch_norms_are_folded_and_weights_bound_until_they_change(
         for _ in range(3):
             run(x)
         assert [each.folded for each in made] == [9]
-        for turn in range(dynamo.CHANGES + 2):
+        for turn in range(dynamo.MAX_WEIGHT_CHANGES + 2):
             model.stem[0].weight.mul_(1.5)
             torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
-            assert made[-1].folded == (9 if turn < dynamo.CHANGES else 0)
-    assert len(made) == dynamo.CHANGES + 2, "weights that change often are inputs"
+            assert made[-1].folded == (9 if turn < dynamo.MAX_WEIGHT_CHANGES else 0)
+    assert len(made) == dynamo.MAX_WEIGHT_CHANGES + 2, "weights that change often are inputs"
 
 
 def test_further_shapes_are_compiled_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
@@ -791,7 +791,7 @@ def test_runs_on_several_streams_wait_for_one_another(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(bindings.handles, "raw_stream", lambda index: now[0].cuda_stream)
-    turns = bindings._Turns(torch.device("cuda", 0))
+    turns = bindings._StreamOrder(torch.device("cuda", 0))
     tensors = [named("weight"), named("result"), 2.5]
     streams = {number: Stream(number, waited) for number in range(4)}
 

@@ -22,7 +22,7 @@ from cudnngraph.errors import CannotImport
 from cudnngraph.models import aten_ops
 from cudnngraph.models.convert import Imported, convert
 from cudnngraph.models.rules.table import RULES
-from cudnngraph.models.trace import Shape
+from cudnngraph.models.trace import MetaTensor
 from cudnngraph.runtime.compile import compile as compile_spec
 from tests import atens, numerics
 
@@ -46,7 +46,7 @@ def seen(result: Any) -> Any:
             return tensor
         form = (tensor.shape, tensor.stride())
         meta = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
-        return Shape(meta, tensor.device)
+        return MetaTensor(meta, tensor.device)
 
     return pytree.tree_map(meta, result)
 

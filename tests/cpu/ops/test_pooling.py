@@ -12,7 +12,7 @@ import cudnngraph as cg
 from cudnngraph.backend import legacy_pooling, libraries
 from cudnngraph.executor import torch_steps
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, channels_last_strides, contiguous_strides
-from cudnngraph.rewrite.annotate import BOUNDED, marked
+from cudnngraph.rewrite.annotate import BOUNDED, annotate
 
 F16 = torch.float16
 WINDOW: dict[str, Any] = {
@@ -89,7 +89,7 @@ def pool_of(build: Any) -> GraphSpec:
     g = cg.Graph("pool")
     x = build(g, g.input("x", (2, 8, 16, 16), torch.float32))
     g.output("y", g.max_pool(x, 3, stride=2, padding=1))
-    return marked(g.spec(), deterministic=False)
+    return annotate(g.spec(), deterministic=False)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
 from cudnngraph.ops.base import register
 from cudnngraph.ops.table import OPS
-from cudnngraph.rewrite.packed import PACKING
+from cudnngraph.rewrite.packed import SEQUENCE_PORTS
 from tests import samples
 
 NAMES = sorted(OPS)
@@ -99,7 +99,7 @@ def test_the_method_of_an_op_has_its_ports_and_its_defaults(name: str) -> None:
     for word in ("self", "name", "approximate" if name == "gelu" else ""):
         parameters.pop(word, None)
     assert set(parameters) == (set(row.ports) | set(row.attrs)) - {"ragged"}
-    made = set(PACKING) if "ragged" in row.ports else set()
+    made = set(SEQUENCE_PORTS) if "ragged" in row.ports else set()
     for port in set(row.ports) - made:  # of these, cutting puts the last for the others
         required = parameters[port].default is inspect.Parameter.empty
         assert required == row.required(port), port

@@ -21,7 +21,7 @@ from cudnngraph.partition.analysis import LOW_PRECISION, Graph, work
 from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.channels_last import channels_last
-from cudnngraph.rewrite.masks import aligned_masks, numeric_masks
+from cudnngraph.rewrite.masks import align_masks, bool_masks_to_additive
 from cudnngraph.rewrite.passes import prepared
 from tests import numerics, random_graphs, thresholds
 from tests.chunks import each_case
@@ -493,7 +493,7 @@ def test_attentions_that_share_a_mask_share_no_converted_one() -> None:
     for number, dtype in enumerate((F16, BF16)):
         q = g.input(f"q{number}", (2, 4, 8, 8), dtype)
         g.output(f"o{number}", g.sdpa(q, q, q, mask))
-    steps = every_cutting(numeric_masks(g.spec()))[-1]
+    steps = every_cutting(bool_masks_to_additive(g.spec()))[-1]
     assert sorted(op for step in steps for op in ops(step)) == ["sdpa", "sdpa", "where", "where"]
     made = [name for step in steps for name in step.outputs]
     assert len(made) == len(set(made)) == 4
@@ -505,7 +505,7 @@ def test_attentions_of_one_dtype_share_a_converted_mask() -> None:
     for number in range(2):
         q = g.input(f"q{number}", (2, 3, 7, 8), F16)
         g.output(f"o{number}", g.sdpa(q, q, q, mask))
-    spec = numeric_masks(g.spec())
+    spec = bool_masks_to_additive(g.spec())
     (convert,) = (node for node in spec.nodes if node.op == "where")
     made = spec.tensors[convert.results[0]]
     assert (made.dtype, made.stride) == (F16, (7 * 8, 8, 1))
@@ -540,7 +540,7 @@ def with_masks(*kinds: tuple[tuple[int, ...], torch.dtype], width: int = 193) ->
 
 def test_masks_whose_rows_start_at_odd_elements_are_copied_once_each() -> None:
     spec = with_masks(((193, 193), F16), ((16, 1, 193, 193), F16), ((1, 16, 193, 193), F16))
-    made = aligned_masks(spec)
+    made = align_masks(spec)
     copies = [node for node in made.nodes if node.op == "identity"]
     assert [node.operands[0] for node in copies] == ["m0", "m1", "m2"]
     for node in copies:
@@ -586,7 +586,7 @@ def test_views_of_masks_that_are_aligned_are_left_as_they_are() -> None:
     ids=["even", "float32", "row", "one row", "of each image and head"],
 )
 def test_other_masks_are_left_as_they_are(spec: GraphSpec) -> None:
-    assert aligned_masks(spec) is spec
+    assert align_masks(spec) is spec
 
 
 def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,9 +594,9 @@ def test_masks_of_little_attention_are_left_as_they_are(monkeypatch: pytest.Monk
     q, mask = g.input("q", (2, 3, 7, 8), F16), g.input("m", (7, 7), F16)
     g.output("o", g.sdpa(q, q, q, mask))
     spec = g.spec()
-    assert aligned_masks(spec) is spec
+    assert align_masks(spec) is spec
     thresholds.change(monkeypatch, mask_copy_min_scores=1)
-    made = aligned_masks(spec)
+    made = align_masks(spec)
     assert made is not spec
     assert same_results(spec, made)
 
@@ -609,7 +609,7 @@ def attention(dtype: torch.dtype, mask: torch.dtype | None) -> GraphSpec:
 
 
 def test_a_boolean_mask_of_attention_becomes_an_additive_one() -> None:
-    spec = numeric_masks(attention(F16, torch.bool))
+    spec = bool_masks_to_additive(attention(F16, torch.bool))
     convert, attend = every_cutting(spec)[-1]
     assert ops(convert) == ["where"]
     assert ops(attend) == ["sdpa"]
@@ -627,7 +627,7 @@ def test_a_boolean_mask_of_attention_becomes_an_additive_one() -> None:
 )
 def test_other_attention_is_left_as_it_is(dtype: torch.dtype, mask: torch.dtype | None) -> None:
     spec = attention(dtype, mask)
-    assert numeric_masks(spec) is spec
+    assert bool_masks_to_additive(spec) is spec
 
 
 def nchw(*, out: str = "contiguous") -> GraphSpec:

@@ -21,8 +21,8 @@ from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite import row_layout
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.rewrite.row_layout import in_memory_order
-from cudnngraph.rewrite.views import views
+from cudnngraph.rewrite.row_layout import propagate_row_layout
+from cudnngraph.rewrite.views import alias_views
 from tests.cpu.rewrite.test_views_behind import ops, same_numbers
 
 F16 = torch.float16
@@ -62,7 +62,9 @@ def transformer(*, batch_first: bool = True) -> GraphSpec:
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_transformer_of_torchs_attention_copies_nothing(batch_first: bool) -> None:
     spec = transformer(batch_first=batch_first)
-    assert copies(views(spec))  # the heads of q, k and v; batch first the rows of projections too
+    assert copies(
+        alias_views(spec)
+    )  # the heads of q, k and v; batch first the rows of projections too
     ready = prepared(spec)
     same_numbers(spec, ready)
     assert copies(ready) == []
@@ -92,7 +94,7 @@ def test_heads_that_a_reshape_would_copy_are_shown() -> None:
         heads.append(g.reshape(q, (B, 2, S, E // 2)))
     g.output("o", g.sdpa(*heads))
     spec = canonical(g.spec())
-    assert len(copies(views(spec))) == 3
+    assert len(copies(alias_views(spec))) == 3
     ready = prepared(spec)
     assert copies(ready) == []
     same_numbers(spec, ready)
@@ -126,7 +128,7 @@ def test_a_product_back_in_its_order_is_no_copy() -> None:
     back = g.transpose(g.reshape(y, (S, B, E)), 0, 1)
     g.output("y", g.rms_norm(g.add(back, g.input("r", (B, S, E), F16)), g.input("s", (E,), F16)))
     spec = canonical(g.spec())
-    assert copies(views(spec))
+    assert copies(alias_views(spec))
     ready = prepared(spec)
     assert ops(ready) == ["matmul", "add", "gelu", "matmul", "add", "rms_norm"]
     same_numbers(spec, ready)
@@ -138,16 +140,16 @@ def test_what_torchs_own_ops_read_keeps_its_strides() -> None:
     back = g.transpose(g.reshape(y, (S, B, E)), 0, 1)
     z = g.aten([g.relu(back)], "aten.cumsum.default", (("tensor", 0), 0), ())
     g.output("z", z)
-    spec = views(canonical(g.spec()))
-    assert in_memory_order(spec) is spec
+    spec = alias_views(canonical(g.spec()))
+    assert propagate_row_layout(spec) is spec
 
 
 def test_graphs_that_copy_nothing_are_given_back() -> None:
     g = cg.Graph("plain")
     y = g.matmul(g.input("x", (B, S, E), F16), g.input("w", (E, E), F16))
     g.output("y", g.transpose(g.relu(y), 0, 1))
-    spec = views(canonical(g.spec()))
-    assert in_memory_order(spec) is spec
+    spec = alias_views(canonical(g.spec()))
+    assert propagate_row_layout(spec) is spec
 
 
 @pytest.mark.parametrize("dims", [0, 1, 3, 4])
@@ -226,14 +228,14 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> Non
     if shared:
         g.output("half", g.mul(y, 2.0))
     g.output("y", y if y is not first else g.relu(y))
-    spec = views(canonical(g.spec()))
-    made = row_layout._Rows(spec).run()
+    spec = alias_views(canonical(g.spec()))
+    made = row_layout._RowLayout(spec).run()
     assert made is not None
     same_numbers(spec, made)
     for node in made.nodes:  # every view but copies lies in its operand
         if OPS[node.op].view and node.results[0] not in made.outputs:
             form = made.tensors[node.results[0]]
             assert lies_there(made.tensors, node) or is_contiguous(form.shape, form.stride)
-    kept = in_memory_order(spec)
-    assert row_layout._moved(kept) <= row_layout._moved(spec)
+    kept = propagate_row_layout(spec)
+    assert row_layout._copied_elements(kept) <= row_layout._copied_elements(spec)
     same_numbers(spec, prepared(canonical(g.spec())))

@@ -20,7 +20,7 @@ from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.rewrite.views import views_behind
+from cudnngraph.rewrite.views import sink_views
 from tests.models import Attends
 
 F16 = torch.float16
@@ -108,7 +108,7 @@ def scaled_images(g: cg.Graph, y: cg.Value) -> cg.Value:
 )
 def test_what_reads_a_view_of_a_product_joins_its_plan(build: Build, wanted: list[str]) -> None:
     spec = declared(build)
-    moved = views_behind(spec)
+    moved = sink_views(spec)
     assert ops(moved) == wanted
     same_numbers(spec, moved)
 
@@ -158,7 +158,7 @@ def test_what_would_be_copied_or_is_read_elsewhere_stays(build: Build) -> None:
     y = product(g)
     g.output("p", build(g, y))
     spec = g.spec()
-    assert views_behind(spec) is spec
+    assert sink_views(spec) is spec
 
 
 def test_an_output_in_between_stays() -> None:
@@ -167,7 +167,7 @@ def test_an_output_in_between_stays() -> None:
     g.output("shown", shown)
     g.output("y", g.relu(shown))
     spec = g.spec()
-    assert views_behind(spec) is spec
+    assert sink_views(spec) is spec
 
 
 VIEWS = st.lists(
@@ -204,7 +204,7 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], strange: bool) -> No
             y = g.relu(y) if kind == "relu" else g.mul(y, 0.5)
     g.output("y", g.identity(y))
     spec = canonical(g.spec())
-    same_numbers(spec, views_behind(spec))
+    same_numbers(spec, sink_views(spec))
     same_numbers(spec, prepared(spec))
 
 
@@ -234,4 +234,4 @@ def test_long_chains_of_pointwise_ops_are_walked_once() -> None:
         y = g.mul(y, g.sigmoid(y))
     z = g.reshape(y, (-1,))
     g.output("z", g.add(z, z))
-    assert "matmul" in ops(views_behind(g.spec()))
+    assert "matmul" in ops(sink_views(g.spec()))

@@ -22,7 +22,7 @@ from cudnngraph.runtime import compile as compiling
 from tests import numerics
 
 module: Any = sys.modules["cudnngraph.runtime.specialize"]
-Recent, Static = module.Recent, module.Static
+LastCall, Static = module.LastCall, module.Static
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
@@ -462,7 +462,7 @@ class Served:
 
 
 def test_what_served_a_call_serves_the_next_one_like_it() -> None:
-    recent, executable, static = Recent(), Served(), Static({})
+    recent, executable, static = LastCall(), Served(), Static({})
     x, b = torch.ones(2), torch.ones(3)
     assert recent.serve(static, None, (x, None, b)) is None, "there was none"
     recent.remember(static, None, (x, None, b), executable)
@@ -494,7 +494,7 @@ def switched(name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["autocast", "settings", "deterministic", "tf32"])
 def test_another_state_takes_a_closer_look(name: str) -> None:
-    recent, executable, static = Recent(), Served(), Static({})
+    recent, executable, static = LastCall(), Served(), Static({})
     x = torch.ones(2)
     recent.remember(static, None, (x,), executable)
     with switched(name):
@@ -503,7 +503,7 @@ def test_another_state_takes_a_closer_look(name: str) -> None:
 
 
 def test_other_options_tensors_and_policies_take_a_closer_look_and_a_copy_knows_nothing() -> None:
-    recent, executable, static = Recent(), Served(), Static({})
+    recent, executable, static = LastCall(), Served(), Static({})
     x = torch.ones(2)
     recent.remember(static, None, (x, None), executable)
     assert recent.serve(Static({}), None, (x, None)) is None
@@ -515,7 +515,7 @@ def test_other_options_tensors_and_policies_take_a_closer_look_and_a_copy_knows_
 
 
 def test_options_are_put_together_again_when_they_change() -> None:
-    recent, made = Recent(), []
+    recent, made = LastCall(), []
 
     def options(a: int, b: tuple[int, ...]) -> dict[str, Any]:
         made.append((a, b))

@@ -22,9 +22,9 @@ from cudnngraph.partition.analysis import work
 from cudnngraph.runtime import fast_call
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.runtime.program import Program
-from cudnngraph.select.decision import FREE
+from cudnngraph.select.decision import ALIAS
 from cudnngraph.select.heuristic import heuristic
-from cudnngraph.select.trial import Chain
+from cudnngraph.select.trial import GraphTrial
 from plans_cache.workspace import Slot, WorkspacePool
 from tests import numerics
 from tests.fakes import builder
@@ -135,7 +135,7 @@ def test_steps_with_views_between_them_compute_what_torch_does(
         numerics.check(y, want, F32, what=name)
         y.fill_(77.0)
     assert len(blocks) <= 1
-    free = [FREE in step.decisions for step in program.steps]
+    free = [ALIAS in step.decisions for step in program.steps]
     assert free.count(False) == len(launches)
 
 
@@ -144,7 +144,7 @@ def test_a_trial_of_the_whole_runs_the_same_steps(name: str) -> None:
     """What selection times is what is run."""
     spec, inputs, want = declared(name)
     program = in_steps(spec)
-    chain = Chain(program.spec, POLICY, CPU)
+    chain = GraphTrial(program.spec, POLICY, CPU)
     for key, value in zip(program.spec.inputs, inputs.values(), strict=True):
         chain._inputs[key].copy_(value)
     written: list[torch.Tensor] = []
@@ -197,7 +197,7 @@ def test_a_step_writes_itself_what_an_output_is_a_view_of(
     names = (*program.spec.inputs, *program.spec.outputs)
     tensors = dict(zip(names, (x, w, *outputs), strict=True))
     launches = program.launches(tensors, 0)
-    free = [FREE in step.decisions for step in program.steps]
+    free = [ALIAS in step.decisions for step in program.steps]
     assert free.count(False) == len(launches) == count
     right = by_torch(x.double(), w.double())
     for _ in range(2):
@@ -291,7 +291,7 @@ def test_what_is_joined_is_written_into_its_slice(blocks: list[torch.Tensor]) ->
     bound = dict(zip(names, [inputs[n] for n in spec.inputs] + [y], strict=True))
     launches = program.launches(bound, 0)
     joins = [step for step in program.steps if step.spec.nodes[-1].op == "concat"]
-    assert [FREE in step.decisions for step in joins] == [True, False]
+    assert [ALIAS in step.decisions for step in joins] == [True, False]
     assert len(launches) == len(program.steps) - 1
     values = program._layout.tensors(blocks[-1], bound)
     whole = values[joins[1].spec.outputs[0]]

@@ -55,21 +55,21 @@ def ops(steps: Sequence[Laid]) -> list[str]:
 
 def test_a_plan_runs_beside_those_that_do_not_read_its_result() -> None:
     assert ops(branches()) == ["conv", "conv", "conv", "conv", "add"]
-    assert streams.beside(branches()) == {1: 3}
-    assert streams.beside(branches(joined=False)) == {1: 3}
+    assert streams.overlappable(branches()) == {1: 3}
+    assert streams.overlappable(branches(joined=False)) == {1: 3}
 
 
 def test_torch_steps_and_pointwise_plans_run_in_their_place() -> None:
     steps = branches()
     apart = [Laid(step.spec, at != 1, 0) for at, step in enumerate(steps)]
-    assert streams.beside(apart) == {}
+    assert streams.overlappable(apart) == {}
     alone = [Laid(step.spec, at == 1, 0) for at, step in enumerate(steps)]
-    assert streams.beside(alone) == {}, "there is no plan to run beside"
+    assert streams.overlappable(alone) == {}, "there is no plan to run beside"
     g = cg.Graph("pointwise")
     x = g.input("x", (4, 6), F16)
     for name in "abc":
         g.output(name, x * float(ord(name)))
-    assert streams.beside(one_by_one(g.spec(), lambda part: True)) == {}
+    assert streams.overlappable(one_by_one(g.spec(), lambda part: True)) == {}
 
 
 def test_so_many_run_beside_the_others_at_a_time() -> None:
@@ -78,7 +78,9 @@ def test_so_many_run_beside_the_others_at_a_time() -> None:
     w = g.input("w", (8, 8, 3, 3), F16, **LAST)  # type: ignore[arg-type]
     for number in range(6):
         g.output(f"y{number}", g.conv(x, w, padding=1))
-    assert streams.beside(one_by_one(g.spec(), lambda part: True)) == dict.fromkeys(range(3), 5)
+    assert streams.overlappable(one_by_one(g.spec(), lambda part: True)) == dict.fromkeys(
+        range(3), 5
+    )
 
 
 class Stream:
@@ -131,7 +133,7 @@ def test_what_runs_side_by_side_shares_no_memory(case: Case, monkeypatch: Any) -
     spec = case.build().spec()
     backward = cg.differentiate(spec, floating_inputs(spec)).backward
     steps = one_by_one(backward, lambda part: part.nodes[-1].op != "concat")
-    until = streams.beside(steps)
+    until = streams.overlappable(steps)
     graph = prepared(canonical(backward))
     bound = {*graph.inputs, *graph.outputs}
     layout = Layout(steps, bound, until)

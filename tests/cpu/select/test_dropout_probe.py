@@ -15,9 +15,9 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.ops.attention.dropout import dropout_keep, philox
 from cudnngraph.runtime.trainable import check_dropout
 from cudnngraph.select.decision import Decision, StepPlan
-from cudnngraph.select.dropout_probe import draws, explicit, recovered
+from cudnngraph.select.dropout_probe import has_seeded_dropout, recover_mask, with_mask
 from cudnngraph.select.inputs import random_inputs
-from cudnngraph.select.rules import why_apart
+from cudnngraph.select.rules import why_split
 from tests.samples import F16, F32, F64
 
 B, H, S, D = 2, 4, 13, 8
@@ -105,8 +105,8 @@ def test_what_a_plan_drops_is_recovered_and_makes_the_reference_agree(
 ) -> None:
     spec = build(backward, **options)
     inputs = random_inputs(spec, CPU)
-    assert draws(spec)
-    keep = recovered(spec, inputs, runner(spec))
+    assert has_seeded_dropout(spec)
+    keep = recover_mask(spec, inputs, runner(spec))
     whole = dropout_keep((B, H, S, S), 0.4, torch.tensor([1]), torch.tensor([2]))
     reach = torch.ones(S, S, dtype=torch.bool)
     if options.get("is_causal"):
@@ -114,8 +114,8 @@ def test_what_a_plan_drops_is_recovered_and_makes_the_reference_agree(
     if "window" in options:
         reach = reach.tril(3).triu(-4)
     assert torch.equal(keep, whole & reach)
-    other, given = explicit(spec, inputs, keep)
-    assert not draws(other) and not {"seed", "offset"} & set(other.inputs)
+    other, given = with_mask(spec, inputs, keep)
+    assert not has_seeded_dropout(other) and not {"seed", "offset"} & set(other.inputs)
     for ours, theirs in zip(reference.run(other, given), runner(spec)(inputs), strict=True):
         assert float((ours - theirs).abs().max()) < 1e-12
     plain = reference.run(spec, inputs)
@@ -129,7 +129,7 @@ def test_attention_that_draws_shares_no_plan_with_what_follows() -> None:
     dropout = {"dropout_p": 0.1, "dropout_seed": seed, "dropout_offset": offset}
     g.output("y", g.relu(g.sdpa(q, k, v, **dropout)))
     assert (
-        why_apart(g.spec()) == "what attention drops by a seed can be told of its own result alone"
+        why_split(g.spec()) == "what attention drops by a seed can be told of its own result alone"
     )
 
 

@@ -15,7 +15,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import heuristic
 from cudnngraph.select.decision import Selection
-from cudnngraph.select.rules import torch_only, why_apart
+from cudnngraph.select.rules import why_not_cudnn, why_split
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 POLICY = cg.Policy(allow_tf32=False)
@@ -197,7 +197,7 @@ def alone(spec: GraphSpec) -> GraphSpec:
     ],
 )
 def test_what_is_better_run_apart(spec: GraphSpec, why: str | None) -> None:
-    assert why_apart(spec) == why
+    assert why_split(spec) == why
 
 
 def test_what_is_better_run_apart_is_not_shown_to_cudnn_whole() -> None:
@@ -273,9 +273,9 @@ def test_an_output_that_alone_is_too_large_is_found() -> None:
     g = cg.Graph("g")
     column, row = g.input("column", (2**16, 1), F16), g.input("row", (1, 2**16), F16)
     g.output("y", column + row)
-    assert torch_only(g.spec()) == "'y' spans 4294967296 elements, over 2^31 - 1"
+    assert why_not_cudnn(g.spec()) == "'y' spans 4294967296 elements, over 2^31 - 1"
 
 
 def test_a_tensor_of_the_largest_size_is_shown_to_cudnn() -> None:
-    assert torch_only(one_relu((2**31 - 1,), F16)) is None
-    assert torch_only(one_relu((2**31,), F16)) is not None
+    assert why_not_cudnn(one_relu((2**31 - 1,), F16)) is None
+    assert why_not_cudnn(one_relu((2**31,), F16)) is not None

@@ -29,8 +29,8 @@ from cudnngraph.partition.memory import Laid, Layout
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
-from cudnngraph.select.decision import FREE, Decision, Selection
-from cudnngraph.select.rules import why_apart
+from cudnngraph.select.decision import ALIAS, Decision, Selection
+from cudnngraph.select.rules import why_split
 from plans_cache.record import from_json
 from tests.cpu.partition.test_partition import BINARY, UNARY, random_graph, two_branches
 from tests.cuttings import every_way, pieces, rewritten
@@ -482,12 +482,12 @@ def test_no_part_is_told_apart_by_its_names() -> None:
 
 def test_what_a_rule_advises_against_is_not_asked_for() -> None:
     spec = block(groups=8)
-    assert why_apart(spec) is not None
+    assert why_split(spec) is not None
     bench = table({WHOLE: [Offer(1.0)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
     selection = run(spec, bench)
     assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)]
     assert WHOLE not in bench.asked
-    assert why_apart(spec) in reasons(selection)
+    assert why_split(spec) in reasons(selection)
 
 
 def test_progress_is_told_and_never_goes_back() -> None:
@@ -714,7 +714,7 @@ def test_no_way_to_run_a_random_graph_is_faster_than_the_one_taken(
     spec = random_graph(steps, extra).spec()
     bench = random_bench(seed, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "TIE", 1.0)  # with it a way may be taken that is 2 % slower
+        patch.setattr(search, "TIE_RATIO", 1.0)  # with it a way may be taken that is 2 % slower
         selection = run(spec, bench)
     total = sum(step.time_us or math.inf for step in selection.steps)
     assert total == min(totals(bench, spec))
@@ -736,7 +736,7 @@ def test_no_candidate_of_a_random_graph_is_lost(
         if any(decision.subject == "all plans" for decision in step.decisions):
             continue  # it stands at the first of the steps that are equal
         listed = Counter(d.choice.engine for d in step.decisions if d.choice is not None)
-        offered = bench._offers(step.spec) if why_apart(step.spec) is None else ()
+        offered = bench._offers(step.spec) if why_split(step.spec) is None else ()
         mine = {engine for engine in listed if engine < len(offered)}
         assert mine == set(range(len(offered)))
         by_torch = [d for d in step.decisions if d.subject == "torch"]
@@ -772,7 +772,7 @@ def test_two_branches_are_compared_in_every_way() -> None:
         for variant in rewritten(spec)
         for way in every_way(Graph(variant), work(variant.nodes))
         for step in pieces(Graph(variant), way)
-        if why_apart(step) is None
+        if why_split(step) is None
     }
     assert steps == set(bench.timed)
 
@@ -937,7 +937,7 @@ def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
     selection = run(g.spec(), table({"matmul": [Offer(5.0)], "tanh": [Offer(1.0)]}))
     shown = [s for s in selection.steps if s.spec.nodes[-1].op == "reshape"]
     assert len(shown) == 16
-    assert all(FREE in step.decisions for step in shown)
+    assert all(ALIAS in step.decisions for step in shown)
     assert [ops(s.spec) for s in selection.steps if s.choice is not None] == ["matmul"] * 8 + [
         "tanh"
     ]

@@ -19,7 +19,7 @@ from cudnngraph.select import inputs as inputs_module
 from cudnngraph.select import trial
 from cudnngraph.select.inputs import random_inputs, strided
 from cudnngraph.select.tolerance import TF32_TOLERANCE, relative_error, tolerance
-from cudnngraph.select.trial import GUARD_BYTES, Trial
+from cudnngraph.select.trial import GUARD_BYTES, StepTrial
 from tests import numerics
 from tests.chunks import each_case
 from tests.samples import Case, enumerate_cases
@@ -278,7 +278,7 @@ BOOLS = TensorSpec("y", (7,), (1,), torch.bool)
 
 
 def guarded(spec: TensorSpec) -> Any:
-    return trial._Guarded(spec.extent * spec.dtype.itemsize, CPU)
+    return trial._Redzone(spec.extent * spec.dtype.itemsize, CPU)
 
 
 @pytest.mark.parametrize("spec", [DENSE, GAPS, EVERY_OTHER, BOOLS], ids=str)
@@ -327,7 +327,7 @@ def test_what_is_not_written_is_not_a_number(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257])
 def test_a_workspace_may_be_written_all_over_and_no_further(size: int) -> None:
-    memory = trial._Guarded(size, CPU)
+    memory = trial._Redzone(size, CPU)
     memory.inner.fill_(3)
     assert memory.inner.numel() == size and not memory.touched_outside(None)
     for at in (GUARD_BYTES - 1, GUARD_BYTES + size):
@@ -400,7 +400,7 @@ POLICY = cg.Policy(allow_tf32=False)
 
 
 def why(plan: Plan, policy: cg.Policy = POLICY) -> str | None:
-    return Trial(plan.spec, policy, CPU).why_wrong(plan)
+    return StepTrial(plan.spec, policy, CPU).why_wrong(plan)
 
 
 @each_case(CASES)
@@ -740,21 +740,21 @@ def test_a_corner_of_attention_is_the_corner_of_the_whole(spec: GraphSpec) -> No
 
 
 def test_small_attention_is_compared_whole() -> None:
-    assert trial._corners(ATTENTIONS["gqa"]) is None
+    assert trial._corner_heads(ATTENTIONS["gqa"]) is None
 
 
 def test_only_attention_alone_is_compared_by_corners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "LARGE_SCORES", 0)
-    assert trial._corners(ATTENTIONS["gqa"]) == [(0, 0), (2, 1)]
-    assert trial._corners(product()) is None
+    assert trial._corner_heads(ATTENTIONS["gqa"]) == [(0, 0), (2, 1)]
+    assert trial._corner_heads(product()) is None
     g = cg.Graph("g")
     q = g.input("q", (1, 1, 8, 16), F16)
     g.output("o", g.relu(g.sdpa(q, q, q)))
-    assert trial._corners(g.spec()) is None
+    assert trial._corner_heads(g.spec()) is None
     g = cg.Graph("g")
     q = g.input("q", (1, 1, 8, 16), F16)
     g.output("o", g.sdpa(q, q, q))
-    assert trial._corners(g.spec()) == [(0, 0)], "both ends are the same"
+    assert trial._corner_heads(g.spec()) == [(0, 0)], "both ends are the same"
 
 
 @pytest.mark.parametrize("spec", ATTENTIONS.values(), ids=ATTENTIONS)
@@ -783,7 +783,7 @@ def test_large_attention_of_fp8_is_checked_at_both_ends(monkeypatch: pytest.Monk
     for name, value in {"o": o, "lse": lse, "amax_s": amax_s}.items():
         g.output(name, value)
     spec = g.spec()
-    assert trial._corners(spec) == [(0, 0), (2, 1)]
+    assert trial._corner_heads(spec) == [(0, 0), (2, 1)]
     assert why(Plan(spec)) is None
     for place in (0, -1):
 

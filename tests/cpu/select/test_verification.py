@@ -62,7 +62,7 @@ class Proposed:
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     Data.short, Data.made = 0, []
-    monkeypatch.setattr(verification, "Trial", Data)
+    monkeypatch.setattr(verification, "StepTrial", Data)
     monkeypatch.setattr(verification, "Proposals", Proposed)
     monkeypatch.setattr(verification, "replay", lambda spec, choice, index: FakePlan(choice))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
