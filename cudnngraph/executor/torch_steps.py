@@ -25,6 +25,7 @@ from ..ops import aten
 from ..ops import pooling as resample
 from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..rewrite.annotate import BOUNDED
 from ..rewrite.packed import prefers_flash
@@ -275,7 +276,7 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
     """Packed attention by torch's flash attention; None if :func:`prefers_flash` says no, or if the
     GPU is too old for it."""
     kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
-    narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
+    narrow = len(kinds) == 1 and kinds <= {*LOW_PRECISION}
     if device.type != "cuda" or not narrow or not prefers_flash(node, spec.tensors):
         return None
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
@@ -367,10 +368,7 @@ def _by_channel(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     """Tensors without memory, as those of ``names`` are."""
-    return [
-        torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
-        for t in (spec.tensors[name] for name in names)
-    ]
+    return [spec.tensors[name].empty("meta") for name in names]
 
 
 def launcher(

@@ -197,6 +197,10 @@ class TensorSpec:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor of this form whose memory nothing has written."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
     def layout(self) -> str:
         """``contiguous``, ``channels_last``, or the strides written out."""
         if is_contiguous(self.shape, self.stride):

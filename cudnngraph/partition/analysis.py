@@ -14,11 +14,10 @@ from functools import cached_property
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout
-from ..ops.base import FLOATS, Call
+from ..ops.base import FLOATS, LOW_PRECISION, Call
 from ..ops.table import OPS
 from .aliases import Aliases, Made, aliases
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
 _GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
 

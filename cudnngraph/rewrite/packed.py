@@ -10,8 +10,9 @@ import torch
 
 from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
-from ..partition.analysis import LOW_PRECISION, Graph
+from ..partition.analysis import Graph
 
 
 def token_strides(

@@ -126,10 +126,7 @@ class StepTrial:
         # Functions of single numbers are off in some ranges and not in others.
         self._wide = self._strict and is_pointwise(spec)
         self._data = _Data(random_inputs(spec, device))
-        self._outputs = [
-            torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
-            for t in (spec.tensors[name] for name in spec.outputs)
-        ]
+        self._outputs = [spec.tensors[name].empty(device) for name in spec.outputs]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
         self.error = 0.0  # the largest relative error of the results of the last check
@@ -341,10 +338,7 @@ class GraphTrial:
         self._device = device
         values = random_inputs(spec, device)
         self._inputs = dict(zip(spec.inputs, values, strict=True))
-        self._outputs = {
-            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
-            for name, t in ((name, spec.tensors[name]) for name in spec.outputs)
-        }
+        self._outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
         """What runs ``steps`` once, in order, on the current stream."""

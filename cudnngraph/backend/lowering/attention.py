@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ...ir.spec import GraphSpec, Node, same_layout
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS
 from ...rewrite.annotate import REPEATABLE
 from ...rewrite.packed import SAME_STRIDES, token_strides
-from .base import LOW_PRECISION, Refused, tensor_at
+from .base import Refused, tensor_at
 from .context import Context
 
 

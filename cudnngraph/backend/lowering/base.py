@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ...ir.spec import Node
 from ...ops.table import OPS
 
 Shape = Sequence[int]
 Place = tuple[Shape, Shape]  # shape and stride
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Refused(Exception):

@@ -25,8 +25,9 @@ from ...ir.spec import (
     memory_order,
     numel,
 )
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS
-from .base import LOW_PRECISION, Place, Refused, Shape
+from .base import Place, Refused, Shape
 from .placement import VARLEN, placed
 
 # Anchors whose plans see merged dims.

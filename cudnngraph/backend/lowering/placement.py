@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS
 from ...rewrite.packed import prefers_flash
-from .base import LOW_PRECISION, Refused, Shape, tensor_at
+from .base import Refused, Shape, tensor_at
 
 _CHANNEL_PORTS = {
     "bias": ("bias",),
