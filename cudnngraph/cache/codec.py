@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -121,37 +121,12 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
 
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
-    if is_channels_last(record):
-        spec = channels_last(spec)
-    whole = Graph(spec)
-    left = {node.name: (whole, node) for node in work(spec.nodes)}
-    for names in dense_regions(record):
-        inside = [left.pop(name, None) for name in names]
-        if None in inside:
-            raise StaleRecord("a region of the record has an op that is not there, or twice")
-        region = piece(whole, [entry[1] for entry in inside if entry is not None])
-        graph = Graph(with_dense_images(region))
-        left |= {node.name: (graph, node) for node in work(graph.spec.nodes)}
+    left = _places(record, spec)
     constants = {node.name for node in spec.nodes if node.op == "constant"}
     steps: list[StepPlan] = []
     made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        mine: list[Node] = []
-        graphs: dict[int, Graph] = {}
-        for name in (name for name in step.nodes if name not in constants):
-            if name not in left:
-                raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
-            graph, node = left.pop(name)
-            graphs[id(graph)] = graph
-            mine.append(node)
-        if len(graphs) != 1:
-            raise StaleRecord(f"step {number} of the record is in no region, or in two")
-        part = piece(graph, mine)
-        if tuple(node.name for node in part.nodes) != step.nodes:
-            raise StaleRecord(f"step {number} of the record has other ops than the graph")
-        types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
-        if tuple(types) != (*step.inputs, *step.outputs):
-            raise StaleRecord(f"step {number} has other tensors than in the record")
+        part = _part(number, step, left, constants)
         if not made.issuperset(part.inputs):
             raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
         made |= set(part.outputs)
@@ -164,6 +139,44 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     if left:
         raise StaleRecord(f"op '{next(iter(left))}' is in no step of the record")
     return tuple(steps)
+
+
+_Places = dict[str, tuple[Graph, Node]]  # the nodes by name, each with the graph that is cut there
+
+
+def _places(record: PlanRecord, spec: GraphSpec) -> _Places:
+    """The nodes that the steps of a record are made of."""
+    whole = Graph(channels_last(spec) if is_channels_last(record) else spec)
+    found = {node.name: (whole, node) for node in work(whole.spec.nodes)}
+    for names in dense_regions(record):
+        inside = [found.pop(name, None) for name in names]
+        if None in inside:
+            raise StaleRecord("a region of the record has an op that is not there, or twice")
+        region = piece(whole, [place[1] for place in inside if place is not None])
+        graph = Graph(with_dense_images(region))
+        found |= {node.name: (graph, node) for node in work(graph.spec.nodes)}
+    return found
+
+
+def _part(number: int, step: StepRecord, left: _Places, constants: Collection[str]) -> GraphSpec:
+    """The graph of a step, whose nodes are taken out of ``left``."""
+    mine: list[Node] = []
+    graphs: dict[int, Graph] = {}
+    for name in (name for name in step.nodes if name not in constants):
+        if name not in left:
+            raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
+        graph, node = left.pop(name)
+        graphs[id(graph)] = graph
+        mine.append(node)
+    if len(graphs) != 1:
+        raise StaleRecord(f"step {number} of the record is in no region, or in two")
+    part = piece(graph, mine)
+    if tuple(node.name for node in part.nodes) != step.nodes:
+        raise StaleRecord(f"step {number} of the record has other ops than the graph")
+    types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
+    if tuple(types) != (*step.inputs, *step.outputs):
+        raise StaleRecord(f"step {number} has other tensors than in the record")
+    return part
 
 
 def is_channels_last(record: PlanRecord) -> bool:
