@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..ir.spec import TensorSpec
+from ..ir.spec import ALIGNMENT_BYTES, TensorSpec
 from . import env, handles, libraries
 
 _DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 9}  # cudnnDataType_t
@@ -22,7 +22,6 @@ _MAX = 0  # cudnnPoolingMode_t
 _KEEP_NAN = 1  # cudnnNanPropagation_t
 _REFUSALS = range(2000, 4000)  # cudnnStatus_t: of parameters, and of what is not supported
 _MOST = 2**31 - 1  # elements that strides reach
-_ALIGNED = 16  # bytes
 
 #: Pools an image into another tensor, on the current stream; False where cuDNN does not do it.
 Pooling = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -107,7 +106,7 @@ def _in_order(tensor: TensorSpec, order: Sequence[int]) -> list[int] | None:
         elif (
             step < reach
             or (reach == 1 and step != 1)
-            or (step != reach and step * tensor.dtype.itemsize % _ALIGNED)
+            or (step != reach and step * tensor.dtype.itemsize % ALIGNMENT_BYTES)
         ):
             return None
         else:
@@ -131,7 +130,7 @@ def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling |
 
     def run(image: torch.Tensor, out: torch.Tensor) -> bool:
         source, target = image.data_ptr(), out.data_ptr()
-        if (source | target) % _ALIGNED:
+        if (source | target) % ALIGNMENT_BYTES:
             return False
         with torch.cuda.device(image.device):
             handle = place(handles.handle_on_current_stream(image.device.index).backend_handle)

@@ -38,9 +38,7 @@ class Filled(Case):
         made: dict[str, torch.Tensor] = {}
         for name in (*spec.inputs, *spec.outputs):
             declared = spec.tensors[name]
-            tensor = made[name] = torch.empty_strided(
-                declared.shape, declared.stride, dtype=declared.dtype, device=device
-            )
+            tensor = made[name] = declared.empty(device)
             if name in self.in_place:
                 made[name] = made[self.in_place[name]]
             elif name in self.fills:

@@ -44,9 +44,7 @@ class Case:
         made = {}
         for name in (*spec.inputs, *spec.outputs):
             declared = spec.tensors[name]
-            tensor = made[name] = torch.empty_strided(
-                declared.shape, declared.stride, dtype=declared.dtype, device=device
-            )
+            tensor = made[name] = declared.empty(device)
             if name in self.numbers:
                 tensor.fill_(self.numbers[name])
             elif name in self.given:

@@ -17,8 +17,7 @@ from functools import partial
 
 import torch
 
-from ..device import timing
-from ..device.tf32 import tf32
+from ..device import tf32, timing
 from ..runtime.bound import CapturedCall
 
 Call = Callable[[], object]
@@ -274,10 +273,10 @@ class CeilingsOf:
             self._copy_gb_s = self._memory()
         kind = dtype_text(dtype)
         if kind not in self._products and dtype.is_floating_point and dtype.itemsize > 1:
-            with tf32(False):
+            with tf32.scope(False):
                 self._products[kind] = self._product(dtype)
             if dtype == torch.float32 and self._device.type == "cuda":
-                with tf32(True):
+                with tf32.scope(True):
                     self._products[TF32] = self._product(dtype)
         return self.known
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,15 +20,16 @@ from plans_cache.record import Candidate, PlanRecord, StepRecord
 from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
 from ..ir.key import Key, encode
-from ..ir.spec import GraphSpec, print_spec
+from ..ir.spec import GraphSpec, Node, print_spec
 from ..ops.table import is_default
 from ..partition.analysis import Graph, work
 from ..partition.cuts import piece
 from ..policy import Policy
-from ..rewrite.channels_last import channels_last
+from ..rewrite.channels_last import channels_last, with_dense_images
 from ..select.decision import Decision, Selection, StepPlan
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
+DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
 
@@ -104,8 +105,15 @@ def to_record(
         policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
         versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
         created=time.time(),
-        extra={CHANNELS_LAST: True} if selection.channels_last else {},
+        extra=_variant(selection),
     )
+
+
+def _variant(selection: Selection) -> dict[str, Any]:
+    """What else a record says of the graph that its steps are those of."""
+    if selection.channels_last:
+        return {CHANNELS_LAST: True}
+    return {DENSE: [list(names) for names in selection.dense]} if selection.dense else {}
 
 
 def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
@@ -113,25 +121,12 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
 
     Raises :class:`StaleRecord` when the graph has no such steps.
     """
-    if is_channels_last(record):
-        spec = channels_last(spec)
-    graph = Graph(spec)
-    left = {node.name: node for node in work(spec.nodes)}
+    left = _places(record, spec)
     constants = {node.name for node in spec.nodes if node.op == "constant"}
     steps: list[StepPlan] = []
     made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        mine = []
-        for name in (name for name in step.nodes if name not in constants):
-            if name not in left:
-                raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
-            mine.append(left.pop(name))
-        part = piece(graph, mine)
-        if tuple(node.name for node in part.nodes) != step.nodes:
-            raise StaleRecord(f"step {number} of the record has other ops than the graph")
-        types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
-        if tuple(types) != (*step.inputs, *step.outputs):
-            raise StaleRecord(f"step {number} has other tensors than in the record")
+        part = _part(number, step, left, constants)
         if not made.issuperset(part.inputs):
             raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
         made |= set(part.outputs)
@@ -146,9 +141,57 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     return tuple(steps)
 
 
+_Places = dict[str, tuple[Graph, Node]]  # the nodes by name, each with the graph that is cut there
+
+
+def _places(record: PlanRecord, spec: GraphSpec) -> _Places:
+    """The nodes that the steps of a record are made of."""
+    whole = Graph(channels_last(spec) if is_channels_last(record) else spec)
+    found = {node.name: (whole, node) for node in work(whole.spec.nodes)}
+    for names in dense_regions(record):
+        inside = [found.pop(name, None) for name in names]
+        if None in inside:
+            raise StaleRecord("a region of the record has an op that is not there, or twice")
+        region = piece(whole, [place[1] for place in inside if place is not None])
+        graph = Graph(with_dense_images(region))
+        found |= {node.name: (graph, node) for node in work(graph.spec.nodes)}
+    return found
+
+
+def _part(number: int, step: StepRecord, left: _Places, constants: Collection[str]) -> GraphSpec:
+    """The graph of a step, whose nodes are taken out of ``left``."""
+    mine: list[Node] = []
+    graphs: dict[int, Graph] = {}
+    for name in (name for name in step.nodes if name not in constants):
+        if name not in left:
+            raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
+        graph, node = left.pop(name)
+        graphs[id(graph)] = graph
+        mine.append(node)
+    if len(graphs) != 1:
+        raise StaleRecord(f"step {number} of the record is in no region, or in two")
+    part = piece(graph, mine)
+    if tuple(node.name for node in part.nodes) != step.nodes:
+        raise StaleRecord(f"step {number} of the record has other ops than the graph")
+    types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
+    if tuple(types) != (*step.inputs, *step.outputs):
+        raise StaleRecord(f"step {number} has other tensors than in the record")
+    return part
+
+
 def is_channels_last(record: PlanRecord) -> bool:
     """Whether the steps are those of the graph with every image channels last."""
     return record.extra.get(CHANNELS_LAST) is True
+
+
+def dense_regions(record: PlanRecord) -> tuple[tuple[str, ...], ...]:
+    """The names of the nodes of each region that makes its images dense."""
+    found = record.extra.get(DENSE, [])
+    if not isinstance(found, list) or not all(isinstance(names, list) for names in found):
+        raise StaleRecord("the regions of the record are no lists of ops")
+    if not all(isinstance(name, str) for names in found for name in names):
+        raise StaleRecord("the regions of the record name no ops")
+    return tuple(map(tuple, found))
 
 
 def _verified(data: Any) -> Verified | None:

@@ -37,6 +37,7 @@ from ..select.decision import Selection, StepPlan
 from . import distributed
 from .codec import (
     StaleRecord,
+    dense_regions,
     env_components,
     is_channels_last,
     pack,
@@ -353,7 +354,7 @@ def _restore(
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    selection = Selection(steps, tuple(plans), is_channels_last(record))
+    selection = Selection(steps, tuple(plans), is_channels_last(record), dense_regions(record))
     return selection, f"{tier}, {detail}", checked
 
 

@@ -1,1 +1,1 @@
-"""Run by torch: the reference executor, torch steps on a GPU, the memory between steps."""
+"""Run by torch: the reference executor, and torch steps on a GPU."""

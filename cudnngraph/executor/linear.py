@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..ir.spec import GraphSpec, view_strides
+from ..ops.base import LOW_PRECISION
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,7 +39,7 @@ def _linear(spec: GraphSpec) -> tuple[str, str, str, str | None] | None:
     ranks = [len(tensors[name].shape) for name in (x, y, bias)]
     if ranks[0] < 2 or ranks[1:] != [2, 1] or len(kinds) != 1:
         return None
-    if not kinds <= {torch.float16, torch.bfloat16}:
+    if not kinds <= {*LOW_PRECISION}:
         return None
     for each in (tensors[x], tensors[spec.outputs[0]]):
         rows = (each.numel // max(each.shape[-1], 1), each.shape[-1])

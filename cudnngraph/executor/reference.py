@@ -14,7 +14,7 @@ import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, once, overlaps_itself, same_layout
 from ..ops import aten
-from ..ops.base import Rule, Tensors
+from ..ops.base import LOW_PRECISION, Rule, Tensors
 from ..ops.operands import need
 from ..ops.table import OPS
 
@@ -118,9 +118,6 @@ def _prepare(
     return run
 
 
-_NARROW = (torch.float16, torch.bfloat16)
-
-
 def _for_torch(
     spec: GraphSpec, node: Node, compute: torch.dtype, *, named_dtypes: bool
 ) -> _Prepare:
@@ -131,7 +128,7 @@ def _for_torch(
     between = [name is not None and name not in spec.inputs for name in node.inputs]
     attrs = dict(node.attrs)
     named = aten.named_dtypes((attrs["args"], attrs["kwargs"])) if named_dtypes else frozenset()
-    narrow = next(iter(named)) if len(named) == 1 and named <= {*_NARROW} else None
+    narrow = next(iter(named)) if len(named) == 1 and named <= {*LOW_PRECISION} else None
 
     def rounded(value: torch.Tensor | None, made: bool) -> torch.Tensor | None:
         if value is None or narrow is None or not made or value.dtype is not torch.float32:

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from ..backend import legacy_pooling
+from ..device import tf32
 from ..device.allocation import lasting
 from ..device.rules import DeviceRules, rules
-from ..device.tf32 import tf32
-from ..ir.spec import GraphSpec, Node, view_strides
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
 from ..ops.attention.packed import ragged_into
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
-from ..ops.views import view_place
 from ..rewrite.annotate import BOUNDED
 from ..rewrite.packed import prefers_flash
 from . import reference
@@ -275,7 +275,7 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
     """Packed attention by torch's flash attention; None if :func:`prefers_flash` says no, or if the
     GPU is too old for it."""
     kinds = {spec.tensors[str(name)].dtype for name in node.inputs[:3]}
-    narrow = len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16}
+    narrow = len(kinds) == 1 and kinds <= {*LOW_PRECISION}
     if device.type != "cuda" or not narrow or not prefers_flash(node, spec.tensors):
         return None
     if torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
@@ -294,7 +294,9 @@ def _run_packed(spec: GraphSpec, node: Node, device: torch.device) -> Run | None
     def run(inputs: Tensors, outputs: Tensors) -> None:
         given = [inputs[at] for at in operands]
         whole = torch.contiguous_format
-        data = (x.clone(memory_format=whole) if x.data_ptr() % 16 else x for x in given[:3])
+        data = (
+            x.clone(memory_format=whole) if x.data_ptr() % ALIGNMENT_BYTES else x for x in given[:3]
+        )
         given = [*data, *(ends.contiguous() for ends in given[3:])]
         o, lse, *_ = _aten._flash_attention_forward(
             *given, *longest, 0.0, causal, False, scale=scale, **band
@@ -365,10 +367,7 @@ def _by_channel(x: torch.Tensor, groups: int, measured: DeviceRules) -> torch.Te
 
 def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
     """Tensors without memory, as those of ``names`` are."""
-    return [
-        torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device="meta")
-        for t in (spec.tensors[name] for name in names)
-    ]
+    return [spec.tensors[name].empty("meta") for name in names]
 
 
 def launcher(
@@ -379,15 +378,8 @@ def launcher(
     return partial(prepare(spec, allow_tf32=allow_tf32, device=device), inputs, outputs)
 
 
-def elements_past(node: Node, spec: GraphSpec) -> int:
-    """How many elements behind its operand's first one the result of a view op begins."""
-    place = view_place(node, spec.tensors[node.operands[0]])
-    assert place is not None
-    return place[1]
-
-
 def _in_precision(run: Run, inputs: Tensors, outputs: Tensors, allow_tf32: bool) -> None:
-    with torch.no_grad(), tf32(allow_tf32):
+    with torch.no_grad(), tf32.scope(allow_tf32):
         run(inputs, outputs)
 
 

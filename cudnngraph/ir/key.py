@@ -20,7 +20,7 @@ import torch
 from ..errors import UnkeyableError
 from ..policy import SEARCH_FIELDS, Policy
 from . import versions
-from .spec import GraphSpec, TensorSpec
+from .spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec
 
 
 def encode(value: Any) -> Any:
@@ -101,7 +101,10 @@ def graph_key(
         ("outputs", [[ids[name], *_tensor(spec.tensors[name])] for name in spec.outputs]),
         ("intermediates", {ids[name]: _tensor(spec.tensors[name]) for name in spec.intermediates}),
         ("compute_dtype", spec.compute_dtype),
-        ("alignment_bytes", {key: alignment.get(name, 16) for key, name in by_id.items()}),
+        (
+            "alignment_bytes",
+            {key: alignment.get(name, ALIGNMENT_BYTES) for key, name in by_id.items()},
+        ),
     ]
     parts += [
         (f"policy.{f.name}", getattr(policy, f.name))

@@ -61,9 +61,17 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return dense_strides(shape, range(len(shape)))
 
 
+ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
+
+
+def round_up(count: int, whole: int) -> int:
+    """The next multiple of ``whole``."""
+    return -(-count // whole) * whole
+
+
 def aligned(count: int) -> int:
     """At least so many elements of 16 bits, in whole sixteens of bytes."""
-    return -(-count // 8) * 8
+    return round_up(count, ALIGNMENT_BYTES // 2)
 
 
 def aligned_rows(shape: Sequence[int]) -> tuple[int, ...]:
@@ -188,6 +196,10 @@ class TensorSpec:
         if self.numel == 0:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor of this form whose memory nothing has written."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def layout(self) -> str:
         """``contiguous``, ``channels_last``, or the strides written out."""

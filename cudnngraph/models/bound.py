@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..backend import handles
-from ..ir.spec import TensorSpec, is_dense
+from ..ir.spec import ALIGNMENT_BYTES, is_dense
 from ..runtime.bound import CapturedCall
-from ..runtime.checks import ALIGNMENT_BYTES
 from ..runtime.executable import Executable, strided_copy
 from .convert import Imported
 
@@ -75,11 +74,11 @@ class Bound:
         given = {name: _aligned(tensor) for name, tensor in imported.constants.items()}
         for place, name in enumerate(imported.inputs):
             if name is not None:
-                given[name] = _empty(tensors[name], device).zero_()
+                given[name] = tensors[name].empty(device).zero_()
                 packed = imported.packed.get(name)
                 self.inputs[place] = packed.image(given[name]) if packed else given[name]
         for name in imported.spec.outputs:
-            self.written[name] = given[name] = _empty(tensors[name], device)
+            self.written[name] = given[name] = tensors[name].empty(device)
             if not is_dense(tensors[name].shape, tensors[name].stride):
                 self._gapped.add(name)
         self.tensors = given
@@ -122,7 +121,3 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % ALIGNMENT_BYTES == 0 or tensor.device.type == "cpu":
         return tensor
     return strided_copy(tensor)
-
-
-def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

@@ -36,8 +36,7 @@ from ..ir.spec import (
 )
 from ..ops import aten
 from ..ops import meta as forms
-from ..ops.base import FLOATS
-from ..partition.analysis import LOW_PRECISION
+from ..ops.base import FLOATS, LOW_PRECISION
 from .aten_ops import (
     ASSERTIONS,
     MAKE_IMAGES,

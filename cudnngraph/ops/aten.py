@@ -161,10 +161,7 @@ def _aten(call: Call) -> list[Result | None] | None:
         )
         return None
     specs = [call[port] for port in call.inputs]
-    like = [
-        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-        for spec in specs
-    ]
+    like = [spec.empty("meta") for spec in specs]
     try:
         results = forms(call.attrs, like)
     except Exception as error:

@@ -30,7 +30,8 @@ MAX_RANK = 8
 #: Stands in the table for an attribute that has no default.
 REQUIRED = inspect.Parameter.empty
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+FLOATS = (*LOW_PRECISION, torch.float32, torch.float64)
 
 #: The 8-bit floating formats: data of products and attention, results of quantize, nothing else.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

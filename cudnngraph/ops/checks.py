@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec, is_channels_last, is_contiguous, memory_order
-from .base import FLOATS, FP8, QUANTIZED, Call, dtype_name
+from .base import FLOATS, FP8, LOW_PRECISION, QUANTIZED, Call, dtype_name
 
 #: A sum of so many products of two int8 numbers may be 2^31, which int32 does not hold.
 INT32_TERMS = 1 << 17
@@ -171,7 +171,7 @@ def param_dtype(call: Call, port: str, data: str = "x") -> bool:
     param, x = call[port], call[data]
     if param.dtype == x.dtype and x.dtype in FLOATS:
         return True
-    if param.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
+    if param.dtype == torch.float32 and x.dtype in LOW_PRECISION:
         return True
     call.problem(
         f"{port} '{param.name}' is {dtype_name(param.dtype)}, "

@@ -16,6 +16,7 @@ import torch
 from ..device.allocation import lasting
 from ..device.rules import rules
 from ..ir.spec import channels_last_strides, contiguous_strides
+from .base import LOW_PRECISION
 
 Attrs = Mapping[str, Any]
 Tensors = Sequence[Any]
@@ -304,7 +305,7 @@ def enlarging(
     rank = x.dim() - 2
     if (
         attrs["mode"] not in ("linear", "bilinear")
-        or x.dtype not in (torch.float16, torch.bfloat16)
+        or x.dtype not in LOW_PRECISION
         or out.dtype != x.dtype
         or out.numel() < (rules().resize_by_matmul_min_elements if least is None else least)
         or math.prod(x.shape[2:]) == 1  # a copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout, view_strides
+from ..ir.spec import ALIGNMENT_BYTES, Node, TensorSpec, same_layout, view_strides
 from .table import OPS
 
 
@@ -30,7 +30,7 @@ def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | 
         stride = list(found)
     else:
         return None
-    return None if offset * source.dtype.itemsize % 16 else (tuple(stride), offset)
+    return None if offset * source.dtype.itemsize % ALIGNMENT_BYTES else (tuple(stride), offset)
 
 
 def order_of(node: Node, rank: int) -> list[int] | None:
@@ -72,13 +72,6 @@ def shape_of(view: Node, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(view.attr("shape") if order is None else (shape[dim] for dim in order))
 
 
-def shows_all(spec: GraphSpec, node: Node) -> bool:
-    """Whether a graph is one view that has every element of its operand."""
-    if sum(each.op != "constant" for each in spec.nodes) != 1 or not is_view(spec.tensors, node):
-        return False
-    return spec.tensors[node.operands[0]].numel == spec.tensors[node.results[0]].numel
-
-
 def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
     """The operands of a concatenation that lie as slices of its result would, and the offsets of
     those slices in elements; each operand once."""
@@ -93,7 +86,7 @@ def slots(tensors: Mapping[str, TensorSpec], node: Node) -> dict[str, int]:
             name not in found
             and tensor.numel > 0
             and tensor.dtype == result.dtype
-            and offset * tensor.dtype.itemsize % 16 == 0
+            and offset * tensor.dtype.itemsize % ALIGNMENT_BYTES == 0
             and same_layout(tensor.shape, tensor.stride, result.stride)
         ):
             found[name] = offset

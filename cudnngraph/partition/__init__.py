@@ -1,1 +1,1 @@
-"""Cut a graph into steps."""
+"""Cut a graph into steps, and plan the memory between them."""

@@ -14,11 +14,10 @@ from functools import cached_property
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout
-from ..ops.base import FLOATS, Call
+from ..ops.base import FLOATS, LOW_PRECISION, Call
 from ..ops.table import OPS
-from ..ops.views import is_view, slots
+from .aliases import Aliases, Made, aliases
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = tuple[Node, ...]
 
 
@@ -63,52 +62,26 @@ class Graph:
         return node.op == "batch_norm_backward"
 
     def is_free(self, node: Node) -> bool:
-        """Whether a node is a view, or joins what was written in its place: nothing has to run."""
-        if node.op == "concat":
-            return set(node.operands) <= self.joined and len(set(node.operands)) == len(node.inputs)
-        if node.results[0] in self.spec.outputs:
-            return node.results[0] in self.written_as_operand
-        return self._is_view(node)
-
-    def _is_view(self, node: Node) -> bool:
-        if not OPS[node.op].view:
-            return False
-        return is_view({n: self.crossing(n) for n in (node.operands[0], node.results[0])}, node)
+        """Whether nothing has to run for a node that is a step of its own: see
+        :mod:`~cudnngraph.partition.aliases`."""
+        return node.name in self._free
 
     @cached_property
-    def written_as_operand(self) -> frozenset[str]:
-        """Outputs that are a view of a step's result, all of it: the step writes them itself."""
-        found: dict[str, str] = {}  # by what they are a view of
-        for node in self.spec.nodes:
-            if node.results[0] not in self.spec.outputs or not self._is_view(node):
-                continue
-            name = node.operands[0]
-            while (source := self.producer.get(name)) is not None and self._is_view(source):
-                name = source.operands[0]
-            one, other = self.crossing(name), self.crossing(node.results[0])
-            if (
-                source is not None
-                and name not in self.spec.outputs
-                and name not in self.joined
-                and (one.numel, one.dtype) == (other.numel, other.dtype)
-            ):
-                found.setdefault(name, other.name)
-        return frozenset(found.values())
+    def _free(self) -> frozenset[str]:
+        nodes = work(self.spec.nodes)
+        free = self.aliases.free
+        return frozenset(node.name for number, node in enumerate(nodes) if number in free)
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        """What is memory of another tensor if each op is a step of its own."""
+        tensors = {**self.spec.tensors, **self.passed}
+        steps = [Made(tensors, node.results, node) for node in work(self.spec.nodes)]
+        return aliases(steps, {*self.spec.inputs, *self.spec.outputs})
 
     def crossing(self, name: str) -> TensorSpec:
         """A tensor as it is where it crosses from one step to another."""
         return self.passed.get(name, self.spec.tensors[name])
-
-    @cached_property
-    def joined(self) -> frozenset[str]:
-        """What is written straight into its slice of a concatenation's result."""
-        found: set[str] = set()
-        for node in self.spec.nodes:
-            if node.op != "concat":
-                continue
-            tensors = {name: self.crossing(name) for name in (*node.operands, *node.results)}
-            found |= {name for name in slots(tensors, node) if self.may_join(name)}
-        return frozenset(found)
 
     def may_join(self, name: str) -> bool:
         """Whether a tensor is memory of one of the steps, and of no view's operand."""

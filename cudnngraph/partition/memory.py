@@ -1,11 +1,22 @@
-"""Where the tensors between steps lie: those that never live together share memory."""
+"""Memory between the steps of a program: one block, used again and again.
+
+Tensors that never live together share it; what is memory of another tensor (see
+:mod:`~cudnngraph.partition.aliases`) takes none of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-ALIGNMENT_BYTES = 256
+import torch
+
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, round_up
+from .aliases import Location, Made, aliases
+from .analysis import work
+
+SUBALLOCATION_BYTES = 256  # tensors in a block begin at multiples, as those of torch's allocator
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ def place(needs: Sequence[Need]) -> tuple[list[int], int]:
     """An offset for each need, and the bytes that they take together.
 
     The largest is placed first, each as low as those that live at the same time allow. Offsets are
-    multiples of :data:`ALIGNMENT_BYTES`.
+    multiples of :data:`SUBALLOCATION_BYTES`.
     """
     offsets = [0] * len(needs)
     placed: list[int] = []
@@ -39,12 +50,110 @@ def place(needs: Sequence[Need]) -> tuple[list[int], int]:
         for start, stop in beside:
             if offset + need.size_bytes <= start:
                 break
-            offset = max(offset, _aligned(stop))
+            offset = max(offset, round_up(stop, SUBALLOCATION_BYTES))
         offsets[index] = offset
         placed.append(index)
         total = max(total, offset + need.size_bytes)
     return offsets, total
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+@dataclass(frozen=True)
+class Laid:
+    """A step as the layout sees it: its graph, whether a plan runs it, scratch memory of that."""
+
+    spec: GraphSpec
+    planned: bool
+    workspace_bytes: int
+
+    def made(self) -> Made:
+        """The step as its aliases see it."""
+        nodes = work(self.spec.nodes)
+        node = nodes[0] if len(nodes) == 1 and not self.planned else None
+        return Made(self.spec.tensors, self.spec.outputs, node)
+
+
+class Layout:
+    """The places of all tensors of ``steps`` but those in ``bound``, which the caller has.
+
+    ``order`` has them, each behind the one that it lies in. ``size_bytes`` is what the block has to
+    hold, ``scratch`` the offset of each step's scratch memory in it; the steps numbered in ``free``
+    have nothing to run. A step may be running ``until`` a later one, whose number stands there.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Laid],
+        bound: Collection[str],
+        until: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        known = aliases([step.made() for step in steps], bound)
+        self.free = known.free
+        inside = {each.form.name: str(each.root) for each in known.order}
+        roots = {
+            name: step.spec.tensors[name]
+            for step in steps
+            for name in step.spec.outputs
+            if name not in bound and name not in inside
+        }
+        lives = _lives(_read(steps, bound, until), inside)
+        needs = [
+            Need(spec.extent * spec.dtype.itemsize, *lives[name]) for name, spec in roots.items()
+        ]
+        needs += [
+            Need(step.workspace_bytes, at, until.get(at, at)) for at, step in enumerate(steps)
+        ]
+        offsets, total = place(needs)
+        self.size_bytes = round_up(total, ALIGNMENT_BYTES)  # whole elements of every dtype
+        self.scratch = offsets[len(roots) :]
+        self.order = [
+            Location(spec, None, offset // spec.dtype.itemsize)
+            for spec, offset in zip(roots.values(), offsets, strict=False)
+        ]
+        self.order += known.order
+
+    def tensors(
+        self, block: torch.Tensor | None, bound: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Every tensor by name, those between the steps in ``block``, of bytes."""
+        values = dict(bound)
+        for each in self.order:
+            form = each.form
+            if each.root is None:
+                assert block is not None
+                source = block.view(form.dtype)
+            else:
+                source = values[each.root]
+            values[form.name] = source.as_strided(
+                form.shape, form.stride, source.storage_offset() + each.past
+            )
+        return values
+
+
+Life = tuple[int, int]  # the first and the last step
+
+
+def _read(
+    steps: Sequence[Laid], bound: Collection[str], until: Mapping[int, int]
+) -> dict[str, Life]:
+    """From the step that makes each tensor to the last one that reads it."""
+    lives: dict[str, Life] = {}
+    for number, step in enumerate(steps):
+        stop = until.get(number, number)
+        for name in step.spec.inputs:
+            assert name in lives or name in bound, f"step {number} reads '{name}' too early"
+            if name in lives:
+                lives[name] = (lives[name][0], max(lives[name][1], stop))
+        lives |= dict.fromkeys(step.spec.outputs, (number, stop))
+    return lives
+
+
+def _lives(read: Mapping[str, Life], inside: Mapping[str, str]) -> dict[str, Life]:
+    """The same of each tensor with all that lies in it, which may be written before or read after
+    the tensor itself."""
+    lives = dict(read)
+    for name, (start, stop) in read.items():
+        while name in inside:
+            name = inside[name]
+            if name in lives:
+                lives[name] = (min(lives[name][0], start), max(lives[name][1], stop))
+    return lives

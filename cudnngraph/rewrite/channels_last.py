@@ -16,6 +16,14 @@ from ..ops.table import OPS
 from ..partition.analysis import is_anchor
 
 
+def with_dense_images(region: GraphSpec) -> GraphSpec:
+    """A region of a graph that makes its images dense and copies them to where they belong.
+
+    An image may belong into a slice of what is joined, for which engines can be much slower.
+    """
+    return channels_last(region, region.outputs)
+
+
 def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> GraphSpec:
     """A graph of convolutions with every image channels last, copied at the graph's edges; or only
     those named in ``images``.

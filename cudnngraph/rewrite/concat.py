@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.spec import (
-    GraphSpec,
-    Node,
-    is_channels_last,
-)
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, is_channels_last
 from ..partition.analysis import Graph
 from .annotate import BOUNDED
 
@@ -27,7 +23,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
         result = tensors[node.results[0]]
         size = graph.crossing(result.name).dtype.itemsize
         pitches = (s for n, s in zip(result.shape, result.stride, strict=True) if n > 1 < s)
-        if any(pitch * size % 16 for pitch in pitches):
+        if any(pitch * size % ALIGNMENT_BYTES for pitch in pitches):
             continue
         start = 0
         for name in node.operands:
@@ -39,7 +35,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
                 and len(graph.readers[name]) == len(others) + 1
                 and all(_reads_any_strides(graph, each, name) for each in others)
                 and graph.crossing(name).dtype == graph.crossing(result.name).dtype
-                and offset * size % 16 == 0
+                and offset * size % ALIGNMENT_BYTES == 0
             ):
                 tensors[name] = replace(tensor, stride=result.stride)
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)

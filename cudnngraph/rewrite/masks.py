@@ -17,8 +17,9 @@ from ..ir.spec import (
     contiguous_strides,
     odd_rows,
 )
+from ..ops.base import LOW_PRECISION
 from ..ops.table import by_port
-from ..partition.analysis import LOW_PRECISION, Graph
+from ..partition.analysis import Graph
 
 
 def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from ..device.rules import rules
-from ..ir.spec import (
-    GraphSpec,
-    Node,
-    TensorSpec,
-    same_layout,
-)
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS, by_port
-from ..partition.analysis import LOW_PRECISION, Graph
+from ..partition.analysis import Graph
 
 
 def token_strides(
@@ -118,7 +114,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
         if key not in made:
             made[key] = name = f"{node.results[0]}_offsets"
             rows, count = 2 + len(widths[0]) + len(widths[1]), tensors[ends[0]].shape[0]
-            stride = (-(-count // 4) * 4, 1)  # rows start at multiples of 16 bytes
+            stride = (round_up(count, ALIGNMENT_BYTES // torch.int32.itemsize), 1)
             tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)
             attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
             nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))

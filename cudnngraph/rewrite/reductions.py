@@ -10,7 +10,7 @@ from ..ir.spec import (
     GraphSpec,
     Node,
 )
-from ..partition.analysis import LOW_PRECISION
+from ..ops.base import LOW_PRECISION
 
 
 def float32_reductions(spec: GraphSpec) -> GraphSpec:

@@ -9,11 +9,9 @@ import torch
 
 from ..arguments import unreadable, without_memory
 from ..errors import Problem
-from ..ir.spec import TensorSpec, same_layout
+from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, same_layout
 from ..ops.base import dtype_name
 from .fast_call import Form
-
-ALIGNMENT_BYTES = 16  # cuDNN's engines read in vectors of up to 16 bytes
 
 
 def tensor_problems(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..backend.candidates import multiplies_float32
 from ..errors import CudnnGraphError, WrongResult
 from ..ir.spec import GraphSpec, overlaps_itself
-from ..partition.analysis import LOW_PRECISION
+from ..ops.base import LOW_PRECISION
 from ..select.tolerance import TF32_TOLERANCE, TOLERANCE, distance
 from .state import agree
 

@@ -20,6 +20,7 @@ from ..backend.plan import refuse_during_capture
 from ..cache import lookup
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
+from ..device import tf32
 from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
@@ -47,18 +48,11 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
     for it, and keys alike whatever the switches say.
     """
     ops = {node.op for node in spec.nodes} if multiplies_float32(spec) else set()
-    newer: Any = torch.backends
     allowed = []
     if ops & {"conv", "conv_transpose"}:
-        try:
-            allowed.append(bool(torch.backends.cudnn.allow_tf32))
-        except RuntimeError:  # the newer per-op switches are in use
-            allowed.append(str(newer.cudnn.conv.fp32_precision) == "tf32")
+        allowed.append(tf32.in_convolutions())
     if ops & {"matmul", *ATTENTION}:
-        try:
-            allowed.append(bool(torch.backends.cuda.matmul.allow_tf32))
-        except RuntimeError:
-            allowed.append(str(newer.cuda.matmul.fp32_precision) == "tf32")
+        allowed.append(tf32.in_matmuls())
     return bool(allowed) and all(allowed)
 
 

@@ -225,8 +225,7 @@ def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Compile
 
 def _empty(spec: GraphSpec, device: torch.device) -> list[Tensor]:
     """What a run of ``spec`` returns, of no content."""
-    outputs = (spec.tensors[name] for name in spec.outputs)
-    return [torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device) for t in outputs]
+    return [spec.tensors[name].empty(device) for name in spec.outputs]
 
 
 # Ops whose attributes hold sizes that torch does not compare with those of the operand.

@@ -17,13 +17,13 @@ from torch.autograd import forward_ad
 from ..errors import BindError, Problem
 from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
-from ..ir.spec import GraphSpec, once, print_spec
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, once, print_spec
 from ..ops.table import is_default
 from ..policy import Policy
 from ..select.decision import Decision, StepPlan
 from . import fast_call
 from .bound import BoundCall, CapturedCall
-from .checks import ALIGNMENT_BYTES, fit, overlap, tensor_problems
+from .checks import fit, overlap, tensor_problems
 from .process import PROCESS
 from .program import Program
 

@@ -17,7 +17,7 @@ import torch
 
 from ..backend import handles
 from ..backend.plan import Plan
-from ..ir.spec import GraphSpec
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec
 
 Call = Callable[[Sequence[Any]], "list[torch.Tensor] | None"]
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -74,8 +74,8 @@ def call_of(
 
     The function gives None, and has done nothing, where the call has to take the long way: a tensor
     is not exactly as declared (not looked at if ``checked``), or lies at an address that is no
-    multiple of 16, another device is current, memory for the steps is yet to be had (``slots`` has
-    what there is, by device and stream), or a CUDA graph is being captured.
+    multiple of ``ALIGNMENT_BYTES``, another device is current, memory for the steps is yet to be
+    had (``slots`` has what there is, by device and stream), or a CUDA graph is being captured.
     """
     index, many, empty = device.index, len(inputs), _quick_empty()
     names: dict[str, Any] = {
@@ -96,9 +96,9 @@ def call_of(
             for at in range(many)
         ]
     code += [f"a{at} = t{at}.data_ptr()" for at in range(many)]
-    together = " | ".join(f"a{at}" for at in range(many))
+    together, below = " | ".join(f"a{at}" for at in range(many)), ALIGNMENT_BYTES - 1
     code += [
-        f"if ({together}) & 15 or current() != {index} or capturing(): return None",
+        f"if ({together}) & {below} or current() != {index} or capturing(): return None",
         f"stream = stream_of({index})",
         "base = 0",
     ]

@@ -16,14 +16,14 @@ from ..cache import lookup
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..device.allocation import lasting
-from .checks import ALIGNMENT_BYTES
+from ..ir.spec import ALIGNMENT_BYTES, round_up
 
 if TYPE_CHECKING:
     from .program import Program
 
 
 def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
-    whole = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # so that it can show any dtype
+    whole = round_up(size_bytes, ALIGNMENT_BYTES)  # so that it can show any dtype
     return torch.empty(whole, dtype=torch.uint8, device=torch.device("cuda", device))
 
 

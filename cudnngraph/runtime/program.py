@@ -16,10 +16,10 @@ from ..backend import handles
 from ..backend.candidates import replay
 from ..backend.plan import Choice, Plan
 from ..executor import reference, torch_steps
-from ..executor.memory import Laid, Layout
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec
 from ..ops.table import OPS
+from ..partition.memory import Laid, Layout
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
 from . import fast_call, streams

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 import torch
 
 from ..arguments import NotPlain, is_a, plain, unreadable, without_memory
+from ..device import tf32
 from ..errors import BindError, FeatureMissing, GraphError, PolicyError, Problem
 from ..graph.builder import Graph
 from ..graph.value import Value
@@ -129,7 +130,7 @@ def _ambient_state() -> tuple[Hashable, ...] | None:
     """What a call depends on besides its arguments; None where it takes a closer look."""
     if torch._C._is_any_autocast_enabled() or transforming():
         return None
-    return (torch.are_deterministic_algorithms_enabled(), *_tf32_switches(), overridden())
+    return (torch.are_deterministic_algorithms_enabled(), *tf32.switches(), overridden())
 
 
 class Specialized(Generic[R]):
@@ -229,7 +230,7 @@ class Specialized(Generic[R]):
             self._check(tensors)
             raise
         if float32 and self._follows_tf32:
-            parts += _tf32_switches()
+            parts += tf32.switches()
         special = overridden()
         if special is not None:
             parts += (special.backend, special.tune, special.check)
@@ -419,15 +420,6 @@ def _part(static: dict[str, Hashable]) -> Hashable:
     if not static:
         return None
     return tuple([(name, type(value), value) for name, value in sorted(static.items())])
-
-
-def _tf32_switches() -> tuple[Hashable, ...]:
-    """torch's TF32 switches, the cheap way; the newer per-op ones where those are in use."""
-    try:
-        return (torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32())
-    except RuntimeError:
-        newer: Any = torch.backends
-        return (newer.cudnn.conv.fp32_precision, newer.cuda.matmul.fp32_precision)
 
 
 if TYPE_CHECKING:

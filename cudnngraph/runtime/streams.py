@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..backend import handles
-from ..executor.memory import Laid
 from ..ops.table import OPS
+from ..partition.memory import Laid
 
 MAX_SIDE_STREAMS = 3  # how many steps may run beside the others at a time
 

@@ -313,5 +313,5 @@ def laid_out(spec: TensorSpec, grad: torch.Tensor | None, device: torch.device) 
     """
     if grad is not None and same_layout(spec.shape, grad.stride(), spec.stride):
         return grad
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    made = spec.empty(device)
     return made.zero_() if grad is None else made.copy_(grad)

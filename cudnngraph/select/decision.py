@@ -42,12 +42,15 @@ class Selection:
     """The steps in order, and for each cuDNN step the plan as this thread built it.
 
     ``channels_last`` says that the steps are those of
-    :func:`~cudnngraph.rewrite.channels_last.channels_last` of the graph.
+    :func:`~cudnngraph.rewrite.channels_last.channels_last` of the graph. ``dense`` are the regions,
+    by the names of their nodes, whose steps are those of
+    :func:`~cudnngraph.rewrite.channels_last.with_dense_images` of the region.
     """
 
     steps: tuple[StepPlan, ...]
     built: tuple[Plan | None, ...]
     channels_last: bool = False
+    dense: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(

@@ -212,7 +212,7 @@ def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
 
 def strided(declared: TensorSpec, values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``values`` in memory as ``declared`` lays it out; what it repeats is stored once."""
-    out = torch.empty_strided(declared.shape, declared.stride, dtype=declared.dtype, device=device)
+    out = declared.empty(device)
     core = out
     for dim, stride in enumerate(declared.stride):
         if stride == 0 and declared.shape[dim] > 1:

@@ -12,7 +12,7 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import Graph, Group, work
 from ..partition.cuts import piece
 from ..policy import Policy
-from ..rewrite.channels_last import channels_last
+from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
     IN_CONTEXT_BUDGETS,
@@ -97,13 +97,19 @@ class RegionSearch:
                 reason = f"cut at its anchors into {count} regions, {kinds} of them different"
                 decisions = (Decision("the whole graph", True, reason), *decisions)
             steps.append(step_plan(place.spec, place.way, self._plan(place), decisions))
-        return Selection.of(self._graph.spec, steps, [self._plan(place) for place in places])
+        dense = tuple(
+            tuple(node.name for node in group)
+            for spec, group in regions
+            if found[step_digest(spec)].dense is not None
+        )
+        built = tuple(self._plan(place) for place in places)
+        return Selection(tuple(steps), built, dense=dense)
 
     def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
         """The search of a region and its roots, with every part opened."""
         search = Search(self._policy, self._bench, self._steps)
         roots = [search.part(self._graph, group)]
-        dense = channels_last(spec, spec.outputs)
+        dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there
             graph = Graph(dense)
             roots.append(search.part(graph, work(graph.spec.nodes)))
@@ -126,14 +132,14 @@ class RegionSearch:
                 progress(done, known)
         winner, rivals = search.settle(roots[0].spec, roots)
         made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
-        dense = None if made <= set(spec.tensors) else channels_last(spec, spec.outputs)
+        dense = None if made <= set(spec.tensors) else with_dense_images(spec)
         return _Region(spec, dense, search, winner, rivals)
 
     def _placed(self, spec: GraphSpec, region: _Region) -> list[_PlacedStep]:
         """The steps of a region that is equal to one that was searched."""
         graph, searched = self._graph, region.spec
         if region.dense is not None:
-            spec, searched = channels_last(spec, spec.outputs), region.dense
+            spec, searched = with_dense_images(spec), region.dense
             graph = Graph(spec)
         like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [

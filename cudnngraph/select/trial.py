@@ -19,11 +19,11 @@ import torch
 
 from ..backend import handles
 from ..backend.lowering.driver import first_line
-from ..device.tf32 import tf32
+from ..device import tf32
 from ..executor import reference, torch_steps
-from ..executor.memory import Laid, Layout
-from ..ir.spec import GraphSpec, TensorSpec
+from ..ir.spec import GraphSpec, TensorSpec, round_up
 from ..ops.table import tensor_at
+from ..partition.memory import SUBALLOCATION_BYTES, Laid, Layout
 from ..policy import Policy
 from .dropout_probe import attention, has_seeded_dropout, recover_mask, with_mask
 from .inputs import LARGE_SCORES, random_inputs
@@ -82,7 +82,7 @@ class _Redzone:
     """Memory with guard bytes on both sides."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
-        total = 2 * GUARD_BYTES + -(-size_bytes // 256) * 256
+        total = 2 * GUARD_BYTES + round_up(size_bytes, SUBALLOCATION_BYTES)
         self.block = torch.full((total,), _GUARD, dtype=torch.uint8, device=device)
         self.inner = self.block[GUARD_BYTES : GUARD_BYTES + size_bytes]
         self.clear()
@@ -127,10 +127,7 @@ class StepTrial:
         # Functions of single numbers are off in some ranges and not in others.
         self._wide = self._strict and is_pointwise(spec)
         self._data = _Data(random_inputs(spec, device))
-        self._outputs = [
-            torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
-            for t in (spec.tensors[name] for name in spec.outputs)
-        ]
+        self._outputs = [spec.tensors[name].empty(device) for name in spec.outputs]
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._keep: torch.Tensor | None = None  # what the plan at hand does not drop
         self.error = 0.0  # the largest relative error of the results of the last check
@@ -228,9 +225,9 @@ class StepTrial:
         return self._why_off(made) or made
 
     def _why_off(self, made: Sequence[torch.Tensor]) -> str | None:
-        tf32, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
+        allowed, fp8 = bool(self._policy.allow_tf32), multiplies_fp8(self.spec)
         for number, (spec, out, want) in enumerate(self._compared(made)):
-            bound = tolerance(out.dtype, tf32=tf32, fp8=fp8)
+            bound = tolerance(out.dtype, tf32=allowed, fp8=fp8)
             if self._wide and out.dtype == torch.float32:
                 # What float32 cannot hold, between the ops either, is nothing to compare.
                 held = self._in_float32()[number].isfinite()
@@ -259,7 +256,7 @@ class StepTrial:
     def _in_float32(self) -> list[torch.Tensor]:
         """What torch makes of the data in float32."""
         if self._data.in_float32 is None:
-            with tf32(False):
+            with tf32.scope(False):
                 made = reference.run(*self._whole(), torch.float32)
             self._data.in_float32 = [each.to(self._device) for each in made]
         return self._data.in_float32
@@ -342,10 +339,7 @@ class GraphTrial:
         self._device = device
         values = random_inputs(spec, device)
         self._inputs = dict(zip(spec.inputs, values, strict=True))
-        self._outputs = {
-            name: torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=device)
-            for name, t in ((name, spec.tensors[name]) for name in spec.outputs)
-        }
+        self._outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
         """What runs ``steps`` once, in order, on the current stream."""
@@ -381,8 +375,8 @@ class GraphTrial:
         workspace: torch.Tensor,
     ) -> Callable[[], None]:
         if plan is None:
-            tf32 = bool(self._policy.allow_tf32)
-            return torch_steps.launcher(spec, inputs, outputs, allow_tf32=tf32)
+            allowed = bool(self._policy.allow_tf32)
+            return torch_steps.launcher(spec, inputs, outputs, allow_tf32=allowed)
         return launcher(plan, (*inputs, *outputs), workspace, self._device)
 
 

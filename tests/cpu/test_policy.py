@@ -9,7 +9,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.device.tf32 import tf32
+from cudnngraph.device import tf32
 from cudnngraph.runtime.compile import resolve_policy
 
 
@@ -184,7 +184,7 @@ def test_a_torch_step_puts_torchs_switches_back(tf32_switch: object) -> None:
         torch.backends.cudnn.allow_tf32 = outside
         before = torch.backends.cuda.matmul.allow_tf32
         for inside in (True, False):
-            with tf32(inside):
+            with tf32.scope(inside):
                 assert torch.backends.cudnn.allow_tf32 is inside
                 assert torch.backends.cuda.matmul.allow_tf32 is inside
             assert torch.backends.cudnn.allow_tf32 is outside

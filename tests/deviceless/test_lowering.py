@@ -27,7 +27,6 @@ from cudnngraph.backend.lowering.context import Alias, Constant
 from cudnngraph.backend.lowering.driver import RULES, Lowered
 from cudnngraph.backend.lowering.refusals import REFUSALS
 from cudnngraph.backend.plan import Choice, load
-from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir import versions
 from cudnngraph.ir.spec import (
     GraphSpec,
@@ -43,6 +42,7 @@ from cudnngraph.ops.attention.checks import ATTENTION
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition.analysis import Graph
 from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.memory import Laid, Layout
 from cudnngraph.rewrite.packed import insert_ragged_offsets, prefers_flash
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs

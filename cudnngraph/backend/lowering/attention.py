@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ...ir.spec import GraphSpec, Node, same_layout
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, tensor_at
 from ...rewrite.annotate import REPEATABLE
 from ...rewrite.packed import SAME_STRIDES, token_strides
-from .base import LOW_PRECISION, Refused
+from .base import Refused
 from .context import Context
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 Shape = Sequence[int]
 Place = tuple[Shape, Shape]  # shape and stride
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Refused(Exception):

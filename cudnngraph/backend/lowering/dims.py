@@ -25,8 +25,9 @@ from ...ir.spec import (
     memory_order,
     numel,
 )
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, tensor_at
-from .base import LOW_PRECISION, Place, Refused, Shape
+from .base import Place, Refused, Shape
 from .placement import placed
 
 # Quirks of cuDNN: anchors that it takes as matrices, so their plans see merged dims;

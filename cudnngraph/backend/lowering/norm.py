@@ -10,8 +10,9 @@ import torch
 
 from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec, channels_last_strides, is_channels_last, is_contiguous
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, tensor_at
-from .base import LOW_PRECISION, Refused
+from .base import Refused
 from .context import Context, Rule
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
+from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, by_port, tensor_at
 from ...rewrite.packed import prefers_flash
-from .base import LOW_PRECISION, Refused, Shape
+from .base import Refused, Shape
 
 _SCALED = ("dequantize", "quantize")
 _ATTENTION = ("sdpa", "sdpa_backward")

@@ -9,7 +9,8 @@ import torch
 
 from ...device.rules import rules
 from ...ir.spec import Node, numel
-from .base import LOW_PRECISION, Refused
+from ...ops.base import LOW_PRECISION
+from .base import Refused
 from .context import Context, Rule
 
 # Added to a number below 2^22 and taken away again, this rounds it to the nearest whole one, ties

@@ -18,7 +18,7 @@ from ...ir.spec import (
     aligned,
     odd_rows,
 )
-from ...partition.analysis import LOW_PRECISION
+from ...ops.base import LOW_PRECISION
 from ..patterns import AttentionMatch, match_attention
 from .base import Arguments, Rule, Skip
 

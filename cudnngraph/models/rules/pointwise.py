@@ -9,8 +9,8 @@ import torch
 
 from ...graph.builder import Graph
 from ...graph.value import Value
+from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
-from ...partition.analysis import LOW_PRECISION
 from ..patterns import match_normalize
 from .base import Arguments, Rule, Skip, first
 from .norm import written_norm

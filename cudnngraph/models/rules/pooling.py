@@ -13,7 +13,7 @@ from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
 )
-from ...partition.analysis import LOW_PRECISION
+from ...ops.base import LOW_PRECISION
 from ..aten_ops import UPSAMPLES
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 

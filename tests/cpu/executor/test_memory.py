@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnngraph.partition.memory import ALIGNMENT_BYTES, Need, place
+from cudnngraph.partition.memory import SUBALLOCATION_BYTES, Need, place
 
 STEPS = 8
 NEEDS = st.lists(
     st.builds(
         lambda size, a, b: Need(size, min(a, b), max(a, b)),
-        st.one_of(st.integers(0, 2000), st.integers(0, 4).map(lambda n: n * ALIGNMENT_BYTES)),
+        st.one_of(st.integers(0, 2000), st.integers(0, 4).map(lambda n: n * SUBALLOCATION_BYTES)),
         st.integers(0, STEPS - 1),
         st.integers(0, STEPS - 1),
     ),
@@ -23,7 +23,7 @@ NEEDS = st.lists(
 
 
 def aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-size // SUBALLOCATION_BYTES) * SUBALLOCATION_BYTES
 
 
 def together(a: Need, b: Need) -> bool:
@@ -47,7 +47,7 @@ def test_what_lives_together_never_overlaps(needs: list[Need]) -> None:
 @settings(deadline=None)
 @given(needs=NEEDS)
 def test_every_offset_is_aligned(needs: list[Need]) -> None:
-    assert all(offset % ALIGNMENT_BYTES == 0 for offset in place(needs)[0])
+    assert all(offset % SUBALLOCATION_BYTES == 0 for offset in place(needs)[0])
 
 
 @settings(deadline=None)
@@ -75,7 +75,7 @@ def test_what_lives_all_along_takes_the_sum(sizes: list[int]) -> None:
     _, total = place([Need(size, 0, STEPS) for size in sizes])
     least = min(aligned(size) - size for size in sizes)
     most = sum(map(aligned, sizes))
-    assert most - total >= least and most - total < ALIGNMENT_BYTES
+    assert most - total >= least and most - total < SUBALLOCATION_BYTES
 
 
 @settings(deadline=None)
@@ -86,14 +86,14 @@ def test_the_same_needs_are_placed_alike(needs: list[Need]) -> None:
 
 
 def test_a_chain_needs_two_tensors_at_a_time() -> None:
-    size = 4 * ALIGNMENT_BYTES
+    size = 4 * SUBALLOCATION_BYTES
     needs = [Need(size, step, step + 1) for step in range(6)]
     assert place(needs) == ([0, size] * 3, 2 * size)
 
 
 def test_a_small_need_goes_into_a_gap() -> None:
     """Below the second tensor there is room where the first has lived."""
-    unit = ALIGNMENT_BYTES
+    unit = SUBALLOCATION_BYTES
     needs = [Need(4 * unit, 0, 1), Need(3 * unit, 1, 2), Need(2 * unit, 2, 2), Need(unit, 2, 2)]
     offsets, total = place(needs)
     assert offsets == [0, 4 * unit, 0, 2 * unit]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.device.tf32 import tf32
+from cudnngraph.device import rules, tf32
 from cudnngraph.executor import copies, reference, torch_steps
 from cudnngraph.executor.linear import runs_whole
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
@@ -452,7 +452,7 @@ def test_the_switches_stand_as_the_policy_says_while_a_step_runs_and_then_as_bef
 def test_the_switches_are_put_back_when_a_step_fails(outside: bool, switches: None) -> None:
     torch.backends.cudnn.allow_tf32 = outside
     before = stands()
-    with pytest.raises(ZeroDivisionError), tf32(not outside):
+    with pytest.raises(ZeroDivisionError), tf32.scope(not outside):
         assert torch.backends.cudnn.allow_tf32 is not outside
         raise ZeroDivisionError
     assert stands() == before
@@ -462,7 +462,7 @@ def test_a_step_that_multiplies_nothing_touches_no_switch(monkeypatch: pytest.Mo
     def refuse(allowed: bool) -> Any:
         raise AssertionError("the switches were touched")
 
-    monkeypatch.setattr(torch_steps, "tf32", refuse)
+    monkeypatch.setattr(torch_steps.tf32, "scope", refuse)
     x = torch.ones(4)
     assert run(single("relu", ((4,), F32)), x).tolist() == [1.0] * 4
     half = torch.ones(1, 2, 5, 5).half(), torch.ones(2, 2, 3, 3).half()
@@ -608,7 +608,7 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_other() -> N
 )
 def test_rows_of_channels_are_cut_until_they_are_short(size: tuple[int, int], parts: int) -> None:
     x = torch.randn(2, 12, *size).contiguous(memory_format=torch.channels_last)
-    rows = torch_steps._by_channel(x, 3)
+    rows = torch_steps._by_channel(x, 3, rules.rules())
     assert rows.shape == (2, size[0] * size[1] // parts, parts, 3, 4)
     assert rows.data_ptr() == x.data_ptr()
     torch.testing.assert_close(rows.sum((1, 2)).flatten(1), x.sum((2, 3)))

@@ -15,9 +15,10 @@ from cudnngraph.executor import reference
 from cudnngraph.grad import differentiate as grad
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_last, same_layout
+from cudnngraph.ops.base import LOW_PRECISION
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition import regions as regions_module
-from cudnngraph.partition.analysis import LOW_PRECISION, Graph, work
+from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import cuts, piece
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.channels_last import channels_last

@@ -16,6 +16,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
+from cudnngraph.device import tf32
 from cudnngraph.graph import builder as graph_module
 from cudnngraph.runtime import compile as compiling
 from tests import numerics
@@ -439,7 +440,7 @@ def test_the_newer_switches_of_torch_are_read_where_the_older_ones_are_barred(
     monkeypatch.setattr(torch._C, "_get_cudnn_allow_tf32", barred)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert module._tf32_switches() == (
+        assert tf32.switches() == (
             torch.backends.cudnn.conv.fp32_precision,
             torch.backends.cuda.matmul.fp32_precision,
         )

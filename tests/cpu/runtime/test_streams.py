@@ -11,11 +11,11 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import handles
-from cudnngraph.executor.memory import Laid, Layout
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import Graph, work
 from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.memory import Laid, Layout
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
 from tests.gradients import differentiable, floating_inputs

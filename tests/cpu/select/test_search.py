@@ -18,16 +18,20 @@ from hypothesis import strategies as st
 
 import cudnngraph as cg
 from cudnngraph.backend.candidates import Candidate, Outcome
+from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice
-from cudnngraph.executor.memory import Laid, Layout
+from cudnngraph.cache.codec import StaleRecord, dense_regions, steps_of, to_record
+from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.memory import Laid, Layout
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
 from cudnngraph.select.decision import ALIAS, Decision, Selection
 from cudnngraph.select.rules import why_split
+from plans_cache.record import from_json
 from tests.cpu.partition.test_partition import BINARY, UNARY, random_graph, two_branches
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
@@ -880,9 +884,8 @@ def joins(blocks: int) -> GraphSpec:
     return g.spec()
 
 
-@pytest.mark.parametrize("copy_us", [20.0, 200.0])
-def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) -> None:
-    """Engines may be much slower on a slice; what they make beside it is copied then."""
+def slower_on_slices(copy_us: float) -> Bench:
+    """Convolutions that take ten times as long to write a slice, and copies of ``copy_us``."""
 
     def offers(spec: GraphSpec) -> Sequence[Offer]:
         if spec.nodes[0].op != "conv":
@@ -891,8 +894,13 @@ def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) 
         dense = all(is_channels_last(each.shape, each.stride) for each in made)
         return [Offer(10.0 if dense else 100.0)]
 
-    bench = Bench(offers, lambda spec: copy_us if ops(spec).startswith("identity") else TORCH_US)
-    selection = run(joins(4), bench)
+    return Bench(offers, lambda spec: copy_us if ops(spec).startswith("identity") else TORCH_US)
+
+
+@pytest.mark.parametrize("copy_us", [20.0, 200.0])
+def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) -> None:
+    """Engines may be much slower on a slice; what they make beside it is copied then."""
+    selection = run(joins(4), slower_on_slices(copy_us))
     kinds = [kind.removesuffix(" last") for kind, _ in taken(selection)]
     copied = copy_us < 90.0
     assert kinds.count("identity") == (8 if copied else 0)
@@ -901,6 +909,22 @@ def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) 
     layout = Layout(steps, {*joins(4).inputs, *joins(4).outputs})  # each reads what is there
     joined = [n for n, s in enumerate(selection.steps) if s.spec.nodes[-1].op == "concat"]
     assert len(joined) == 4 and set(joined) <= layout.free, "nothing is left to join"
+
+
+@pytest.mark.parametrize("copy_us", [20.0, 200.0])
+def test_regions_with_dense_images_come_back_from_their_record(copy_us: float) -> None:
+    spec = canonical(joins(4))
+    selection = run(spec, slower_on_slices(copy_us))
+    assert len(selection.dense) == (8 if copy_us < 90.0 else 0) and not selection.channels_last
+    env = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
+    record = to_record(spec, graph_key(spec, POLICY), env, POLICY, selection)
+    record, legal = from_json(record.to_json()), legalize(spec, POLICY)
+    assert [step.spec for step in steps_of(record, legal)] == [s.spec for s in selection.steps]
+    assert dense_regions(record) == selection.dense
+    for wrong in ([["nowhere"]], [["n0", "n0"]], ["n0"], [[1]], 1) if selection.dense else ():
+        other = replace(record, extra={**record.extra, "dense_regions": wrong})
+        with pytest.raises(StaleRecord):
+            steps_of(other, legal)
 
 
 def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
