@@ -563,7 +563,12 @@ def on_two_ranks(worker: str, tmp_path: Path) -> list[Any]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/cpu" / worker), str(rank), str(tmp_path / "meet")],
+            [
+                sys.executable,
+                str(ROOT / "tests/workers" / worker),
+                str(rank),
+                str(tmp_path / "meet"),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
