@@ -237,6 +237,29 @@ def test_the_readmes_other_lines_run_and_print_what_it_shows(
     assert capsys.readouterr().out == "".join(blocks(text, "text"))
 
 
+@pytest.mark.parametrize("title", ["Serving", "Troubleshooting"])
+def test_the_lines_of_a_guide_run_and_print_what_it_shows(
+    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = section(title)
+    for code in blocks(text, "python"):
+        exec(compile(code, f"{title}.md", "exec"), {})
+    shown = "".join(blocks(text, "text"))
+    assert not shown or pattern(shown).fullmatch(capsys.readouterr().out)
+
+
+def test_the_messages_that_are_explained_are_in_the_code() -> None:
+    files = [*ROOT.glob("cudnngraph/**/*.py"), *ROOT.glob("plans_cache/**/*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message over several lines
+    _, _, text = section("Troubleshooting").partition("\n## Errors\n")
+    errors, _, warnings = text.partition("\n## Warnings in the log\n")
+    said = [row[0].strip("`") for part in (errors, warnings) for row in rows(part)]
+    assert len(said) > 10
+    assert not [message for message in said if message not in code]
+
+
 def test_the_table_of_modules_names_modules() -> None:
     named = [row[0].strip("`") for row in rows(section("Modules"))]
     public = {name: getattr(cg.nn, name) for name in cg.nn.__all__}
