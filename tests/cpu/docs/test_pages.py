@@ -237,7 +237,13 @@ def test_the_readmes_other_lines_run_and_print_what_it_shows(
     assert capsys.readouterr().out == "".join(blocks(text, "text"))
 
 
-@pytest.mark.parametrize("title", ["Serving", "Troubleshooting"])
+GUIDES = (
+    *("Serving", "Language models", "8-bit data", "Several GPUs", "Profiling"),
+    "Troubleshooting",
+)
+
+
+@pytest.mark.parametrize("title", GUIDES)
 def test_the_lines_of_a_guide_run_and_print_what_it_shows(
     title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
