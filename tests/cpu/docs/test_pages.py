@@ -190,21 +190,6 @@ def test_the_lines_of_a_section_run_and_print_an_explanation(
     assert "step 1: conv → bias → " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "title",
-    ["Serving", "Transformers and LLMs", "8 bits", "Several GPUs", "Profiling", "Troubleshooting"],
-)
-def test_the_lines_of_a_guide_run(
-    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (code,) = blocks(section(title), "python")
-    torch.manual_seed(0)
-    exec(compile(code, f"docs: {title}", "exec"), {"__name__": "guide"})
-    printed = capsys.readouterr().out
-    assert ("step 1: " in printed) == ("explain()" in code)
-
-
 def test_what_is_said_of_the_key_is_what_is_in_it() -> None:
     (said,) = re.findall(r"^`deterministic`,(.*?)and are not\.", TEXT, re.DOTALL | re.MULTILINE)
     inside, _, outside = ("`deterministic`" + said).partition("part\nof the key")
@@ -253,6 +238,35 @@ def test_the_readmes_other_lines_run_and_print_what_it_shows(
     (code,) = blocks(text, "python")
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == "".join(blocks(text, "text"))
+
+
+GUIDES = (
+    *("Serving", "Language models", "8-bit data", "Several GPUs", "Profiling"),
+    "Troubleshooting",
+)
+
+
+@pytest.mark.parametrize("title", GUIDES)
+def test_the_lines_of_a_guide_run_and_print_what_it_shows(
+    title: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = section(title)
+    for code in blocks(text, "python"):
+        exec(compile(code, f"{title}.md", "exec"), {})
+    shown = "".join(blocks(text, "text"))
+    assert not shown or pattern(shown).fullmatch(capsys.readouterr().out)
+
+
+def test_the_messages_that_are_explained_are_in_the_code() -> None:
+    files = [*ROOT.glob("cudnngraph/**/*.py"), *ROOT.glob("plans_cache/**/*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message over several lines
+    _, _, text = section("Troubleshooting").partition("\n## Errors\n")
+    errors, _, warnings = text.partition("\n## Warnings in the log\n")
+    said = [row[0].strip("`") for part in (errors, warnings) for row in rows(part)]
+    assert len(said) > 10
+    assert not [message for message in said if message not in code]
 
 
 def test_the_table_of_modules_names_modules() -> None:
