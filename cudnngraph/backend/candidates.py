@@ -145,9 +145,7 @@ def readable_reasons(message: str) -> list[str]:
     ]
 
 
-# Neither pointwise nor products: their engines carry the notes of tensor cores and use none.
-_SUMS = ("reduction", "batch_norm_train", "batch_norm_backward")
-_NORMS = ("layer_norm", "rms_norm")  # whose weight is in no product
+_NORMS = ("layer_norm", "rms_norm")  # a quirk of cuDNN: the weight is in no product
 
 
 def multiplies_float32(spec: GraphSpec) -> bool:
@@ -156,7 +154,7 @@ def multiplies_float32(spec: GraphSpec) -> bool:
     return any(
         spec.tensors[name].dtype == torch.float32
         for node in spec.nodes
-        if not OPS[node.op].pointwise and node.op not in _SUMS
+        if not OPS[node.op].pointwise and not OPS[node.op].has("adds_up")
         for name in node.operands[: 1 if node.op in _NORMS else 2]
     )
 

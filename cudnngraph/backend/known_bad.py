@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, is_channels_last, numel
-from ..ops.table import OPS
+from ..ops.table import OPS, tensor_at
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,7 @@ def _attends_over_padding(spec: GraphSpec) -> bool:
     return any(
         (
             node.op in ("sdpa_paged", "sdpa_varlen")
-            or (
-                node.op in ("sdpa", "sdpa_fp8")
-                and node.inputs[OPS[node.op].ports.index("seq_len_kv")] is not None
-            )
+            or (node.op in ("sdpa", "sdpa_fp8") and tensor_at(node, "seq_len_kv") is not None)
         )
         and not dict(node.attrs).get("finite_padding", False)
         for node in spec.nodes

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from ..backend import legacy_pooling
 from ..device import tf32
 from ..device.allocation import lasting
-from ..device.rules import rules
+from ..device.rules import DeviceRules, rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
-from ..ops.attention.checks import ATTENTION
 from ..ops.attention.packed import ragged_into
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
@@ -115,6 +114,7 @@ OUT: Mapping[str, OutRule] = {
     "normalize": lambda inputs, attrs, out: _normalize(inputs[0], attrs["eps"], out),
     "concat": lambda inputs, attrs, out: concatenated(inputs, attrs["dim"], out),
     "silu": lambda inputs, attrs, out: _aten.silu.out(inputs[0], out=out),
+    "mish": lambda inputs, attrs, out: _aten.mish.out(inputs[0], out=out),
     "clamp": lambda inputs, attrs, out: torch.clamp(inputs[0], attrs["min"], attrs["max"], out=out),
     "matmul": lambda inputs, attrs, out: _matmul(inputs[0], inputs[1], out),
     **resample.INTO,
@@ -164,7 +164,6 @@ _CASTS = frozenset(
         *("concat", "expand"),
     )
 )
-_MULTIPLIES = frozenset({"conv", "conv_transpose", "conv_wgrad", "matmul", *ATTENTION})
 
 
 def prepare(
@@ -175,7 +174,7 @@ def prepare(
         lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
     )
     tensors = spec.tensors.values()
-    if any(node.op in _MULTIPLIES for node in spec.nodes) and any(
+    if any(OPS[node.op].has("multiplies") for node in spec.nodes) and any(
         tensor.dtype == torch.float32 for tensor in tensors
     ):
         return lambda inputs, outputs: _in_precision(run, inputs, outputs, allow_tf32)
@@ -326,12 +325,12 @@ def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run 
     shift_at, factor_at = (None if name is None else place.get(name) for name in node.outputs)
     operands = [None if name is None else spec.inputs.index(name) for name in node.inputs]
     groups, eps = node.attr("num_groups"), node.attr("eps")
-    signs = _signs(device)
+    signs, measured = _signs(device), rules()
 
     def run(inputs: Tensors, outputs: Tensors) -> None:
         x, weight = (None if at is None else inputs[at] for at in operands)
         assert x is not None
-        rows = _by_channel(x, groups)
+        rows = _by_channel(x, groups, measured)
         means = torch.mean(rows, 1, dtype=torch.float32)
         deviations = _aten.std.correction_out(rows, [1], correction=0, out=torch.empty_like(means))
         n, parts, _, width = means.shape
@@ -351,7 +350,7 @@ def _run_group_affine(spec: GraphSpec, node: Node, device: torch.device) -> Run 
     return run
 
 
-def _by_channel(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _by_channel(x: torch.Tensor, groups: int, measured: DeviceRules) -> torch.Tensor:
     """Images as (N, rows, parts, groups, channels of a group), whose rows are to be reduced: every
     channel in so many parts as make it fast. By hand on an H200, 67 MB of 128 channels: mean and
     deviation take 544 us in one part, 83 us in 64 parts."""
@@ -359,7 +358,7 @@ def _by_channel(x: torch.Tensor, groups: int) -> torch.Tensor:
     last = x.movedim(1, -1)
     if not last.is_contiguous():
         return x.reshape(n, c, -1).transpose(1, 2).view(n, -1, 1, groups, c // groups)
-    pixels, parts, measured = math.prod(size), 1, rules()
+    pixels, parts = math.prod(size), 1
     most, fewest = measured.reduction_max_parts, measured.reduction_min_rows
     while 2 * parts <= most and pixels % (2 * parts * fewest) == 0:
         parts *= 2

@@ -14,7 +14,7 @@ from ..graph.core import apply, input_of, last_label, scalar
 from ..graph.value import Value, known
 from ..ir.spec import GraphSpec, Node, dense_strides
 from ..ops.infer import check_node
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port
 from .context import Context, NoGradient, own_order
 from .rules.table import RULES
 
@@ -51,12 +51,9 @@ def torch_dtypes(spec: GraphSpec) -> dict[str, torch.dtype]:
     for node in spec.nodes:
         if node.op == "constant":
             constants.update(node.outputs)
-        ports = OPS[node.op].ports_of(len(node.inputs))
-        operands = {
-            port: None if name is None else known[name]
-            for port, name in zip(ports, node.inputs, strict=True)
-        }
-        numbers = [p for p, name in zip(ports, node.inputs, strict=True) if name in constants]
+        names = by_port(node)
+        operands = {port: None if name is None else known[name] for port, name in names.items()}
+        numbers = [port for port, name in names.items() if name in constants]
         results = check_node(node.op, node.name, operands, dict(node.attrs), numbers).results
         for name, result in zip(node.outputs, results, strict=True):
             if name is not None:

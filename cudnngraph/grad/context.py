@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..graph.builder import Graph
 from ..graph.value import Value
 from ..ir.spec import Node, TensorSpec, memory_order
-from ..ops.table import OPS
+from ..ops.table import tensor_at
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -34,8 +34,7 @@ class Context:
 
     def name(self, port: str) -> str | None:
         """The operand's name at ``port``."""
-        ports = OPS[self.node.op].ports_of(len(self.node.inputs))
-        return self.node.inputs[ports.index(port)]
+        return tensor_at(self.node, port)
 
     def __getitem__(self, port: str) -> Value:
         return self.build.forward(str(self.name(port)))

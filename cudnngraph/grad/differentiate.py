@@ -21,7 +21,7 @@ from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, Node
 from ..ops.base import FLOATS, dtype_name
 from ..ops.infer import check_node
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port
 from .backward import Backward, Gradient, free, torch_dtypes
 from .context import NoGradient
 from .min_cut import fewest_bytes
@@ -57,12 +57,10 @@ def differentiable(spec: GraphSpec) -> tuple[str, ...]:
     for node in reversed(spec.nodes):
         rule = RULES[node.op]
         if node.outputs[0] in reached and not (isinstance(rule, NoGradient) and rule.flat):
-            fixed = _FIXED.get(node.op, ())
+            fixed = OPS[node.op].no_grad_ports
             reached.update(
                 name
-                for port, name in zip(
-                    OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True
-                )
+                for port, name in by_port(node).items()
                 if name is not None and port not in fixed
             )
     return tuple(
@@ -130,28 +128,19 @@ def _active(spec: GraphSpec, wrt: Sequence[str]) -> frozenset[str]:
     return frozenset(active)
 
 
-# Floating operands that get no gradient.
-_FIXED = {"sdpa": ("alibi_slopes", "dropout_mask")}
-_STATISTICS = {
-    "sdpa": "return_lse",
-    "sdpa_varlen": "return_lse",
-    **{op: "return_stats" for op in ("layer_norm", "rms_norm", "instance_norm")},
-}
-
-
 def _with_statistics(spec: GraphSpec, active: frozenset[str]) -> GraphSpec:
     """The graph in which what is differentiated gives the statistics that its gradient reads."""
     tensors, nodes, taken = dict(spec.tensors), [], set(spec.tensors)
     dtypes = torch_dtypes(spec)
     for node in spec.nodes:
-        switch = _STATISTICS.get(node.op)
+        switch = OPS[node.op].stats_flag
         if switch is None or node.outputs[0] not in active or node.attr(switch):
             nodes.append(node)
             continue
         row = OPS[node.op]
         operands = {
             port: None if name is None else replace(spec.tensors[name], dtype=dtypes[name])
-            for port, name in zip(row.ports, node.inputs, strict=True)
+            for port, name in by_port(node).items()
         }
         checked = check_node(node.op, node.name, operands, {**dict(node.attrs), switch: True})
         outputs = [node.outputs[0]]

@@ -19,6 +19,7 @@ ACTIVATIONS = (
     "sigmoid",
     "tanh",
     "softplus",
+    "mish",
     "clamp",
     "relu6",
     "hardswish",
@@ -90,6 +91,10 @@ class PointwiseMethods(Core):
     def softplus(self, x: Value, beta: float = 1.0, *, name: str | None = None) -> Value:
         """log(1 + exp(beta * x)) / beta."""
         return self._one("softplus", x, beta=beta, name=name)
+
+    def mish(self, x: Value, *, name: str | None = None) -> Value:
+        """x * tanh(log(1 + exp(x))) (arXiv 1908.08681)."""
+        return self._one("mish", x, name=name)
 
     def clamp(
         self,

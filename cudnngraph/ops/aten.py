@@ -194,4 +194,5 @@ register(
     overload=REQUIRED,
     args=REQUIRED,
     kwargs=(),
+    traits="holds_sizes",
 )

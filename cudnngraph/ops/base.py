@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -81,6 +81,41 @@ Tensors = Sequence["torch.Tensor | None"]
 Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor | None, ...]"]
 
 
+#: Facts of an op that the rest of the package asks for.
+#:
+#: - ``convolution``, ``attention``, ``row_norm``: the family; gradients of them are marked apart
+#:   (``attention_gradient``), those of an activation are ``activation_gradient``.
+#: - ``packed``: sequences lie one behind the other.
+#: - ``multiplies``: sums up products of its operands. ``adds_up``: sums up without products.
+#: - ``across_images``: its result for one image depends on the others.
+#: - ``holds_sizes``: its attributes have sizes of tensors in them.
+#: - ``arranges``: a view of all elements, in another order or other dims.
+#: - ``sinks_views``: a view in front of it may stand behind it. ``row_by_row``: it may run on rows
+#:   as they lie in memory.
+#: - ``fp16_safe``: if 16 bits hold its operands they hold its result.
+#: - ``bounded_below``: its result is never far below zero, whatever it reads.
+#: - ``makes_positive``, ``keeps_positive``: of any operands, or of positive ones.
+Trait = Literal[
+    "convolution",
+    "attention",
+    "attention_gradient",
+    "activation_gradient",
+    "row_norm",
+    "packed",
+    "multiplies",
+    "adds_up",
+    "across_images",
+    "holds_sizes",
+    "arranges",
+    "sinks_views",
+    "row_by_row",
+    "fp16_safe",
+    "bounded_below",
+    "makes_positive",
+    "keeps_positive",
+]
+
+
 @dataclass(frozen=True)
 class Op:
     """One row of the table.
@@ -92,6 +127,11 @@ class Op:
     not have.
 
     A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
+
+    ``traits`` are facts that others ask for (:data:`Trait`). ``channel_ports`` take vectors with a
+    value a channel, along dim 1. ``stats_flag`` is the attribute that asks for results that the
+    gradient needs. ``no_grad_ports`` take floats and get no gradient. ``positive_port`` is the one
+    whose operand has to be positive.
     """
 
     name: str
@@ -103,6 +143,15 @@ class Op:
     pointwise: bool = False
     view: bool = False
     torch_only: bool = False
+    traits: frozenset[str] = frozenset()
+    channel_ports: tuple[str, ...] = ()
+    stats_flag: str | None = None
+    no_grad_ports: tuple[str, ...] = ()
+    positive_port: str | None = None
+
+    def has(self, trait: Trait) -> bool:
+        """Whether the op has a trait."""
+        return trait in self.traits
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -138,11 +187,41 @@ def register(
     pointwise: bool = False,
     view: bool = False,
     torch_only: bool = False,
+    *,
+    traits: str = "",
+    channel_ports: str = "",
+    stats_flag: str | None = None,
+    no_grad_ports: str = "",
+    positive_port: str | None = None,
     **attrs: Any,
 ) -> None:
-    """Add a row to the table; ports are given as words. A name has one row."""
+    """Add a row to the table; ports and traits are given as words. A name has one row.
+
+    Raises ValueError for a name that is taken, and for traits, ports or attributes that do not
+    exist.
+    """
     if name in ROWS:
         raise ValueError(f"op {name!r} is registered twice")
-    ports = tuple(inputs.split())
-    results = tuple(outputs.split())
-    ROWS[name] = Op(name, ports, results, attrs, infer, reference, pointwise, view, torch_only)
+    row = Op(
+        name,
+        tuple(inputs.split()),
+        tuple(outputs.split()),
+        attrs,
+        infer,
+        reference,
+        pointwise,
+        view,
+        torch_only,
+        frozenset(traits.split()),
+        tuple(channel_ports.split()),
+        stats_flag,
+        tuple(no_grad_ports.split()),
+        positive_port,
+    )
+    named = {*row.channel_ports, *row.no_grad_ports, *([positive_port] if positive_port else [])}
+    unknown = {*(row.traits - set(get_args(Trait))), *(named - set(row.ports))}
+    if stats_flag is not None and stats_flag not in attrs:
+        unknown.add(stats_flag)
+    if unknown:
+        raise ValueError(f"op {name!r} names what there is not: {', '.join(sorted(unknown))}")
+    ROWS[name] = row

@@ -147,6 +147,8 @@ register(
     outputs="y mean inv_std next_running_mean next_running_var",
     eps=1e-5,
     momentum=0.1,
+    traits="across_images adds_up",
+    channel_ports="weight bias running_mean running_var",
 )
 register(
     "batch_norm_backward",
@@ -154,6 +156,8 @@ register(
     _batch_norm_backward,
     _run_batch_norm_backward,
     outputs="dx dweight dbias",
+    traits="across_images adds_up",
+    channel_ports="weight mean inv_std",
 )
 register(
     "batch_norm",
@@ -162,6 +166,9 @@ register(
     _run_batch_norm,
     pointwise=True,
     eps=1e-5,
+    traits="fp16_safe",
+    channel_ports="running_mean running_var weight bias",
+    positive_port="running_var",
 )
 register(
     "batch_norm_apply",
@@ -169,6 +176,8 @@ register(
     _batch_norm_apply,
     _run_batch_norm_apply,
     pointwise=True,
+    traits="fp16_safe",
+    channel_ports="mean inv_std weight bias",
 )
 register(
     "bias",
@@ -176,6 +185,8 @@ register(
     _per_channel("bias"),
     lambda inputs, attrs: need(inputs[0]) + channel(inputs[1], need(inputs[0])),
     pointwise=True,
+    traits="fp16_safe keeps_positive",
+    channel_ports="bias",
 )
 register(
     "scale",
@@ -183,4 +194,6 @@ register(
     _per_channel("scale"),
     lambda inputs, attrs: need(inputs[0]) * channel(inputs[1], need(inputs[0])),
     pointwise=True,
+    traits="fp16_safe keeps_positive",
+    channel_ports="scale",
 )

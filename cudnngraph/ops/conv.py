@@ -332,7 +332,7 @@ def _run_conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return need(weight)
 
 
-register("conv", "x weight", _conv, exactly(_run_conv), **_CONV)
+register("conv", "x weight", _conv, exactly(_run_conv), **_CONV, traits="convolution multiplies")
 register(
     "conv_transpose",
     "x weight",
@@ -340,7 +340,15 @@ register(
     exactly(_run_conv_transpose),
     output_padding=0,
     **_CONV,
+    traits="convolution multiplies",
 )
 register(
-    "conv_wgrad", "dy x", _conv_wgrad, _run_conv_wgrad, outputs="dweight", kernel=REQUIRED, **_CONV
+    "conv_wgrad",
+    "dy x",
+    _conv_wgrad,
+    _run_conv_wgrad,
+    outputs="dweight",
+    kernel=REQUIRED,
+    **_CONV,
+    traits="convolution multiplies",
 )

@@ -142,6 +142,8 @@ register(
     outputs="y mean inv_std",
     eps=1e-5,
     return_stats=False,
+    channel_ports="weight bias",
+    stats_flag="return_stats",
 )
 register(
     "instance_norm_backward",

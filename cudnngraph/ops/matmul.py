@@ -48,4 +48,5 @@ register(
     "x y",
     _matmul,
     exactly(lambda inputs, attrs: torch.matmul(need(inputs[0]), need(inputs[1]))),
+    traits="multiplies",
 )

@@ -221,7 +221,7 @@ FORMS: Mapping[str, Form] = {
         f"aten::{name}": _pointwise
         for name in (
             *("relu", "sigmoid", "tanh", "silu", "gelu", "hardswish", "hardsigmoid", "leaky_relu"),
-            *("elu", "hardtanh", "softplus", "add", "sub", "mul", "div"),
+            *("elu", "hardtanh", "softplus", "mish", "add", "sub", "mul", "div"),
         )
     },
     "aten::linear": _of_linear,

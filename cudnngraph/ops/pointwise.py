@@ -184,22 +184,59 @@ def _run_binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) 
     return lambda inputs, attrs: function(need(inputs[0]), need(inputs[1]))
 
 
-def _elementwise(name: str, reference: Rule, **attrs: Any) -> None:
-    register(name, "x", _unary(*attrs), reference, pointwise=True, **attrs)
+def _elementwise(
+    name: str,
+    reference: Rule,
+    *,
+    traits: str = "",
+    positive_port: str | None = None,
+    **attrs: Any,
+) -> None:
+    register(
+        name,
+        "x",
+        _unary(*attrs),
+        reference,
+        pointwise=True,
+        traits=traits,
+        positive_port=positive_port,
+        **attrs,
+    )
 
 
-_elementwise("relu", _run_unary(F.relu))
+_elementwise(
+    "relu",
+    _run_unary(F.relu),
+    traits="fp16_safe bounded_below keeps_positive row_by_row sinks_views",
+)
 _elementwise(
     "leaky_relu",
     lambda inputs, attrs: F.leaky_relu(need(inputs[0]), attrs["negative_slope"]),
     negative_slope=0.01,
+    traits="fp16_safe row_by_row",
 )
-_elementwise("elu", lambda inputs, attrs: F.elu(need(inputs[0]), attrs["alpha"]), alpha=1.0)
-_elementwise("gelu", _run_unary(F.gelu))
-_elementwise("gelu_tanh", _run_unary(lambda x: F.gelu(x, approximate="tanh")))
-_elementwise("silu", _run_unary(F.silu))
-_elementwise("sigmoid", _run_unary(torch.sigmoid))
-_elementwise("tanh", _run_unary(torch.tanh))
+_elementwise(
+    "elu",
+    lambda inputs, attrs: F.elu(need(inputs[0]), attrs["alpha"]),
+    alpha=1.0,
+    traits="fp16_safe",
+)
+_elementwise("gelu", _run_unary(F.gelu), traits="fp16_safe row_by_row sinks_views")
+_elementwise(
+    "gelu_tanh",
+    _run_unary(lambda x: F.gelu(x, approximate="tanh")),
+    traits="fp16_safe row_by_row sinks_views",
+)
+_elementwise("silu", _run_unary(F.silu), traits="fp16_safe row_by_row sinks_views")
+_elementwise(
+    "sigmoid",
+    _run_unary(torch.sigmoid),
+    traits="fp16_safe bounded_below makes_positive row_by_row sinks_views",
+)
+_elementwise(
+    "tanh", _run_unary(torch.tanh), traits="fp16_safe bounded_below row_by_row sinks_views"
+)
+_elementwise("mish", _run_unary(F.mish), traits="fp16_safe row_by_row sinks_views")
 register(
     "softplus",
     "x",
@@ -207,6 +244,7 @@ register(
     lambda inputs, attrs: F.softplus(need(inputs[0]), attrs["beta"]),
     pointwise=True,
     beta=1.0,
+    traits="makes_positive",
 )
 register(
     "clamp",
@@ -216,6 +254,7 @@ register(
     pointwise=True,
     min=None,
     max=None,
+    traits="fp16_safe keeps_positive row_by_row",
 )
 register(
     "relu_backward",
@@ -225,6 +264,7 @@ register(
     outputs="dx",
     pointwise=True,
     negative_slope=0.0,
+    traits="activation_gradient fp16_safe",
 )
 for _name, _slope in (
     ("gelu", _run_gelu_backward),
@@ -238,19 +278,43 @@ for _name, _slope in (
         _run_binary(_slope),
         outputs="dx",
         pointwise=True,
+        traits="activation_gradient fp16_safe",
     )
-_elementwise("identity", _run_unary(lambda x: x))
-register("to_float", "x", _to_float, _run_unary(lambda x: x.to(torch.float32)), pointwise=True)
-_elementwise("neg", _run_unary(torch.neg))
-_elementwise("abs", _run_unary(torch.abs))
-_elementwise("exp", _run_unary(torch.exp))
-_elementwise("log", _run_unary(torch.log))
-_elementwise("sqrt", _run_unary(torch.sqrt))
-_elementwise("rsqrt", _run_unary(torch.rsqrt))
-_elementwise("reciprocal", _run_unary(torch.reciprocal))
+_elementwise("identity", _run_unary(lambda x: x), traits="fp16_safe keeps_positive")
+register(
+    "to_float",
+    "x",
+    _to_float,
+    _run_unary(lambda x: x.to(torch.float32)),
+    pointwise=True,
+    traits="keeps_positive",
+)
+_elementwise("neg", _run_unary(torch.neg), traits="fp16_safe row_by_row")
+_elementwise("abs", _run_unary(torch.abs), traits="fp16_safe bounded_below row_by_row")
+_elementwise("exp", _run_unary(torch.exp), traits="bounded_below makes_positive")
+_elementwise("log", _run_unary(torch.log), positive_port="x")
+_elementwise("sqrt", _run_unary(torch.sqrt), traits="makes_positive", positive_port="x")
+_elementwise("rsqrt", _run_unary(torch.rsqrt), traits="makes_positive", positive_port="x")
+_elementwise("reciprocal", _run_unary(torch.reciprocal), traits="makes_positive", positive_port="x")
 _elementwise("erf", _run_unary(torch.erf))
-for _name in ("add", "sub", "mul", "div", "pow", "minimum", "maximum"):
-    register(_name, "x y", _binary, _run_binary(getattr(torch, _name)), pointwise=True)
+for _name, _traits, _positive in (
+    ("add", "fp16_safe keeps_positive row_by_row sinks_views", None),
+    ("sub", "fp16_safe row_by_row sinks_views", None),
+    ("mul", "fp16_safe keeps_positive row_by_row sinks_views", None),
+    ("div", "keeps_positive row_by_row", "y"),
+    ("pow", "makes_positive", "x"),
+    ("minimum", "fp16_safe keeps_positive row_by_row", None),
+    ("maximum", "fp16_safe keeps_positive row_by_row", None),
+):
+    register(
+        _name,
+        "x y",
+        _binary,
+        _run_binary(getattr(torch, _name)),
+        pointwise=True,
+        traits=_traits,
+        positive_port=_positive,
+    )
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     register(_name, "x y", _comparison, _run_binary(getattr(torch, _name)), pointwise=True)
 register("logical_and", "x y", _logical("x", "y"), _run_binary(torch.logical_and), pointwise=True)
@@ -262,6 +326,7 @@ register(
     _where,
     lambda inputs, attrs: torch.where(need(inputs[0]), need(inputs[1]), need(inputs[2])),
     pointwise=True,
+    traits="fp16_safe keeps_positive",
 )
 register(
     "constant",

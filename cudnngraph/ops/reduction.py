@@ -70,4 +70,13 @@ def _run_reduction(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return result.squeeze([dim for dim in dims if dim not in kept])
 
 
-register("reduction", "x", _reduction, _run_reduction, dims=None, mode="sum", keepdim=False)
+register(
+    "reduction",
+    "x",
+    _reduction,
+    _run_reduction,
+    dims=None,
+    mode="sum",
+    keepdim=False,
+    traits="keeps_positive adds_up",
+)

@@ -220,11 +220,11 @@ def _resample(name: str, inputs: str, infer: InferRule, **attrs: Any) -> None:
     register(name, inputs, infer, pooling.RULES[name], outputs, torch_only=True, **attrs)
 
 
-_resample("max_pool", "x", _pool, **_MAX)
+_resample("max_pool", "x", _pool, **_MAX, traits="keeps_positive")
 _resample("max_pool_backward", "dy x", _pool_backward, **_MAX)
-_resample("avg_pool", "x", _pool, **_AVG)
+_resample("avg_pool", "x", _pool, **_AVG, traits="keeps_positive")
 _resample("avg_pool_backward", "dy", _pool_backward, input_size=REQUIRED, **_AVG)
-_resample("adaptive_avg_pool", "x", _adaptive_pool, output_size=REQUIRED)
+_resample("adaptive_avg_pool", "x", _adaptive_pool, output_size=REQUIRED, traits="keeps_positive")
 _resample(
     "adaptive_avg_pool_backward",
     "dy",

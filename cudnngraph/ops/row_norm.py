@@ -163,6 +163,8 @@ register(
     outputs="y mean inv_std",
     eps=1e-5,
     return_stats=False,
+    traits="row_norm",
+    stats_flag="return_stats",
 )
 register(
     "rms_norm",
@@ -172,8 +174,10 @@ register(
     outputs="y inv_std",
     eps=1e-5,
     return_stats=False,
+    traits="row_norm",
+    stats_flag="return_stats",
 )
-register("normalize", "x", _normalize, _run_normalize, eps=1e-12)
+register("normalize", "x", _normalize, _run_normalize, eps=1e-12, traits="row_norm")
 register(
     "layer_norm_backward",
     "dy x weight mean inv_std",

@@ -176,7 +176,16 @@ def _run_slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     return need(inputs[0])[(slice(None),) * attrs["dim"] + (taken,)]
 
 
-register("expand", "x", _expand, _run_expand, pointwise=True, shape=REQUIRED, dims=None)
+register(
+    "expand",
+    "x",
+    _expand,
+    _run_expand,
+    pointwise=True,
+    shape=REQUIRED,
+    dims=None,
+    traits="fp16_safe keeps_positive",
+)
 register(
     "reshape",
     "x",
@@ -184,6 +193,7 @@ register(
     lambda inputs, attrs: need(inputs[0]).reshape(attrs["shape"]),
     view=True,
     shape=REQUIRED,
+    traits="keeps_positive arranges",
 )
 register(
     "transpose",
@@ -193,6 +203,7 @@ register(
     view=True,
     dim0=REQUIRED,
     dim1=REQUIRED,
+    traits="keeps_positive arranges",
 )
 register(
     "permute",
@@ -201,8 +212,20 @@ register(
     lambda inputs, attrs: need(inputs[0]).permute(attrs["dims"]),
     view=True,
     dims=REQUIRED,
+    traits="keeps_positive arranges",
 )
-register("slice", "x", _slice, _run_slice, view=True, dim=REQUIRED, start=0, stop=None, step=1)
+register(
+    "slice",
+    "x",
+    _slice,
+    _run_slice,
+    view=True,
+    dim=REQUIRED,
+    start=0,
+    stop=None,
+    step=1,
+    traits="keeps_positive holds_sizes",
+)
 register(
     "concat",
     "x*",
@@ -210,4 +233,5 @@ register(
     lambda inputs, attrs: torch.cat([need(value) for value in inputs], attrs["dim"]),
     torch_only=True,
     dim=0,
+    traits="keeps_positive",
 )

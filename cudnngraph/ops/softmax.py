@@ -132,6 +132,7 @@ register(
     lambda inputs, attrs: torch.softmax(need(inputs[0]), attrs["dim"]),
     torch_only=True,
     dim=REQUIRED,
+    traits="bounded_below makes_positive",
 )
 register(
     "softmax_backward",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..ir.spec import Node
 from . import (
     aten,
     batch_norm,
@@ -49,7 +50,7 @@ _ORDER = (
     *("batch_norm_train", "batch_norm_backward", "instance_norm", "instance_norm_backward"),
     *("reduction", "expand", "batch_norm", "batch_norm_apply", "dequantize", "quantize", "bias"),
     *("scale", "relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
-    *("softplus", "clamp", "relu_backward", "gelu_backward", "gelu_tanh_backward"),
+    *("softplus", "mish", "clamp", "relu_backward", "gelu_backward", "gelu_tanh_backward"),
     *("silu_backward", "identity", "to_float", "neg", "abs", "exp", "log", "sqrt", "rsqrt"),
     *("reciprocal", "erf", "add", "sub", "mul", "div", "pow", "minimum", "maximum", "eq", "ne"),
     *("lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "where", "reshape"),
@@ -61,6 +62,19 @@ _ORDER = (
 )
 
 OPS: Mapping[str, Op] = MappingProxyType({name: ROWS[name] for name in (*_ORDER, *ROWS)})
+
+
+def by_port(node: Node) -> dict[str, str | None]:
+    """Return the tensors that a node reads, by the names of its ports; None at an open port."""
+    return dict(zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True))
+
+
+def tensor_at(node: Node, port: str) -> str | None:
+    """Return the name of the tensor at a port of a node, None if the port is open.
+
+    Raises ValueError if the op has no such port.
+    """
+    return node.inputs[OPS[node.op].ports_of(len(node.inputs)).index(port)]
 
 
 def is_default(op: str, attr: str, value: Any) -> bool:

@@ -19,29 +19,6 @@ from ..ops.table import OPS
 from .aliases import Aliases, Made, aliases
 
 Group = tuple[Node, ...]
-_GRADIENTS = ("sdpa_backward", "sdpa_varlen_backward")
-
-# Pointwise ops whose result is hardly larger than what they read, so that 16 bits hold it where
-# they held the operands. (exp, pow, division … may leave float16's range on the way.)
-_TAME = frozenset(
-    {
-        *(
-            "bias",
-            "scale",
-            "batch_norm",
-            "batch_norm_apply",
-            "add",
-            "sub",
-            "mul",
-            "minimum",
-            "maximum",
-            "clamp",
-        ),
-        *("relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
-        *("identity", "neg", "abs", "where", "expand"),
-        *("relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"),
-    }
-)
 
 
 def work(nodes: Sequence[Node]) -> Group:
@@ -138,7 +115,11 @@ class Graph:
                     continue
                 if self._is_row_product(node):  # its sum may cancel, and a row has few terms
                     continue
-                small = self.is_anchor(node) or node.op in _TAME or name in self._read_as_data
+                small = (
+                    self.is_anchor(node)
+                    or OPS[node.op].has("fp16_safe")
+                    or name in self._read_as_data
+                )
                 if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
@@ -166,7 +147,7 @@ class Graph:
             for port, name in enumerate(node.outputs):
                 if name is not None:
                     tensor = self.spec.tensors[name]
-                    gradients = node.op in _GRADIENTS and port < 3  # dq, dk, dv
+                    gradients = OPS[node.op].has("attention_gradient") and port < 3  # dq, dk, dv
                     is_data = (port == 0 or gradients) and tensor.dtype.is_floating_point
                     data[name] = dtype if is_data else tensor.dtype
         return data

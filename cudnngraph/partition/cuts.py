@@ -19,7 +19,6 @@ from ..ops.table import OPS
 from .analysis import Graph, Group, work
 
 HALVED = 6  # pointwise ops, from which on halves of a group are tried before single ops
-_OF_CHANNELS = ("bias", "scale", "batch_norm", "batch_norm_apply")  # of vectors, along dim 1
 
 
 def piece(graph: Graph, nodes: Sequence[Node]) -> GraphSpec:
@@ -109,7 +108,7 @@ def _repeated(graph: Graph, node: Node) -> set[frozenset[int]]:
     found = set()
     for name in node.operands:
         shape = graph.spec.tensors[name].shape
-        if len(shape) == 1 and node.op in _OF_CHANNELS:
+        if len(shape) == 1 and OPS[node.op].channel_ports:
             found.add(real - {1})
         elif len(shape) == 1 and node.op in ("quantize", "dequantize"):
             found.add(real - {node.attr("dim")})

@@ -15,8 +15,6 @@ from ..partition.analysis import Graph
 #: gradients of attention: to be the same bits in every run.
 BOUNDED, REPEATABLE = "bounded", "repeatable"
 
-_NO_LOWER_THAN_MINUS_ONE = frozenset({"relu", "relu6", "sigmoid", "tanh", "exp", "abs", "softmax"})
-
 
 def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
     """The graph, before it is cut, with marks for those who run its steps: on max pools that read
@@ -28,12 +26,12 @@ def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
         made: Node | None = node
         while made is not None and (made.op in ("max_pool", "identity") or OPS[made.op].view):
             made = graph.producer.get(made.operands[0])
-        return made is not None and made.op in _NO_LOWER_THAN_MINUS_ONE
+        return made is not None and OPS[made.op].has("bounded_below")
 
     def mark(node: Node) -> Node:
         if node.op == "max_pool" and bounded(node):
             return replace(node, attrs=((BOUNDED, True), *node.attrs))
-        if node.op in ("sdpa_backward", "sdpa_varlen_backward") and deterministic:
+        if OPS[node.op].has("attention_gradient") and deterministic:
             return replace(node, attrs=((REPEATABLE, True), *node.attrs))
         return node
 

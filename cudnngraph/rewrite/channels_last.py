@@ -12,9 +12,8 @@ from ..ir.spec import (
     channels_last_strides,
     is_channels_last,
 )
+from ..ops.table import OPS
 from ..partition.analysis import is_anchor
-
-_CONVOLUTIONS = frozenset({"conv", "conv_transpose", "conv_wgrad"})
 
 
 def with_dense_images(region: GraphSpec) -> GraphSpec:
@@ -32,7 +31,7 @@ def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> Gra
     Another graph, and one that lies so already, is given back as it is.
     """
     anchors = [node for node in spec.nodes if is_anchor(node, spec.tensors)]
-    if not anchors or not all(node.op in _CONVOLUTIONS for node in anchors):
+    if not anchors or not all(OPS[node.op].has("convolution") for node in anchors):
         return spec
     rank = len(spec.tensors[anchors[0].operands[0]].shape)
 

@@ -18,7 +18,7 @@ from ..ir.spec import (
     odd_rows,
 )
 from ..ops.base import LOW_PRECISION
-from ..ops.table import OPS
+from ..ops.table import by_port
 from ..partition.analysis import Graph
 
 
@@ -30,11 +30,10 @@ def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
             continue
-        ports = OPS[node.op].ports
-        data = graph.crossing(str(node.inputs[ports.index("q")])).dtype
-        inputs = list(node.inputs)
+        names_of = by_port(node)
+        data = graph.crossing(str(names_of["q"])).dtype
         for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
-            name = node.inputs[ports.index(port)]
+            name = names_of[port]
             if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
                 continue
             if (node.op, port) == ("sdpa_backward", "dropout_mask"):
@@ -56,8 +55,8 @@ def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
                 ]
                 nodes.append(Node("where", label, (name, *names), (known,)))
                 numbers_of[name, port, data, stride] = known
-            inputs[ports.index(port)] = known
-        nodes[place] = replace(node, inputs=tuple(inputs))
+            names_of[port] = known
+        nodes[place] = replace(node, inputs=tuple(names_of.values()))
     return (
         spec
         if len(nodes) == len(spec.nodes)
@@ -77,8 +76,8 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa":
             continue
-        ports = OPS["sdpa"].ports
-        q, k, name = (node.inputs[ports.index(port)] for port in ("q", "k", "attn_mask"))
+        names_of = by_port(node)
+        q, k, name = (names_of[port] for port in ("q", "k", "attn_mask"))
         mask = None if name is None else graph.crossing(name)
         if mask is None or name is None or mask.dtype not in LOW_PRECISION:
             continue
@@ -90,7 +89,6 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
             copy = copies[name] = f"{node.results[0]}_mask_aligned"
             tensors[copy] = replace(mask, name=copy, stride=aligned_rows(mask.shape))
             nodes.append(Node("identity", copy, (name,), (copy,)))
-        inputs = list(node.inputs)
-        inputs[ports.index("attn_mask")] = copies[name]
-        nodes[place] = replace(node, inputs=tuple(inputs))
+        names_of["attn_mask"] = copies[name]
+        nodes[place] = replace(node, inputs=tuple(names_of.values()))
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if copies else spec

@@ -11,7 +11,7 @@ import torch
 from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
 from ..ops.base import LOW_PRECISION
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port
 from ..partition.analysis import Graph
 
 
@@ -45,7 +45,7 @@ def prefers_flash(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
         return False
     if node.op != "sdpa_varlen" or node.attr("finite_padding") or node.attr("max_seqlen_q") < 2:
         return False
-    names = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
+    names = by_port(node)
     if names["ragged"] is not None:
         return False
     q, k, v = (tensors[str(names[port])] for port in "qkv")
@@ -102,13 +102,12 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
     graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
     made: dict[tuple[Any, ...], str] = {}
     for place, node in enumerate(spec.nodes):
-        if node.op not in ("sdpa_varlen", "sdpa_varlen_backward") or prefers_flash(node, tensors):
+        if not OPS[node.op].has("packed") or prefers_flash(node, tensors):
             continue
-        ports = OPS[node.op].ports
-        at = {port: ports.index(port) for port in ("q", *SEQUENCE_PORTS)}
-        data = graph.crossing(str(node.inputs[at["q"]]))
-        ends = tuple(str(node.inputs[at[port]]) for port in SEQUENCE_PORTS[:2])
-        if node.inputs[at["ragged"]] is not None or data.dtype not in LOW_PRECISION:
+        names = by_port(node)
+        data = graph.crossing(str(names["q"]))
+        ends = tuple(str(names[port]) for port in SEQUENCE_PORTS[:2])
+        if names["ragged"] is not None or data.dtype not in LOW_PRECISION:
             continue
         widths = token_strides(node, tensors)
         key = (ends, widths)
@@ -119,9 +118,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
             tensors[name] = TensorSpec(name, (rows, count), stride, torch.int32)
             attrs = (("widths_kv", widths[1]), ("widths_q", widths[0]))
             nodes.append(Node("ragged_offsets", name, ends, (name,), attrs))
-        inputs = list(node.inputs)
-        for port in SEQUENCE_PORTS[:2]:
-            inputs[at[port]] = None
-        inputs[at["ragged"]] = made[key]
-        nodes[place] = replace(node, inputs=tuple(inputs))
+        names |= dict.fromkeys(SEQUENCE_PORTS[:2])
+        names["ragged"] = made[key]
+        nodes[place] = replace(node, inputs=tuple(names.values()))
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if made else spec

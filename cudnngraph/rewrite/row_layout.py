@@ -34,14 +34,6 @@ Dims = tuple[
 ]  # each dim, as one step after the other; () for an extent of 1
 
 MOST_DIMS = 4  # that a product takes
-_POINTWISE = frozenset(
-    {
-        *("add", "sub", "mul", "div", "minimum", "maximum", "neg", "abs", "clamp"),
-        *("relu", "relu6", "leaky_relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
-    }
-)
-_ARRANGE = frozenset({"reshape", "permute", "transpose"})
-_NORMS = frozenset({"layer_norm", "rms_norm", "normalize"})
 
 
 def propagate_row_layout(spec: GraphSpec) -> GraphSpec:
@@ -176,7 +168,7 @@ class _RowLayout:
         for node in self._spec.nodes:
             inputs = tuple(n if n is None else self._renamed.get(n, n) for n in node.inputs)
             renamed = replace(node, inputs=inputs)
-            if node.op in _ARRANGE:
+            if OPS[node.op].has("arranges"):
                 self._view(renamed)
             elif not self._by_rows(renamed) and not self._by_heads(renamed):
                 pairs = zip(node.operands, renamed.operands, strict=True)
@@ -287,13 +279,13 @@ class _RowLayout:
         tensors, result = self._tensors, self._tensors[node.results[0]]
         if len(node.results) > 1 or not result.shape or result.shape[-1] == 1:
             return None
-        if node.op in _POINTWISE:
+        if OPS[node.op].has("row_by_row"):
             mains = [
                 place
                 for place, name in enumerate(node.inputs)
                 if name is not None and tensors[name].shape == result.shape
             ]
-        elif node.op in _NORMS or (
+        elif OPS[node.op].has("row_norm") or (
             node.op == "matmul" and len(tensors[node.operands[1]].shape) == 2
         ):
             mains = [0]
@@ -374,7 +366,7 @@ class _RowLayout:
         forms = [self._tensors[name] for name in node.operands]
         if OPS[node.op].pointwise and node.op != "identity":
             forms = [form for form in forms if form.shape == result.shape]
-        elif node.op in _NORMS or node.op == "sdpa":
+        elif OPS[node.op].has("row_norm") or node.op == "sdpa":
             forms = forms[:1]
         else:
             return

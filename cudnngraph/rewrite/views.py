@@ -28,9 +28,6 @@ def alias_views(spec: GraphSpec) -> GraphSpec:
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
-_MOVED = frozenset(("add", "sub", "mul", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"))
-
-
 def sink_views(spec: GraphSpec) -> GraphSpec:
     """The graph in which what is shown of a product is shown behind the pointwise ops that read it.
 
@@ -41,7 +38,7 @@ def sink_views(spec: GraphSpec) -> GraphSpec:
         return spec
     graph = Graph(spec)
     for node in spec.nodes:
-        if node.op in _MOVED:
+        if OPS[node.op].has("sinks_views"):
             graph = _sink_one(graph, node)
     return graph.spec
 
@@ -110,7 +107,7 @@ def _of_product(graph: Graph, name: str) -> bool:
         if node.op == "matmul":
             return True
         seen.add(node.name)
-        if node.op in _MOVED:
+        if OPS[node.op].has("sinks_views"):
             left += [each for each in node.operands if tensors[each].shape == shape]
     return False
 

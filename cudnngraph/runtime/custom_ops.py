@@ -25,6 +25,7 @@ from ..executor import reference
 from ..grad.backward import Gradient
 from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import DTYPE_NAMES, GraphSpec, TensorSpec, dense_strides, is_dense, memory_order
+from ..ops.table import OPS
 from ..policy import Policy
 from ..runtime.transforms import check_dropout, folded, laid_out, stacked, taken, unfolded
 from .checks import tensor_problems
@@ -228,12 +229,9 @@ def _empty(spec: GraphSpec, device: torch.device) -> list[Tensor]:
 
 
 # Ops whose attributes hold sizes that torch does not compare with those of the operand.
-_HOLDS_SIZES = frozenset({"slice", "aten", "ragged_offsets"})
-
-
 def _shapes(spec: GraphSpec, tensors: Sequence[Tensor]) -> list[Any] | None:
     """The shapes of the outputs for tensors of open sizes; None where they cannot be left open."""
-    if any(node.op in _HOLDS_SIZES for node in spec.nodes):
+    if any(OPS[node.op].has("holds_sizes") for node in spec.nodes):
         return None
     try:
         results = reference.run(spec, tensors)

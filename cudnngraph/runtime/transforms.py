@@ -18,7 +18,7 @@ from ..errors import FeatureMissing, NotSupported
 from ..grad.backward import Gradient
 from ..grad.differentiate import differentiable, differentiate
 from ..ir.spec import GraphSpec, TensorSpec, same_layout
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port
 from ..policy import Policy
 from ..select.dropout_probe import has_seeded_dropout
 from .compile import compile as compile_spec
@@ -243,9 +243,6 @@ def stacked(
 
 
 # Ops whose results for one image depend on the others.
-_ACROSS_IMAGES = frozenset({"batch_norm_train", "batch_norm_backward"})
-
-
 def folded(
     spec: GraphSpec,
     wide: GraphSpec,
@@ -256,7 +253,7 @@ def folded(
     """The tensors with the mapped dim in the batch, for ``wide``, which is ``spec`` for a batch
     ``many`` times as long; None where that is not the same: something without a batch is mapped,
     or an output has none."""
-    if has_seeded_dropout(wide) or any(node.op in _ACROSS_IMAGES for node in wide.nodes):
+    if has_seeded_dropout(wide) or any(OPS[node.op].has("across_images") for node in wide.nodes):
         return None
     if not all(_grows(spec.tensors[name], wide.tensors[name], many) for name in spec.outputs):
         return None
@@ -295,10 +292,10 @@ def check_dropout(forward: Executable, backward: Executable) -> None:
     places: dict[tuple[str | None, ...], bool] = {}
     for step in (*forward.steps, *backward.steps):
         for node in step.spec.nodes if has_seeded_dropout(step.spec) else ():
-            ports = OPS[node.op].ports
-            if "dropout_seed" not in ports:
+            names = by_port(node)
+            if "dropout_seed" not in names:
                 continue
-            seeds = tuple(node.inputs[ports.index(f"dropout_{of}")] for of in ("seed", "offset"))
+            seeds = (names["dropout_seed"], names["dropout_offset"])
             if places.setdefault(seeds, step.choice is not None) != (step.choice is not None):
                 raise NotSupported(
                     f"graph '{forward.spec.name}'",

@@ -14,7 +14,7 @@ import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, contiguous_strides
 from ..ops.attention.reference import alibi_slopes
-from ..ops.table import OPS
+from ..ops.table import OPS, by_port, tensor_at
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[Tensors], Tensors]  # inputs of a graph → its outputs
@@ -28,15 +28,11 @@ def attention(spec: GraphSpec) -> Node | None:
 
 def has_seeded_dropout(spec: GraphSpec) -> bool:
     """Whether an attention of the graph, or its gradient, drops by a seed."""
-    return any(_at(node, "dropout_seed") is not None for node in spec.nodes if _attends(node))
+    return any(tensor_at(node, "dropout_seed") is not None for node in spec.nodes if _attends(node))
 
 
 def _attends(node: Node) -> bool:
     return node.op in ("sdpa", "sdpa_backward")
-
-
-def _at(node: Node, port: str) -> str | None:
-    return node.inputs[OPS[node.op].ports.index(port)]
 
 
 def with_mask(
@@ -47,7 +43,7 @@ def with_mask(
     node = attention(spec)
     assert node is not None
     ports = OPS[node.op].ports
-    operands = dict(zip(ports, node.inputs, strict=True))
+    operands = by_port(node)
     given = dict(zip(spec.inputs, inputs, strict=True))
     tensors, attrs = dict(spec.tensors), dict(node.attrs)
     added: dict[str, torch.Tensor] = {}
@@ -84,13 +80,13 @@ def recover_mask(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
     node = attention(spec)
     assert node is not None
     given = dict(zip(spec.inputs, inputs, strict=True))
-    q, k, v = (spec.tensors[str(_at(node, port))].shape for port in ("q", "k", "v"))
+    q, k, v = (spec.tensors[str(tensor_at(node, port))].shape for port in ("q", "k", "v"))
     keep = torch.zeros(q[0], q[1], q[2], k[2], dtype=torch.bool, device=inputs[0].device)
     backward = node.op == "sdpa_backward"
     flat = ("q", "attn_mask", "alibi_slopes", *(("lse", "o") if backward else ()))
-    for name in {_at(node, port) for port in flat} - {None}:
+    for name in {tensor_at(node, port) for port in flat} - {None}:
         given[str(name)] = torch.zeros_like(given[str(name)])
-    probe = str(_at(node, "do" if backward else "v"))
+    probe = str(tensor_at(node, "do" if backward else "v"))
     columns, many = v[3], q[2] if backward else k[2]
     groups = q[1] // k[1]
     place = spec.outputs.index(str(node.outputs[2 if backward else 0]))

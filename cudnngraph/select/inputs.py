@@ -14,25 +14,12 @@ import torch
 
 from ..executor import reference
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from ..ops.attention.checks import ATTENTION
 from ..ops.attention.dense import FP8_SCALES
 from ..ops.attention.packed import ragged_into
-from ..ops.table import OPS
+from ..ops.table import OPS, tensor_at
 from ..rewrite.packed import SEQUENCE_PORTS, token_strides
 from .tolerance import terms_of
 
-# op → the port whose numbers it wants positive.
-_WANTS_POSITIVE = {
-    "batch_norm": "running_var",
-    "div": "y",
-    **dict.fromkeys(("log", "pow", "reciprocal", "rsqrt", "sqrt"), "x"),
-}
-_MAKES_POSITIVE = {"exp", "sigmoid", "softmax", "softplus", "sqrt", "rsqrt", "reciprocal", "pow"}
-_KEEPS_POSITIVE = {  # of operands that are all positive
-    *("add", "mul", "div", "maximum", "minimum", "where", "bias", "scale", "relu", "clamp"),
-    *("identity", "expand", "to_float", "concat", "reshape", "transpose", "permute", "slice"),
-    *("reduction", "avg_pool", "max_pool", "adaptive_avg_pool"),
-}
 _SMALLEST_WEIGHTS = 2.0**-6
 LARGE_SCORES = 1 << 27  # elements of an attention matrix that the reference may hold
 
@@ -75,18 +62,18 @@ def random_inputs(
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
-        if node.op in ("nll_loss", "nll_loss_backward") and str(at_port(node, "target")) in given:
-            given[str(at_port(node, "target"))].zero_()  # there is a class 0 in any case
+        if node.op in ("nll_loss", "nll_loss_backward") and str(tensor_at(node, "target")) in given:
+            given[str(tensor_at(node, "target"))].zero_()  # there is a class 0 in any case
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
             given[scale].abs_().add_(0.5)
-        if node.op in ATTENTION:
+        if OPS[node.op].has("attention"):
             _set_lengths(spec, node, given)
         if node.op == "sdpa_fp8":
             _set_scales(node, given)
-        if node.op in ("sdpa_varlen", "sdpa_varlen_backward"):
+        if OPS[node.op].has("packed"):
             _set_sequences(spec, node, given)
-        if node.op in ("sdpa_backward", "sdpa_varlen_backward"):
+        if OPS[node.op].has("attention_gradient"):
             _set_results(node, given)
     return made
 
@@ -113,18 +100,20 @@ def _positive(spec: GraphSpec) -> set[str]:
         operands = node.operands
         if node.op == "abs" or (node.op == "mul" and len(set(operands)) == 1):
             return summed or operands[0] in spec.inputs
-        if node.op in _MAKES_POSITIVE:
+        if OPS[node.op].has("makes_positive"):
             return True
         summed |= node.op == "reduction"
         parts = operands[1:] if node.op == "where" else operands
-        return node.op in _KEEPS_POSITIVE and all([is_to_be(each, summed) for each in parts])
+        keeps = OPS[node.op].has("keeps_positive")
+        return keeps and all([is_to_be(each, summed) for each in parts])
 
     for node in spec.nodes:
-        if node.op not in _WANTS_POSITIVE:
+        port = OPS[node.op].positive_port
+        if port is None:
             continue
         if node.op == "pow" and node.operands[1] in whole_numbers:
             continue
-        if not is_to_be(str(at_port(node, _WANTS_POSITIVE[node.op]))):
+        if not is_to_be(str(tensor_at(node, port))):
             return set(spec.inputs)
     return found
 
@@ -135,7 +124,8 @@ def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for node in spec.nodes:
         given = [name for name in node.operands[1::-1] if name in spec.inputs]
-        if node.op not in ("conv", "conv_transpose", "conv_wgrad", "matmul") or not given:
+        row = OPS[node.op]
+        if not row.has("multiplies") or row.has("attention") or not given:
             continue
         if spec.tensors[given[0]].dtype.itemsize < 2:
             continue
@@ -146,25 +136,20 @@ def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
     return found
 
 
-def at_port(node: Node, port: str) -> str | None:
-    """The name of the tensor at a port of a node."""
-    return node.inputs[OPS[node.op].ports.index(port)]
-
-
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
     paged = node.op == "sdpa_paged"
     for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
-        if port not in OPS[node.op].ports or str(at_port(node, port)) not in given:
+        if port not in OPS[node.op].ports or str(tensor_at(node, port)) not in given:
             continue
-        longest = spec.tensors[str(at_port(node, whole))].shape[2]
+        longest = spec.tensors[str(tensor_at(node, whole))].shape[2]
         if paged and port == "seq_len_kv":
-            longest *= spec.tensors[str(at_port(node, "page_table"))].shape[1]
-        given[str(at_port(node, port))].fill_(-(-3 * longest // 4))
+            longest *= spec.tensors[str(tensor_at(node, "page_table"))].shape[1]
+        given[str(tensor_at(node, port))].fill_(-(-3 * longest // 4))
     for port in ("page_table", "page_table_v") if paged else ():
-        table = given.get(str(at_port(node, port)))
+        table = given.get(str(tensor_at(node, port)))
         if table is not None:
-            pages = spec.tensors[str(at_port(node, "k_cache"))].shape[0]
+            pages = spec.tensors[str(tensor_at(node, "k_cache"))].shape[0]
             order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
             table.copy_(order.view(table.shape))
 
@@ -175,15 +160,15 @@ def _set_sequences(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor
     ends: list[torch.Tensor] = []
     for side, port in enumerate(SEQUENCE_PORTS[:2]):
         whole, attr = (("q", "max_seqlen_q"), ("k", "max_seqlen_kv"))[side]
-        tokens = spec.tensors[str(at_port(node, whole))].shape[0]
-        tensor = spec.tensors[str(at_port(node, port) or at_port(node, "ragged"))]
+        tokens = spec.tensors[str(tensor_at(node, whole))].shape[0]
+        tensor = spec.tensors[str(tensor_at(node, port) or tensor_at(node, "ragged"))]
         count = tensor.shape[-1] - 1
         used = min(tokens, count * node.attr(attr))
         made = (torch.arange(count + 1) * used // count).to(torch.int32)
         ends.append(made)
-        if str(at_port(node, port)) in given:
-            given[str(at_port(node, port))].copy_(made)
-    ragged = given.get(str(at_port(node, "ragged")))
+        if str(tensor_at(node, port)) in given:
+            given[str(tensor_at(node, port))].copy_(made)
+    ragged = given.get(str(tensor_at(node, "ragged")))
     if ragged is not None:
         widths = dict(
             zip(("widths_q", "widths_kv"), token_strides(node, spec.tensors), strict=True)
@@ -196,7 +181,7 @@ def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
     usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
     for port in FP8_SCALES:
-        name = str(at_port(node, port))
+        name = str(tensor_at(node, port))
         if name in given:
             given[name].fill_(usual.get(port, 1.0))
 
@@ -205,10 +190,10 @@ def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
     forward = OPS[node.op.removesuffix("_backward")]
     mine = OPS[node.op].ports
-    ports = [at_port(node, port) if port in mine else None for port in forward.ports]
+    ports = [tensor_at(node, port) if port in mine else None for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
-    names = (str(at_port(node, "o")), str(at_port(node, "lse")))
+    names = (str(tensor_at(node, "o")), str(tensor_at(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
     keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
     if math.prod(q.shape[:-1]) * keys > LARGE_SCORES:  # too much work for data of a trial

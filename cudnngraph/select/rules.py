@@ -8,8 +8,8 @@ import torch
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node
-from ..ops.attention.checks import ATTENTION
 from ..ops.base import QUANTIZED
+from ..ops.table import OPS
 from ..partition.analysis import is_anchor, work
 from ..partition.cuts import on_numbers
 from .dropout_probe import has_seeded_dropout
@@ -46,7 +46,7 @@ def why_split(spec: GraphSpec) -> str | None:
     if not anchors or len(nodes) == 1:
         return _why_scalars_apart(spec, nodes)
     (anchor,) = anchors
-    if anchor.op in ATTENTION:
+    if OPS[anchor.op].has("attention"):
         computed = {name for node in nodes if node is not anchor for name in node.results}
         if computed & set(anchor.operands):
             return "attention reads tensors, not results of the same plan"

@@ -22,10 +22,11 @@ from ..backend.lowering.driver import first_line
 from ..device import tf32
 from ..executor import reference, torch_steps
 from ..ir.spec import GraphSpec, TensorSpec, round_up
+from ..ops.table import tensor_at
 from ..partition.memory import SUBALLOCATION_BYTES, Laid, Layout
 from ..policy import Policy
 from .dropout_probe import attention, has_seeded_dropout, recover_mask, with_mask
-from .inputs import LARGE_SCORES, at_port, random_inputs
+from .inputs import LARGE_SCORES, random_inputs
 from .tolerance import (
     STRICT_TOLERANCE,
     STRICT_TOLERANCE_OF_SUMS,
@@ -315,7 +316,7 @@ def _corner(
     repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
     if node.op == "sdpa" and name == node.inputs[3]:
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
-    if node.op == "sdpa" and name in (at_port(node, "alibi_slopes"), at_port(node, "sink")):
+    if node.op == "sdpa" and name in (tensor_at(node, "alibi_slopes"), tensor_at(node, "sink")):
         return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)

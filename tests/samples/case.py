@@ -137,6 +137,7 @@ ACTIVATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "softplus": F.softplus,
+    "mish": F.mish,
     "clamp": torch.clamp,
     "relu6": F.relu6,
     "hardswish": F.hardswish,

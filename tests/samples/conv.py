@@ -235,6 +235,7 @@ _ACTIVATIONS: tuple[tuple[str, str | None, tuple[tuple[str, Any], ...]], ...] = 
     ("relu6", "relu6", ()),
     ("hardswish", "hardswish", ()),
     ("none", None, ()),
+    ("mish", "mish", ()),
 )
 
 

@@ -10,17 +10,16 @@ import torch
 
 from ...ir.spec import GraphSpec, Node, same_layout
 from ...ops.base import LOW_PRECISION
-from ...ops.table import OPS
+from ...ops.table import OPS, tensor_at
 from ...rewrite.annotate import REPEATABLE
 from ...rewrite.packed import SAME_STRIDES, token_strides
-from .base import Refused, tensor_at
+from .base import Refused
 from .context import Context
 
 
 def _distinct(ctx: Context, node: Node, ports: Sequence[str]) -> list[Any]:
     """The graph inputs at ``ports``, each as a tensor of its own."""
-    inputs = dict(zip(OPS[node.op].ports, node.inputs, strict=True))
-    names = [str(inputs[port]) for port in ports]
+    names = [str(tensor_at(node, port)) for port in ports]
     if any(name not in ctx.spec.inputs for name in names):
         raise Refused("attention of what the same graph computes")
     return [

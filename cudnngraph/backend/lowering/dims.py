@@ -26,22 +26,23 @@ from ...ir.spec import (
     numel,
 )
 from ...ops.base import LOW_PRECISION
-from ...ops.table import OPS
+from ...ops.table import OPS, tensor_at
 from .base import Place, Refused, Shape
-from .placement import VARLEN, placed
+from .placement import placed
 
-# Anchors whose plans see merged dims.
+# Quirks of cuDNN: anchors that it takes as matrices, so their plans see merged dims;
 _MERGED = (
     *("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"),
     "normalize",
 )
 
-# Anchors that cuDNN takes in two spatial dims at least.
+# anchors that it takes in two spatial dims at least;
 _SPREAD = (
     *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
     "instance_norm",
 )
 
+# and norms that it wants with a spatial dim, for rows of channels too.
 _BATCH_NORMS = ("batch_norm", "batch_norm_train", "batch_norm_apply", "batch_norm_backward")
 
 
@@ -255,7 +256,7 @@ def view_of(spec: GraphSpec) -> View:
         if len(groups) > 2:
             raise Refused("a reduction over dims between others")
         return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
-    if anchors[0].op in VARLEN:
+    if OPS[anchors[0].op].has("packed"):
         return _PackedView(rank, spread=False, channels_last=False)
     spread = rank == 3 and anchors[0].op in _SPREAD
     images = [view for view in real if len(view[0]) >= 3]
@@ -317,7 +318,7 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     cuDNN wants rows without gaps between them, in x and in all that is as large.
     """
     space, places = _space(spec, node, rank), _places(spec, rank)
-    weight = node.inputs[OPS[node.op].ports.index("weight")]
+    weight = tensor_at(node, "weight")
     first = rank - len(spec.tensors[str(weight)].shape)
     order = memory_order(*places[node.operands[0]])
     rows = tuple(dim for dim in order if dim < first)

@@ -18,7 +18,7 @@ from ...ir.spec import GraphSpec, Node
 from ...ops import pooling
 from ...ops.base import FP8
 from ...ops.infer import check_node
-from ...ops.table import OPS
+from ...ops.table import by_port
 from .. import handles
 from .attention import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged, sdpa_varlen, sdpa_varlen_backward
 from .base import Refused
@@ -50,6 +50,7 @@ from .pointwise import (
     gelu_tanh_backward,
     leaky_relu,
     logical,
+    mish,
     quantize,
     reduction,
     relu_backward,
@@ -127,6 +128,7 @@ RULES: Mapping[str, Rule] = {
     "sigmoid": call("sigmoid"),
     "tanh": call("tanh"),
     "softplus": softplus,
+    "mish": mish,
     "clamp": clamp,
     "relu_backward": relu_backward,
     "gelu_backward": call("gelu_backward"),
@@ -261,10 +263,9 @@ def _capability() -> int:
 
 def _own_dtype(spec: GraphSpec, node: Node, port: int) -> torch.dtype:
     """The dtype that a result has of itself, whatever it is kept in."""
-    ports = OPS[node.op].ports_of(len(node.inputs))
     operands = {
         name: None if operand is None else spec.tensors[operand]
-        for name, operand in zip(ports, node.inputs, strict=True)
+        for name, operand in by_port(node).items()
     }
     result = check_node(node.op, node.name, operands, dict(node.attrs)).results[port]
     return spec.tensors[str(node.outputs[port])].dtype if result is None else result.dtype

@@ -11,7 +11,7 @@ import torch
 from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec, channels_last_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
-from ...ops.table import OPS
+from ...ops.table import OPS, tensor_at
 from .base import Refused
 from .context import Context, Rule
 
@@ -94,7 +94,7 @@ def batch_norm_apply(ctx: Context, node: Node) -> Any:
 
 def _ones(ctx: Context, node: Node) -> Any:
     """A weight for an instance norm that has none: the frontend wants one."""
-    vector = _vector(ctx.spec.tensors[str(node.inputs[OPS[node.op].ports.index("x")])])
+    vector = _vector(ctx.spec.tensors[str(tensor_at(node, "x"))])
     return ctx.constant(ctx.view.dims(vector.shape, vector.stride)[0], 1.0, torch.float32)
 
 

@@ -6,24 +6,13 @@ from collections.abc import Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
 from ...ops.base import LOW_PRECISION
-from ...ops.table import OPS
+from ...ops.table import OPS, by_port, tensor_at
 from ...rewrite.packed import prefers_flash
-from .base import Refused, Shape, tensor_at
-
-_CHANNEL_PORTS = {
-    "bias": ("bias",),
-    "scale": ("scale",),
-    "batch_norm": ("running_mean", "running_var", "weight", "bias"),
-    "batch_norm_apply": ("mean", "inv_std", "weight", "bias"),
-    "batch_norm_train": ("weight", "bias", "running_mean", "running_var"),
-    "batch_norm_backward": ("weight", "mean", "inv_std"),
-    "instance_norm": ("weight", "bias"),
-}
+from .base import Refused, Shape
 
 _SCALED = ("dequantize", "quantize")
 _ATTENTION = ("sdpa", "sdpa_backward")
 _LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged", "sdpa_fp8")}
-VARLEN = ("sdpa_varlen", "sdpa_varlen_backward")
 _HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
 _NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
 
@@ -33,12 +22,12 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     tensor = spec.tensors[name]
     views: set[tuple[Shape, Shape]] = set()
     for node in spec.nodes:
-        for port, operand in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+        for port, operand in by_port(node).items():
             if operand != name:
                 continue
             if port == "scale" and node.op in _SCALED:
                 views.add(_scale_place(spec, node, tensor))
-            elif len(tensor.shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            elif len(tensor.shape) == 1 and port in OPS[node.op].channel_ports:
                 tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
                 views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
             elif port in _LENGTH_PORTS.get(node.op, ()):
@@ -46,9 +35,9 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
             elif node.op == "sdpa_paged" and port.startswith("page_table"):
                 count = tensor.shape[1]
                 views.add(((tensor.shape[0], 1, count, 1), (tensor.stride[0], count, 1, 1)))
-            elif node.op in VARLEN and port == "ragged":  # its first row: the lengths of q
+            elif OPS[node.op].has("packed") and port == "ragged":  # its first row: the lengths of q
                 views.add(((tensor.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)))
-            elif node.op in VARLEN:
+            elif OPS[node.op].has("packed"):
                 views.add(_spread_out(spec, node, tensor, port in ("k", "v")))
             elif port in _HEAD_PORTS.get(node.op, ()):
                 views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
@@ -103,7 +92,7 @@ def check_places(spec: GraphSpec) -> None:
     """Refuse what is computed with its dims in one place and used with them in another."""
     producer = {name: node for node in spec.nodes for name in node.results}
     for node in spec.nodes:
-        for port, name in zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True):
+        for port, name in by_port(node).items():
             if name not in producer:
                 continue
             shape = spec.tensors[name].shape
@@ -111,7 +100,7 @@ def check_places(spec: GraphSpec) -> None:
             wanted: Shape = shape
             if port == "scale" and node.op in _SCALED:
                 wanted = _scale_place(spec, node, spec.tensors[name])[0]
-            elif len(shape) == 1 and port in _CHANNEL_PORTS.get(node.op, ()):
+            elif len(shape) == 1 and port in OPS[node.op].channel_ports:
                 wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
             elif node.op == "expand":
                 wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
@@ -133,7 +122,7 @@ def result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
     shape, stride = tensor.shape, tensor.stride
-    if node.op in VARLEN:
+    if OPS[node.op].has("packed"):
         keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
         shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
     if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)

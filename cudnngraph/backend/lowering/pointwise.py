@@ -161,6 +161,13 @@ def softplus(ctx: Context, node: Node) -> Any:
     return g.mul(ctx.temporary(g.softplus(y), like), ctx.scalar(1.0 / beta))
 
 
+def mish(ctx: Context, node: Node) -> Any:
+    (x,) = ctx.operands(node)
+    like, g = ctx.spec.tensors[str(node.inputs[0])], ctx.graph
+    share = ctx.temporary(g.tanh(ctx.temporary(g.softplus(x), like)), like)
+    return g.mul(x, share, name=node.name)
+
+
 def clamp(ctx: Context, node: Node) -> Any:
     """A ReLU that is clipped, of which NaN is NaN, unlike the larger and the smaller of two. It
     has no lower clip that lets every number through: -inf becomes float32's smallest."""

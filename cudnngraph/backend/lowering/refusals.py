@@ -60,8 +60,6 @@ REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
     no_group_norm,
 )
 
-_GRADIENTS = frozenset({"relu_backward", "gelu_backward", "gelu_tanh_backward", "silu_backward"})
-
 
 def check_beside_norms(spec: GraphSpec, view: View) -> None:
     """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19)."""
@@ -90,7 +88,7 @@ def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
             raise Refused(
                 f"{node.op} with the norm's result second: cuDNN does not take it, or crashes"
             )
-        if node.op in _GRADIENTS:
+        if OPS[node.op].has("activation_gradient"):
             raise Refused(f"{node.op} beside a norm: cuDNN does not take it, or crashes")
 
 

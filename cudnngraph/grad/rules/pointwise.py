@@ -136,6 +136,11 @@ def _from_y(slope: Callable[[Context, Value], Value]) -> GradRule:
     return lambda ctx: {"x": lambda: slope(ctx, ctx.result())}
 
 
+def _mish(ctx: Context, x: Value) -> Value:
+    share = ctx.g.tanh(ctx.g.softplus(x))
+    return ctx.dy * (share + x * ctx.g.sigmoid(x) * (1.0 - share * share))
+
+
 RULES: Mapping[str, GradRule | NoGradient] = {
     "relu": _relu,
     "leaky_relu": _leaky_relu,
@@ -146,6 +151,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "sigmoid": _from_y(lambda c, y: c.dy * (y - y * y)),
     "tanh": _from_y(lambda c, y: c.dy - c.dy * (y * y)),
     "softplus": _from_x(lambda c, x: c.dy * c.g.sigmoid(x * c.node.attr("beta"))),
+    "mish": _from_x(_mish),
     "clamp": _clamp,
     # Linear in dy; y is only asked for its sign.
     "relu_backward": lambda c: {

@@ -138,7 +138,7 @@ RULES: dict[str, Rule] = {
         name: _one(lambda g, x, name=name: getattr(g, name)(x))  # type: ignore[misc]
         for name in (
             *("relu", "silu", "sigmoid", "tanh", "neg", "abs", "exp", "log", "sqrt", "rsqrt"),
-            *("reciprocal", "erf", "relu6", "hardswish", "logical_not"),
+            *("reciprocal", "erf", "relu6", "hardswish", "mish", "logical_not"),
         )
     },
     "square": _one(lambda g, x: g.mul(x, x)),

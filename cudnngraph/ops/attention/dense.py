@@ -155,6 +155,9 @@ register(
     return_lse=False,
     **_SCORES,
     **PADDING,
+    traits="multiplies attention",
+    stats_flag="return_lse",
+    no_grad_ports="alibi_slopes dropout_mask",
 )
 register(
     "sdpa_paged",
@@ -165,6 +168,7 @@ register(
     **{**BAND, "diagonal_alignment": "bottom_right"},
     return_lse=False,
     **PADDING,
+    traits="multiplies attention",
 )
 register(
     "sdpa_fp8",
@@ -178,6 +182,7 @@ register(
     diagonal_alignment="top_left",
     window=None,
     return_lse=False,
+    traits="multiplies attention",
 )
 register(
     "sdpa_backward",
@@ -189,4 +194,5 @@ register(
     mask_grad=False,
     **_SCORES,
     **PADDING,
+    traits="multiplies attention attention_gradient",
 )

@@ -106,6 +106,8 @@ register(
     **_LONGEST,
     return_lse=False,
     **PADDING,
+    traits="multiplies attention packed",
+    stats_flag="return_lse",
 )
 register(
     "sdpa_varlen_backward",
@@ -115,6 +117,7 @@ register(
     outputs="dq dk dv",
     **BAND,
     **_LONGEST,
+    traits="multiplies attention attention_gradient packed",
 )
 register(
     "ragged_offsets",
@@ -123,4 +126,5 @@ register(
     ragged_offsets,
     widths_q=REQUIRED,
     widths_kv=REQUIRED,
+    traits="holds_sizes",
 )

@@ -93,6 +93,7 @@ TORCHS = {
     "clamp": lambda x: torch.clamp(x, -0.5, 0.5),
     "relu6": F.relu6,
     "hardswish": F.hardswish,
+    "mish": F.mish,
     "identity": lambda x: x,
 }
 ATTRS: dict[str, dict[str, float]] = {

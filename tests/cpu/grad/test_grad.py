@@ -415,7 +415,7 @@ def test_what_its_output_tells_is_not_saved(act: str | None) -> None:
     assert gradient.forward == spec
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "softplus", "hardswish"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "softplus", "mish", "hardswish"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_before_an_activation_the_convolution_is_saved_in_16_bits(act: str, residual: bool) -> None:
     spec = block(act, residual=residual)
@@ -799,6 +799,7 @@ def test_a_power_of_zero_has_no_gradient() -> None:
 KINKS: dict[str, tuple[Any, Any]] = {
     "relu6": (lambda g, x: g.relu6(x), F.relu6),
     "hardswish": (lambda g, x: g.hardswish(x), F.hardswish),
+    "mish": (lambda g, x: g.mish(x), F.mish),
     "clamp": (lambda g, x: g.clamp(x, -1.0, 2.0), lambda x: F.hardtanh(x, -1.0, 2.0)),
     "clamp_low": (lambda g, x: g.clamp(x, 2.0), lambda x: F.threshold(x, 2.0, 2.0)),
     "clamp_high": (lambda g, x: g.clamp(x, max=2.0), lambda x: -F.threshold(-x, -2.0, -2.0)),

@@ -111,6 +111,7 @@ POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "gelu_tanh": (lambda m, x: F.gelu(x, approximate="tanh"), ["gelu_tanh"]),
     "silu": (lambda m, x: F.silu(x), ["silu"]),
     "hardswish": (lambda m, x: F.hardswish(x), ["add", "clamp", "mul", "mul"]),
+    "mish": (lambda m, x: F.mish(x), ["mish"]),
     "hardsigmoid": (lambda m, x: F.hardsigmoid(x), ["add", "clamp", "mul"]),
     "hardtanh": (lambda m, x: F.hardtanh(x, -0.5, 0.25), ["clamp"]),
     "clamp": (lambda m, x: x.clamp(min=-0.3), ["clamp"]),
