@@ -110,9 +110,9 @@ test: $(BASE) $(if $(filter 0,$(DEVICELESS)),,$(CUDNN))
 	  echo "== $$tier"; \
 	  $(PY) -m pytest -q "$$@" || failed="$$failed $$tier"; \
 	}; \
-	run tests/cpu $(CPU) -n $(JOBS); \
+	run tests/cpu $(CPU) -n $(JOBS) --dist worksteal; \
 	if [ '$(DEVICELESS)' = 0 ]; then echo '== tests/deviceless: left out, DEVICELESS=0'; \
-	else run tests/deviceless tests/deviceless -n $(JOBS); fi; \
+	else run tests/deviceless tests/deviceless -n $(JOBS) --dist worksteal; fi; \
 	if $(PY) $(CUDA_READY); then run tests/gpu tests/gpu; \
 	else echo '== tests/gpu: left out, torch sees no CUDA device'; fi; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi

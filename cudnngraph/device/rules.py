@@ -111,8 +111,8 @@ class DeviceRules:
     scalar_elements_apart: int = _measured(
         1 << 25,
         "elements of the largest result",
-        "from where on ops on scalars and vectors are a plan of their own (AdamW as one plan: as "
-        "fast at 2^24 elements, 3.8 times slower at 2^26)",
+        "from where on ops on scalars and vectors are a plan of their own "
+        "(AdamW as one plan: as fast at 2^24 elements, 3.8 times slower at 2^26)",
         alternative="one plan",
     )
     epilogue_behind_depthwise: bool = _measured(

@@ -290,7 +290,7 @@ class Search:
         return min(open_steps.values(), key=lambda each: each[0])[1] if open_steps else None
 
     def _hoped(self, roots: Sequence[Part], part: Part) -> float:
-        """The graph's time if this part had a plan faster by ``MAX_EXPECTED_SPEEDUP``."""
+        """The graph's time if this part's best plan were as fast as it could be."""
         way = part.step.best()
         assert way is not None
         kept, way.time_us = way.time_us, way.time_us / MAX_EXPECTED_SPEEDUP

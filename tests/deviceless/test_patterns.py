@@ -16,9 +16,9 @@ TARGET = "nvidia-h200"
 PARTS = 8
 
 
-@lru_cache(maxsize=1)
-def full_spread() -> list[run.Task]:
-    return list(run.tasks(full=True))
+@lru_cache
+def tasks(full: bool) -> list[run.Task]:
+    return list(run.tasks(full=full))
 
 
 def taken(task: run.Task, *, propose: bool) -> int | None:
@@ -41,7 +41,7 @@ def taken(task: run.Task, *, propose: bool) -> int | None:
 @pytest.mark.usefixtures("driver")
 def test_every_quick_graph_has_candidates_or_is_refused_with_a_reason(part: int) -> None:
     counts: Counter[str] = Counter()
-    for task in list(run.tasks(full=False))[part::PARTS]:
+    for task in tasks(full=False)[part::PARTS]:
         found = taken(task, propose=True)
         counts["refused" if found is None else "offered"] += 1
     assert counts["offered"] > counts["refused"], counts
@@ -50,7 +50,7 @@ def test_every_quick_graph_has_candidates_or_is_refused_with_a_reason(part: int)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.usefixtures("driver")
 def test_graphs_of_the_full_spread_are_lowered_or_refused_with_a_reason(part: int) -> None:
-    some = full_spread()[part::PARTS]
+    some = tasks(full=True)[part::PARTS]
     lowered = [taken(task, propose=False) is not None for task in some]
     assert len(some) > 1500 and sum(lowered) > len(some) / 2
 
@@ -58,8 +58,8 @@ def test_graphs_of_the_full_spread_are_lowered_or_refused_with_a_reason(part: in
 @pytest.mark.parametrize("family", ["conv 3x3", "conv_wgrad", "matmul", "layer_norm", "sdpa"])
 @pytest.mark.usefixtures("driver")
 def test_each_family_that_cudnn_has_is_offered_plans(family: str) -> None:
-    counts = [taken(task, propose=True) for task in run.tasks(full=False, only=f"{family}")]
-    assert sum(count or 0 for count in counts) > 0
+    # Up to the first: the test of every quick graph asks all of them.
+    assert any(taken(task, propose=True) for task in run.tasks(full=False, only=family))
 
 
 @pytest.mark.usefixtures("driver")

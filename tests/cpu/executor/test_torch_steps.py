@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.device import tf32
+from cudnngraph.device import rules, tf32
 from cudnngraph.executor import copies, reference, torch_steps
 from cudnngraph.executor.linear import runs_whole
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
@@ -608,7 +608,7 @@ def test_statistics_of_groups_are_the_references_where_torch_has_no_other() -> N
 )
 def test_rows_of_channels_are_cut_until_they_are_short(size: tuple[int, int], parts: int) -> None:
     x = torch.randn(2, 12, *size).contiguous(memory_format=torch.channels_last)
-    rows = torch_steps._by_channel(x, 3)
+    rows = torch_steps._by_channel(x, 3, rules.rules())
     assert rows.shape == (2, size[0] * size[1] // parts, parts, 3, 4)
     assert rows.data_ptr() == x.data_ptr()
     torch.testing.assert_close(rows.sum((1, 2)).flatten(1), x.sum((2, 3)))
