@@ -9,6 +9,7 @@ where rounding is what an op means (``quantize``): the yardstick for accuracy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -68,27 +69,10 @@ def _prepare(
     spec: GraphSpec, dtype: torch.dtype | None
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     compute = spec.compute_dtype if dtype is None else dtype
-    last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
     place: dict[str | None, int] = {None: 0}  # values[0] stands for what is not given
     for name in (*spec.inputs, *(name for node in spec.nodes for name in node.results)):
         place.setdefault(name, len(place))
-    steps = []
-    for index, node in enumerate(spec.nodes):
-        results = [
-            (number, place[name], dtype or spec.tensors[name].dtype)
-            for number, name in enumerate(node.outputs)
-            if name is not None
-        ]
-        gone = {
-            place[name]
-            for name in node.operands
-            if last_use[name] == index and name not in spec.outputs
-        }
-        operands = tuple(place[name] for name in node.inputs)
-        prepare: _Prepare | None = None
-        if node.op == "aten":
-            prepare = _for_torch(spec, node, compute, named_dtypes=dtype is None)
-        steps.append((node.op, dict(node.attrs), operands, prepare, results, tuple(gone)))
+    steps = _steps(spec, dtype, compute, place)
     outputs = tuple(place[name] for name in spec.outputs)
     behind = [None] * (len(place) - 1 - len(spec.inputs))
     many = len(spec.inputs)
@@ -116,6 +100,46 @@ def _prepare(
         return [need(values[at]) for at in outputs]
 
     return run
+
+
+# An op, its attributes, the places of its operands, what prepares those, of each result its number,
+# place and dtype, and the places that no later op reads.
+_Step = tuple[
+    str,
+    dict[str, Any],
+    tuple[int, ...],
+    _Prepare | None,
+    list[tuple[int, int, torch.dtype]],
+    tuple[int, ...],
+]
+
+
+def _steps(
+    spec: GraphSpec,
+    dtype: torch.dtype | None,
+    compute: torch.dtype,
+    place: Mapping[str | None, int],
+) -> list[_Step]:
+    """The ops in order, their tensors by ``place``."""
+    last_use = {name: index for index, node in enumerate(spec.nodes) for name in node.operands}
+    steps: list[_Step] = []
+    for index, node in enumerate(spec.nodes):
+        results = [
+            (number, place[name], dtype or spec.tensors[name].dtype)
+            for number, name in enumerate(node.outputs)
+            if name is not None
+        ]
+        gone = {
+            place[name]
+            for name in node.operands
+            if last_use[name] == index and name not in spec.outputs
+        }
+        operands = tuple(place[name] for name in node.inputs)
+        prepare: _Prepare | None = None
+        if node.op == "aten":
+            prepare = _for_torch(spec, node, compute, named_dtypes=dtype is None)
+        steps.append((node.op, dict(node.attrs), operands, prepare, results, tuple(gone)))
+    return steps
 
 
 def _for_torch(
