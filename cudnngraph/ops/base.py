@@ -116,6 +116,28 @@ Trait = Literal[
 ]
 
 
+#: What a port takes, where that is not a tensor with the dims of the result.
+#:
+#: - ``channels``: (C,), a value a channel, along dim 1. ``scale``: one value, or a vector along the
+#:   attribute ``dim``. ``expanded``: its dims are those of the attribute ``dims``.
+#: - ``lengths``: (B,), of sequences. ``starts``: offsets of packed sequences. ``pages``: (B, P).
+#: - ``tokens_q``, ``tokens_kv``: packed tokens (T, ...), of queries or of keys.
+#: - ``heads``: (H,). ``row_stats``: (B, H, S). ``scalar``: one value.
+Role = Literal[
+    "channels",
+    "scale",
+    "expanded",
+    "lengths",
+    "starts",
+    "pages",
+    "tokens_q",
+    "tokens_kv",
+    "heads",
+    "row_stats",
+    "scalar",
+]
+
+
 @dataclass(frozen=True)
 class Op:
     """One row of the table.
@@ -128,10 +150,10 @@ class Op:
 
     A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
 
-    ``traits`` are facts that others ask for (:data:`Trait`). ``channel_ports`` take vectors with a
-    value a channel, along dim 1. ``stats_flag`` is the attribute that asks for results that the
-    gradient needs. ``no_grad_ports`` take floats and get no gradient. ``positive_port`` is the one
-    whose operand has to be positive.
+    ``traits`` are facts that others ask for (:data:`Trait`), ``roles`` say what ports take
+    (:data:`Role`). ``stats_flag`` is the attribute that asks for results that the gradient needs.
+    ``no_grad_ports`` take floats and get no gradient. ``positive_port`` is the one whose operand
+    has to be positive.
     """
 
     name: str
@@ -144,7 +166,7 @@ class Op:
     view: bool = False
     torch_only: bool = False
     traits: frozenset[str] = frozenset()
-    channel_ports: tuple[str, ...] = ()
+    roles: Mapping[str, Role] = field(default_factory=dict)
     stats_flag: str | None = None
     no_grad_ports: tuple[str, ...] = ()
     positive_port: str | None = None
@@ -189,7 +211,6 @@ def register(
     torch_only: bool = False,
     *,
     traits: str = "",
-    channel_ports: str = "",
     stats_flag: str | None = None,
     no_grad_ports: str = "",
     positive_port: str | None = None,
@@ -197,14 +218,16 @@ def register(
 ) -> None:
     """Add a row to the table; ports and traits are given as words. A name has one row.
 
-    Raises ValueError for a name that is taken, and for traits, ports or attributes that do not
-    exist.
+    A port with a role is "port:role", "port?:role" if it may be left out. Raises ValueError for a
+    name that is taken, and for traits, roles, ports or attributes that do not exist.
     """
     if name in ROWS:
         raise ValueError(f"op {name!r} is registered twice")
+    words = [word.partition(":") for word in inputs.split()]
+    roles: dict[str, Any] = {port.rstrip("?*"): role for port, _, role in words if role}
     row = Op(
         name,
-        tuple(inputs.split()),
+        tuple(port for port, _, _ in words),
         tuple(outputs.split()),
         attrs,
         infer,
@@ -213,13 +236,14 @@ def register(
         view,
         torch_only,
         frozenset(traits.split()),
-        tuple(channel_ports.split()),
+        roles,
         stats_flag,
         tuple(no_grad_ports.split()),
         positive_port,
     )
-    named = {*row.channel_ports, *row.no_grad_ports, *([positive_port] if positive_port else [])}
+    named = {*row.no_grad_ports, *([positive_port] if positive_port else [])}
     unknown = {*(row.traits - set(get_args(Trait))), *(named - set(row.ports))}
+    unknown |= set(roles.values()) - set(get_args(Role))
     if stats_flag is not None and stats_flag not in attrs:
         unknown.add(stats_flag)
     if unknown:

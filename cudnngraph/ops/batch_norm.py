@@ -141,59 +141,53 @@ def _run_batch_norm_backward(
 
 register(
     "batch_norm_train",
-    "x weight bias running_mean? running_var?",
+    "x weight:channels bias:channels running_mean?:channels running_var?:channels",
     _batch_norm_train,
     _run_batch_norm_train,
     outputs="y mean inv_std next_running_mean next_running_var",
     eps=1e-5,
     momentum=0.1,
     traits="across_images adds_up",
-    channel_ports="weight bias running_mean running_var",
 )
 register(
     "batch_norm_backward",
-    "dy x weight mean inv_std",
+    "dy x weight:channels mean:channels inv_std:channels",
     _batch_norm_backward,
     _run_batch_norm_backward,
     outputs="dx dweight dbias",
     traits="across_images adds_up",
-    channel_ports="weight mean inv_std",
 )
 register(
     "batch_norm",
-    "x running_mean running_var weight? bias?",
+    "x running_mean:channels running_var:channels weight?:channels bias?:channels",
     _batch_norm,
     _run_batch_norm,
     pointwise=True,
     eps=1e-5,
     traits="fp16_safe",
-    channel_ports="running_mean running_var weight bias",
     positive_port="running_var",
 )
 register(
     "batch_norm_apply",
-    "x mean inv_std weight bias",
+    "x mean:channels inv_std:channels weight:channels bias:channels",
     _batch_norm_apply,
     _run_batch_norm_apply,
     pointwise=True,
     traits="fp16_safe",
-    channel_ports="mean inv_std weight bias",
 )
 register(
     "bias",
-    "x bias",
+    "x bias:channels",
     _per_channel("bias"),
     lambda inputs, attrs: need(inputs[0]) + channel(inputs[1], need(inputs[0])),
     pointwise=True,
     traits="fp16_safe keeps_positive",
-    channel_ports="bias",
 )
 register(
     "scale",
-    "x scale",
+    "x scale:channels",
     _per_channel("scale"),
     lambda inputs, attrs: need(inputs[0]) * channel(inputs[1], need(inputs[0])),
     pointwise=True,
     traits="fp16_safe keeps_positive",
-    channel_ports="scale",
 )

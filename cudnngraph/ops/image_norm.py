@@ -136,13 +136,12 @@ def _run_instance_norm_backward(
 
 register(
     "instance_norm",
-    "x weight? bias?",
+    "x weight?:channels bias?:channels",
     _instance_norm,
     _run_instance_norm,
     outputs="y mean inv_std",
     eps=1e-5,
     return_stats=False,
-    channel_ports="weight bias",
     stats_flag="return_stats",
 )
 register(

@@ -98,10 +98,12 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x.clamp(-limit, limit) + x * 0.0).to(dtype)
 
 
-register("dequantize", "x scale", _dequantize, _run_dequantize, pointwise=True, dim=1, zero_point=0)
+register(
+    "dequantize", "x scale:scale", _dequantize, _run_dequantize, pointwise=True, dim=1, zero_point=0
+)
 register(
     "quantize",
-    "x scale?",
+    "x scale?:scale",
     _quantize,
     _run_quantize,
     pointwise=True,

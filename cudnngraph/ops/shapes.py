@@ -178,7 +178,7 @@ def _run_slice(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
 
 register(
     "expand",
-    "x",
+    "x:expanded",
     _expand,
     _run_expand,
     pointwise=True,

@@ -108,7 +108,7 @@ def _repeated(graph: Graph, node: Node) -> set[frozenset[int]]:
     found = set()
     for name in node.operands:
         shape = graph.spec.tensors[name].shape
-        if len(shape) == 1 and OPS[node.op].channel_ports:
+        if len(shape) == 1 and "channels" in OPS[node.op].roles.values():
             found.add(real - {1})
         elif len(shape) == 1 and node.op in ("quantize", "dequantize"):
             found.add(real - {node.attr("dim")})

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
-from ...ops.base import LOW_PRECISION
+from ...ops.base import LOW_PRECISION, Role
 from ...ops.table import OPS, by_port, tensor_at
 from ...rewrite.packed import prefers_flash
 from .base import Refused, Shape
-
-_SCALED = ("dequantize", "quantize")
-_ATTENTION = ("sdpa", "sdpa_backward")
-_LENGTH_PORTS = {op: ("seq_len_q", "seq_len_kv") for op in (*_ATTENTION, "sdpa_paged", "sdpa_fp8")}
-_HEAD_PORTS = {op: ("alibi_slopes", "sink") for op in _ATTENTION}
-_NUMBER_PORTS = {op: ("dropout_seed", "dropout_offset") for op in _ATTENTION}
 
 
 def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
@@ -25,30 +19,8 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
         for port, operand in by_port(node).items():
             if operand != name:
                 continue
-            if port == "scale" and node.op in _SCALED:
-                views.add(_scale_place(spec, node, tensor))
-            elif len(tensor.shape) == 1 and port in OPS[node.op].channel_ports:
-                tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
-                views.add(((1, *tensor.shape, *tail), (1, *tensor.stride, *tail)))
-            elif port in _LENGTH_PORTS.get(node.op, ()):
-                views.add(((*tensor.shape, 1, 1, 1), (*tensor.stride, 1, 1, 1)))
-            elif node.op == "sdpa_paged" and port.startswith("page_table"):
-                count = tensor.shape[1]
-                views.add(((tensor.shape[0], 1, count, 1), (tensor.stride[0], count, 1, 1)))
-            elif OPS[node.op].has("packed") and port == "ragged":  # its first row: the lengths of q
-                views.add(((tensor.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)))
-            elif OPS[node.op].has("packed"):
-                views.add(_spread_out(spec, node, tensor, port in ("k", "v")))
-            elif port in _HEAD_PORTS.get(node.op, ()):
-                views.add(((1, *tensor.shape, 1, 1), (*tensor.shape, *tensor.stride, 1, 1)))
-            elif port in _NUMBER_PORTS.get(node.op, ()):
-                views.add(((1, 1, 1, 1), (1, 1, 1, 1)))
-            elif node.op == "sdpa_backward" and port == "lse":
-                views.add(((*tensor.shape, 1), (*tensor.stride, 1)))
-            elif node.op == "expand":
-                views.add(_set_out(tensor, node.attr("dims"), len(node.attr("shape"))))
-            else:
-                views.add((_core(spec, tensor), tensor.stride))
+            place = PLACEMENT.get(_role(node, port, tensor))
+            views.add(place(spec, node, tensor) if place else (_core(spec, tensor), tensor.stride))
         if name in node.results:
             result = result_spec(spec, node, name)
             views.add((result.shape, result.stride))
@@ -98,12 +70,9 @@ def check_places(spec: GraphSpec) -> None:
             shape = spec.tensors[name].shape
             made = result_spec(spec, producer[name], name).shape
             wanted: Shape = shape
-            if port == "scale" and node.op in _SCALED:
-                wanted = _scale_place(spec, node, spec.tensors[name])[0]
-            elif len(shape) == 1 and port in OPS[node.op].channel_ports:
-                wanted = (1, *shape, *(1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2))
-            elif node.op == "expand":
-                wanted = _set_out(spec.tensors[name], node.attr("dims"), len(node.attr("shape")))[0]
+            role = _role(node, port, spec.tensors[name])
+            if role in ("channels", "scale", "expanded"):
+                wanted = PLACEMENT[role](spec, node, spec.tensors[name])[0]
             rank = max(len(made), len(wanted))
             if (1,) * (rank - len(made)) + tuple(made) != (1,) * (rank - len(wanted)) + tuple(
                 wanted
@@ -138,3 +107,37 @@ def result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
         left = [dim for dim in range(rank) if dim not in dropped]
         shape, stride = _set_out(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
     return TensorSpec(name, shape, stride, tensor.dtype)
+
+
+def _role(node: Node, port: str, tensor: TensorSpec) -> Role | None:
+    """The role of a port; None if the tensor there has the dims of the result."""
+    role = OPS[node.op].roles.get(port)
+    return None if role == "channels" and len(tensor.shape) != 1 else role
+
+
+def _along_channels(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, Shape]:
+    tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
+    return (1, *tensor.shape, *tail), (1, *tensor.stride, *tail)
+
+
+def _of_pages(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, Shape]:
+    sequences, count = tensor.shape
+    return (sequences, 1, count, 1), (tensor.stride[0], count, 1, 1)
+
+
+Placed = Callable[[GraphSpec, Node, TensorSpec], tuple[Shape, Shape]]
+
+#: Where cuDNN wants the dims of an operand, by the role of its port: shape and stride.
+PLACEMENT: Mapping[Role | None, Placed] = {
+    "channels": _along_channels,
+    "scale": _scale_place,
+    "expanded": lambda spec, node, t: _set_out(t, node.attr("dims"), len(node.attr("shape"))),
+    "lengths": lambda spec, node, t: ((*t.shape, 1, 1, 1), (*t.stride, 1, 1, 1)),
+    "starts": lambda spec, node, t: ((t.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)),  # lengths of q
+    "pages": _of_pages,
+    "tokens_q": lambda spec, node, t: _spread_out(spec, node, t, False),
+    "tokens_kv": lambda spec, node, t: _spread_out(spec, node, t, True),
+    "heads": lambda spec, node, t: ((1, *t.shape, 1, 1), (*t.shape, *t.stride, 1, 1)),
+    "row_stats": lambda spec, node, t: ((*t.shape, 1), (*t.stride, 1)),
+    "scalar": lambda spec, node, t: ((1, 1, 1, 1), (1, 1, 1, 1)),
+}

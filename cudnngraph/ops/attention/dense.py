@@ -142,12 +142,13 @@ def _sdpa_paged(call: Call) -> list[Result | None] | None:
 
 _SCORES: dict[str, Any] = {"dropout_p": 0.0, "alibi": False, "softcap": None}
 
-_DROPOUT = "dropout_seed? dropout_offset? dropout_mask?"
+_DROPOUT = "dropout_seed?:scalar dropout_offset?:scalar dropout_mask?"
+_LENGTHS = "seq_len_q?:lengths seq_len_kv?:lengths"
 
 
 register(
     "sdpa",
-    f"q k v attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes? sink?",
+    f"q k v attn_mask? {_LENGTHS} {_DROPOUT} alibi_slopes?:heads sink?:heads",
     _sdpa,
     sdpa,
     outputs="o lse",
@@ -161,7 +162,7 @@ register(
 )
 register(
     "sdpa_paged",
-    "q k_cache v_cache page_table seq_len_kv seq_len_q? page_table_v?",
+    "q k_cache v_cache page_table:pages seq_len_kv:lengths seq_len_q?:lengths page_table_v?:pages",
     _sdpa_paged,
     sdpa_paged,
     outputs="o lse",
@@ -172,7 +173,7 @@ register(
 )
 register(
     "sdpa_fp8",
-    f"q k v {' '.join(FP8_SCALES)} seq_len_q? seq_len_kv?",
+    f"q k v {' '.join(FP8_SCALES)} {_LENGTHS}",
     _sdpa_fp8,
     sdpa_fp8,
     outputs="o lse amax_s amax_o",
@@ -186,7 +187,7 @@ register(
 )
 register(
     "sdpa_backward",
-    f"do q k v o lse attn_mask? seq_len_q? seq_len_kv? {_DROPOUT} alibi_slopes?",
+    f"do q k v o lse:row_stats attn_mask? {_LENGTHS} {_DROPOUT} alibi_slopes?:heads",
     _sdpa_backward,
     sdpa_backward,
     outputs="dq dk dv dmask",

@@ -93,12 +93,13 @@ def _ragged_offsets(call: Call) -> list[Result] | None:
     return None if call.problems else [Result((rows, count), torch.int32, (0, 1))]
 
 
+_STARTS = "cu_seqlens_q?:tokens_q cu_seqlens_kv?:tokens_q ragged?:starts"
 _LONGEST: dict[str, Any] = {"max_seqlen_q": REQUIRED, "max_seqlen_kv": REQUIRED}
 
 
 register(
     "sdpa_varlen",
-    "q k v cu_seqlens_q? cu_seqlens_kv? ragged?",
+    f"q:tokens_q k:tokens_kv v:tokens_kv {_STARTS}",
     _sdpa_varlen,
     sdpa_varlen,
     outputs="o lse",
@@ -111,7 +112,7 @@ register(
 )
 register(
     "sdpa_varlen_backward",
-    "do q k v o lse cu_seqlens_q? cu_seqlens_kv? ragged?",
+    f"do:tokens_q q:tokens_q k:tokens_kv v:tokens_kv o:tokens_q lse:tokens_q {_STARTS}",
     _sdpa_varlen_backward,
     sdpa_varlen_backward,
     outputs="dq dk dv",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.grad.context import NoGradient
-from cudnngraph.grad.rules.table import RULES
+from cudnngraph.grad.rules.table import RULES, joined
 from cudnngraph.ir.spec import (
     GraphSpec,
     canonical_order,
@@ -97,6 +97,14 @@ def random_inputs(spec: GraphSpec, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def test_every_op_has_a_row() -> None:
     assert set(RULES) == set(OPS)
+
+
+def test_a_second_rule_and_a_rule_of_no_op_are_errors() -> None:
+    rule = RULES["add"]
+    assert dict(joined({"add": rule}, {"mul": rule})) == {"add": rule, "mul": rule}
+    for families in (({"add": rule}, {"add": rule}), ({"added": rule},)):
+        with pytest.raises(ValueError, match="a second rule, or no op: add"):
+            joined(*families)
 
 
 def test_only_what_jumps_is_flat_and_only_second_derivatives_are_missing() -> None:

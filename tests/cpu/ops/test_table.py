@@ -7,18 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any, get_args
 
 import pytest
 
 import cudnngraph as cg
-from cudnngraph.backend.lowering import base, driver, refusals
+from cudnngraph.backend.lowering import base, driver, placement, refusals
 from cudnngraph.executor import reference
 from cudnngraph.grad.rules.table import RULES
 from cudnngraph.graph.pointwise import ACTIVATIONS
 from cudnngraph.graph.value import METHODS
 from cudnngraph.ir.spec import GraphSpec, Node
 from cudnngraph.ops import pooling
-from cudnngraph.ops.base import register
+from cudnngraph.ops.base import ROWS, Role, Trait, register
 from cudnngraph.ops.table import OPS
 from cudnngraph.rewrite.packed import SEQUENCE_PORTS
 from tests import samples
@@ -40,6 +41,29 @@ def test_the_tables_have_the_same_keys() -> None:
 def test_a_name_has_one_row() -> None:
     with pytest.raises(ValueError, match="op 'matmul' is registered twice"):
         register("matmul", "x y", OPS["matmul"].infer, OPS["matmul"].reference)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"traits": "fp16_safe bent"}, "bent"),
+        ({"inputs": "x y:chanels"}, "chanels"),
+        ({"no_grad_ports": "z"}, "z"),
+        ({"positive_port": "z"}, "z"),
+        ({"stats_flag": "return_lse"}, "return_lse"),
+    ],
+)
+def test_a_row_may_not_name_what_there_is_not(given: dict[str, Any], what: str) -> None:
+    row = OPS["matmul"]
+    with pytest.raises(ValueError, match=f"op 'new' names what there is not: {what}"):
+        register("new", given.pop("inputs", "x y"), row.infer, row.reference, **given)
+    assert "new" not in ROWS
+
+
+def test_every_trait_and_role_is_some_ops() -> None:
+    assert {trait for op in OPS.values() for trait in op.traits} == set(get_args(Trait))
+    assert {role for op in OPS.values() for role in op.roles.values()} == set(get_args(Role))
+    assert set(placement.PLACEMENT) == set(get_args(Role))
 
 
 def test_the_tables_can_be_read_without_cudnn() -> None:
