@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from itertools import chain, product
 
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.analysis import Graph, Group, work
-from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.partition.analysis import CutGraph, Group, compute_nodes
+from cudnngraph.partition.cuts import cuts, subgraph_of
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.concat import concat_in_place
 from cudnngraph.rewrite.masks import bool_masks_to_additive
 from cudnngraph.rewrite.views import alias_views
 
 
-def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
+def every_way(graph: CutGraph, nodes: Group) -> list[tuple[Group, ...]]:
     """The groups of each way to run ``nodes``, the whole first, no two alike."""
     found: dict[tuple[Group, ...], None] = {(nodes,): None}
     for groups in cuts(graph, nodes):
@@ -23,15 +23,15 @@ def every_way(graph: Graph, nodes: Group) -> list[tuple[Group, ...]]:
     return list(found)
 
 
-def pieces(graph: Graph, way: Sequence[Group]) -> tuple[GraphSpec, ...]:
+def pieces(graph: CutGraph, way: Sequence[Group]) -> tuple[GraphSpec, ...]:
     """The steps of a way, in order."""
-    return tuple(piece(graph, group) for group in way)
+    return tuple(subgraph_of(graph, group) for group in way)
 
 
 def every_cutting(spec: GraphSpec) -> list[tuple[GraphSpec, ...]]:
     """The steps of every way to cut ``spec``, as it is; the whole first."""
-    graph = Graph(spec)
-    return [pieces(graph, way) for way in every_way(graph, work(spec.nodes))]
+    graph = CutGraph(spec)
+    return [pieces(graph, way) for way in every_way(graph, compute_nodes(spec.nodes))]
 
 
 def rewritten(spec: GraphSpec) -> list[GraphSpec]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.allocation import lasting
+from ..device.allocation import outside_graph_pool
 from ..errors import CaptureError, NotSupported
 from ..ir import versions
 from . import env, handles
@@ -88,7 +88,7 @@ class Plan:
         self._constants = {extra.uid: extra.tensor("cpu") for extra in fixed if extra.on_host}
         there = [extra for extra in fixed if not extra.on_host]
         if there:
-            self._constants |= lasting(
+            self._constants |= outside_graph_pool(
                 device, lambda: {extra.uid: extra.tensor(device) for extra in there}
             )
             torch.cuda.current_stream(device).synchronize()  # any stream may read them from now on

@@ -22,8 +22,8 @@ from ..backend.plan import Choice, Plan, Verified
 from ..ir.key import Key, encode
 from ..ir.spec import GraphSpec, Node, print_spec
 from ..ops.table import is_default
-from ..partition.analysis import Graph, work
-from ..partition.cuts import piece
+from ..partition.analysis import CutGraph, compute_nodes
+from ..partition.cuts import subgraph_of
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last, with_dense_images
 from ..select.decision import Decision, Selection, StepPlan
@@ -141,27 +141,29 @@ def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
     return tuple(steps)
 
 
-_Places = dict[str, tuple[Graph, Node]]  # the nodes by name, each with the graph that is cut there
+_Places = dict[
+    str, tuple[CutGraph, Node]
+]  # the nodes by name, each with the graph that is cut there
 
 
 def _places(record: PlanRecord, spec: GraphSpec) -> _Places:
     """The nodes that the steps of a record are made of."""
-    whole = Graph(channels_last(spec) if is_channels_last(record) else spec)
-    found = {node.name: (whole, node) for node in work(whole.spec.nodes)}
+    whole = CutGraph(channels_last(spec) if is_channels_last(record) else spec)
+    found = {node.name: (whole, node) for node in compute_nodes(whole.spec.nodes)}
     for names in dense_regions(record):
         inside = [found.pop(name, None) for name in names]
         if None in inside:
             raise StaleRecord("a region of the record has an op that is not there, or twice")
-        region = piece(whole, [place[1] for place in inside if place is not None])
-        graph = Graph(with_dense_images(region))
-        found |= {node.name: (graph, node) for node in work(graph.spec.nodes)}
+        region = subgraph_of(whole, [place[1] for place in inside if place is not None])
+        graph = CutGraph(with_dense_images(region))
+        found |= {node.name: (graph, node) for node in compute_nodes(graph.spec.nodes)}
     return found
 
 
 def _part(number: int, step: StepRecord, left: _Places, constants: Collection[str]) -> GraphSpec:
     """The graph of a step, whose nodes are taken out of ``left``."""
     mine: list[Node] = []
-    graphs: dict[int, Graph] = {}
+    graphs: dict[int, CutGraph] = {}
     for name in (name for name in step.nodes if name not in constants):
         if name not in left:
             raise StaleRecord(f"step {number} has an op '{name}' that is not there, or twice")
@@ -170,7 +172,7 @@ def _part(number: int, step: StepRecord, left: _Places, constants: Collection[st
         mine.append(node)
     if len(graphs) != 1:
         raise StaleRecord(f"step {number} of the record is in no region, or in two")
-    part = piece(graph, mine)
+    part = subgraph_of(graph, mine)
     if tuple(node.name for node in part.nodes) != step.nodes:
         raise StaleRecord(f"step {number} of the record has other ops than the graph")
     types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]

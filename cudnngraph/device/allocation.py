@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 
 
-def lasting(device: torch.device, make: Callable[[], T]) -> T:
+def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` gives, its tensors in torch's ordinary memory; what it raises goes through.
 
     ``torch.compile(mode="reduce-overhead")`` warms up a CUDA graph with all that its thread

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ..backend import legacy_pooling
 from ..device import tf32
-from ..device.allocation import lasting
+from ..device.allocation import outside_graph_pool
 from ..device.rules import DeviceRules, rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, view_strides
 from ..ops import aten
@@ -481,14 +481,16 @@ def _choosing(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | No
 @cache
 def _signs(device: torch.device) -> torch.Tensor:
     """1 and -1 on a device, for good, as below."""
-    return lasting(device, lambda: torch.tensor([1.0, -1.0], device=device).view(2, 1, 1, 1, 1))
+    return outside_graph_pool(
+        device, lambda: torch.tensor([1.0, -1.0], device=device).view(2, 1, 1, 1, 1)
+    )
 
 
 @cache
 def _number(hexadecimal: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A number on a device, for good: CUDA graphs of others may read it."""
     value = float.fromhex(hexadecimal)  # 0.0 == -0.0
-    return lasting(device, lambda: torch.tensor(value, dtype=dtype, device=device))
+    return outside_graph_pool(device, lambda: torch.tensor(value, dtype=dtype, device=device))
 
 
 def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:

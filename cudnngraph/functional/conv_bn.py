@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..arguments import explained, number
-from ..device.allocation import lasting
+from ..device.allocation import outside_graph_pool
 from ..errors import BindError, GraphError, Problem
 from ..graph.value import Ints, Padding
 from ..policy import Policy
@@ -194,7 +194,7 @@ def _no_affine(channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if len(_vectors) >= STATICS_KEPT:  # other streams and graphs may use what there is
             return make()
         with torch.inference_mode(False):
-            found = lasting(like.device, make)
+            found = outside_graph_pool(like.device, make)
         if like.is_cuda:
             torch.cuda.current_stream(like.device).synchronize()  # before any stream reads them
         _vectors[key] = found

@@ -118,7 +118,7 @@ class NoGradient:
     flat: bool = False
 
 
-def second(op: str) -> NoGradient:
+def no_double_backward(op: str) -> NoGradient:
     return NoGradient(f"{op} has no gradient of its own (a second derivative)")
 
 

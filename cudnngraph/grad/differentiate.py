@@ -24,7 +24,7 @@ from ..ops.infer import check_node
 from ..ops.table import OPS, by_port
 from .backward import Backward, Gradient, free, torch_dtypes
 from .context import NoGradient
-from .min_cut import fewest_bytes
+from .min_cut import min_cut_saved
 from .rules.table import RULES
 
 
@@ -45,7 +45,7 @@ def differentiate(graph: Graph | GraphSpec, wrt: Sequence[str]) -> Gradient:
     spec = _with_statistics(spec, active)
     asked = Backward(spec, wrt, active, None)
     asked.build()
-    saved = fewest_bytes(spec, asked.requested, asked.read_by_anchors(), asked.dtypes)
+    saved = min_cut_saved(spec, asked.requested, asked.read_by_anchors(), asked.dtypes)
     final = Backward(spec, wrt, active, saved)
     final.build()
     return final.finish()

@@ -12,7 +12,7 @@ from ..ir.spec import GraphSpec
 from ..ops.table import OPS
 
 
-def fewest_bytes(
+def min_cut_saved(
     spec: GraphSpec,
     requested: Iterable[str],
     read_by_anchors: frozenset[str],

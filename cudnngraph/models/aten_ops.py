@@ -115,9 +115,9 @@ def is_laid_out(node: Any) -> bool:
 def hands_on(node: torch.fx.Node) -> bool:
     """Whether torch gives the very tensor that a placeholder stands for, or its memory."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        name = forms.packet(node)
+        name = forms.op_name(node)
         source = node.args[0] if node.args else None
-        if name not in forms.SAME or name in _COPIES or not isinstance(source, torch.fx.Node):
+        if name not in forms.IDENTITIES or name in _COPIES or not isinstance(source, torch.fx.Node):
             return False
         made, of = (each.meta.get("val") for each in (node, source))
         if made is None or of is None or made.stride() != of.stride():

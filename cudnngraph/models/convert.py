@@ -242,7 +242,7 @@ class Importer:
         """Whether a node is a convolution of the image by a weight that is constant."""
         if user.target is not _aten.conv2d.default or user.all_input_nodes.count(image) > 1:
             return False
-        given = forms.named(user.target, user.args, user.kwargs)
+        given = forms.bind_arguments(user.target, user.args, user.kwargs)
         weight = given["weight"]
         constant = isinstance(weight, torch.fx.Node) and weight.name in self.constants
         return given["input"] is image and constant and given["groups"] == 1
@@ -254,7 +254,7 @@ class Importer:
             return 1
         widths = set[int]()
         for user in node.users:
-            given = forms.named(user.target, user.args, user.kwargs)
+            given = forms.bind_arguments(user.target, user.args, user.kwargs)
             width = self.constants[given["weight"].name].shape[3]
             window = tuple(spread(given[key], 2)[1] for key in ("stride", "padding", "dilation"))
             widths.add(width if window == (width, 0, 1) else 1)
@@ -294,7 +294,7 @@ class Importer:
         if target._schema.is_mutable:
             raise self._refused("it writes over its operands")
         graph_values = [each for each in _leaves((args, kwargs)) if isinstance(each, Value)]
-        draws = forms.draws(target, args, kwargs)
+        draws = forms.is_random(target, args, kwargs)
         if not graph_values and not draws:
             with torch.no_grad():
                 return target(*args, **kwargs)
@@ -347,7 +347,7 @@ class Importer:
     ) -> Any | None:
         """What a rule makes of an op; None where it does not apply, or made something else."""
         mark = self.g.mark()
-        given = forms.named(target, args, kwargs)
+        given = forms.bind_arguments(target, args, kwargs)
         try:
             made = rule(self, given)
         except (Skip, GraphError):
@@ -516,7 +516,7 @@ class Importer:
         ):
             return None
         rest = self._filled((None, *user.args[1:]))
-        given = forms.named(target, rest, self._filled(dict(user.kwargs)))
+        given = forms.bind_arguments(target, rest, self._filled(dict(user.kwargs)))
         norm = norm_of(target.overloadpacket, given)
         return None if norm is None else (user, norm)
 
@@ -532,7 +532,9 @@ class Importer:
                 continue
             if not isinstance(node.target, torch._ops.OpOverload):
                 return None
-            given = forms.named(node.target, self._filled(node.args), self._filled(node.kwargs))
+            given = forms.bind_arguments(
+                node.target, self._filled(node.args), self._filled(node.kwargs)
+            )
             norm = norm_of(node.target.overloadpacket, given)
             return None if norm is None else (node, norm, given["input"])
         return None

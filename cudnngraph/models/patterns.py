@@ -23,7 +23,7 @@ MASKED_BELOW = -3e4  # a score at most this has weight zero, whatever the other 
 _MATMULS = frozenset({"matmul", "bmm"})
 _SCALES = frozenset({"mul", "div"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
-_SAME = frozenset({*meta.SAME, "to", "type_as"})  # but for the dtype
+_SAME = frozenset({*meta.IDENTITIES, "to", "type_as"})  # but for the dtype
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def match_attention(node: Node) -> AttentionMatch | None:
     value: Any
     weights, value = node.args[:2]
     softmax = _followers(weights)
-    if softmax is None or meta.packet(softmax) not in _SOFTMAX:
+    if softmax is None or meta.op_name(softmax) not in _SOFTMAX:
         return None
-    given = meta.named(softmax.target, softmax.args, softmax.kwargs)
+    given = meta.bind_arguments(softmax.target, softmax.args, softmax.kwargs)
     seen = softmax.meta["val"]
     if given["dim"] not in (-1, seen.dim() - 1) or not _is_float(softmax):
         return None
@@ -68,11 +68,11 @@ def match_attention(node: Node) -> AttentionMatch | None:
     head_scales: list[Node] = []
     scale = 1.0
     scores = _followers(softmax.args[0])
-    while scores is not None and meta.packet(scores) not in _MATMULS:
+    while scores is not None and meta.op_name(scores) not in _MATMULS:
         if scores.meta["val"].shape != seen.shape:
             return None
-        kind, first = meta.packet(scores), scores.args[0]
-        given = meta.named(scores.target, scores.args, scores.kwargs)
+        kind, first = meta.op_name(scores), scores.args[0]
+        given = meta.bind_arguments(scores.target, scores.args, scores.kwargs)
         scaled = scale != 1.0 or bool(head_scales)
         if (factor := _factor(scores)) is not None:
             scale *= factor
@@ -121,12 +121,12 @@ def match_attention(node: Node) -> AttentionMatch | None:
 
 def _factor(node: Node) -> float | None:
     """The number that a node multiplies its first operand with, None if it does something else."""
-    if meta.packet(node) not in _SCALES or not isinstance(node.args[0], Node):
+    if meta.op_name(node) not in _SCALES or not isinstance(node.args[0], Node):
         return None
     number = node.args[1] if len(node.args) == 2 else None
     if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
         return None
-    return float(number) if meta.packet(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
+    return float(number) if meta.op_name(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
 
 
 def _key(node: Node) -> tuple[Node, bool, float]:
@@ -134,7 +134,7 @@ def _key(node: Node) -> tuple[Node, bool, float]:
     where nobody else reads what is scaled."""
     last = {node.meta["val"].dim() - 1, node.meta["val"].dim() - 2}
     if (
-        meta.packet(node) != "transpose"
+        meta.op_name(node) != "transpose"
         or len(node.users) > 1
         or not isinstance(node.args[0], Node)
     ):
@@ -164,11 +164,11 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> float:
     """A number, or that of a tensor which is made of one; else NaN."""
-    while isinstance(value, Node) and meta.packet(value) in _SAME:
+    while isinstance(value, Node) and meta.op_name(value) in _SAME:
         value = value.args[0]
-    if isinstance(value, Node) and meta.packet(value) == "scalar_tensor":
+    if isinstance(value, Node) and meta.op_name(value) == "scalar_tensor":
         value = value.args[0]
-    elif isinstance(value, Node) and meta.packet(value) == "full" and not value.args[0]:
+    elif isinstance(value, Node) and meta.op_name(value) == "full" and not value.args[0]:
         value = value.args[1]
     return float(value) if _is_number(value) else math.nan
 
@@ -182,7 +182,7 @@ def _followers(node: Any) -> Node | None:
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
             return None
-        if meta.packet(node) not in _SAME:
+        if meta.op_name(node) not in _SAME:
             return node
         node = node.args[0]
     return None
@@ -194,13 +194,13 @@ def _window_masks(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
     inner, shape = _followers(node.args[0]), node.meta["val"].shape
     if (
         inner is None
-        or meta.packet(inner) != "add"
+        or meta.op_name(inner) != "add"
         or (len(shape), inner.meta["val"].dim()) != (4, 5)
     ):
         return None
     images, windows, *rest = inner.meta["val"].shape  # heads, queries and keys
     terms = inner.args[:2]
-    given = meta.named(inner.target, inner.args, inner.kwargs)
+    given = meta.bind_arguments(inner.target, inner.args, inner.kwargs)
     if (images * windows, *rest) != tuple(shape) or given.get("alpha", 1) != 1:
         return None
     for place, term in enumerate(terms):
@@ -208,7 +208,7 @@ def _window_masks(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
         if (
             view is not None
             and isinstance(other, Node)
-            and meta.packet(view) in meta.RESHAPES
+            and meta.op_name(view) in meta.RESHAPES
             and view.meta["val"].shape == inner.meta["val"].shape
             and isinstance(view.args[0], Node)
             and view.args[0].meta["val"].shape == shape
@@ -221,7 +221,7 @@ def _is_scores(node: Node) -> bool:
     """Whether a product is at the end of the ops that may stand between it and softmax."""
     at: Any = node
     while (found := _followers(at)) is not None:
-        kind = meta.packet(found)
+        kind = meta.op_name(found)
         if kind in _MATMULS:
             return True
         if kind in ("add", "mul"):
@@ -250,7 +250,7 @@ def match_rms_norm(node: Node) -> NormMatch | None:
     plain = _by_root(end)
     if plain is not None:
         return NormMatch(plain[0], None, plain[1])
-    if not _is_call(end) or meta.packet(end) != "mul":
+    if not _is_call(end) or meta.op_name(end) != "mul":
         return None
     for main, weight in (end.args[:2], end.args[1::-1]):
         if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
@@ -262,7 +262,7 @@ def match_rms_norm(node: Node) -> NormMatch | None:
 
 def _alone(node: Any) -> Any:
     """What a node is of, but for conversions between float dtypes; None where others read that."""
-    while _is_call(node) and meta.packet(node) in _SAME and _is_float(node):
+    while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
         node = node.args[0]
         if isinstance(node, Node) and len(node.users) != 1:
             return None
@@ -271,7 +271,7 @@ def _alone(node: Any) -> Any:
 
 def _source(node: Any) -> Any:
     """What a node is of, but for conversions between float dtypes that keep every bit."""
-    while _is_call(node) and meta.packet(node) in _SAME and _is_float(node):
+    while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
         before = node.args[0]
         seen = before.meta.get("val") if isinstance(before, Node) else None
         if not isinstance(seen, torch.Tensor):
@@ -294,20 +294,20 @@ def _by_root(node: Any) -> tuple[Node, float] | None:
     """x and eps of x / sqrt(mean(x * x) + eps), where nobody else reads the root."""
     if not _is_call(node) or len(node.args) < 2:
         return None
-    if meta.packet(node) == "div" and node.kwargs.get("rounding_mode") is None:
+    if meta.op_name(node) == "div" and node.kwargs.get("rounding_mode") is None:
         pairs = [(node.args[0], "sqrt", node.args[1])]
-    elif meta.packet(node) == "mul":
+    elif meta.op_name(node) == "mul":
         pairs = [(main, "rsqrt", root) for main, root in (node.args[:2], node.args[1::-1])]
     else:
         return None
     for main, kind, root in pairs:
-        if not _is_call(root) or meta.packet(root) != kind or len(root.users) != 1:
+        if not _is_call(root) or meta.op_name(root) != kind or len(root.users) != 1:
             continue
         total = _source(root.args[0])
-        if not _is_call(total) or meta.packet(total) != "add":
+        if not _is_call(total) or meta.op_name(total) != "add":
             continue
         mean, eps = _source(total.args[0]), total.args[1]
-        alpha = meta.named(total.target, total.args, total.kwargs).get("alpha", 1)
+        alpha = meta.bind_arguments(total.target, total.args, total.kwargs).get("alpha", 1)
         if not _is_number(eps) or not 0 <= eps < math.inf or alpha != 1:
             continue
         squared, x = _squared(mean), _source(main)
@@ -320,13 +320,13 @@ def _squared(mean: Any) -> Any:
     """What ``mean`` has the mean square of, along the last dim, which is kept; else None."""
     if not _is_call(mean) or mean.target is not torch.ops.aten.mean.dim:
         return None
-    given = meta.named(mean.target, mean.args, mean.kwargs)
+    given = meta.bind_arguments(mean.target, mean.args, mean.kwargs)
     square, dims = _source(given["self"]), given["dim"]
     if not _is_call(square) or not given["keepdim"]:
         return None
     if list(dims or ()) not in ([-1], [square.meta["val"].dim() - 1]):
         return None
-    kind, args = meta.packet(square), square.args
+    kind, args = meta.op_name(square), square.args
     if kind == "square" or (kind == "pow" and args[1:] == (2,)):
         return _source(args[0])
     return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
@@ -335,17 +335,17 @@ def _squared(mean: Any) -> Any:
 def match_normalize(node: Node) -> float | None:
     """The least norm by which a quotient divides, if it is of rows by their norms (F.normalize
     over the last dim); else None."""
-    given = meta.named(node.target, node.args, node.kwargs)
+    given = meta.bind_arguments(node.target, node.args, node.kwargs)
     x, clamped = given["self"], given["other"]
-    if _is_call(clamped) and meta.packet(clamped) == "expand":
+    if _is_call(clamped) and meta.op_name(clamped) == "expand":
         clamped = clamped.args[0]
-    if not _is_call(clamped) or meta.packet(clamped) not in ("clamp_min", "clamp"):
+    if not _is_call(clamped) or meta.op_name(clamped) not in ("clamp_min", "clamp"):
         return None
-    clamp = meta.named(clamped.target, clamped.args, clamped.kwargs)
+    clamp = meta.bind_arguments(clamped.target, clamped.args, clamped.kwargs)
     norms, floor = clamp["self"], clamp["min"]
-    if not _is_call(norms) or meta.packet(norms) != "linalg_vector_norm" or not _is_number(floor):
+    if not _is_call(norms) or meta.op_name(norms) != "linalg_vector_norm" or not _is_number(floor):
         return None
-    norm = meta.named(norms.target, norms.args, norms.kwargs)
+    norm = meta.bind_arguments(norms.target, norms.args, norms.kwargs)
     if norm["self"] is not x:
         return None
     rows = list(norm["dim"] or ()) in ([-1], [x.meta["val"].dim() - 1]) and norm["keepdim"]

@@ -278,7 +278,7 @@ class Traced:
     def _new(self, op: Any, args: Any, kwargs: Any) -> Any:
         """The results of an op that makes tensors."""
         if op._schema.name in ("aten::batch_norm", "aten::instance_norm"):
-            given = forms.named(op, args, kwargs)
+            given = forms.bind_arguments(op, args, kwargs)
             if (
                 given.get("training", given.get("use_input_stats"))
                 and given["running_mean"] is not None
@@ -330,7 +330,7 @@ class Traced:
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """What an op makes on the meta device, and the device that it is for."""
-        if forms.draws(op, args, kwargs):
+        if forms.is_random(op, args, kwargs):
             raise Untraceable(f"{op} draws random numbers")
         devices: list[torch.device] = []
 
@@ -348,14 +348,14 @@ class Traced:
             return self._from_numbers(op, args, kwargs)
         args, kwargs = pytree.tree_map(form, (args, kwargs))
         with _no_modes():
-            return forms.of(op, *args, **kwargs), devices[0]
+            return forms.infer(op, *args, **kwargs), devices[0]
 
     def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
         """Of an op that takes no tensors; it is run."""
         device = kwargs.get("device") or torch.get_default_device()
         with _no_modes():
             made = op(*args, **{**kwargs, "device": torch.device("cpu")})
-            return forms.another(made), torch.device(device)
+            return forms.empty_like_meta(made), torch.device(device)
 
     def _node(self, op: Any, args: Any, kwargs: Any) -> torch.fx.Node:
         def operand(leaf: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec
-from .base import REQUIRED, Call, Result, register
+from .base import REQUIRED, InferContext, Result, register
 from .checks import like_order
-from .meta import of as form_of
+from .meta import infer as form_of
 
 #: How many results of an op a graph can use.
 RESULTS = 4
@@ -135,7 +135,7 @@ def out_variant(name: str) -> tuple[Any, tuple[str, ...]] | None:
     return None
 
 
-def _aten_problem(call: Call) -> str | None:
+def _aten_problem(call: InferContext) -> str | None:
     """What is wrong with the attributes, or None."""
     name, args, kwargs = (call.attrs[attr] for attr in ("overload", "args", "kwargs"))
     if not isinstance(name, str) or not isinstance(args, tuple) or not isinstance(kwargs, tuple):
@@ -152,7 +152,7 @@ def _aten_problem(call: Call) -> str | None:
     return None
 
 
-def _aten(call: Call) -> list[Result | None] | None:
+def _aten(call: InferContext) -> list[Result | None] | None:
     """torch itself is asked, on tensors without memory."""
     wrong = _aten_problem(call)
     if wrong is not None:

@@ -1,13 +1,12 @@
 """An op is a row of the table: its ports, its attributes, its inference rule and its reference.
 
-A rule gets a :class:`Call`, checks the operands, brings the attributes into their one canonical
-form and answers with a :class:`Result` per output port: shape, dtype and the order in which the
-dims lie in memory. Rules report mistakes through :meth:`Call.problem` and answer None when the
-result cannot be known. A family of ops registers its rows in a module of its own, and
-:mod:`~cudnngraph.ops.table` collects them. Adding an op means one row there, one in
-``backend.lowering.driver.RULES``, one in ``grad.rules`` and its samples; a test asserts that the
-tables agree. A reference takes operands and canonical attributes, and says in torch what the op
-means.
+A rule gets an :class:`InferContext`, checks the operands, brings the attributes into their one
+canonical form and answers with a :class:`Result` per output port: shape, dtype and the order in
+which the dims lie in memory. Rules report mistakes through :meth:`InferContext.problem` and return
+None if the result cannot be known. A family of ops registers its rows in a module of its own, and
+:mod:`~cudnngraph.ops.table` collects them. CONTRIBUTING.md says what else an op needs; a test
+asserts that the tables agree. A reference takes operands and canonical attributes, and says in
+torch what the op means.
 
 Letters in shapes: N batch, C input channels, K output channels, R S kernel; B batch, H heads,
 S sequence, D head dim; M N rows and columns of a product, K what it sums over.
@@ -49,7 +48,7 @@ class Result:
 
 
 @dataclass
-class Call:
+class InferContext:
     """One op with its operands, as a rule sees it. ``attrs`` is brought into canonical form.
 
     ``numbers`` are the ports at which a Python number stands, which has no dtype of its own.
@@ -76,7 +75,7 @@ class Call:
         return self.inputs[port]
 
 
-InferRule = Callable[[Call], Sequence[Result | None] | None]
+InferRule = Callable[[InferContext], Sequence[Result | None] | None]
 Tensors = Sequence["torch.Tensor | None"]
 Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor | None, ...]"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .base import Call, InferRule, Result, Tensors, register
+from .base import InferContext, InferRule, Result, Tensors, register
 from .checks import (
     channels,
     eps_attr,
@@ -22,7 +22,7 @@ from .operands import all_but_channels, channel, need
 
 
 def _per_channel(port: str) -> InferRule:
-    def infer(call: Call) -> list[Result] | None:
+    def infer(call: InferContext) -> list[Result] | None:
         if not has_channels(call) or not channels(call, port, of_images=True):
             return None
         x = call["x"]
@@ -31,7 +31,7 @@ def _per_channel(port: str) -> InferRule:
     return infer
 
 
-def _batch_norm(call: Call) -> list[Result] | None:
+def _batch_norm(call: InferContext) -> list[Result] | None:
     if not has_channels(call):
         return None
     used = [port for port in ("running_mean", "running_var", "weight", "bias") if call.get(port)]
@@ -42,7 +42,7 @@ def _batch_norm(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, like_order(x))]
 
 
-def _batch_norm_apply(call: Call) -> list[Result] | None:
+def _batch_norm_apply(call: InferContext) -> list[Result] | None:
     if not has_channels(call):
         return None
     if not all([channels(call, port) for port in ("mean", "inv_std", "weight", "bias")]):
@@ -51,7 +51,7 @@ def _batch_norm_apply(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, like_order(x))]
 
 
-def _batch_norm_train(call: Call) -> list[Result | None] | None:
+def _batch_norm_train(call: InferContext) -> list[Result | None] | None:
     if not has_channels(call):
         return None
     x = call["x"]
@@ -78,7 +78,7 @@ def _batch_norm_train(call: Call) -> list[Result | None] | None:
     return [Result(x.shape, x.dtype, like_order(x)), statistics, statistics, *following]
 
 
-def _batch_norm_backward(call: Call) -> list[Result] | None:
+def _batch_norm_backward(call: InferContext) -> list[Result] | None:
     if not has_channels(call):
         return None
     ok = all([channels(call, port) for port in ("weight", "mean", "inv_std")])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec, is_channels_last, is_contiguous, memory_order
-from .base import FLOATS, FP8, LOW_PRECISION, QUANTIZED, Call, dtype_name
+from .base import FLOATS, FP8, LOW_PRECISION, QUANTIZED, InferContext, dtype_name
 
 #: A sum of so many products of two int8 numbers may be 2^31, which int32 does not hold.
 INT32_TERMS = 1 << 17
@@ -18,7 +18,7 @@ INT32_TERMS = 1 << 17
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def is_whole(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -28,11 +28,11 @@ def each_dim(value: Any, rank: int) -> tuple[Any, ...]:
     return many * rank if len(many) == 1 else many
 
 
-def int_tuple(call: Call, attr: str, rank: int, low: int) -> tuple[int, ...] | None:
+def int_tuple(call: InferContext, attr: str, rank: int, low: int) -> tuple[int, ...] | None:
     """Canonical form: one int a spatial dim."""
     value = call.attrs[attr]
     many = each_dim(value, rank)
-    if not all(is_whole(item) for item in many):
+    if not all(is_int(item) for item in many):
         call.problem(
             f"{attr}={value!r} is not made of whole numbers", "an int, or one per spatial dim"
         )
@@ -53,7 +53,7 @@ def int_tuple(call: Call, attr: str, rank: int, low: int) -> tuple[int, ...] | N
     return many
 
 
-def fits_int(call: Call, attr: str, many: Sequence[int]) -> bool:
+def fits_int(call: InferContext, attr: str, many: Sequence[int]) -> bool:
     """Torch and cuDNN hold the geometry of windows in 32 bits."""
     if all(item < 1 << 31 for item in many):
         return True
@@ -61,7 +61,7 @@ def fits_int(call: Call, attr: str, many: Sequence[int]) -> bool:
     return False
 
 
-def number_attr(call: Call, attr: str) -> float | None:
+def number_attr(call: InferContext, attr: str) -> float | None:
     """Canonical form: a finite float."""
     value = call.attrs[attr]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -78,7 +78,7 @@ def number_attr(call: Call, attr: str) -> float | None:
     return float(value)
 
 
-def eps_attr(call: Call) -> float | None:
+def eps_attr(call: InferContext) -> float | None:
     """Canonical form: a float >= 0."""
     eps = number_attr(call, "eps")
     if eps is not None and eps < 0:
@@ -87,7 +87,7 @@ def eps_attr(call: Call) -> float | None:
     return eps
 
 
-def flag(call: Call, attr: str) -> bool:
+def flag(call: InferContext, attr: str) -> bool:
     value = call.attrs[attr]
     if not isinstance(value, bool):
         call.problem(f"{attr}={value!r} is not a bool", "True or False")
@@ -95,7 +95,7 @@ def flag(call: Call, attr: str) -> bool:
     return value
 
 
-def float_operand(call: Call, port: str) -> bool:
+def float_operand(call: InferContext, port: str) -> bool:
     spec = call[port]
     if spec.dtype in FLOATS:
         return True
@@ -109,7 +109,7 @@ def float_operand(call: Call, port: str) -> bool:
     return False
 
 
-def same_dtype(call: Call, first: str, *others: str) -> bool:
+def same_dtype(call: InferContext, first: str, *others: str) -> bool:
     ok = float_operand(call, first)
     for port in others:
         if call[port].dtype != call[first].dtype:
@@ -123,7 +123,7 @@ def same_dtype(call: Call, first: str, *others: str) -> bool:
     return ok
 
 
-def factors(call: Call, first: str, second: str) -> torch.dtype | None:
+def factors(call: InferContext, first: str, second: str) -> torch.dtype | None:
     """The dtype of what the products of two operands of one dtype are summed up to; None if wrong.
 
     Of int8 that is int32, of FP8 (either format, or one of each) float32.
@@ -144,7 +144,7 @@ def factors(call: Call, first: str, second: str) -> torch.dtype | None:
     return a.dtype if same_dtype(call, first, second) else None
 
 
-def fits_int32(call: Call, operand: str, terms: int) -> None:
+def fits_int32(call: InferContext, operand: str, terms: int) -> None:
     """Report a sum of int8 products that int32 need not hold."""
     if call[operand].dtype == torch.int8 and terms >= INT32_TERMS:
         call.problem(
@@ -154,7 +154,7 @@ def fits_int32(call: Call, operand: str, terms: int) -> None:
         )
 
 
-def same_shape(call: Call, first: str, *others: str) -> bool:
+def same_shape(call: InferContext, first: str, *others: str) -> bool:
     ok = True
     for port in others:
         if call[port].shape != call[first].shape:
@@ -166,7 +166,7 @@ def same_shape(call: Call, first: str, *others: str) -> bool:
     return ok
 
 
-def param_dtype(call: Call, port: str, data: str = "x") -> bool:
+def param_dtype(call: InferContext, port: str, data: str = "x") -> bool:
     """Parameters share the dtype of the data or are float32 beside 16-bit data."""
     param, x = call[port], call[data]
     if param.dtype == x.dtype and x.dtype in FLOATS:
@@ -203,7 +203,7 @@ def conv_order(x: TensorSpec, weight: TensorSpec) -> tuple[int, ...]:
     return tuple(range(rank))
 
 
-def channels(call: Call, port: str, *, of_images: bool = False) -> bool:
+def channels(call: InferContext, port: str, *, of_images: bool = False) -> bool:
     """A per-channel operand is (C,), or has C at dim 1 and 1 elsewhere at the rank of x.
 
     With ``of_images`` it may have N at dim 0 too: other numbers for each image.
@@ -218,7 +218,7 @@ def channels(call: Call, port: str, *, of_images: bool = False) -> bool:
     return ok
 
 
-def has_channels(call: Call) -> bool:
+def has_channels(call: InferContext) -> bool:
     x = call["x"]
     if len(x.shape) < 2:
         call.problem(f"x '{x.name}' has {len(x.shape)} dims {x.shape}", "at least 2: (N, C, ...)")
@@ -242,10 +242,10 @@ def broadcast_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def dims_attr(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
+def dims_attr(call: InferContext, attr: str, value: Any, rank: int) -> tuple[int, ...] | None:
     """Canonical form: dims counted from the front, each once."""
-    many = (value,) if is_whole(value) else value
-    if not isinstance(many, (tuple, list)) or not all(is_whole(dim) for dim in many):
+    many = (value,) if is_int(value) else value
+    if not isinstance(many, (tuple, list)) or not all(is_int(dim) for dim in many):
         call.problem(f"{attr}={value!r} is not made of whole numbers", "a dim, or several")
         return None
     if any(not -rank <= dim < rank for dim in many):
@@ -258,10 +258,10 @@ def dims_attr(call: Call, attr: str, value: Any, rank: int) -> tuple[int, ...] |
     return front
 
 
-def dim_attr(call: Call, attr: str, rank: int) -> int | None:
+def dim_attr(call: InferContext, attr: str, rank: int) -> int | None:
     """Canonical form: a dim counted from the first one."""
     value = call.attrs[attr]
-    if not is_whole(value):
+    if not is_int(value):
         call.problem(f"{attr}={value!r} is not a whole number", f"a dim of x, {rank} in all")
         return None
     if not -rank <= value < rank:
@@ -271,10 +271,10 @@ def dim_attr(call: Call, attr: str, rank: int) -> int | None:
     return int(value) % rank
 
 
-def whole_tuple(call: Call, attr: str) -> tuple[int, ...] | None:
+def whole_tuple(call: InferContext, attr: str) -> tuple[int, ...] | None:
     value = call.attrs[attr]
     many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else None
-    if many is None or not all(is_whole(item) for item in many):
+    if many is None or not all(is_int(item) for item in many):
         call.problem(f"{attr}={value!r} is not made of whole numbers", "a tuple of ints")
         return None
     return tuple(int(item) for item in many)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..ir.spec import numel
-from .base import REQUIRED, Call, Result, Tensors, register
+from .base import REQUIRED, InferContext, Result, Tensors, register
 from .checks import (
     conv_order,
     each_dim,
@@ -17,14 +17,18 @@ from .checks import (
     fits_int,
     fits_int32,
     int_tuple,
-    is_whole,
+    is_int,
     same_dtype,
 )
 from .operands import exactly, need
 
 
 def _padding(
-    call: Call, rank: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+    call: InferContext,
+    rank: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
 ) -> tuple[tuple[int, int], ...] | None:
     """Canonical form: (before, after) a spatial dim. Also takes "valid", and "same" at stride 1."""
     value = call.attrs["padding"]
@@ -51,7 +55,7 @@ def _padding(
         listed = [tuple(item) if isinstance(item, (tuple, list)) else (item, item) for item in many]
     else:
         listed = [(item, item) for item in many]
-    if not all(len(pair) == 2 and all(is_whole(item) for item in pair) for pair in listed):
+    if not all(len(pair) == 2 and all(is_int(item) for item in pair) for pair in listed):
         call.problem(
             f"padding={value!r} is not made of whole numbers",
             "an int, one per spatial dim, or (before, after) pairs",
@@ -71,7 +75,7 @@ def _padding(
     return pairs
 
 
-def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
+def _conv_common(call: InferContext) -> tuple[int, int, torch.dtype] | None:
     """Rank, groups and the result's dtype, after the checks that both directions share.
 
     None when they say nothing.
@@ -93,7 +97,7 @@ def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
         )
         ok = False
     groups = call.attrs["groups"]
-    if not is_whole(groups) or groups < 1:
+    if not is_int(groups) or groups < 1:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
         groups = 1
     call.attrs["groups"] = int(groups)
@@ -105,7 +109,7 @@ def _conv_common(call: Call) -> tuple[int, int, torch.dtype] | None:
     return rank, int(groups), x.dtype if dtype is None else dtype
 
 
-def _conv(call: Call) -> list[Result] | None:
+def _conv(call: InferContext) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
@@ -150,7 +154,7 @@ def _conv(call: Call) -> list[Result] | None:
     return [Result((n, k, *out), dtype, conv_order(x, weight))]
 
 
-def _conv_transpose(call: Call) -> list[Result] | None:
+def _conv_transpose(call: InferContext) -> list[Result] | None:
     common = _conv_common(call)
     if common is None:
         return None
@@ -197,7 +201,7 @@ def _conv_transpose(call: Call) -> list[Result] | None:
     return [Result((n, weight.shape[1] * groups, *out), dtype, conv_order(x, weight))]
 
 
-def _conv_wgrad(call: Call) -> list[Result] | None:
+def _conv_wgrad(call: InferContext) -> list[Result] | None:
     same_dtype(call, "x", "dy")
     dy, x = call["dy"], call["x"]
     rank = len(x.shape) - 2
@@ -208,7 +212,7 @@ def _conv_wgrad(call: Call) -> list[Result] | None:
         )
     elif len(dy.shape) != len(x.shape):
         call.problem(f"dy '{dy.name}' has {len(dy.shape)} dims {dy.shape}", f"{len(x.shape)} dims")
-    if not is_whole(groups) or groups < 1:
+    if not is_int(groups) or groups < 1:
         call.problem(f"groups={groups!r} is not a positive whole number", "groups >= 1")
     if call.problems:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec
-from .base import REQUIRED, Call, Result, Tensors, dtype_name, register
+from .base import REQUIRED, InferContext, Result, Tensors, dtype_name, register
 from .checks import (
     channels,
     eps_attr,
@@ -24,7 +24,7 @@ from .checks import (
 from .operands import all_but_channels, channel, need
 
 
-def _per_image(call: Call) -> bool:
+def _per_image(call: InferContext) -> bool:
     """The checks that instance norm and its gradient share."""
     x = call["x"]
     if len(x.shape) < 3:
@@ -44,7 +44,7 @@ def _image_statistic(x: TensorSpec) -> Result:
     return Result(shape, statistics_dtype(x), like_order(x))
 
 
-def _instance_norm(call: Call) -> list[Result | None] | None:
+def _instance_norm(call: InferContext) -> list[Result | None] | None:
     ok = _per_image(call)
     before = len(call.problems)
     wanted = flag(call, "return_stats")
@@ -55,7 +55,7 @@ def _instance_norm(call: Call) -> list[Result | None] | None:
     return [Result(x.shape, x.dtype, like_order(x)), stat, stat]
 
 
-def _group_affine(call: Call) -> list[Result | None] | None:
+def _group_affine(call: InferContext) -> list[Result | None] | None:
     before = len(call.problems)
     if not has_channels(call):
         return None
@@ -71,7 +71,7 @@ def _group_affine(call: Call) -> list[Result | None] | None:
     return [_image_statistic(x)] * 2
 
 
-def _instance_norm_backward(call: Call) -> list[Result | None] | None:
+def _instance_norm_backward(call: InferContext) -> list[Result | None] | None:
     if not _per_image(call):
         return None
     ok = same_dtype(call, "x", "dy") and same_shape(call, "x", "dy")

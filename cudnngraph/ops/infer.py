@@ -12,7 +12,7 @@ import torch
 
 from ..errors import Problem
 from ..ir.spec import DTYPE_NAMES, TensorSpec, dense_strides, numel, overlaps_itself
-from .base import MAX_RANK, REQUIRED, Call
+from .base import MAX_RANK, REQUIRED, InferContext
 from .table import OPS
 
 
@@ -46,7 +46,7 @@ def check_node(
     ``numbers`` are the ports at which a Python number stands.
     """
     row = OPS[op]
-    call = Call(op, name, inputs, {**row.attrs, **attrs}, numbers=frozenset(numbers))
+    call = InferContext(op, name, inputs, {**row.attrs, **attrs}, numbers=frozenset(numbers))
     for attr in attrs:
         if attr not in row.attrs:
             known = ", ".join(row.attrs) or "none"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .base import Call, Result, register
+from .base import InferContext, Result, register
 from .checks import broadcast_shapes, factors, fits_int32
 from .operands import exactly, need
 
 
-def _matmul(call: Call) -> list[Result] | None:
+def _matmul(call: InferContext) -> list[Result] | None:
     x, y = call["x"], call["y"]
     for port in ("x", "y"):
         if not 2 <= len(call[port].shape) <= 4:

@@ -17,7 +17,7 @@ from .pooling import UPSAMPLE
 Form = Callable[[Mapping[str, Any]], torch.Tensor | None]
 
 #: ATen ops that change no number (in evaluation), and those that change no more than the shape.
-SAME = (
+IDENTITIES = (
     *("alias", "clone", "contiguous", "detach", "detach_", "dropout", "feature_dropout"),
     *("alpha_dropout", "lift_fresh_copy", "lift_fresh", "_to_copy"),
 )
@@ -27,7 +27,7 @@ RESHAPES = (
 )
 
 
-def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def bind_arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of an op by name."""
     arguments = op._schema.arguments
     known = {each.name: each.default_value for each in arguments if each.has_default_value()}
@@ -35,28 +35,28 @@ def named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**known, **kwargs}
 
 
-def packet(node: Any) -> str:
+def op_name(node: Any) -> str:
     """ "softmax" of a graph's node of aten.softmax.int, "users::softmax" of another's op of that
     name, "" of what is no op."""
     op = node.target
     return op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
 
 
-def draws(op: Any, args: Any, kwargs: Any) -> bool:
+def is_random(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op draws random numbers, given these arguments: attention and recurrent layers do
     so for dropout alone, and the latter in training alone."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    given = named(op, args, kwargs)
+    given = bind_arguments(op, args, kwargs)
     chances = ("dropout_p", "dropout", "train", "training")
     return all(given[name] for name in chances if name in given)
 
 
 def _like(a: Mapping[str, Any]) -> torch.Tensor | None:
-    return another(a["input"]) if is_dense(a["input"].shape, a["input"].stride()) else None
+    return empty_like_meta(a["input"]) if is_dense(a["input"].shape, a["input"].stride()) else None
 
 
-def another(x: torch.Tensor) -> torch.Tensor:
+def empty_like_meta(x: torch.Tensor) -> torch.Tensor:
     """A tensor of the same form."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
@@ -73,7 +73,7 @@ def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
         return None
     for each in given:
         if each.shape == x.shape:
-            return another(each) if is_dense(each.shape, each.stride()) else None
+            return empty_like_meta(each) if is_dense(each.shape, each.stride()) else None
         if sum(size > 1 for size in each.shape) > 1:  # then it has a say in the layout too
             return None
     return None
@@ -241,11 +241,11 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-def of(op: Any, *args: Any, **kwargs: Any) -> Any:
+def infer(op: Any, *args: Any, **kwargs: Any) -> Any:
     """What an overload makes of meta tensors."""
     name = op._schema.name
     rule = FORMS.get(name)
-    result = None if rule is None else rule(named(op, args, kwargs))
+    result = None if rule is None else rule(bind_arguments(op, args, kwargs))
     made = op(*args, **kwargs) if result is None else result
     if not isinstance(made, tuple):
         return made

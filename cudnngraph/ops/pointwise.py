@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .base import Call, InferRule, Result, Rule, Tensors, dtype_name, register
+from .base import InferContext, InferRule, Result, Rule, Tensors, dtype_name, register
 from .checks import broadcast_shapes, float_operand, like_order, number_attr, same_shape
 from .operands import need
 
@@ -17,7 +17,9 @@ from .operands import need
 SOFTPLUS_THRESHOLD = 20
 
 
-def _broadcast(call: Call, ports: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _broadcast(
+    call: InferContext, ports: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Common shape and memory order of operands that broadcast as torch does."""
     specs = [call[port] for port in ports]
     try:
@@ -34,7 +36,7 @@ def _broadcast(call: Call, ports: Sequence[str]) -> tuple[tuple[int, ...], tuple
     return shape, tuple(range(len(shape)))
 
 
-def _promoted(call: Call, ports: Sequence[str]) -> torch.dtype | None:
+def _promoted(call: InferContext, ports: Sequence[str]) -> torch.dtype | None:
     """float32 beside a 16-bit dtype gives float32; no other mix has a rule.
 
     As in torch, values that have dims decide; where there is none, those of no dims; where there is
@@ -61,7 +63,7 @@ def _promoted(call: Call, ports: Sequence[str]) -> torch.dtype | None:
 
 
 def _unary(*attrs: str) -> InferRule:
-    def infer(call: Call) -> list[Result] | None:
+    def infer(call: InferContext) -> list[Result] | None:
         ok = float_operand(call, "x")
         numbers_ = [number_attr(call, attr) for attr in attrs]
         x = call["x"]
@@ -70,7 +72,7 @@ def _unary(*attrs: str) -> InferRule:
     return infer
 
 
-def _softplus(call: Call) -> Sequence[Result | None] | None:
+def _softplus(call: InferContext) -> Sequence[Result | None] | None:
     result = _unary("beta")(call)
     if result is not None and call.attrs["beta"] <= 0:
         call.problem(f"beta={call.attrs['beta']!r} is not positive", "beta > 0")
@@ -78,7 +80,7 @@ def _softplus(call: Call) -> Sequence[Result | None] | None:
     return result
 
 
-def _clamp(call: Call) -> list[Result] | None:
+def _clamp(call: InferContext) -> list[Result] | None:
     ok = float_operand(call, "x")
     given = [attr for attr in ("min", "max") if call.attrs[attr] is not None]
     if not given:
@@ -89,19 +91,19 @@ def _clamp(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, like_order(x))] if ok and None not in limits else None
 
 
-def _binary(call: Call) -> list[Result] | None:
+def _binary(call: InferContext) -> list[Result] | None:
     dtype = _promoted(call, ("x", "y"))
     common = _broadcast(call, ("x", "y"))
     return [Result(common[0], dtype, common[1])] if dtype is not None and common else None
 
 
-def _comparison(call: Call) -> list[Result] | None:
+def _comparison(call: InferContext) -> list[Result] | None:
     dtype = _promoted(call, ("x", "y"))
     common = _broadcast(call, ("x", "y"))
     return [Result(common[0], torch.bool, common[1])] if dtype is not None and common else None
 
 
-def _bool_operand(call: Call, port: str) -> bool:
+def _bool_operand(call: InferContext, port: str) -> bool:
     if call[port].dtype == torch.bool:
         return True
     call.problem(
@@ -111,7 +113,7 @@ def _bool_operand(call: Call, port: str) -> bool:
 
 
 def _logical(*ports: str) -> InferRule:
-    def infer(call: Call) -> list[Result] | None:
+    def infer(call: InferContext) -> list[Result] | None:
         ok = all([_bool_operand(call, port) for port in ports])
         common = _broadcast(call, ports)
         return [Result(common[0], torch.bool, common[1])] if ok and common else None
@@ -119,7 +121,7 @@ def _logical(*ports: str) -> InferRule:
     return infer
 
 
-def _where(call: Call) -> list[Result] | None:
+def _where(call: InferContext) -> list[Result] | None:
     ok = _bool_operand(call, "condition")
     dtype = _promoted(call, ("x", "y"))
     common = _broadcast(call, ("condition", "x", "y"))
@@ -129,7 +131,7 @@ def _where(call: Call) -> list[Result] | None:
 def _activation_backward(port: str, *attrs: str) -> InferRule:
     """The gradient dy through an activation whose input or output stands at ``port``."""
 
-    def infer(call: Call) -> list[Result] | None:
+    def infer(call: InferContext) -> list[Result] | None:
         dtype = _promoted(call, ("dy", port))
         same = same_shape(call, port, "dy")
         numbers_ = [number_attr(call, attr) for attr in attrs]
@@ -141,7 +143,7 @@ def _activation_backward(port: str, *attrs: str) -> InferRule:
     return infer
 
 
-def _to_float(call: Call) -> list[Result] | None:
+def _to_float(call: InferContext) -> list[Result] | None:
     x = call["x"]
     if x.dtype not in (torch.uint8, torch.int8, torch.int32):
         call.problem(f"x '{x.name}' is {dtype_name(x.dtype)}", "uint8, int8 or int32")
@@ -149,7 +151,7 @@ def _to_float(call: Call) -> list[Result] | None:
     return [Result(x.shape, torch.float32, like_order(x))]
 
 
-def _constant(call: Call) -> list[Result] | None:
+def _constant(call: InferContext) -> list[Result] | None:
     return [Result((), torch.float32, ())] if number_attr(call, "value") is not None else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.allocation import lasting
+from ..device.allocation import outside_graph_pool
 from ..device.rules import rules
 from ..ir.spec import channels_last_strides, contiguous_strides
 from .base import LOW_PRECISION
@@ -241,7 +241,7 @@ def _matrix(
     rounded = exact.to(dtype)
     if not torch.equal(rounded.float(), exact):
         return None
-    return lasting(device, lambda: rounded.to(device))
+    return outside_graph_pool(device, lambda: rounded.to(device))
 
 
 def _lengthened(

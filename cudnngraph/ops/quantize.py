@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from .base import QUANTIZED, REQUIRED, Call, Result, Tensors, dtype_name, register
-from .checks import dim_attr, float_operand, is_whole, like_order
+from .base import QUANTIZED, REQUIRED, InferContext, Result, Tensors, dtype_name, register
+from .checks import dim_attr, float_operand, is_int, like_order
 from .operands import need
 
 
-def _quantization(call: Call) -> bool:
+def _quantization(call: InferContext) -> bool:
     """Checks the scale, a float32 number or vector along ``dim`` of x, and the zero point."""
     x, scale = call["x"], call.get("scale")
     before = len(call.problems)
     point = call.attrs["zero_point"]
-    if not is_whole(point) or point != 0:
+    if not is_int(point) or point != 0:
         call.problem(
             f"zero_point={point!r}", "0: quantisation is symmetric here", "shift the data instead"
         )
@@ -42,7 +42,7 @@ def _quantization(call: Call) -> bool:
     return len(call.problems) == before
 
 
-def _dequantize(call: Call) -> list[Result] | None:
+def _dequantize(call: InferContext) -> list[Result] | None:
     x = call["x"]
     ok = x.dtype in (*QUANTIZED, torch.int32, torch.float32)
     if not ok:
@@ -56,7 +56,7 @@ def _dequantize(call: Call) -> list[Result] | None:
     return [Result(x.shape, torch.float32, like_order(x))]
 
 
-def _quantize(call: Call) -> list[Result] | None:
+def _quantize(call: InferContext) -> list[Result] | None:
     x, given = call["x"], call.attrs["dtype"]
     ok = float_operand(call, "x")
     kinds = {dtype_name(dtype): dtype for dtype in QUANTIZED}

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from .base import Call, Result, Tensors, register
+from .base import InferContext, Result, Tensors, register
 from .checks import dims_attr, float_operand, like_order
 from .operands import need
 
 MODES = ("sum", "mean", "max", "min", "amax")
 
 
-def _reduction(call: Call) -> list[Result] | None:
+def _reduction(call: InferContext) -> list[Result] | None:
     ok = float_operand(call, "x")
     x, mode = call["x"], call.attrs["mode"]
     rank = len(x.shape)

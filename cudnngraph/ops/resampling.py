@@ -9,11 +9,11 @@ from typing import Any
 
 from ..ir.spec import TensorSpec
 from . import pooling
-from .base import REQUIRED, Call, InferRule, Result, register
+from .base import REQUIRED, InferContext, InferRule, Result, register
 from .checks import conv_order, each_dim, flag, float_operand, int_tuple, same_dtype
 
 
-def _spatial_rank(call: Call, port: str = "x") -> int | None:
+def _spatial_rank(call: InferContext, port: str = "x") -> int | None:
     """How many spatial dims an image has; torch pools none without channels or elements."""
     spec = call[port]
     rank = len(spec.shape) - 2
@@ -49,7 +49,7 @@ def in_padding(size: int, windows: int, stride: int, padding: int, dilation: int
     return any(start % dilation >= size for start in first)
 
 
-def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+def _pooled_sizes(call: InferContext, shape: Sequence[int]) -> tuple[int, ...] | None:
     """The spatial sizes of what a pool makes of an image; its attributes in canonical form."""
     rank = len(shape)
     kernel = int_tuple(call, "kernel_size", rank, 1)
@@ -101,7 +101,7 @@ def _pooled_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     return None if call.problems else tuple(out)
 
 
-def _pool(call: Call) -> list[Result] | None:
+def _pool(call: InferContext) -> list[Result] | None:
     rank = _spatial_rank(call)
     out = None if rank is None else _pooled_sizes(call, call["x"].shape[2:])
     return None if out is None else [_image_result(call["x"], out)]
@@ -111,7 +111,7 @@ def _image_result(x: TensorSpec, sizes: Sequence[int]) -> Result:
     return Result((*x.shape[:2], *sizes), x.dtype, _image_order(x))
 
 
-def _adaptive_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+def _adaptive_sizes(call: InferContext, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Canonical form: one size per spatial dim; None in its place stands for the input's own."""
     given = call.attrs["output_size"]
     many = each_dim(given, len(shape))
@@ -121,7 +121,7 @@ def _adaptive_sizes(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     return int_tuple(call, "output_size", len(shape), 1)
 
 
-def _adaptive_pool(call: Call) -> list[Result] | None:
+def _adaptive_pool(call: InferContext) -> list[Result] | None:
     rank = _spatial_rank(call)
     out = None if rank is None else _adaptive_sizes(call, call["x"].shape[2:])
     return None if out is None else [_image_result(call["x"], out)]
@@ -134,7 +134,7 @@ MODES_OF_RANK = {
 }
 
 
-def _resized(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
+def _resized(call: InferContext, shape: Sequence[int]) -> tuple[int, ...] | None:
     """The spatial sizes of what interpolation makes of an image; one of the attributes gives it."""
     rank, mode = len(shape), call.attrs["mode"]
     if mode not in MODES_OF_RANK[rank]:
@@ -166,13 +166,13 @@ def _resized(call: Call, shape: Sequence[int]) -> tuple[int, ...] | None:
     return None if call.problems else out
 
 
-def _interpolate(call: Call) -> list[Result] | None:
+def _interpolate(call: InferContext) -> list[Result] | None:
     rank = _spatial_rank(call)
     out = None if rank is None else _resized(call, call["x"].shape[2:])
     return None if out is None else [_image_result(call["x"], out)]
 
 
-def _pool_backward(call: Call) -> list[Result] | None:
+def _pool_backward(call: InferContext) -> list[Result] | None:
     """The gradient of x from dy; x is an operand where its elements count, else its sizes are."""
     rank = _spatial_rank(call, "dy")
     if rank is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .base import Call, InferRule, Result, Tensors, dtype_name, register
+from .base import InferContext, InferRule, Result, Tensors, dtype_name, register
 from .checks import (
     eps_attr,
     flag,
@@ -24,7 +24,7 @@ from .operands import need
 def _trailing_norm(*stats: str) -> InferRule:
     """``stats`` are the outputs behind y: float32, the shape of x with 1 for what is summed up."""
 
-    def infer(call: Call) -> list[Result | None] | None:
+    def infer(call: InferContext) -> list[Result | None] | None:
         x, weight = call["x"], call["weight"]
         if not float_operand(call, "x"):
             return None
@@ -57,7 +57,7 @@ def _trailing_norm(*stats: str) -> InferRule:
     return infer
 
 
-def _normalize(call: Call) -> list[Result] | None:
+def _normalize(call: InferContext) -> list[Result] | None:
     x = call["x"]
     if not x.shape:
         call.problem(f"x '{x.name}' has no dims", "at least one: rows of numbers")
@@ -70,7 +70,7 @@ def _normalize(call: Call) -> list[Result] | None:
 def _trailing_norm_backward(*stats: str) -> InferRule:
     """``stats`` are the ports behind the weight: float32, x's shape with 1 for what is summed."""
 
-    def infer(call: Call) -> list[Result | None] | None:
+    def infer(call: InferContext) -> list[Result | None] | None:
         x, weight = call["x"], call["weight"]
         ok = same_dtype(call, "x", "dy") and same_shape(call, "x", "dy")
         count = len(weight.shape)

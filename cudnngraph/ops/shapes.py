@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from ..ir.spec import TensorSpec, numel, view_strides
-from .base import MAX_RANK, REQUIRED, Call, Result, Tensors, dtype_name, register
-from .checks import dim_attr, dims_attr, is_whole, like_order, whole_tuple
+from .base import MAX_RANK, REQUIRED, InferContext, Result, Tensors, dtype_name, register
+from .checks import dim_attr, dims_attr, is_int, like_order, whole_tuple
 from .operands import need
 
 
-def _expand(call: Call) -> list[Result] | None:
+def _expand(call: InferContext) -> list[Result] | None:
     x, shape = call["x"], call.attrs["shape"]
     if not isinstance(shape, (tuple, list, torch.Size)) or any(
-        not is_whole(n) or n < 0 for n in shape
+        not is_int(n) or n < 0 for n in shape
     ):
         call.problem(f"shape={shape!r} is not a shape", "whole numbers >= 0")
         return None
@@ -43,7 +43,7 @@ def _expand(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, order)]
 
 
-def _reshape(call: Call) -> list[Result] | None:
+def _reshape(call: InferContext) -> list[Result] | None:
     x, shape = call["x"], whole_tuple(call, "shape")
     if shape is None:
         return None
@@ -75,7 +75,7 @@ def _permuted(x: TensorSpec, dims: Sequence[int]) -> list[Result]:
     return [Result(tuple(x.shape[dim] for dim in dims), x.dtype, order)]
 
 
-def _transpose(call: Call) -> list[Result] | None:
+def _transpose(call: InferContext) -> list[Result] | None:
     x = call["x"]
     a, b = (dim_attr(call, attr, len(x.shape)) for attr in ("dim0", "dim1"))
     if a is None or b is None:
@@ -86,7 +86,7 @@ def _transpose(call: Call) -> list[Result] | None:
     return _permuted(x, dims)
 
 
-def _permute(call: Call) -> list[Result] | None:
+def _permute(call: InferContext) -> list[Result] | None:
     x, dims = call["x"], whole_tuple(call, "dims")
     if dims is None:
         return None
@@ -99,12 +99,12 @@ def _permute(call: Call) -> list[Result] | None:
     return _permuted(x, counted)
 
 
-def _slice(call: Call) -> list[Result] | None:
+def _slice(call: InferContext) -> list[Result] | None:
     x = call["x"]
     dim = dim_attr(call, "dim", len(x.shape))
     bounds = [call.attrs[attr] for attr in ("start", "stop", "step")]
     for attr, value in zip(("start", "stop", "step"), bounds, strict=True):
-        if not is_whole(value) and not (attr == "stop" and value is None):
+        if not is_int(value) and not (attr == "stop" and value is None):
             call.problem(f"{attr}={value!r} is not a whole number", "an int")
             return None
     if bounds[2] < 1:
@@ -119,7 +119,7 @@ def _slice(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, like_order(x))]
 
 
-def _concat(call: Call) -> list[Result] | None:
+def _concat(call: InferContext) -> list[Result] | None:
     ports = list(call.inputs)
     first = call[ports[0]]
     dim = dim_attr(call, "dim", len(first.shape))

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .base import REQUIRED, Call, Result, Tensors, dtype_name, register
+from .base import REQUIRED, InferContext, Result, Tensors, dtype_name, register
 from .checks import (
     dim_attr,
     float_operand,
-    is_whole,
+    is_int,
     like_order,
     same_dtype,
     same_shape,
@@ -20,7 +20,7 @@ from .checks import (
 from .operands import need
 
 
-def _softmax(call: Call) -> list[Result] | None:
+def _softmax(call: InferContext) -> list[Result] | None:
     x = call["x"]
     ok = float_operand(call, "x")
     if dim_attr(call, "dim", len(x.shape)) is None or not ok:
@@ -28,7 +28,7 @@ def _softmax(call: Call) -> list[Result] | None:
     return [Result(x.shape, x.dtype, like_order(x))]
 
 
-def _softmax_backward(call: Call) -> list[Result] | None:
+def _softmax_backward(call: InferContext) -> list[Result] | None:
     dy, y = call["dy"], call["y"]
     ok = same_dtype(call, "y", "dy") and same_shape(call, "y", "dy")
     if dim_attr(call, "dim", len(y.shape)) is None or not ok:
@@ -39,14 +39,14 @@ def _softmax_backward(call: Call) -> list[Result] | None:
 REDUCTIONS_OF_LOSS = ("mean", "sum", "none")
 
 
-def _loss_options(call: Call, classes: tuple[int, ...]) -> bool:
+def _loss_options(call: InferContext, classes: tuple[int, ...]) -> bool:
     """Checks what a loss over (N, C, ...) and its gradient share."""
     before = len(call.problems)
     target, reduction = call["target"], call.attrs["reduction"]
     if reduction not in REDUCTIONS_OF_LOSS:
         known = " or ".join(map(repr, REDUCTIONS_OF_LOSS))
         call.problem(f"reduction={reduction!r} is unknown", known)
-    if not is_whole(call.attrs["ignore_index"]):
+    if not is_int(call.attrs["ignore_index"]):
         call.problem(f"ignore_index={call.attrs['ignore_index']!r}", "a whole number")
     if len(classes) < 2 or classes[1] < 1:
         call.problem(f"x has shape {classes}", "(N, C, ...) with at least one class")
@@ -63,11 +63,11 @@ def _loss_options(call: Call, classes: tuple[int, ...]) -> bool:
     return True
 
 
-def _loss_shape(call: Call) -> tuple[int, ...]:
+def _loss_shape(call: InferContext) -> tuple[int, ...]:
     return call["target"].shape if call.attrs["reduction"] == "none" else ()
 
 
-def _nll_loss(call: Call) -> list[Result] | None:
+def _nll_loss(call: InferContext) -> list[Result] | None:
     x = call["x"]
     if not float_operand(call, "x") or not _loss_options(call, x.shape):
         return None
@@ -75,7 +75,7 @@ def _nll_loss(call: Call) -> list[Result] | None:
     return [Result(shape, x.dtype, tuple(range(len(shape))))]
 
 
-def _nll_loss_backward(call: Call) -> list[Result] | None:
+def _nll_loss_backward(call: InferContext) -> list[Result] | None:
     dy, shape = call["dy"], whole_tuple(call, "shape")
     if shape is None or not float_operand(call, "dy") or not _loss_options(call, shape):
         return None

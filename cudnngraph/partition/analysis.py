@@ -14,14 +14,14 @@ from functools import cached_property
 import torch
 
 from ..ir.spec import GraphSpec, Node, TensorSpec, same_layout
-from ..ops.base import FLOATS, LOW_PRECISION, Call
+from ..ops.base import FLOATS, LOW_PRECISION, InferContext
 from ..ops.table import OPS
 from .aliases import Aliases, Made, aliases
 
 Group = tuple[Node, ...]
 
 
-def work(nodes: Sequence[Node]) -> Group:
+def compute_nodes(nodes: Sequence[Node]) -> Group:
     """The nodes that compute something: all but constants."""
     return tuple(node for node in nodes if node.op != "constant")
 
@@ -43,7 +43,7 @@ def is_copy(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
 
 
 @dataclass(frozen=True)
-class Graph:
+class CutGraph:
     """A graph to be cut, with what every cut asks about it."""
 
     spec: GraphSpec
@@ -68,7 +68,7 @@ class Graph:
 
     @cached_property
     def _free(self) -> frozenset[str]:
-        nodes = work(self.spec.nodes)
+        nodes = compute_nodes(self.spec.nodes)
         free = self.aliases.free
         return frozenset(node.name for number, node in enumerate(nodes) if number in free)
 
@@ -76,7 +76,7 @@ class Graph:
     def aliases(self) -> Aliases:
         """What is memory of another tensor if each op is a step of its own."""
         tensors = {**self.spec.tensors, **self.passed}
-        steps = [Made(tensors, node.results, node) for node in work(self.spec.nodes)]
+        steps = [Made(tensors, node.results, node) for node in compute_nodes(self.spec.nodes)]
         return aliases(steps, {*self.spec.inputs, *self.spec.outputs})
 
     def crossing(self, name: str) -> TensorSpec:
@@ -100,7 +100,7 @@ class Graph:
     @cached_property
     def producer(self) -> Mapping[str, Node]:
         """The node that makes each tensor, constants left out."""
-        return {name: node for node in work(self.spec.nodes) for name in node.results}
+        return {name: node for node in compute_nodes(self.spec.nodes) for name in node.results}
 
     @cached_property
     def passed(self) -> Mapping[str, TensorSpec]:
@@ -158,7 +158,9 @@ class Graph:
             f"x{place}": replace(self.spec.tensors[name], dtype=data[name])
             for place, name in enumerate(node.operands)
         }
-        results = OPS["aten"].infer(Call("aten", node.name, operands, dict(node.attrs))) or ()
+        results = (
+            OPS["aten"].infer(InferContext("aten", node.name, operands, dict(node.attrs))) or ()
+        )
         found = dict(zip(node.outputs, results, strict=False))
         return {
             name: self.spec.tensors[name].dtype if (made := found.get(name)) is None else made.dtype
@@ -219,7 +221,7 @@ class Graph:
         stage follow its anchors. So no group waits for a later one, and what only an epilogue needs
         (a scaled residual) is part of the epilogue, not a step before the anchor.
         """
-        nodes = work(self.spec.nodes)
+        nodes = compute_nodes(self.spec.nodes)
         users: dict[str, list[Node]] = {}
         stage: dict[str, int] = {}
         for node in nodes:

@@ -2,7 +2,7 @@
 
 A cut is a grouping of the graph's nodes; :func:`cuts` lists those of a group of nodes, coarse to
 fine: each anchor (convolution, matmul, norm, attention) with the pointwise ops behind it, anchors
-and pointwise groups apart, op by op. :func:`piece` makes the subgraph of a group, and it is the
+and pointwise groups apart, op by op. :func:`subgraph_of` makes the subgraph of a group: the
 same subgraph whichever way led to it. Selection tries the whole first and goes down where cuDNN
 refuses, or measures.
 
@@ -16,15 +16,15 @@ from dataclasses import replace
 
 from ..ir.spec import GraphSpec, Node
 from ..ops.table import OPS
-from .analysis import Graph, Group, work
+from .analysis import CutGraph, Group, compute_nodes
 
-HALVED = 6  # pointwise ops, from which on halves of a group are tried before single ops
+MIN_OPS_TO_HALVE = 6  # pointwise ops, from which on halves of a group are tried before single ops
 
 
-def piece(graph: Graph, nodes: Sequence[Node]) -> GraphSpec:
+def subgraph_of(graph: CutGraph, nodes: Sequence[Node]) -> GraphSpec:
     """The step that ``nodes`` make up; constants are copied into every step that uses them."""
     spec = graph.spec
-    if len(nodes) == len(work(spec.nodes)):
+    if len(nodes) == len(compute_nodes(spec.nodes)):
         return spec
     mine = {node.name for node in nodes}
     nodes = [node for node in spec.nodes if node.name in mine]  # one order, whoever asks
@@ -43,7 +43,7 @@ def piece(graph: Graph, nodes: Sequence[Node]) -> GraphSpec:
     return replace(part, tensors={**part.tensors, **crossing}) if crossing else part
 
 
-def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
+def cuts(graph: CutGraph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
     """The next finer groupings of ``nodes``, coarse to fine, each in an order that can be run.
 
     Empty for a single op.
@@ -53,20 +53,20 @@ def cuts(graph: Graph, nodes: Sequence[Node]) -> tuple[tuple[Group, ...], ...]:
     found: list[tuple[Group, ...]] = []
     anchors = sum(map(graph.is_anchor, nodes))
     if anchors:
-        apart = _apart(graph, nodes)
-        found += [_fused(graph, apart, own=True), _fused(graph, apart, own=False)]
+        apart = _split_anchors(graph, nodes)
+        found += [_with_epilogues(graph, apart, own=True), _with_epilogues(graph, apart, own=False)]
         if anchors == 1:
             found.append(_by_pattern(graph, [node for _, _, group in apart for node in group]))
         found.append(tuple(group for _, _, group in apart))
     else:
         found.append(_by_pattern(graph, nodes))
-        if len(nodes) >= HALVED:
+        if len(nodes) >= MIN_OPS_TO_HALVE:
             found += [_by_size(graph, nodes), _halves(graph, nodes)]
     found.append(tuple((node,) for node in nodes))
     return tuple(groups for groups in dict.fromkeys(found) if len(groups) > 1)
 
 
-def _by_pattern(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
+def _by_pattern(graph: CutGraph, nodes: Sequence[Node]) -> tuple[Group, ...]:
     """Runs of ops whose operands are repeated along the same dims, or as a matrix's row and column:
     a plan takes no more ways to repeat than these.
 
@@ -99,7 +99,7 @@ def _by_pattern(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
     return tuple(tuple(node for node in nodes if node.name in run) for run in map(set, runs))
 
 
-def _repeated(graph: Graph, node: Node) -> set[frozenset[int]]:
+def _repeated(graph: CutGraph, node: Node) -> set[frozenset[int]]:
     """The sets of dims along which a pointwise op repeats its operands, numbers left out."""
     if not OPS[node.op].pointwise:
         return set()
@@ -118,7 +118,7 @@ def _repeated(graph: Graph, node: Node) -> set[frozenset[int]]:
     return found - {frozenset(), real}
 
 
-def _row_and_column(graph: Graph, node: Node, patterns: set[frozenset[int]]) -> bool:
+def _row_and_column(graph: CutGraph, node: Node, patterns: set[frozenset[int]]) -> bool:
     """Whether there is one pattern at most, or two that share no dim and leave none out."""
     made = graph.spec.tensors[node.results[0]].shape
     real = sum(extent > 1 for extent in made)
@@ -129,7 +129,7 @@ def _row_and_column(graph: Graph, node: Node, patterns: set[frozenset[int]]) -> 
     )
 
 
-def _by_size(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, ...]:
+def _by_size(graph: CutGraph, nodes: Sequence[Node]) -> tuple[Group, ...]:
     """Pointwise ops on numbers and vectors alone, and behind them those on whole tensors, which
     would compute the former for every element."""
     small = on_numbers(graph.spec, nodes)
@@ -149,7 +149,7 @@ def on_numbers(spec: GraphSpec, nodes: Sequence[Node]) -> set[str]:
     return found
 
 
-def _halves(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, Group]:
+def _halves(graph: CutGraph, nodes: Sequence[Node]) -> tuple[Group, Group]:
     """Pointwise ops in two runs, parted where the least data cross, about in the middle."""
     third = len(nodes) // 3
     place = {node.name: at for at, node in enumerate(nodes)}
@@ -174,7 +174,7 @@ def _halves(graph: Graph, nodes: Sequence[Node]) -> tuple[Group, Group]:
 Staged = list[tuple[int, int, Group]]  # stage, whether of pointwise ops, nodes
 
 
-def _apart(graph: Graph, nodes: Sequence[Node]) -> Staged:
+def _split_anchors(graph: CutGraph, nodes: Sequence[Node]) -> Staged:
     """Each anchor alone, and connected pointwise ops grouped by the stage at which they run."""
     stage = graph.stage
     groups: list[tuple[int, int, list[Node]]] = []
@@ -202,7 +202,7 @@ def _apart(graph: Graph, nodes: Sequence[Node]) -> Staged:
     return [(depth, kind, tuple(group)) for depth, kind, group in groups]
 
 
-def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
+def _with_epilogues(graph: CutGraph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
     """Anchors with the pointwise ops behind them, and in front of one that takes such.
 
     A group behind several anchors goes to the last of them; with ``own`` the ops that depend on one
@@ -242,7 +242,7 @@ def _fused(graph: Graph, apart: Staged, *, own: bool) -> tuple[Group, ...]:
     return _in_order(graph, [(*group, *epilogues.get(group[-1].name, ())) for group in order])
 
 
-def _prologues(graph: Graph, apart: Staged) -> dict[str, Group]:
+def _prologues(graph: CutGraph, apart: Staged) -> dict[str, Group]:
     """Groups of pointwise ops that one anchor alone reads, where it takes such, by that anchor."""
     found: dict[str, Group] = {}
     users: dict[str, set[str]] = {}
@@ -264,7 +264,7 @@ def _prologues(graph: Graph, apart: Staged) -> dict[str, Group]:
     return found
 
 
-def _in_order(graph: Graph, groups: Sequence[Group]) -> tuple[Group, ...]:
+def _in_order(graph: CutGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
     """The groups such that each follows those that it reads from."""
     home = {node.name: place for place, group in enumerate(groups) for node in group}
     needs = [

@@ -14,13 +14,13 @@ import torch
 
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, round_up
 from .aliases import Location, Made, aliases
-from .analysis import work
+from .analysis import compute_nodes
 
 SUBALLOCATION_BYTES = 256  # tensors in a block begin at multiples, as those of torch's allocator
 
 
 @dataclass(frozen=True)
-class Need:
+class Lifetime:
     """``size_bytes`` of memory from step ``first`` to step ``last``, both included."""
 
     size_bytes: int
@@ -28,7 +28,7 @@ class Need:
     last: int
 
 
-def place(needs: Sequence[Need]) -> tuple[list[int], int]:
+def assign_offsets(needs: Sequence[Lifetime]) -> tuple[list[int], int]:
     """An offset for each need, and the bytes that they take together.
 
     The largest is placed first, each as low as those that live at the same time allow. Offsets are
@@ -58,7 +58,7 @@ def place(needs: Sequence[Need]) -> tuple[list[int], int]:
 
 
 @dataclass(frozen=True)
-class Laid:
+class StepMemory:
     """A step as the layout sees it: its graph, whether a plan runs it, scratch memory of that."""
 
     spec: GraphSpec
@@ -67,7 +67,7 @@ class Laid:
 
     def made(self) -> Made:
         """The step as its aliases see it."""
-        nodes = work(self.spec.nodes)
+        nodes = compute_nodes(self.spec.nodes)
         node = nodes[0] if len(nodes) == 1 and not self.planned else None
         return Made(self.spec.tensors, self.spec.outputs, node)
 
@@ -82,7 +82,7 @@ class Layout:
 
     def __init__(
         self,
-        steps: Sequence[Laid],
+        steps: Sequence[StepMemory],
         bound: Collection[str],
         until: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
@@ -97,12 +97,13 @@ class Layout:
         }
         lives = _lives(_read(steps, bound, until), inside)
         needs = [
-            Need(spec.extent * spec.dtype.itemsize, *lives[name]) for name, spec in roots.items()
+            Lifetime(spec.extent * spec.dtype.itemsize, *lives[name])
+            for name, spec in roots.items()
         ]
         needs += [
-            Need(step.workspace_bytes, at, until.get(at, at)) for at, step in enumerate(steps)
+            Lifetime(step.workspace_bytes, at, until.get(at, at)) for at, step in enumerate(steps)
         ]
-        offsets, total = place(needs)
+        offsets, total = assign_offsets(needs)
         self.size_bytes = round_up(total, ALIGNMENT_BYTES)  # whole elements of every dtype
         self.scratch = offsets[len(roots) :]
         self.order = [
@@ -133,7 +134,7 @@ Life = tuple[int, int]  # the first and the last step
 
 
 def _read(
-    steps: Sequence[Laid], bound: Collection[str], until: Mapping[int, int]
+    steps: Sequence[StepMemory], bound: Collection[str], until: Mapping[int, int]
 ) -> dict[str, Life]:
     """From the step that makes each tensor to the last one that reads it."""
     lives: dict[str, Life] = {}

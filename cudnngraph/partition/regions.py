@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ..ir.spec import Node
 from ..ops.table import OPS
-from .analysis import Graph, Group, is_copy, work
+from .analysis import CutGraph, Group, compute_nodes, is_copy
 
 
-def _as_early_as_can_be(graph: Graph, nodes: Sequence[Node]) -> Group:
+def _as_early_as_can_be(graph: CutGraph, nodes: Sequence[Node]) -> Group:
     """The nodes by how many anchors have to run before: of two branches that are joined, what is
     joined belongs to the longer one then, and the shorter one may run beside it."""
     level: dict[str, int] = {}
@@ -19,19 +19,19 @@ def _as_early_as_can_be(graph: Graph, nodes: Sequence[Node]) -> Group:
     return tuple(sorted(nodes, key=lambda node: level[node.name]))
 
 
-MODEL_ANCHORS = 6  # a graph with more of them is cut at each
+MAX_ANCHORS_AS_ONE = 6  # a graph with more of them is cut at each
 
 
-def regions(graph: Graph) -> tuple[Group, ...]:
+def regions(graph: CutGraph) -> tuple[Group, ...]:
     """A large graph cut at its natural borders, in an order that can be run; () for a small one.
 
     A region is an anchor with the pointwise ops behind it, up to the next anchor: an op belongs to
     the last anchor that it depends on, if it is as large as that one's result. Pointwise ops of no
     anchor are regions too, unless they only serve one epilogue, which they then are part of.
     """
-    nodes, tensors = work(graph.spec.nodes), graph.spec.tensors
+    nodes, tensors = compute_nodes(graph.spec.nodes), graph.spec.tensors
     anchors = [node for node in nodes if graph.is_anchor(node) and not OPS[node.op].view]
-    if len(anchors) <= MODEL_ANCHORS:
+    if len(anchors) <= MAX_ANCHORS_AS_ONE:
         return ()
     nodes = _as_early_as_can_be(graph, nodes)
     groups: list[list[Node]] = []

@@ -9,7 +9,7 @@ from ..ir.spec import (
     Node,
 )
 from ..ops.table import OPS
-from ..partition.analysis import Graph
+from ..partition.analysis import CutGraph
 
 #: Attributes that only the steps' own graphs have. Of max pools: that they read no -inf. Of
 #: gradients of attention: to be the same bits in every run.
@@ -20,7 +20,7 @@ def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
     """The graph, before it is cut, with marks for those who run its steps: on max pools that read
     no -inf, being behind a ReLU, say; where it has to be ``deterministic`` on gradients of
     attention, for which cuDNN has another way, and no note of its plans tells them apart."""
-    graph = Graph(spec)
+    graph = CutGraph(spec)
 
     def bounded(node: Node) -> bool:
         made: Node | None = node

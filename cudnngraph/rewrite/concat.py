@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, is_channels_last
-from ..partition.analysis import Graph
+from ..partition.analysis import CutGraph
 from .annotate import BOUNDED
 
 
@@ -18,7 +18,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
     joins = [node for node in spec.nodes if node.op == "concat"]
     if not joins:
         return spec
-    graph, tensors = Graph(spec), dict(spec.tensors)
+    graph, tensors = CutGraph(spec), dict(spec.tensors)
     for node in reversed(joins):  # the outermost first: what it joins may be joined itself
         result = tensors[node.results[0]]
         size = graph.crossing(result.name).dtype.itemsize
@@ -41,7 +41,7 @@ def concat_in_place(spec: GraphSpec) -> GraphSpec:
     return spec if tensors == dict(spec.tensors) else replace(spec, tensors=tensors)
 
 
-def _reads_any_strides(graph: Graph, node: Node, name: str) -> bool:
+def _reads_any_strides(graph: CutGraph, node: Node, name: str) -> bool:
     """Whether an op is no slower on a slice of a larger tensor."""
     if node.op == "max_pool":  # by cuDNN
         tensors = graph.spec.tensors

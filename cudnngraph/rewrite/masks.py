@@ -19,13 +19,13 @@ from ..ir.spec import (
 )
 from ..ops.base import LOW_PRECISION
 from ..ops.table import by_port
-from ..partition.analysis import Graph
+from ..partition.analysis import CutGraph
 
 
 def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
     """The graph with numbers in attention where a boolean mask stood, for 16-bit data: 0 or -inf
     added to the scores, and for dropout 1 or 0."""
-    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
     for place, node in enumerate(spec.nodes):
         if node.op not in ("sdpa", "sdpa_backward"):
@@ -71,7 +71,7 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
     would take as long as it saves. :attr:`DeviceRules.mask_copy_min_scores` says when it pays.
     """
     fewest = rules().mask_copy_min_scores
-    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     copies: dict[str, str] = {}
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa":

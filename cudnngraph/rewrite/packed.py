@@ -12,7 +12,7 @@ from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS, by_port
-from ..partition.analysis import Graph
+from ..partition.analysis import CutGraph
 
 
 def token_strides(
@@ -73,7 +73,7 @@ def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
     """The graph in which the gradient of packed attention of 16-bit data reads q, k and v in the
     strides of dq, dk and dv, and do in those of o: copied where they have others, as slices of one
     buffer have. cuDNN 9.19 reads a misaligned address there, which ends the process (an H200)."""
-    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa_varlen_backward":
             continue
@@ -99,7 +99,7 @@ def insert_ragged_offsets(spec: GraphSpec) -> GraphSpec:
     """The graph in which packed attention of 16-bit data is told where each sequence starts in
     every tensor, as cuDNN wants it: computed in a step before, once for a forward and a gradient
     of the same strides."""
-    graph, tensors, nodes = Graph(spec), dict(spec.tensors), list(spec.nodes)
+    graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     made: dict[tuple[Any, ...], str] = {}
     for place, node in enumerate(spec.nodes):
         if not OPS[node.op].has("packed") or prefers_flash(node, tensors):

@@ -14,7 +14,7 @@ from ..ir.spec import (
 )
 from ..ops.table import OPS
 from ..ops.views import is_view, order_of, shape_of, view_place
-from ..partition.analysis import Graph
+from ..partition.analysis import CutGraph
 
 
 def alias_views(spec: GraphSpec) -> GraphSpec:
@@ -36,14 +36,14 @@ def sink_views(spec: GraphSpec) -> GraphSpec:
     """
     if not any(node.op == "matmul" for node in spec.nodes):
         return spec
-    graph = Graph(spec)
+    graph = CutGraph(spec)
     for node in spec.nodes:
         if OPS[node.op].has("sinks_views"):
             graph = _sink_one(graph, node)
     return graph.spec
 
 
-def _sink_one(graph: Graph, node: Node) -> Graph:
+def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     """The graph with the views in front of one pointwise op behind it, where that is possible."""
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
     for shown in node.operands:
@@ -79,11 +79,11 @@ def _sink_one(graph: Graph, node: Node) -> Graph:
         nodes = [each for each in spec.nodes if each.name not in changed]
         nodes += [*(inverse for inverse, _ in back), moved, *shows]
         kept = {each: form for each, form in tensors.items() if each != shown}
-        return Graph(replace(spec, tensors={**kept, **made}, nodes=tuple(nodes)))
+        return CutGraph(replace(spec, tensors={**kept, **made}, nodes=tuple(nodes)))
     return graph
 
 
-def _views_of(graph: Graph, name: str) -> tuple[list[Node], str]:
+def _views_of(graph: CutGraph, name: str) -> tuple[list[Node], str]:
     """The views that end in a tensor, the last of them first, and what they are of; as far as each
     is read once."""
     chain: list[Node] = []
@@ -96,7 +96,7 @@ def _views_of(graph: Graph, name: str) -> tuple[list[Node], str]:
     return [], name
 
 
-def _of_product(graph: Graph, name: str) -> bool:
+def _of_product(graph: CutGraph, name: str) -> bool:
     """Whether a tensor is a product, or made of one by ops that may be part of its plan."""
     tensors = graph.spec.tensors
     shape, seen, left = tensors[name].shape, set[str](), [name]

@@ -71,7 +71,7 @@ class BoundCall:
             fixed = [launch for launch in launches if isinstance(launch, fast_call.PlanLaunch)]
             self._ready.short = None
             if len(fixed) == len(launches):
-                self._ready.short = fast_call.launch_of(fixed, index, stream)
+                self._ready.short = fast_call.build_launch(fixed, index, stream)
             if watched:
                 return
         handle = handles.handle_on_current_stream(index) if self._program.uses_cudnn else None

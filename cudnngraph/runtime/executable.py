@@ -225,7 +225,7 @@ class Executable(Generic[R]):
             made[key] = None
             if steps is not None:
                 forms, slots = (self._input_forms, self._output_forms), PROCESS.workspace.slots
-                made[key] = fast_call.call_of(
+                made[key] = fast_call.build_call(
                     steps, *forms, over, self.device, slots, checked=checked
                 )
         elif not program.uses_cudnn:

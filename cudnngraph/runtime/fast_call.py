@@ -59,7 +59,7 @@ class Steps:
         return f"{'base' if root < 0 else self._at(root)} + {past}"
 
 
-def call_of(
+def build_call(
     steps: Steps,
     inputs: Sequence[Form],
     outputs: Sequence[Form],
@@ -77,7 +77,7 @@ def call_of(
     multiple of ``ALIGNMENT_BYTES``, another device is current, memory for the steps is yet to be
     had (``slots`` has what there is, by device and stream), or a CUDA graph is being captured.
     """
-    index, many, empty = device.index, len(inputs), _quick_empty()
+    index, many, empty = device.index, len(inputs), _fast_empty()
     names: dict[str, Any] = {
         **_here(index),
         "empty": torch.empty_strided,
@@ -152,7 +152,9 @@ class PlanLaunch:
         self.plan.execute(self.pointers, self.scratch, handle)
 
 
-def launch_of(launches: Sequence[PlanLaunch], index: int, stream: int) -> Callable[[], bool] | None:
+def build_launch(
+    launches: Sequence[PlanLaunch], index: int, stream: int
+) -> Callable[[], bool] | None:
     """A function of nothing for a row of launches; for this thread and ``stream``.
 
     It returns False, and has done nothing, where another stream or device is current, or a CUDA
@@ -195,7 +197,7 @@ def _function(arguments: str, code: Sequence[str], names: dict[str, Any]) -> Any
 
 
 @cache
-def _quick_empty() -> Any | None:
+def _fast_empty() -> Any | None:
     """torch's own short way to an empty tensor on the current GPU, of a size, strides and a dtype,
     which its compiler uses; None where it is not as known. In half the time of the public one."""
     try:

@@ -15,7 +15,7 @@ from plans_cache.workspace import WorkspacePool
 from ..cache import lookup
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
-from ..device.allocation import lasting
+from ..device.allocation import outside_graph_pool
 from ..ir.spec import ALIGNMENT_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _allocate(device: int, stream: int, size_bytes: int) -> torch.Tensor:
 
 def _allocate_to_keep(device: int, stream: int, size_bytes: int) -> torch.Tensor:
     on = torch.device("cuda", device)
-    return lasting(on, partial(_allocate, device, stream, size_bytes))
+    return outside_graph_pool(on, partial(_allocate, device, stream, size_bytes))
 
 
 class _Recording(threading.local):

@@ -19,7 +19,7 @@ from ..executor import reference, torch_steps
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec
 from ..ops.table import OPS
-from ..partition.memory import Laid, Layout
+from ..partition.memory import Layout, StepMemory
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
 from . import fast_call, streams
@@ -55,7 +55,8 @@ class Program:
         self._threads = threading.local()
         self._threads.plans = selection.built
         laid = [
-            Laid(step.spec, step.choice is not None, step.workspace_bytes) for step in self.steps
+            StepMemory(step.spec, step.choice is not None, step.workspace_bytes)
+            for step in self.steps
         ]
         self._until = streams.overlappable(laid) if device.type == "cuda" else {}
         self._sides = streams.streams(device) if self._until else []
@@ -69,7 +70,7 @@ class Program:
         self._number_places()
 
     def direct_steps(self, order: Sequence[int] | None) -> fast_call.Steps | None:
-        """What :func:`fast_call.call_of` takes, for this thread; None where a step is torch's."""
+        """What :func:`fast_call.build_call` takes, for this thread; None if a step is torch's."""
         if any(run is not None for run in self._torch_runs):
             return None
         steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)

@@ -15,12 +15,12 @@ import torch
 
 from ..backend import handles
 from ..ops.table import OPS
-from ..partition.memory import Laid
+from ..partition.memory import StepMemory
 
 MAX_SIDE_STREAMS = 3  # how many steps may run beside the others at a time
 
 
-def overlappable(steps: Sequence[Laid]) -> dict[int, int]:
+def overlappable(steps: Sequence[StepMemory]) -> dict[int, int]:
     """The steps that may run beside later ones, by number: the last of those.
 
     Plans with an anchor alone: what is pointwise fills the memory's bandwidth.

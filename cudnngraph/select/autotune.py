@@ -11,7 +11,7 @@ import time
 
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from ..partition.analysis import Graph, work
+from ..partition.analysis import CutGraph, compute_nodes
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
@@ -34,15 +34,15 @@ def autotune(
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        graphs = [Graph(spec)]
+        graphs = [CutGraph(spec)]
         borders = regions(graphs[0])
         if borders:
             return RegionSearch(graphs[0], borders, policy, bench).tuned(progress)
         other = channels_last(spec)
         if other is not spec:
-            graphs.append(Graph(other))
-        roots = [search.part(graph, work(graph.spec.nodes)) for graph in graphs]
-        anchors = max(1, sum(map(graphs[0].is_anchor, work(spec.nodes))))
+            graphs.append(CutGraph(other))
+        roots = [search.part(graph, compute_nodes(graph.spec.nodes)) for graph in graphs]
+        anchors = max(1, sum(map(graphs[0].is_anchor, compute_nodes(spec.nodes))))
     deadline = time.perf_counter() + policy.budget_s * anchors
     for done, known in search.explore(roots, deadline):
         if progress is not None:
@@ -63,8 +63,8 @@ def autotune(
 
 def _whole(search: Search, spec: GraphSpec) -> Part:
     """The graph as one plan and nothing else. :class:`NotSupported` where there is none."""
-    graph = Graph(spec)
-    part = search.part(graph, work(spec.nodes))
+    graph = CutGraph(spec)
+    part = search.part(graph, compute_nodes(spec.nodes))
     part.cuts = ()
     search.order[:] = [part]
     part.size = 2  # no torch step

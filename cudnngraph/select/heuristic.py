@@ -14,8 +14,8 @@ from ..backend.candidates import Outcome
 from ..backend.plan import Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from ..partition.analysis import Graph, Group, work
-from ..partition.cuts import cuts, piece
+from ..partition.analysis import CutGraph, Group, compute_nodes
+from ..partition.cuts import cuts, subgraph_of
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
@@ -72,8 +72,8 @@ def choose(
             reasons = (why,)
         return None, [Decision(f"'{part.name}' as one plan", False, reason) for reason in reasons]
 
-    def resolve(graph: Graph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
-        part = piece(graph, nodes)
+    def resolve(graph: CutGraph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
+        part = subgraph_of(graph, nodes)
         if len(nodes) == 1 and graph.is_free(nodes[0]):
             steps.append(StepPlan(part, None, 0, (*earlier, ALIAS)))
             built.append(None)
@@ -93,22 +93,22 @@ def choose(
         for index, group in enumerate(below[0] if below else ()):
             resolve(graph, group, (*earlier, *refused) if index == 0 else ())
 
-    def ahead(graph: Graph, groups: Iterable[Group]) -> None:
+    def ahead(graph: CutGraph, groups: Iterable[Group]) -> None:
         whole = (
-            piece(graph, group)
+            subgraph_of(graph, group)
             for group in groups
             if not (len(group) == 1 and graph.is_free(group[0]))
         )
         expect(part for part in whole if why_split(part) is None)
 
-    graph = Graph(spec)
+    graph = CutGraph(spec)
     parts = regions(graph)
     ahead(graph, parts)
     whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]
     for number, group in enumerate(parts):
         resolve(graph, group, tuple(whole) if number == 0 else ())
     if not parts:
-        resolve(graph, work(graph.spec.nodes), ())
+        resolve(graph, compute_nodes(graph.spec.nodes), ())
     return Selection(tuple(steps), tuple(built))
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ..backend.plan import Plan
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.analysis import Graph, Group, work
-from ..partition.cuts import piece
+from ..partition.analysis import CutGraph, Group, compute_nodes
+from ..partition.cuts import subgraph_of
 from ..policy import Policy
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
@@ -61,7 +61,7 @@ class RegionSearch:
     """
 
     def __init__(
-        self, graph: Graph, borders: Sequence[Group], policy: Policy, bench: Bench
+        self, graph: CutGraph, borders: Sequence[Group], policy: Policy, bench: Bench
     ) -> None:
         self._graph = graph
         self._borders = borders
@@ -73,7 +73,7 @@ class RegionSearch:
 
     def tuned(self, progress: Progress | None) -> Selection:
         """The choice. ``progress(done, known)`` is told how many plans were built."""
-        regions = [(piece(self._graph, group), group) for group in self._borders]
+        regions = [(subgraph_of(self._graph, group), group) for group in self._borders]
         begun: dict[str, tuple[Search, list[Part]]] = {}
         for spec, group in regions:  # all of them first: what builds elsewhere has begun then
             digest = step_digest(spec)
@@ -111,8 +111,8 @@ class RegionSearch:
         roots = [search.part(self._graph, group)]
         dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there
-            graph = Graph(dense)
-            roots.append(search.part(graph, work(graph.spec.nodes)))
+            graph = CutGraph(dense)
+            roots.append(search.part(graph, compute_nodes(graph.spec.nodes)))
         for part in search.order:
             search.open(part)
         return search, roots
@@ -140,11 +140,11 @@ class RegionSearch:
         graph, searched = self._graph, region.spec
         if region.dense is not None:
             spec, searched = with_dense_images(spec), region.dense
-            graph = Graph(spec)
+            graph = CutGraph(spec)
         like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [
             _PlacedStep(
-                piece(graph, [like[node.name] for node in work(part.spec.nodes)]),
+                subgraph_of(graph, [like[node.name] for node in compute_nodes(part.spec.nodes)]),
                 part,
                 way,
                 region,

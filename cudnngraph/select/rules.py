@@ -10,7 +10,7 @@ from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node
 from ..ops.base import QUANTIZED
 from ..ops.table import OPS
-from ..partition.analysis import is_anchor, work
+from ..partition.analysis import compute_nodes, is_anchor
 from ..partition.cuts import on_numbers
 from .dropout_probe import has_seeded_dropout
 
@@ -36,7 +36,7 @@ def why_split(spec: GraphSpec) -> str | None:
     What was measured to be slow is in :class:`~cudnngraph.device.rules.DeviceRules`.
     """
     measured = rules()
-    nodes = work(spec.nodes)
+    nodes = compute_nodes(spec.nodes)
     anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
     if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
         anchors = [node for node in anchors if not _is_total_amax(spec, node)] or anchors

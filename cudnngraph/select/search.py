@@ -25,8 +25,8 @@ from ..errors import NotSupported
 from ..executor.linear import runs_whole
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.analysis import Graph, Group, work
-from ..partition.cuts import cuts, piece
+from ..partition.analysis import CutGraph, Group, compute_nodes
+from ..partition.cuts import cuts, subgraph_of
 from ..policy import Policy
 from .bench import Bench
 from .config import (
@@ -159,12 +159,12 @@ class Search:
         self.order: list[Part] = []
         self._why_left = ""
 
-    def part(self, graph: Graph, nodes: Group) -> Part:
+    def part(self, graph: CutGraph, nodes: Group) -> Part:
         """The part that ``nodes`` make up, with everything below it."""
         place = (id(graph), tuple(node.name for node in nodes))
         found = self._parts.get(place)
         if found is None:
-            spec = piece(graph, nodes)
+            spec = subgraph_of(graph, nodes)
             step = self._steps.setdefault(step_digest(spec), Step(spec))
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
@@ -331,7 +331,8 @@ class Search:
                 whole = [each for each in below if each is not None]
                 if len(whole) == len(below):
                     label = " | ".join(
-                        " ".join(node.op for node in work(group.spec.nodes)) for group in groups
+                        " ".join(node.op for node in compute_nodes(group.spec.nodes))
+                        for group in groups
                     )
                     found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
         return found

@@ -23,7 +23,7 @@ from ..device import tf32
 from ..executor import reference, torch_steps
 from ..ir.spec import GraphSpec, TensorSpec, round_up
 from ..ops.table import tensor_at
-from ..partition.memory import SUBALLOCATION_BYTES, Laid, Layout
+from ..partition.memory import SUBALLOCATION_BYTES, Layout, StepMemory
 from ..policy import Policy
 from .dropout_probe import attention, has_seeded_dropout, recover_mask, with_mask
 from .inputs import LARGE_SCORES, random_inputs
@@ -344,7 +344,7 @@ class GraphTrial:
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
         """What runs ``steps`` once, in order, on the current stream."""
         laid = [
-            Laid(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
+            StepMemory(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
             for spec, plan in steps
         ]
         layout = Layout(laid, {*self._inputs, *self._outputs})

@@ -33,8 +33,8 @@ from ..ir import versions
 from ..ir.canonical import canonical
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
-from ..partition.analysis import Graph, Group, work
-from ..partition.cuts import cuts, piece
+from ..partition.analysis import CutGraph, Group, compute_nodes
+from ..partition.cuts import cuts, subgraph_of
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select.processes import Server, Unusable, program
@@ -101,10 +101,10 @@ def _of(sample: Sample) -> Iterator[Task]:
     if why is not None:
         yield Task(str(sample), sample.pattern, given, step_digest(given), False, why)
         return
-    graph = Graph(legalize(given, Policy()))
+    graph = CutGraph(legalize(given, Policy()))
 
     def parts(nodes: Group) -> Iterator[tuple[GraphSpec, str]]:
-        spec = piece(graph, nodes)
+        spec = subgraph_of(graph, nodes)
         why = why_split(spec)
         below = cuts(graph, nodes) if why is not None else ()
         if not below:
@@ -113,7 +113,7 @@ def _of(sample: Sample) -> Iterator[Task]:
             if not (len(group) == 1 and graph.is_free(group[0])):
                 yield from parts(group)
 
-    found = list(parts(work(graph.spec.nodes)))
+    found = list(parts(compute_nodes(graph.spec.nodes)))
     for spec, why in found:
         step = f": {spec.name}" if len(found) > 1 else ""
         for allow_tf32 in (False, True) if multiplies_float32(spec) else (False,):

@@ -41,9 +41,9 @@ from cudnngraph.ir.spec import (
 from cudnngraph.ops import pooling
 from cudnngraph.ops.attention.checks import ATTENTION
 from cudnngraph.ops.table import OPS
-from cudnngraph.partition.analysis import Graph
-from cudnngraph.partition.cuts import piece
-from cudnngraph.partition.memory import Laid, Layout
+from cudnngraph.partition.analysis import CutGraph
+from cudnngraph.partition.cuts import subgraph_of
+from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.policy import Policy
 from cudnngraph.rewrite.packed import insert_ragged_offsets, prefers_flash
 from tests import coverage
@@ -790,7 +790,7 @@ def check_planned(
 def runs_as(found: cg.Explanation) -> str:
     """Of what kind the steps are; views between them run nothing and do not count."""
     planned = [step.runs_on == "cuDNN" for step in found.steps]
-    laid = [Laid(step.spec, plan, 0) for step, plan in zip(found.steps, planned, strict=True)]
+    laid = [StepMemory(step.spec, plan, 0) for step, plan in zip(found.steps, planned, strict=True)]
     free = Layout(laid, {*found.spec.inputs, *found.spec.outputs}).free
     kinds = Counter(plan for number, plan in enumerate(planned) if number not in free)
     if kinds[False]:
@@ -1134,7 +1134,7 @@ def test_the_gradient_of_packed_attention_has_its_operands_laid_as_its_results(s
         assert last.spec.tensors[str(name)].stride == last.spec.tensors[result].stride, port
     apart = insert_ragged_offsets(g.spec())
     (place,) = (n for n, node in enumerate(apart.nodes) if node.op == "sdpa_varlen_backward")
-    bare = piece(Graph(apart), [apart.nodes[place]])
+    bare = subgraph_of(CutGraph(apart), [apart.nodes[place]])
     if not copied:
         assert propose_for(bare, TARGET)[1]
         return

@@ -22,8 +22,8 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import encode, graph_key
 from cudnngraph.ir.spec import GraphSpec, print_spec
 from cudnngraph.ops.table import is_default
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import cuts, subgraph_of
 from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 
 F16, F32 = torch.float16, torch.float32
@@ -143,9 +143,9 @@ def _tuned(spec: GraphSpec) -> StepRecord:
 def records(now: float) -> dict[str, PlanRecord]:
     """The example's records by a name for each."""
     conv, attend = canonical(conv_bias_relu().spec()), canonical(attention(F16).spec())
-    whole = Graph(canonical(conv_bias_gelu().spec()))
-    (cut_in_two,) = (cut for cut in cuts(whole, work(whole.spec.nodes)) if len(cut) == 2)
-    pieces = [piece(whole, group) for group in cut_in_two]
+    whole = CutGraph(canonical(conv_bias_gelu().spec()))
+    (cut_in_two,) = (cut for cut in cuts(whole, compute_nodes(whole.spec.nodes)) if len(cut) == 2)
+    pieces = [subgraph_of(whole, group) for group in cut_in_two]
     refused = Candidate(
         "'conv_bias_gelu' as one plan", False, "no engine supports gelu behind a convolution"
     )

@@ -10,8 +10,8 @@ import torch
 
 from ...ir.spec import GraphSpec, Node, TensorSpec, channels_last_strides, numel
 from .base import Place, Refused
-from .dims import View
-from .placement import placed
+from .dims import DimMap
+from .placement import cudnn_dims
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Context:
     frontend: Any
     graph: Any
     spec: GraphSpec
-    view: View
+    view: DimMap
     values: dict[str, Any] = field(default_factory=dict)
     extras: list[Extra] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Context:
         """Another tensor over the memory of input ``name``, of shape and stride ``place``."""
         uid, tensor = self._next_uid(), self.spec.tensors[name]
         self.extras.append(Alias(uid, self.spec.inputs.index(name), offset_bytes))
-        dims, strides = self.view.dims(*(place or placed(self.spec, name)))
+        dims, strides = self.view.dims(*(place or cudnn_dims(self.spec, name)))
         kind = self.dtype(tensor.dtype)
         return self.graph.tensor(
             dim=dims, stride=strides, data_type=kind, uid=uid, name=f"{name}_{uid}"

@@ -28,16 +28,16 @@ from ...ir.spec import (
 from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, tensor_at
 from .base import Place, Refused, Shape
-from .placement import placed
+from .placement import cudnn_dims
 
 # Quirks of cuDNN: anchors that it takes as matrices, so their plans see merged dims;
-_MERGED = (
+_AS_MATRIX = (
     *("matmul", "layer_norm", "rms_norm", "layer_norm_backward", "rms_norm_backward"),
     "normalize",
 )
 
 # anchors that it takes in two spatial dims at least;
-_SPREAD = (
+_NEEDS_2D = (
     *("conv", "conv_transpose", "conv_wgrad", "batch_norm_train", "batch_norm_backward"),
     "instance_norm",
 )
@@ -46,7 +46,7 @@ _SPREAD = (
 _BATCH_NORMS = ("batch_norm", "batch_norm_train", "batch_norm_apply", "batch_norm_backward")
 
 
-class View(Protocol):
+class DimMap(Protocol):
     """How the dims of the spec's tensors map to the dims that cuDNN sees."""
 
     @property
@@ -65,7 +65,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class _AnchorView:
+class _ImageDims:
     """Graphs around a convolution or attention: dims stay, short shapes get leading ones."""
 
     rank: int
@@ -85,13 +85,13 @@ class _AnchorView:
             steps.insert(2, 1)
         sizes += [1] * self.behind
         steps += [1] * self.behind
-        return sizes, _settle(sizes, steps, self.channels_last)
+        return sizes, _normalise_strides(sizes, steps, self.channels_last)
 
     virtual = dims
 
 
 @dataclass(frozen=True)
-class _PackedView(_AnchorView):
+class _PackedDims(_ImageDims):
     """Packed attention, whose sequences lie where offsets say: strides are taken as they are."""
 
     def dims(self, shape: Shape, stride: Shape) -> tuple[list[int], list[int]]:
@@ -100,7 +100,7 @@ class _PackedView(_AnchorView):
     virtual = dims
 
 
-def _settle(shape: list[int], stride: list[int], channels_last: bool) -> list[int]:
+def _normalise_strides(shape: list[int], stride: list[int], channels_last: bool) -> list[int]:
     """Strides that say the layout also where an extent is 1, for engines that look there."""
     last = len(shape) >= 3 and is_channels_last(shape, stride)
     if last and (channels_last or not is_contiguous(shape, stride)):
@@ -112,7 +112,7 @@ def _settle(shape: list[int], stride: list[int], channels_last: bool) -> list[in
 
 
 @dataclass(frozen=True)
-class _PointwiseView:
+class _PointwiseDims:
     """Graphs of pointwise ops alone: dims ordered slow to fast and merged to three.
 
     cuDNN takes a pointwise graph over [B, M, N], row-major, with operands broadcast over one or all
@@ -147,7 +147,7 @@ class _PointwiseView:
 
 
 @dataclass(frozen=True)
-class _ReductionView(_PointwiseView):
+class _ReductionDims(_PointwiseDims):
     """Graphs of reductions: a matrix, rows and columns, as cuDNN takes them channels_last."""
 
     seen_rank: int = 4
@@ -174,7 +174,7 @@ def _row_length(total: int) -> int:
 
 
 @dataclass(frozen=True)
-class _MergedView:
+class _MatrixDims:
     """Graphs around a matrix product or a norm: groups of neighbouring dims become one dim each.
 
     ``groups`` holds the dims that make up each dim that cuDNN sees, slowest first.
@@ -233,15 +233,15 @@ def _with_unit_stride(shape: Shape, stride: Shape) -> list[int]:
     return steps
 
 
-def view_of(spec: GraphSpec) -> View:
+def view_of(spec: GraphSpec) -> DimMap:
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
-    real = [placed(spec, name) for name in (*spec.inputs, *spec.outputs)]
+    real = [cudnn_dims(spec, name) for name in (*spec.inputs, *spec.outputs)]
     rank = max(len(shape) for shape, _ in real)
     rank = max([rank, *(len(shape) for _, shape in _computed(spec))])
     if not anchors:
         return _pointwise_view(spec, rank, real)
     for node in anchors:
-        if node.op in _MERGED:
+        if node.op in _AS_MATRIX:
             if any(other.op != "reduction" for other in anchors if other is not node) or (
                 len(anchors) > 1 and node.op != "matmul"
             ):  # two products in one plan took 12 times as long as torch (9.19)
@@ -255,22 +255,22 @@ def view_of(spec: GraphSpec) -> View:
         groups = _merged_dims(rank, [padded(*place, rank) for place in real])
         if len(groups) > 2:
             raise Refused("a reduction over dims between others")
-        return _ReductionView(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
+        return _ReductionDims(rank, tuple(map(tuple, [[]] * (2 - len(groups)) + groups)))
     if OPS[anchors[0].op].has("packed"):
-        return _PackedView(rank, spread=False, channels_last=False)
-    spread = rank == 3 and anchors[0].op in _SPREAD
+        return _PackedDims(rank, spread=False, channels_last=False)
+    spread = rank == 3 and anchors[0].op in _NEEDS_2D
     images = [view for view in real if len(view[0]) >= 3]
     last, rows = ([test(*view) for view in images] for test in (is_channels_last, is_contiguous))
     strict = any(a and not b for a, b in zip(last, rows, strict=True))
-    if anchors[0].op in _SPREAD and last == rows:
+    if anchors[0].op in _NEEDS_2D and last == rows:
         strict = True  # all are of one pixel; read as rows, engines that fuse get them wrong (9.19)
     flat = rank == 2 and anchors[0].op in _BATCH_NORMS
-    return _AnchorView(rank, spread, strict, behind=2 if flat else 0)
+    return _ImageDims(rank, spread, strict, behind=2 if flat else 0)
 
 
 def _places(spec: GraphSpec, rank: int) -> dict[str, Place]:
     """Every tensor at ``rank``: inputs and outputs as they lie, what is between them dense."""
-    places = {name: placed(spec, name) for name in (*spec.inputs, *spec.outputs)}
+    places = {name: cudnn_dims(spec, name) for name in (*spec.inputs, *spec.outputs)}
     for name, shape in _computed(spec):
         places.setdefault(name, (shape, contiguous_strides(shape)))
     return {name: padded(*place, rank) for name, place in places.items()}
@@ -289,7 +289,7 @@ def _space(spec: GraphSpec, node: Node, rank: int) -> Shape:
     return (1,) * (rank - len(shape)) + shape
 
 
-def _product_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+def _product_view(spec: GraphSpec, node: Node, rank: int) -> _MatrixDims:
     """[batch, M, N] of a matrix product; the batch dims become rows where y has none.
 
     Every tensor around it has to merge in the same way; y, with K where the others have M, has no
@@ -308,11 +308,11 @@ def _product_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
             for group in groups
             if not (name == y and uses == 1 and group is groups[1])
         ):
-            return _MergedView(rank, groups)
+            return _MatrixDims(rank, groups)
     raise Refused(f"the batch dims around '{x}' @ '{y}' do not merge into one")
 
 
-def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MatrixDims:
     """[rows, columns, 1, 1] of a norm: the dims before those of the weight, and those.
 
     cuDNN wants rows without gaps between them, in x and in all that is as large.
@@ -323,7 +323,7 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     order = memory_order(*places[node.operands[0]])
     rows = tuple(dim for dim in order if dim < first)
     columns = tuple(dim for dim in order if dim >= first)
-    view = _MergedView(rank, (rows, columns, (), ()))
+    view = _MatrixDims(rank, (rows, columns, (), ()))
     for name, place in places.items():
         if name in (*spec.inputs, *spec.outputs):
             if not all(_merges(place, group, space) for group in view.groups):
@@ -338,7 +338,7 @@ def _norm_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
     return view
 
 
-def _norm_or_rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+def _norm_or_rows_view(spec: GraphSpec, node: Node, rank: int) -> _MatrixDims:
     """For cuDNN's norm, or for a product that sums up squares: where rows are so short, or lie in a
     way that the norm does not take, or where more stands behind it, which a product takes."""
     if not _can_be_summed(spec, node):
@@ -367,7 +367,7 @@ def _can_be_summed(spec: GraphSpec, node: Node) -> bool:
     )
 
 
-def _rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
+def _rows_view(spec: GraphSpec, node: Node, rank: int) -> _MatrixDims:
     """[batch, rows, columns] of what is done to each row by itself, in any strides that leave one
     dim beside the rows: the heads of a projection, say."""
     space, places = _space(spec, node, rank), _places(spec, rank)
@@ -385,7 +385,7 @@ def _rows_view(spec: GraphSpec, node: Node, rank: int) -> _MergedView:
             for name, place in places.items()
             for group in groups
         ):
-            return _MergedView(rank, groups)
+            return _MatrixDims(rank, groups)
     raise Refused(f"the rows of '{node.operands[0]}' lie in memory as no matrix, nor as several")
 
 
@@ -415,7 +415,7 @@ def _merged_dims(rank: int, full: Sequence[Place]) -> list[list[int]]:
     return groups
 
 
-def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[Place]) -> _PointwiseView:
+def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[Place]) -> _PointwiseDims:
     """Order the dims as the largest tensor lies in memory; merge neighbours where all allow it.
 
     cuDNN's pointwise engine takes more than it gets right (seen on 9.19, each as wrong results
@@ -428,7 +428,7 @@ def _pointwise_view(spec: GraphSpec, rank: int, real: Sequence[Place]) -> _Point
     groups = _merged_dims(rank, full)
     if len(groups) > 3:
         raise Refused(f"the operands broadcast in a pattern of {len(groups)} dims, cuDNN takes 3")
-    view = _PointwiseView(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
+    view = _PointwiseDims(rank, tuple(map(tuple, [[]] * (3 - len(groups)) + groups)))
     for sizes, steps in full:
         merged, strides = view.dims(sizes, steps)
         if not is_contiguous(merged, strides):

@@ -36,12 +36,12 @@ from .norm import (
     normalize,
     rms_norm,
 )
-from .placement import check_places, placed, result_spec
+from .placement import check_places, cudnn_dims, result_spec
 from .pointwise import (
-    COMPUTED_FIRST,
+    COMMUTATIVE,
     call,
     clamp,
-    computed_first,
+    commutative,
     dequantize,
     elu,
     expand,
@@ -144,7 +144,7 @@ RULES: Mapping[str, Rule] = {
     "rsqrt": call("rsqrt"),
     "reciprocal": call("reciprocal"),
     "erf": call("erf"),
-    **{op: computed_first(method) for op, method in COMPUTED_FIRST.items()},
+    **{op: commutative(method) for op, method in COMMUTATIVE.items()},
     "sub": call("sub"),
     "div": call("div"),
     "pow": call("pow"),
@@ -208,7 +208,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
         ctx = Context(frontend, graph, spec, view_of(spec))
         check_beside_norms(spec, ctx.view)
         for uid, name in enumerate(spec.inputs, 1):
-            dims, strides = ctx.view.dims(*placed(spec, name))
+            dims, strides = ctx.view.dims(*cudnn_dims(spec, name))
             kind = spec.tensors[name].dtype
             tensor = graph.tensor(
                 dim=dims,

@@ -141,7 +141,9 @@ def norm(method: str) -> Rule:
     return rule
 
 
-def _by_sums_of_squares(ctx: Context, x: Any, like: TensorSpec, mean: bool, least: float) -> Any:
+def _rsqrt_of_sum_of_squares(
+    ctx: Context, x: Any, like: TensorSpec, mean: bool, least: float
+) -> Any:
     """x by the root of each row's sum of squares or of their mean: a product with ones has the sum
     in every column, so the rest of it stands behind that.
 
@@ -173,7 +175,7 @@ def normalize(ctx: Context, node: Node) -> Any:
     eps = node.attr("eps")
     least = max(eps * eps, torch.finfo(torch.float32).tiny) if eps else 0.0
     like = ctx.spec.tensors[str(node.inputs[0])]
-    return _by_sums_of_squares(ctx, ctx.operands(node)[0], like, False, least)
+    return _rsqrt_of_sum_of_squares(ctx, ctx.operands(node)[0], like, False, least)
 
 
 def rms_norm(ctx: Context, node: Node) -> Any:
@@ -181,7 +183,7 @@ def rms_norm(ctx: Context, node: Node) -> Any:
         return norm("rmsnorm")(ctx, node)
     x, weight, bias = ctx.operands(node)
     like = ctx.spec.tensors[str(node.inputs[0])]
-    y = ctx.temporary(_by_sums_of_squares(ctx, x, like, True, node.attr("eps")), like)
+    y = ctx.temporary(_rsqrt_of_sum_of_squares(ctx, x, like, True, node.attr("eps")), like)
     y = ctx.graph.mul(y, weight)
     return y if bias is None else ctx.graph.add(ctx.temporary(y, like), bias)
 

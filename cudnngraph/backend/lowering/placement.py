@@ -11,7 +11,7 @@ from ...rewrite.packed import prefers_flash
 from .base import Refused, Shape
 
 
-def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
+def cudnn_dims(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     """Shape and stride of an input or output with its dims set out as its users take them."""
     tensor = spec.tensors[name]
     views: set[tuple[Shape, Shape]] = set()
@@ -20,7 +20,9 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
             if operand != name:
                 continue
             place = PLACEMENT.get(_role(node, port, tensor))
-            views.add(place(spec, node, tensor) if place else (_core(spec, tensor), tensor.stride))
+            views.add(
+                place(spec, node, tensor) if place else (_unexpanded(spec, tensor), tensor.stride)
+            )
         if name in node.results:
             result = result_spec(spec, node, name)
             views.add((result.shape, result.stride))
@@ -29,7 +31,9 @@ def placed(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
     return views.pop() if views else (tensor.shape, tensor.stride)
 
 
-def _spread_out(spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool) -> tuple[Shape, Shape]:
+def _pad_sequences(
+    spec: GraphSpec, node: Node, tensor: TensorSpec, keys: bool
+) -> tuple[Shape, Shape]:
     """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
     name = tensor_at(node, "ragged")
     if name is None:  # cutting gives offsets to 16-bit data
@@ -50,10 +54,10 @@ def _scale_place(spec: GraphSpec, node: Node, scale: TensorSpec) -> tuple[Shape,
     rank = len(spec.tensors[str(node.inputs[0])].shape)
     if scale.numel == 1:
         return (1,) * rank, (1,) * rank
-    return _set_out(scale, (node.attr("dim"),), rank)
+    return _place_dims(scale, (node.attr("dim"),), rank)
 
 
-def _set_out(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
+def _place_dims(tensor: TensorSpec, dims: Sequence[int], rank: int) -> tuple[Shape, Shape]:
     """Shape and stride with the tensor's dims at ``dims``, and ones elsewhere."""
     place = dict(zip(dims, zip(tensor.shape, tensor.stride, strict=True), strict=True))
     sizes, steps = zip(*(place.get(dim, (1, 1)) for dim in range(rank)), strict=True)
@@ -80,7 +84,7 @@ def check_places(spec: GraphSpec) -> None:
                 raise Refused(f"'{name}' is computed and used with its dims in different places")
 
 
-def _core(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
+def _unexpanded(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
     """The shape of a tensor; in a pointwise graph an expanded dim of an input counts as 1."""
     if tensor.name in spec.outputs or any(not OPS[node.op].pointwise for node in spec.nodes):
         return tensor.shape
@@ -93,19 +97,19 @@ def result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     shape, stride = tensor.shape, tensor.stride
     if OPS[node.op].has("packed"):
         keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
-        shape, stride = _spread_out(spec, node, tensor, keys)  # type: ignore[assignment]
+        shape, stride = _pad_sequences(spec, node, tensor, keys)  # type: ignore[assignment]
     if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
         return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
     vectors = ("batch_norm_train", "batch_norm_backward")
     if node.op in vectors and len(shape) == 1:
         rank = len(spec.tensors[str(node.inputs[0])].shape)
-        shape, stride = _set_out(tensor, (1,), rank)  # type: ignore[assignment]
+        shape, stride = _place_dims(tensor, (1,), rank)  # type: ignore[assignment]
     if node.op == "reduction":
         rank = len(spec.tensors[str(node.inputs[0])].shape)
         keep, dims = node.attr("keepdim"), node.attr("dims")
         dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
         left = [dim for dim in range(rank) if dim not in dropped]
-        shape, stride = _set_out(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
+        shape, stride = _place_dims(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
     return TensorSpec(name, shape, stride, tensor.dtype)
 
 
@@ -131,12 +135,12 @@ Placed = Callable[[GraphSpec, Node, TensorSpec], tuple[Shape, Shape]]
 PLACEMENT: Mapping[Role | None, Placed] = {
     "channels": _along_channels,
     "scale": _scale_place,
-    "expanded": lambda spec, node, t: _set_out(t, node.attr("dims"), len(node.attr("shape"))),
+    "expanded": lambda spec, node, t: _place_dims(t, node.attr("dims"), len(node.attr("shape"))),
     "lengths": lambda spec, node, t: ((*t.shape, 1, 1, 1), (*t.stride, 1, 1, 1)),
     "starts": lambda spec, node, t: ((t.shape[1] - 1, 1, 1, 1), (1, 1, 1, 1)),  # lengths of q
     "pages": _of_pages,
-    "tokens_q": lambda spec, node, t: _spread_out(spec, node, t, False),
-    "tokens_kv": lambda spec, node, t: _spread_out(spec, node, t, True),
+    "tokens_q": lambda spec, node, t: _pad_sequences(spec, node, t, False),
+    "tokens_kv": lambda spec, node, t: _pad_sequences(spec, node, t, True),
     "heads": lambda spec, node, t: ((1, *t.shape, 1, 1), (*t.shape, *t.stride, 1, 1)),
     "row_stats": lambda spec, node, t: ((*t.shape, 1), (*t.stride, 1)),
     "scalar": lambda spec, node, t: ((1, 1, 1, 1), (1, 1, 1, 1)),

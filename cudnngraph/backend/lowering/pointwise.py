@@ -15,7 +15,7 @@ from .context import Context, Rule
 
 # Added to a number below 2^22 and taken away again, this rounds it to the nearest whole one, ties
 # to even: float32 has no fractions at 2^23.
-_ROUNDER = 1.5 * 2.0**23
+_ROUND_TO_INT = 1.5 * 2.0**23
 
 
 def dequantize(ctx: Context, node: Node) -> Any:
@@ -43,8 +43,8 @@ def quantize(ctx: Context, node: Node) -> Any:
         return g.add(within, lost, name=node.name)
     x = ctx.temporary(g.max(x, ctx.scalar(-128.0)), like)
     x = ctx.temporary(g.min(x, ctx.scalar(127.0)), like)
-    x = ctx.temporary(g.add(x, ctx.scalar(_ROUNDER)), like)
-    return g.sub(x, ctx.scalar(_ROUNDER), name=node.name)
+    x = ctx.temporary(g.add(x, ctx.scalar(_ROUND_TO_INT)), like)
+    return g.sub(x, ctx.scalar(_ROUND_TO_INT), name=node.name)
 
 
 def reduction(ctx: Context, node: Node) -> Any:
@@ -103,7 +103,7 @@ def call(method: str) -> Rule:
     return rule
 
 
-def computed_first(method: str) -> Rule:
+def commutative(method: str) -> Rule:
     """An op whose operands may be exchanged; what is computed comes first: only so are the engines
     found that add a residual behind a convolution, of a tensor that is read."""
 
@@ -116,7 +116,7 @@ def computed_first(method: str) -> Rule:
     return rule
 
 
-COMPUTED_FIRST = {"add": "add", "mul": "mul", "minimum": "min", "maximum": "max"}
+COMMUTATIVE = {"add": "add", "mul": "mul", "minimum": "min", "maximum": "max"}
 
 
 def gelu_tanh_backward(ctx: Context, node: Node) -> Any:

@@ -15,8 +15,8 @@ from ...ir.spec import GraphSpec, Node, is_channels_last, is_contiguous, same_la
 from ...ops.table import OPS
 from .base import Refused
 from .context import Context
-from .dims import View, padded
-from .pointwise import COMPUTED_FIRST
+from .dims import DimMap, padded
+from .pointwise import COMMUTATIVE
 
 
 def torch_only(ctx: Context | None, node: Node) -> Any:
@@ -61,7 +61,7 @@ REFUSALS: Sequence[Callable[[Context | None, Node], Any]] = (
 )
 
 
-def check_beside_norms(spec: GraphSpec, view: View) -> None:
+def check_beside_norms(spec: GraphSpec, view: DimMap) -> None:
     """Refuse ops in a norm's plan that cuDNN's engines take and get wrong (seen on 9.19)."""
     ops = {node.op for node in spec.nodes}
     fused = [node for node in spec.nodes if OPS[node.op].pointwise and node.operands]
@@ -84,7 +84,7 @@ def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
             behind.update(node.results)
         if len({*node.operands}) < len(node.operands):
             raise Refused(f"{node.op} of a tensor and itself, where cuDNN crashes beside a norm")
-        if second and not (node.op in COMPUTED_FIRST and first in spec.inputs):
+        if second and not (node.op in COMMUTATIVE and first in spec.inputs):
             raise Refused(
                 f"{node.op} with the norm's result second: cuDNN does not take it, or crashes"
             )

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ...graph.value import Value
-from ..context import Context, Gradients, GradRule, NoGradient, second
+from ..context import Context, Gradients, GradRule, NoGradient, no_double_backward
 
 
 def _sdpa(ctx: Context) -> Gradients:
@@ -87,10 +87,10 @@ def _sdpa_varlen(ctx: Context) -> Gradients:
 
 RULES: Mapping[str, GradRule | NoGradient] = {
     "sdpa": _sdpa,
-    "sdpa_backward": second("sdpa_backward"),
+    "sdpa_backward": no_double_backward("sdpa_backward"),
     "sdpa_paged": NoGradient("has no gradient: the cache is for inference"),
     "sdpa_varlen": _sdpa_varlen,
-    "sdpa_varlen_backward": second("sdpa_varlen_backward"),
+    "sdpa_varlen_backward": no_double_backward("sdpa_varlen_backward"),
     "ragged_offsets": NoGradient("is of whole numbers", flat=True),
     "sdpa_fp8": NoGradient("has no gradient: 8-bit data are constants; sdpa has one"),
 }

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ...graph.value import Value
-from ..context import Context, Gradients, GradRule, NoGradient, second
+from ..context import Context, Gradients, GradRule, NoGradient, no_double_backward
 
 
 def _batch_norm_train(ctx: Context) -> Gradients:
@@ -157,16 +157,16 @@ def _batch_norm_apply(ctx: Context) -> Gradients:
 
 RULES: Mapping[str, GradRule | NoGradient] = {
     "batch_norm_train": _batch_norm_train,
-    "batch_norm_backward": second("batch_norm_backward"),
+    "batch_norm_backward": no_double_backward("batch_norm_backward"),
     "batch_norm": _batch_norm,
     "batch_norm_apply": _batch_norm_apply,
     "instance_norm": _instance_norm,
-    "instance_norm_backward": second("instance_norm_backward"),
+    "instance_norm_backward": no_double_backward("instance_norm_backward"),
     "group_affine": NoGradient("has no gradient: it is for inference; group_norm has one"),
     "layer_norm": _trailing_norm("layer_norm_backward", 2),
-    "layer_norm_backward": second("layer_norm_backward"),
+    "layer_norm_backward": no_double_backward("layer_norm_backward"),
     "rms_norm": _trailing_norm("rms_norm_backward", 1),
-    "rms_norm_backward": second("rms_norm_backward"),
+    "rms_norm_backward": no_double_backward("rms_norm_backward"),
     "normalize": _normalize,
     "bias": lambda c: {"x": lambda: c.dy, "bias": lambda: c.per_channel(c.dy, "bias")},
     "scale": lambda c: {

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from ...graph.value import Value
-from ..context import Context, Gradients, GradRule, NoGradient, second
+from ..context import Context, Gradients, GradRule, NoGradient, no_double_backward
 
-_JUMPS = NoGradient("is constant but for jumps", flat=True)
+_PIECEWISE_CONSTANT = NoGradient("is constant but for jumps", flat=True)
 
 
 def _pow(ctx: Context) -> Gradients:
@@ -157,9 +157,9 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "relu_backward": lambda c: {
         "dy": lambda: c.g.relu_backward(c.dy, c["y"], c.node.attr("negative_slope"))
     },
-    "gelu_backward": second("gelu_backward"),
-    "gelu_tanh_backward": second("gelu_tanh_backward"),
-    "silu_backward": second("silu_backward"),
+    "gelu_backward": no_double_backward("gelu_backward"),
+    "gelu_tanh_backward": no_double_backward("gelu_tanh_backward"),
+    "silu_backward": no_double_backward("silu_backward"),
     "identity": lambda c: {"x": lambda: c.dy},
     "to_float": NoGradient("is of whole numbers", flat=True),
     "neg": lambda c: {"x": lambda: -c.dy},
@@ -177,8 +177,8 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "pow": _pow,
     "minimum": _extremum("minimum"),
     "maximum": _extremum("maximum"),
-    **{name: _JUMPS for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{name: _JUMPS for name in ("logical_and", "logical_or", "logical_not")},
+    **{name: _PIECEWISE_CONSTANT for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: _PIECEWISE_CONSTANT for name in ("logical_and", "logical_or", "logical_not")},
     "where": lambda c: {
         "x": lambda: c.g.where(c["condition"], c.dy, 0.0),
         "y": lambda: c.g.where(c["condition"], 0.0, c.dy),

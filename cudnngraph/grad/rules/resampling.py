@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..context import Context, Gradients, GradRule, NoGradient, second
+from ..context import Context, Gradients, GradRule, NoGradient, no_double_backward
 
 
 def _of_image(op: str, *also: str) -> GradRule:
@@ -34,13 +34,13 @@ def _back_to(op: str) -> GradRule:
 
 RULES: Mapping[str, GradRule | NoGradient] = {
     "max_pool": _of_image("max_pool_backward", "x"),
-    "max_pool_backward": second("max_pool_backward"),
+    "max_pool_backward": no_double_backward("max_pool_backward"),
     "avg_pool": _of_image("avg_pool_backward"),
     "avg_pool_backward": _back_to("avg_pool"),
     "adaptive_avg_pool": _of_image("adaptive_avg_pool_backward"),
     "adaptive_avg_pool_backward": _back_to("adaptive_avg_pool"),
     "adaptive_max_pool": _of_image("adaptive_max_pool_backward", "x"),
-    "adaptive_max_pool_backward": second("adaptive_max_pool_backward"),
+    "adaptive_max_pool_backward": no_double_backward("adaptive_max_pool_backward"),
     "interpolate": _of_image("interpolate_backward"),
     "interpolate_backward": _back_to("interpolate"),
 }

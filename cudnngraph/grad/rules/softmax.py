@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..context import Context, Gradients, GradRule, NoGradient, second
+from ..context import Context, Gradients, GradRule, NoGradient, no_double_backward
 
 
 def _from_result(op: str) -> GradRule:
@@ -24,9 +24,9 @@ def _nll_loss(ctx: Context) -> Gradients:
 
 RULES: Mapping[str, GradRule | NoGradient] = {
     "softmax": _from_result("softmax_backward"),
-    "softmax_backward": second("softmax_backward"),
+    "softmax_backward": no_double_backward("softmax_backward"),
     "log_softmax": _from_result("log_softmax_backward"),
-    "log_softmax_backward": second("log_softmax_backward"),
+    "log_softmax_backward": no_double_backward("log_softmax_backward"),
     "nll_loss": _nll_loss,
-    "nll_loss_backward": second("nll_loss_backward"),
+    "nll_loss_backward": no_double_backward("nll_loss_backward"),
 }

@@ -172,15 +172,15 @@ def _order_of_copy(c: Importer, x: Value, shape: tuple[int, ...]) -> Sequence[in
     spec, rank, users = x.spec, len(shape), list(c.node.users)
     if spec is None or not spec.numel or view_strides(spec.shape, spec.stride, shape) is not None:
         return None
-    if len(users) == 1 and (packet := forms.packet(users[0])) in ("permute", "transpose"):
+    if len(users) == 1 and (packet := forms.op_name(users[0])) in ("permute", "transpose"):
         user = users[0]
-        dims = order(packet, forms.named(user.target, user.args, user.kwargs), rank)
-        by_rows = any(forms.packet(each) in _READ_ROWS for each in user.users)
+        dims = order(packet, forms.bind_arguments(user.target, user.args, user.kwargs), rank)
+        by_rows = any(forms.op_name(each) in _READ_ROWS for each in user.users)
         return dims if by_rows and dims is not None and dims[-1] == rank - 1 else None
     if not c.channels_last or rank not in (4, 5) or spec.dtype not in FLOATS:
         return None
     images = [user for user in users if _reads_image(user, shape)]
-    others = {forms.packet(user) for user in users if user not in images}
+    others = {forms.op_name(user) for user in users if user not in images}
     if not images or not others <= _READ_ALIKE:
         return None
     fastest = [dim for dim, s in enumerate(spec.stride) if s == 1 < spec.shape[dim]]
@@ -191,7 +191,7 @@ def _order_of_copy(c: Importer, x: Value, shape: tuple[int, ...]) -> Sequence[in
 
 def _reads_image(user: torch.fx.Node, shape: tuple[int, ...]) -> bool:
     """Whether an op has its images channels last, or cuts them into parts."""
-    seen, packet = user.meta.get("val"), forms.packet(user)
+    seen, packet = user.meta.get("val"), forms.op_name(user)
     if packet in forms.RESHAPES and isinstance(seen, torch.Tensor):
         return seen.dim() > len(shape) and tuple(seen.shape[:2]) == shape[:2]
     return packet in _READ_IMAGES
@@ -270,7 +270,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("new_zeros", "zeros_like"), _full(0)),
     **dict.fromkeys(("new_ones", "ones_like"), _full(1)),
     **dict.fromkeys(("new_full", "full_like"), _full(None)),
-    **dict.fromkeys(forms.SAME, _same),
+    **dict.fromkeys(forms.IDENTITIES, _same),
     **dict.fromkeys(forms.RESHAPES, _reshape),
     "expand": _expand,
     "permute": _permute,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base import Call, dtype_name
-from ..checks import flag, is_whole, number_attr, same_dtype, statistics_dtype
+from ..base import InferContext, dtype_name
+from ..checks import flag, is_int, number_attr, same_dtype, statistics_dtype
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
@@ -19,7 +19,7 @@ ATTENTION = (
 )
 
 
-def sdpa_shapes(call: Call) -> bool:
+def sdpa_shapes(call: InferContext) -> bool:
     q, k, v = call["q"], call["k"], call["v"]
     for port in ("q", "k", "v"):
         if len(call[port].shape) != 4:
@@ -52,7 +52,7 @@ def sdpa_shapes(call: Call) -> bool:
     return len(call.problems) == before
 
 
-def _sdpa_mask(call: Call) -> None:
+def _sdpa_mask(call: InferContext) -> None:
     mask, q, k = call.get("attn_mask"), call["q"], call["k"]
     if mask is None:
         return
@@ -72,7 +72,7 @@ def _sdpa_mask(call: Call) -> None:
         )
 
 
-def sdpa_lengths(call: Call) -> None:
+def sdpa_lengths(call: InferContext) -> None:
     q = call["q"]
     given = [port for port in ("seq_len_q", "seq_len_kv") if call.get(port) is not None]
     for port in given:
@@ -83,7 +83,7 @@ def sdpa_lengths(call: Call) -> None:
             call.problem(f"{port} '{spec.name}' has shape {spec.shape}", f"(B,) = ({q.shape[0]},)")
 
 
-def _sdpa_window(call: Call) -> None:
+def _sdpa_window(call: InferContext) -> None:
     window = call.attrs["window"]
     if window is None:
         return
@@ -93,7 +93,7 @@ def _sdpa_window(call: Call) -> None:
         )
         return
     for side, value in zip(("left", "right"), window, strict=True):
-        if value is not None and (not is_whole(value) or value < 0):
+        if value is not None and (not is_int(value) or value < 0):
             call.problem(f"window {side}={value!r}", "a whole number >= 0, or None for no bound")
             return
     left, right = (None if value is None else int(value) for value in window)
@@ -102,7 +102,7 @@ def _sdpa_window(call: Call) -> None:
     call.attrs["window"] = None if left is None and right is None else (left, right)
 
 
-def per_head(call: Call, port: str) -> None:
+def per_head(call: InferContext, port: str) -> None:
     """A number for each head of q."""
     spec, q = call.get(port), call["q"]
     if spec is None:
@@ -115,7 +115,7 @@ def per_head(call: Call, port: str) -> None:
         )
 
 
-def _sdpa_dropout(call: Call) -> None:
+def _sdpa_dropout(call: InferContext) -> None:
     q, k = call["q"], call["k"]
     seed, offset, mask = (call.get(f"dropout_{of}") for of in ("seed", "offset", "mask"))
     p = number_attr(call, "dropout_p")
@@ -152,7 +152,7 @@ def _sdpa_dropout(call: Call) -> None:
         )
 
 
-def _sdpa_scores(call: Call) -> None:
+def _sdpa_scores(call: InferContext) -> None:
     """What else changes the scores: ALiBi and the soft cap."""
     if flag(call, "alibi") and call.get("alibi_slopes") is not None:
         call.problem("alibi=True beside alibi_slopes", "one of the two")
@@ -163,7 +163,7 @@ def _sdpa_scores(call: Call) -> None:
             call.problem(f"softcap={cap!r}", "a number > 0, or None for no cap")
 
 
-def sdpa_band(call: Call, *, diagonal: bool = False) -> None:
+def sdpa_band(call: InferContext, *, diagonal: bool = False) -> None:
     """One canonical form of the scale and of the band: causal is the band with no key to the right
     of the diagonal. ``diagonal``: where that lies matters without a band too."""
     causal = flag(call, "is_causal")
@@ -186,7 +186,7 @@ def sdpa_band(call: Call, *, diagonal: bool = False) -> None:
         call.attrs["diagonal_alignment"] = "top_left"
 
 
-def sdpa_checked(call: Call, *data: str) -> bool:
+def sdpa_checked(call: InferContext, *data: str) -> bool:
     """The checks that both directions share; ``data`` are the operands of the dtype of q."""
     before = len(call.problems)
     same_dtype(call, "q", *data)
@@ -203,7 +203,7 @@ def sdpa_checked(call: Call, *data: str) -> bool:
     return len(call.problems) == before
 
 
-def has_rank(call: Call, port: str, dims: str) -> bool:
+def has_rank(call: InferContext, port: str, dims: str) -> bool:
     spec, rank = call[port], dims.count(",") + 1
     if len(spec.shape) == rank:
         return True
@@ -213,7 +213,7 @@ def has_rank(call: Call, port: str, dims: str) -> bool:
     return False
 
 
-def int32_of(call: Call, port: str, shape: tuple[int, ...], letters: str) -> None:
+def int32_of(call: InferContext, port: str, shape: tuple[int, ...], letters: str) -> None:
     spec = call.get(port)
     if spec is not None and (spec.dtype != torch.int32 or spec.shape != shape):
         call.problem(
@@ -222,7 +222,7 @@ def int32_of(call: Call, port: str, shape: tuple[int, ...], letters: str) -> Non
         )
 
 
-def heads_agree(call: Call, k: str, v: str) -> None:
+def check_heads(call: InferContext, k: str, v: str) -> None:
     """What q and the others have in common where heads are dim 1 and D is the last one."""
     q = call["q"]
     if call[k].shape[-1] != q.shape[-1] or q.shape[-1] == 0:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ..base import FLOATS, FP8, Call, Result, dtype_name, register
+from ..base import FLOATS, FP8, InferContext, Result, dtype_name, register
 from ..checks import flag, like_order, same_dtype, statistics_dtype
 from .checks import (
     BAND,
     PADDING,
+    check_heads,
     has_rank,
-    heads_agree,
     int32_of,
     per_head,
     sdpa_band,
@@ -23,7 +23,7 @@ from .checks import (
 from .reference import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged
 
 
-def _sdpa(call: Call) -> list[Result | None] | None:
+def _sdpa(call: InferContext) -> list[Result | None] | None:
     want_lse = flag(call, "return_lse")
     if not sdpa_checked(call, "k", "v"):
         return None
@@ -39,7 +39,7 @@ def _sdpa(call: Call) -> list[Result | None] | None:
 FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 
 
-def _sdpa_fp8_operands(call: Call) -> None:
+def _sdpa_fp8_operands(call: InferContext) -> None:
     """Data of one FP8 dtype, which is that of the result; scales of one float32 each."""
     q = call["q"]
     for port in ("q", "k", "v"):
@@ -70,7 +70,7 @@ def _sdpa_fp8_operands(call: Call) -> None:
     call.attrs["dtype"] = dtype_name(q.dtype)
 
 
-def _sdpa_fp8(call: Call) -> list[Result | None] | None:
+def _sdpa_fp8(call: InferContext) -> list[Result | None] | None:
     want_lse = flag(call, "return_lse")
     _sdpa_fp8_operands(call)
     if not sdpa_shapes(call):
@@ -86,7 +86,7 @@ def _sdpa_fp8(call: Call) -> list[Result | None] | None:
     return [Result(shape, q.dtype, like_order(q)), lse, largest, largest]
 
 
-def _sdpa_backward(call: Call) -> list[Result | None] | None:
+def _sdpa_backward(call: InferContext) -> list[Result | None] | None:
     want_mask = flag(call, "mask_grad")
     if not sdpa_checked(call, "k", "v", "o", "do"):
         return None
@@ -115,7 +115,7 @@ def _sdpa_backward(call: Call) -> list[Result | None] | None:
     return [*like, Result(mask.shape, mask.dtype, like_order(mask))]
 
 
-def _sdpa_paged(call: Call) -> list[Result | None] | None:
+def _sdpa_paged(call: InferContext) -> list[Result | None] | None:
     want_lse = flag(call, "return_lse")
     same_dtype(call, "q", "k_cache", "v_cache")
     paged = "pages, H_kv, page, D"
@@ -124,7 +124,7 @@ def _sdpa_paged(call: Call) -> list[Result | None] | None:
     if not all(ranks):
         return None
     q, k, v, table = (call[port] for port in ("q", "k_cache", "v_cache", "page_table"))
-    heads_agree(call, "k_cache", "v_cache")
+    check_heads(call, "k_cache", "v_cache")
     sdpa_band(call)
     if k.shape[2] != v.shape[2] or k.shape[2] == 0:
         call.problem(

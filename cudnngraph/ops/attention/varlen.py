@@ -6,26 +6,26 @@ from typing import Any
 
 import torch
 
-from ..base import REQUIRED, Call, Result, dtype_name, register
-from ..checks import flag, is_whole, like_order, same_dtype, statistics_dtype, whole_tuple
-from .checks import BAND, PADDING, has_rank, heads_agree, int32_of, sdpa_band
+from ..base import REQUIRED, InferContext, Result, dtype_name, register
+from ..checks import flag, is_int, like_order, same_dtype, statistics_dtype, whole_tuple
+from .checks import BAND, PADDING, check_heads, has_rank, int32_of, sdpa_band
 from .packed import ragged_offsets, sdpa_varlen, sdpa_varlen_backward
 
 
-def _varlen_checked(call: Call, *data: str) -> bool:
+def _varlen_checked(call: InferContext, *data: str) -> bool:
     """The checks that both directions of packed attention share."""
     before = len(call.problems)
     same_dtype(call, "q", *data)
     if not all([has_rank(call, port, "T, H, D") for port in ("q", *data)]):
         return False
     k, v = call["k"], call["v"]
-    heads_agree(call, "k", "v")
+    check_heads(call, "k", "v")
     if k.shape[0] != v.shape[0]:
         call.problem(f"v has {v.shape[0]} tokens, k has {k.shape[0]}", "as many of both")
     sdpa_band(call)
     for attr in ("max_seqlen_q", "max_seqlen_kv"):
         value = call.attrs[attr]
-        if not is_whole(value) or value < 1:
+        if not is_int(value) or value < 1:
             call.problem(f"{attr}={value!r}", "a whole number >= 1, the longest sequence")
         else:  # which is no longer than all of them
             tokens = call[attr.removeprefix("max_seqlen_").rstrip("v")].shape[0]
@@ -46,7 +46,7 @@ def _varlen_checked(call: Call, *data: str) -> bool:
     return len(call.problems) == before
 
 
-def _sdpa_varlen(call: Call) -> list[Result | None] | None:
+def _sdpa_varlen(call: InferContext) -> list[Result | None] | None:
     want_lse = flag(call, "return_lse")
     if not _varlen_checked(call, "k", "v") or call.problems:
         return None
@@ -55,7 +55,7 @@ def _sdpa_varlen(call: Call) -> list[Result | None] | None:
     return [Result((*q.shape[:2], v.shape[2]), q.dtype, like_order(q)), lse]
 
 
-def _sdpa_varlen_backward(call: Call) -> list[Result | None] | None:
+def _sdpa_varlen_backward(call: InferContext) -> list[Result | None] | None:
     if not _varlen_checked(call, "k", "v", "o", "do"):
         return None
     q, k, v, lse = (call[port] for port in ("q", "k", "v", "lse"))
@@ -76,7 +76,7 @@ def _sdpa_varlen_backward(call: Call) -> list[Result | None] | None:
     return [Result(s.shape, s.dtype, like_order(s)) for s in (q, k, v)]
 
 
-def _ragged_offsets(call: Call) -> list[Result] | None:
+def _ragged_offsets(call: InferContext) -> list[Result] | None:
     if not all([has_rank(call, port, "B + 1") for port in ("cu_seqlens_q", "cu_seqlens_kv")]):
         return None
     count = call["cu_seqlens_q"].shape[0]

@@ -200,7 +200,7 @@ def test_a_graph_whose_steps_pass_other_tensors_now_is_built_anew(
 ) -> None:
     world.refuse = in_pieces
     compiled()
-    monkeypatch.setattr(analysis.Graph, "passed", {})  # float32 crosses as float32
+    monkeypatch.setattr(analysis.CutGraph, "passed", {})  # float32 crosses as float32
     second = again()
     assert second.tier == "built"
     assert cg.cache_stats().misses["stale"] == 1

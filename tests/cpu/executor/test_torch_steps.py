@@ -17,8 +17,8 @@ from cudnngraph.executor import copies, reference, torch_steps
 from cudnngraph.executor.linear import runs_whole
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
 from cudnngraph.ops.table import OPS
-from cudnngraph.partition.analysis import Graph
-from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.analysis import CutGraph
+from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.rewrite.packed import prefers_flash
 from tests import numerics
 from tests.chunks import each_case
@@ -271,7 +271,9 @@ def test_a_reshape_that_copies_does_so_once(
     copied = copies.copied
     monkeypatch.setattr(torch_steps, "copied", lambda x, out: (made.append(x), copied(x, out))[1])
     want = given.permute(0, 1, 3, 2, 4, 5).reshape((2, 6, 6, 8) if back else (8, 9, 8))
-    (step,) = [piece(Graph(g.spec()), [node]) for node in g.spec().nodes if node.op == "reshape"]
+    (step,) = [
+        subgraph_of(CutGraph(g.spec()), [node]) for node in g.spec().nodes if node.op == "reshape"
+    ]
     out = torch.empty_like(want)
     torch_steps.launcher(step, [given.permute(0, 1, 3, 2, 4, 5)], [out], allow_tf32=False)()
     assert torch.equal(out, want)

@@ -23,9 +23,9 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.models import bound as bindings
 from cudnngraph.models import dynamo, export
 from cudnngraph.models.convert import PaddedImage, convert, import_model
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import piece
-from cudnngraph.partition.memory import Laid
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import subgraph_of
+from cudnngraph.partition.memory import StepMemory
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.annotate import annotate
 from cudnngraph.rewrite.passes import prepared
@@ -553,11 +553,11 @@ def test_a_whole_model_in_torch_steps_computes_what_it_should(name: str) -> None
 @pytest.mark.parametrize("name", NETS)
 def test_regions_hold_every_op_once_in_an_order_that_can_be_run(name: str) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(annotate(spec, deterministic=False)))
+    graph = CutGraph(prepared(annotate(spec, deterministic=False)))
     groups = regions(graph)
     assert len(groups) > 6
     assert Counter(n.name for group in groups for n in group) == Counter(
-        n.name for n in work(graph.spec.nodes)
+        n.name for n in compute_nodes(graph.spec.nodes)
     )
     there = set(graph.spec.inputs) | graph._numbers
     for group in groups:
@@ -571,7 +571,7 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
     spec, _, _ = imported("resnet")
     groups = [
         " ".join(n.op for n in group)
-        for group in regions(Graph(prepared(annotate(spec, deterministic=False))))
+        for group in regions(CutGraph(prepared(annotate(spec, deterministic=False))))
     ]
     assert Counter(groups) == {
         "conv bias relu": 7,
@@ -586,9 +586,9 @@ def test_the_regions_of_a_resnet_are_convolutions_with_all_that_follows() -> Non
 
 def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_there() -> None:
     spec, _, _ = imported("resnet")
-    graph = Graph(prepared(annotate(spec, deterministic=False)))
+    graph = CutGraph(prepared(annotate(spec, deterministic=False)))
     groups = regions(graph)
-    steps = [Laid(piece(graph, group), True, 0) for group in groups]
+    steps = [StepMemory(subgraph_of(graph, group), True, 0) for group in groups]
     branches = [place for place, group in enumerate(groups) if [n.op for n in group] == ["conv"]]
     beside = lanes.overlappable(steps)
     assert len(branches) == 2 and set(branches) <= set(beside)
@@ -601,7 +601,7 @@ def test_the_shorter_branch_of_a_block_runs_beside_the_longer_one_and_is_added_t
 @pytest.mark.parametrize(("name", "joined"), [("deeplab", 5), ("unet", 6)])
 def test_what_a_model_concatenates_is_written_in_its_place(name: str, joined: int) -> None:
     spec, _, _ = imported(name)
-    graph = Graph(prepared(annotate(spec, deterministic=False)))
+    graph = CutGraph(prepared(annotate(spec, deterministic=False)))
     joins = [node for node in graph.spec.nodes if node.op == "concat"]
     results = {node.results[0] for node in joins}
     assert sum(each.root in results for each in graph.aliases.order) == joined

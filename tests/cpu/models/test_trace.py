@@ -339,7 +339,7 @@ import sys, torch, cudnngraph as cg
 from cudnngraph.bench import models
 from cudnngraph.executor import torch_steps as eager
 from cudnngraph.models.convert import import_model
-from cudnngraph.partition.cuts import Graph, piece, work
+from cudnngraph.partition.cuts import CutGraph, compute_nodes, subgraph_of
 net, x = {
     "resnet": (models.ResNet((1, 1), 8, 5), torch.randn(1, 3, 64, 64)),
     "unet": (models.UNet(8, 3), torch.randn(1, 3, 32, 32)),
@@ -351,9 +351,9 @@ net, x = {
 }[sys.argv[1]]
 cg.fuse(net.eval(), x, check=False)
 x = x.half() if x.is_floating_point() else x
-graph = Graph(import_model(net.half(), (x,), channels_last=True).spec)
-for node in work(graph.spec.nodes):
-    eager.prepare(piece(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
+graph = CutGraph(import_model(net.half(), (x,), channels_last=True).spec)
+for node in compute_nodes(graph.spec.nodes):
+    eager.prepare(subgraph_of(graph, [node]), allow_tf32=False, device=torch.device("cpu"))
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 

@@ -13,8 +13,8 @@ from cudnngraph.backend.lowering import pointwise
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.ops.operands import exactly
 from cudnngraph.ops.quantize import saturated
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import cuts, subgraph_of
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.select.tolerance import multiplies_fp8, relative_error, tolerance
 from tests import numerics
@@ -250,7 +250,7 @@ def test_the_arithmetic_that_rounds_in_a_plan_rounds_to_even() -> None:
     """Adding and taking away 1.5 * 2^23, in float32, of what is clamped to int8's range."""
     x = torch.cat([torch.linspace(-140, 140, 100_001), torch.arange(-257, 257) / 2.0])
     clamped = x.clamp(-128, 127)
-    made = (clamped + pointwise._ROUNDER) - pointwise._ROUNDER
+    made = (clamped + pointwise._ROUND_TO_INT) - pointwise._ROUND_TO_INT
     assert torch.equal(made.to(I8), saturated(x, I8))
     assert torch.equal(made, made.round())
 
@@ -474,9 +474,9 @@ def _graph(dtype: torch.dtype) -> cg.Graph:
 def test_what_crosses_between_steps_is_the_sum_itself(
     dtype: torch.dtype, sums: torch.dtype
 ) -> None:
-    graph = Graph(_graph(dtype).spec())
-    conv, rest = next(c for c in cuts(graph, work(graph.spec.nodes)) if len(c) == 2)
-    first, second = piece(graph, conv), piece(graph, rest)
+    graph = CutGraph(_graph(dtype).spec())
+    conv, rest = next(c for c in cuts(graph, compute_nodes(graph.spec.nodes)) if len(c) == 2)
+    first, second = subgraph_of(graph, conv), subgraph_of(graph, rest)
     (name,) = first.outputs
     assert first.tensors[name].dtype == second.tensors[name].dtype == sums
 

@@ -7,15 +7,15 @@ import torch
 import cudnngraph as cg
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.aliases import Aliases, Made, aliases
-from cudnngraph.partition.analysis import Graph, work
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
 
 F16 = torch.float16
 
 
 def of_each_op(spec: GraphSpec) -> tuple[Aliases, list[str]]:
     """The aliases of a graph whose ops are steps of their own, and the ops that are free."""
-    graph = Graph(spec)
-    return graph.aliases, [node.op for node in work(spec.nodes) if graph.is_free(node)]
+    graph = CutGraph(spec)
+    return graph.aliases, [node.op for node in compute_nodes(spec.nodes) if graph.is_free(node)]
 
 
 def where(found: Aliases) -> dict[str, tuple[str | None, int]]:
@@ -69,6 +69,6 @@ def test_a_step_that_a_plan_runs_is_no_alias() -> None:
     g = cg.Graph("planned")
     g.output("y", g.reshape(g.relu(g.input("x", (4, 16), F16)), (64,)))
     spec = g.spec()
-    nodes = work(spec.nodes)
+    nodes = compute_nodes(spec.nodes)
     steps = [Made(spec.tensors, node.results, None) for node in nodes]
     assert aliases(steps, {"x", "y"}) == Aliases((), frozenset())

@@ -18,8 +18,8 @@ from cudnngraph.ir.spec import GraphSpec, Node, contiguous_strides, is_channels_
 from cudnngraph.ops.base import LOW_PRECISION
 from cudnngraph.ops.table import OPS
 from cudnngraph.partition import regions as regions_module
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import cuts, piece
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import cuts, subgraph_of
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.channels_last import channels_last
 from cudnngraph.rewrite.masks import align_masks, bool_masks_to_additive
@@ -36,11 +36,11 @@ CASES = enumerate_cases()
 
 def names(spec: GraphSpec) -> list[str]:
     """The names of the nodes that do something; constants are copied freely."""
-    return [node.name for node in work(spec.nodes)]
+    return [node.name for node in compute_nodes(spec.nodes)]
 
 
 def ops(spec: GraphSpec) -> list[str]:
-    return [node.op for node in work(spec.nodes)]
+    return [node.op for node in compute_nodes(spec.nodes)]
 
 
 Done = dict[tuple[object, ...], tuple[GraphSpec, list[torch.Tensor], list[torch.Tensor]]]
@@ -159,14 +159,14 @@ def test_what_crosses_is_narrowed_to_16_bit_data_alone(case: Case) -> None:
 
 @each_case(CASES)
 def test_the_finest_cut_is_op_by_op_and_goes_no_further(case: Case) -> None:
-    graph = Graph(case.build().spec())
-    nodes = work(graph.spec.nodes)
+    graph = CutGraph(case.build().spec())
+    nodes = compute_nodes(graph.spec.nodes)
     if len(nodes) > 1:
         finest = cuts(graph, nodes)[-1]
         assert finest == tuple((node,) for node in nodes)
     for node in nodes:
         assert cuts(graph, (node,)) == ()
-        assert names(piece(graph, (node,))) == [node.name]
+        assert names(subgraph_of(graph, (node,))) == [node.name]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if differentiable(case)], ids=str)
@@ -174,18 +174,18 @@ def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if every graph were large: ops that only serve one region are moved into it."""
-    monkeypatch.setattr(regions_module, "MODEL_ANCHORS", 0)
+    monkeypatch.setattr(regions_module, "MAX_ANCHORS_AS_ONE", 0)
     spec = case.build().spec()
     can_be_run(cg.differentiate(spec, floating_inputs(spec)).backward)
 
 
 @pytest.mark.parametrize("first", range(0, 240, 40))
-@pytest.mark.parametrize("anchors", [0, regions_module.MODEL_ANCHORS])
+@pytest.mark.parametrize("anchors", [0, regions_module.MAX_ANCHORS_AS_ONE])
 def test_cuts_of_random_graphs_are_in_an_order_that_can_be_run(
     first: int, anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only an output reads came ahead of what it reads itself, in seed 2500."""
-    monkeypatch.setattr(regions_module, "MODEL_ANCHORS", anchors)
+    monkeypatch.setattr(regions_module, "MAX_ANCHORS_AS_ONE", anchors)
     for seed in (*range(first, first + 40), 2500):
         case = random_graphs.case(seed)
         spec = case.graph(case.tensors()).spec()
@@ -196,7 +196,7 @@ def test_cuts_of_random_graphs_are_in_an_order_that_can_be_run(
 
 def can_be_run(spec: GraphSpec) -> None:
     """Every step of every cut reads what is there by then."""
-    graph = Graph(prepared(spec))
+    graph = CutGraph(prepared(spec))
     there = set(graph.spec.inputs) | graph._numbers
 
     def check(group: Sequence[Node], there: set[str]) -> None:
@@ -208,7 +208,7 @@ def can_be_run(spec: GraphSpec) -> None:
                 check(part, there | made)
                 made |= own
 
-    for group in regions(graph) or (work(graph.spec.nodes),):
+    for group in regions(graph) or (compute_nodes(graph.spec.nodes),):
         check(group, there)
         there |= {name for node in group for name in node.results}
 
@@ -230,8 +230,8 @@ def block() -> cg.Graph:
 
 def cut_ops(spec: GraphSpec) -> list[list[list[str]]]:
     """The ops of the steps of each cut of a whole graph."""
-    graph = Graph(spec)
-    found = cuts(graph, work(spec.nodes))
+    graph = CutGraph(spec)
+    found = cuts(graph, compute_nodes(spec.nodes))
     return [[ops(step) for step in pieces(graph, groups)] for groups in found]
 
 
@@ -288,11 +288,11 @@ def test_what_hangs_on_one_anchor_stays_with_it_or_waits_for_the_last() -> None:
 
 
 def test_a_part_that_is_cut_again_gives_the_cuts_of_its_own_group() -> None:
-    graph = Graph(two_branches())
-    own = cuts(graph, work(graph.spec.nodes))[0]
+    graph = CutGraph(two_branches())
+    own = cuts(graph, compute_nodes(graph.spec.nodes))[0]
     below = [[node.op for node in group] for group in cuts(graph, own[1])[0]]
     assert below == [["conv"], ["tanh", "add", "relu"]]
-    ways = every_way(graph, work(graph.spec.nodes))
+    ways = every_way(graph, compute_nodes(graph.spec.nodes))
     assert len(ways) == len(set(ways)) > 6
 
 
@@ -397,7 +397,7 @@ def test_data_in_float32_crosses_in_float32() -> None:
     g = cg.Graph("g")
     x, w = g.input("x", (1, 8, 6, 6), F32), g.input("w", (8, 8, 1, 1), F32)
     g.output("y", g.conv(x, w).relu())
-    assert not Graph(g.spec()).passed
+    assert not CutGraph(g.spec()).passed
 
 
 def test_what_reads_float32_data_beside_16_bit_data_hands_on_float32() -> None:
@@ -405,7 +405,7 @@ def test_what_reads_float32_data_beside_16_bit_data_hands_on_float32() -> None:
     x, z = g.input("x", (2, 8, 6, 6), F16), g.input("z", (2, 8, 6, 6), F32)
     g.output("y", g.relu(g.tanh(x) + z), dtype=F16)
     spec = g.spec()
-    assert {name: tensor.dtype for name, tensor in Graph(spec).passed.items()} == {"tanh": F16}
+    assert {name: tensor.dtype for name, tensor in CutGraph(spec).passed.items()} == {"tanh": F16}
 
 
 def test_views_of_a_wide_sum_that_is_an_output_stay_wide() -> None:
@@ -413,7 +413,7 @@ def test_views_of_a_wide_sum_that_is_an_output_stay_wide() -> None:
     total = g.reduction(g.input("x", (2, 3, 24, 40), F16, layout="channels_last"), (0, 2))
     total = g.permute(total, (1, 0))
     g.output("y", g.reshape(total, (120,)), dtype=torch.float32)
-    assert not Graph(g.spec()).passed
+    assert not CutGraph(g.spec()).passed
 
 
 def test_what_pointwise_ops_make_a_float32_output_of_crosses_in_float32() -> None:
@@ -423,7 +423,7 @@ def test_what_pointwise_ops_make_a_float32_output_of_crosses_in_float32() -> Non
     y = g.tanh(g.conv(x, w)) + g.exp(z)
     g.output("wide", g.relu(y), dtype=F32)
     g.output("narrow", g.conv(g.silu(x), w), dtype=F32)
-    passed = Graph(g.spec()).passed
+    passed = CutGraph(g.spec()).passed
     assert {name: tensor.dtype for name, tensor in passed.items()} == {"silu": F16}
 
 
@@ -435,7 +435,7 @@ def test_the_products_of_a_dot_product_cross_in_float32() -> None:
     both = g.mul(x, z, name="both")
     g.output("summed", g.reduction(both, 2), dtype=F32)
     g.output("kept", g.relu(both), dtype=F16)
-    passed = Graph(g.spec()).passed
+    passed = CutGraph(g.spec()).passed
     assert {name: tensor.dtype for name, tensor in passed.items()} == {"down": F16, "both": F16}
 
 
@@ -463,7 +463,7 @@ def test_a_vector_in_float32_makes_no_float32_of_an_image_in_16_bits() -> None:
     g = cg.Graph("g")
     x, b = g.input("x", (2, 8, 6, 6), BF16), g.input("b", (8,), F32)
     g.output("y", g.relu(g.bias(x, b)))
-    (narrow,) = Graph(g.spec()).passed.values()
+    (narrow,) = CutGraph(g.spec()).passed.values()
     assert narrow.dtype == BF16
 
 
@@ -474,14 +474,14 @@ def test_constants_go_with_the_op_that_uses_them() -> None:
 
 
 def test_a_piece_is_the_same_whatever_the_order_of_its_nodes() -> None:
-    graph = Graph(block().spec())
-    nodes = work(graph.spec.nodes)[1:]
-    assert piece(graph, nodes) == piece(graph, nodes[::-1])
+    graph = CutGraph(block().spec())
+    nodes = compute_nodes(graph.spec.nodes)[1:]
+    assert subgraph_of(graph, nodes) == subgraph_of(graph, nodes[::-1])
 
 
 def test_all_nodes_are_the_graph_itself() -> None:
-    graph = Graph(block().spec())
-    assert piece(graph, work(graph.spec.nodes)) is graph.spec
+    graph = CutGraph(block().spec())
+    assert subgraph_of(graph, compute_nodes(graph.spec.nodes)) is graph.spec
 
 
 # -- rewrites --------------------------------------------------------------------------------------
@@ -563,7 +563,7 @@ def test_masks_are_aligned_where_the_data_are_made_by_the_graph(dtype: torch.dty
     spec = canonical(g.spec())
     made = prepared(spec)
     (node,) = (node for node in made.nodes if node.op == "sdpa")
-    read = Graph(made).crossing(node.operands[3])
+    read = CutGraph(made).crossing(node.operands[3])
     assert (read.dtype, read.stride) == (F16, (200, 1))
     assert same_results(spec, made)
 
@@ -651,7 +651,7 @@ def test_channels_last_copies_at_the_edges_and_nowhere_else() -> None:
         for name in (*node.operands, *node.results) if node.op != "identity" else ():
             tensor = last.tensors[name]
             assert len(tensor.shape) != 4 or is_channels_last(tensor.shape, tensor.stride), name
-    graph = Graph(last)
+    graph = CutGraph(last)
     assert all(graph.is_anchor(node) for node in last.nodes if node.op == "identity")
 
 
@@ -777,8 +777,8 @@ def test_the_cuts_of_a_random_graph_are_what_they_are_called(
     steps: list[tuple[str, int, int]], extra: list[int]
 ) -> None:
     """From fused to op by op; anchors alone in the last but one, one to a step before."""
-    graph = Graph(random_graph(steps, extra).spec())
-    nodes = work(graph.spec.nodes)
+    graph = CutGraph(random_graph(steps, extra).spec())
+    nodes = compute_nodes(graph.spec.nodes)
     found = cuts(graph, nodes)
     assert len(set(found)) == len(found) and all(len(groups) > 1 for groups in found)
     if len(nodes) == 1:
@@ -800,7 +800,7 @@ def test_what_a_group_norm_multiplies_by_and_adds_is_never_rounded_to_16_bits() 
     x = g.input("x", (2, 8, 4, 4), torch.float16, layout="channels_last")
     shift, factor = g.group_affine(x, 4)
     g.output("y", g.scale(g.bias(x, shift), factor))
-    graph = Graph(prepared(g.spec()))
+    graph = CutGraph(prepared(g.spec()))
     names = graph.spec.nodes[0].results
     assert len(names) == 2
     assert {graph.crossing(name).dtype for name in names} == {torch.float32}

@@ -16,8 +16,8 @@ from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.table import OPS
 from cudnngraph.ops.views import lies_there
-from cudnngraph.partition.analysis import Graph
-from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.analysis import CutGraph
+from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite import row_layout
 from cudnngraph.rewrite.passes import prepared
@@ -68,8 +68,8 @@ def test_a_transformer_of_torchs_attention_copies_nothing(batch_first: bool) -> 
     ready = prepared(spec)
     same_numbers(spec, ready)
     assert copies(ready) == []
-    graph = Graph(ready)
-    parts = [piece(graph, group) for group in regions(graph)]
+    graph = CutGraph(ready)
+    parts = [subgraph_of(graph, group) for group in regions(graph)]
     work = [part for part in parts if not all(map(graph.is_free, part.nodes))]
     assert [" ".join(ops(part)) for part in work] == 2 * [
         *("layer_norm", "matmul add", "sdpa", "matmul add add"),

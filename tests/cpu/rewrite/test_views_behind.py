@@ -16,8 +16,8 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.views import is_view
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import piece
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import subgraph_of
 from cudnngraph.partition.regions import regions
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.rewrite.views import sink_views
@@ -28,7 +28,7 @@ S, B, E = 6, 4, 16
 
 
 def ops(spec: GraphSpec) -> list[str]:
-    return [node.op for node in work(spec.nodes)]
+    return [node.op for node in compute_nodes(spec.nodes)]
 
 
 def same_numbers(spec: GraphSpec, moved: GraphSpec) -> None:
@@ -216,8 +216,8 @@ def test_torchs_attention_adds_its_biases_in_the_plans_of_its_products() -> None
     spec = canonical(spec)
     ready = prepared(spec)
     same_numbers(spec, ready)
-    graph = Graph(ready)
-    parts = [piece(graph, group) for group in regions(graph)]
+    graph = CutGraph(ready)
+    parts = [subgraph_of(graph, group) for group in regions(graph)]
     groups = [" ".join(ops(each)) for each in parts if "matmul" in ops(each)]
     assert all(group.startswith("matmul add") for group in groups), groups
     assert all(is_contiguous(t.shape, t.stride) for t in ready.tensors.values() if t.name == "y")

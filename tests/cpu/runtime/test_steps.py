@@ -18,7 +18,7 @@ from cudnngraph.executor import torch_steps
 from cudnngraph.ir.canonical import canonical, canonical_tensor_names
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.analysis import work
+from cudnngraph.partition.analysis import compute_nodes
 from cudnngraph.runtime import fast_call
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.runtime.program import Program
@@ -428,7 +428,7 @@ def short_call(
     constants: Sequence[tuple[int | None, int]] = (),
 ) -> tuple[Program, Any]:
     """The program of a graph of plans, and its call by the short way."""
-    found = heuristic(spec, POLICY, builder(lambda part: len(work(part.nodes)) > 1))
+    found = heuristic(spec, POLICY, builder(lambda part: len(compute_nodes(part.nodes)) > 1))
     plans = tuple(None if p is None else recording(p, seen, constants) for p in found.built)
     program = Program(spec, CPU, replace(found, built=plans), POLICY, "built")
     forms = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
@@ -436,7 +436,7 @@ def short_call(
     many = len(spec.inputs)
     steps = program.direct_steps(None)
     assert steps is not None
-    call = fast_call.call_of(steps, made[:many], made[many:], over, CPU, slots, checked=checked)
+    call = fast_call.build_call(steps, made[:many], made[many:], over, CPU, slots, checked=checked)
     return program, call
 
 
@@ -551,7 +551,7 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
         fast_call.PlanLaunch(plan, array("Q", [32, 48, 4096]), 128),
     ]
     gpu.device = 0
-    call = fast_call.launch_of(launches, 0, 5)
+    call = fast_call.build_launch(launches, 0, 5)
     assert call is not None and call()
     assert seen == [((16, 32), 64, 7, 3), ((32, 48, 4096), 128, 7, 3)]
     assert not gpu.followed
@@ -562,11 +562,11 @@ def test_a_bound_call_launches_the_short_way_on_its_stream_alone(gpu: SimpleName
         setattr(gpu, name, before)
     assert len(seen) == 2
     gpu.stream = 8  # the handle is still on another
-    other = fast_call.launch_of(launches[:1], 0, 8)
+    other = fast_call.build_launch(launches[:1], 0, 8)
     assert other is not None and other()
     assert gpu.followed == [0]
     plan.native = None
-    assert fast_call.launch_of(launches, 0, 5) is None
+    assert fast_call.build_launch(launches, 0, 5) is None
 
 
 def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
@@ -578,7 +578,8 @@ def test_there_is_no_short_call_where_torch_has_a_step_or_the_binding_no_call(
     assert steps is not None
     steps.planned[0][1].native = None
     assert (
-        fast_call.call_of(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True) is None
+        fast_call.build_call(steps, [((4, 6), (6, 1), F32)] * 2, [], (), CPU, {}, checked=True)
+        is None
     )
 
 

@@ -13,9 +13,9 @@ import cudnngraph as cg
 from cudnngraph.backend import handles
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.cuts import piece
-from cudnngraph.partition.memory import Laid, Layout
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.cuts import subgraph_of
+from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.rewrite.passes import prepared
 from cudnngraph.runtime import streams
 from tests.gradients import differentiable, floating_inputs
@@ -26,14 +26,14 @@ CASES = [case for case in enumerate_cases() if differentiable(case)]
 LAST = {"layout": "channels_last"}
 
 
-def one_by_one(spec: GraphSpec, planned: Callable[[Any], bool]) -> list[Laid]:
+def one_by_one(spec: GraphSpec, planned: Callable[[Any], bool]) -> list[StepMemory]:
     """Every op a step; a plan where ``planned`` says so, with scratch memory of its own."""
-    graph = Graph(prepared(canonical(spec)))
-    parts = [piece(graph, (node,)) for node in work(graph.spec.nodes)]
-    return [Laid(part, *((True, 1000) if planned(part) else (False, 0))) for part in parts]
+    graph = CutGraph(prepared(canonical(spec)))
+    parts = [subgraph_of(graph, (node,)) for node in compute_nodes(graph.spec.nodes)]
+    return [StepMemory(part, *((True, 1000) if planned(part) else (False, 0))) for part in parts]
 
 
-def branches(*, joined: bool = True) -> list[Laid]:
+def branches(*, joined: bool = True) -> list[StepMemory]:
     """conv → (conv, conv → conv) → add; every step a plan."""
     g = cg.Graph("branches")
     x = g.input("x", (2, 8, 6, 6), F16, **LAST)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def branches(*, joined: bool = True) -> list[Laid]:
     return one_by_one(g.spec(), lambda part: True)
 
 
-def ops(steps: Sequence[Laid]) -> list[str]:
+def ops(steps: Sequence[StepMemory]) -> list[str]:
     return [step.spec.nodes[-1].op for step in steps]
 
 
@@ -61,9 +61,9 @@ def test_a_plan_runs_beside_those_that_do_not_read_its_result() -> None:
 
 def test_torch_steps_and_pointwise_plans_run_in_their_place() -> None:
     steps = branches()
-    apart = [Laid(step.spec, at != 1, 0) for at, step in enumerate(steps)]
+    apart = [StepMemory(step.spec, at != 1, 0) for at, step in enumerate(steps)]
     assert streams.overlappable(apart) == {}
-    alone = [Laid(step.spec, at == 1, 0) for at, step in enumerate(steps)]
+    alone = [StepMemory(step.spec, at == 1, 0) for at, step in enumerate(steps)]
     assert streams.overlappable(alone) == {}, "there is no plan to run beside"
     g = cg.Graph("pointwise")
     x = g.input("x", (4, 6), F16)

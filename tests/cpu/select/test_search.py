@@ -24,8 +24,8 @@ from cudnngraph.cache.codec import StaleRecord, dense_regions, steps_of, to_reco
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
-from cudnngraph.partition.analysis import Graph, work
-from cudnngraph.partition.memory import Laid, Layout
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, search
 from cudnngraph.select.config import FINAL_ROUNDS, PATIENCE
@@ -45,7 +45,7 @@ def ops(spec: GraphSpec) -> str:
     """The ops of a step; "last" where its first image lies channels last."""
     image = next((t for t in map(spec.tensors.get, spec.inputs) if t and len(t.shape) == 4), None)
     last = image is not None and is_channels_last(image.shape, image.stride)
-    return " ".join(node.op for node in work(spec.nodes)) + (" last" if last else "")
+    return " ".join(node.op for node in compute_nodes(spec.nodes)) + (" last" if last else "")
 
 
 class Offer:
@@ -672,8 +672,8 @@ def totals(bench: Bench, spec: GraphSpec) -> list[float]:
         variants = masked
     found = []
     for variant in variants:
-        graph = Graph(variant)
-        for way in every_way(graph, work(variant.nodes)):
+        graph = CutGraph(variant)
+        for way in every_way(graph, compute_nodes(variant.nodes)):
             found.append(sum(right_us(bench, step) for step in pieces(graph, way)))
     return found
 
@@ -729,7 +729,7 @@ def test_no_candidate_of_a_random_graph_is_lost(
     bench = random_bench(seed, 12)
     selection = run(spec, bench, replace(POLICY, max_candidates=1 + seed % 9))
     for step, plan in zip(selection.steps, selection.built, strict=True):
-        single = len(work(step.spec.nodes)) == 1
+        single = len(compute_nodes(step.spec.nodes)) == 1
         assert (plan is None) == (step.choice is None)
         assert single or plan is not None, "torch runs single ops alone"
         assert all(decision.reason for decision in step.decisions)
@@ -770,8 +770,8 @@ def test_two_branches_are_compared_in_every_way() -> None:
     steps = {
         digest(step)
         for variant in rewritten(spec)
-        for way in every_way(Graph(variant), work(variant.nodes))
-        for step in pieces(Graph(variant), way)
+        for way in every_way(CutGraph(variant), compute_nodes(variant.nodes))
+        for step in pieces(CutGraph(variant), way)
         if why_split(step) is None
     }
     assert steps == set(bench.timed)
@@ -905,7 +905,7 @@ def test_what_is_joined_is_written_in_its_place_or_copied_there(copy_us: float) 
     copied = copy_us < 90.0
     assert kinds.count("identity") == (8 if copied else 0)
     assert kinds.count("conv bias relu") == 8
-    steps = [Laid(s.spec, s.choice is not None, 0) for s in selection.steps]
+    steps = [StepMemory(s.spec, s.choice is not None, 0) for s in selection.steps]
     layout = Layout(steps, {*joins(4).inputs, *joins(4).outputs})  # each reads what is there
     joined = [n for n, s in enumerate(selection.steps) if s.spec.nodes[-1].op == "concat"]
     assert len(joined) == 4 and set(joined) <= layout.free, "nothing is left to join"
