@@ -85,7 +85,7 @@ def _number(value: Any, kind: type) -> bool | int | float | None:
 
 
 def items(value: Any) -> list[Any]:
-    """What a tuple, a list or an iterator holds, as it is. Raises :class:`NotPlain`."""
+    """Return the elements of a tuple, a list or an iterator. Raises :class:`NotPlain`."""
     kind = type(value)
     if kind in (tuple, list, torch.Size):  # as torch.compile traces it, in torch 2.11 too
         return list(value)
@@ -338,7 +338,7 @@ def _wrong_arguments(
     *,
     first: bool = False,
 ) -> list[Problem]:
-    """What is wrong with arguments for the annotations of their parameters."""
+    """Return what is wrong with arguments for the annotations of their parameters."""
     placed = [name for name, each in own.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
     found: list[Problem] = []
     for name, value in (*zip(placed, args, strict=False), *named.items()):

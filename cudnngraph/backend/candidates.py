@@ -42,7 +42,7 @@ UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate: accepted, or rejected with the reason.
+    """The outcome for a candidate: accepted, or rejected with the reason.
 
     ``wrong``: it was run, and is not to be tried again.
     """

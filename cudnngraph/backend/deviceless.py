@@ -1,4 +1,4 @@
-"""What can be learnt of a listed plan without a GPU and without a driver.
+"""Examine a listed plan without a GPU and without a driver.
 
 cuDNN says of every engine whether it is compiled at run time, and of every configuration how much
 workspace it needs. Plans of precompiled engines are built too: that takes microseconds and needs no
@@ -55,7 +55,7 @@ def examine(
     capability: int,
     frontend: Any,
 ) -> tuple[Listed, ...]:
-    """What is known of each candidate on GPUs of ``capability``, 90 for 9.0.
+    """Examine each candidate for GPUs of ``capability``, 90 for 9.0.
 
     Bars every plan of ``lowered``: use it no further.
     """

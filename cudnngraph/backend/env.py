@@ -177,7 +177,7 @@ def _preload_cudnn() -> None:
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """What tells one kind of GPU from another, and which of the machine's it is."""
+    """The kind of a GPU, and which one of the machine it is."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -187,7 +187,7 @@ class DeviceIdentity:
 
 @dataclass(frozen=True)
 class EnvKey:
-    """What a plan depends on besides its graph. Two equal keys may share plans."""
+    """The environment that a plan depends on. Two equal keys may share plans."""
 
     cudnn_version: int
     frontend_version: str
@@ -210,7 +210,7 @@ def device_identity(index: int) -> DeviceIdentity:
 
 
 def uuid(index: int) -> str:
-    """What tells the CUDA device ``index`` from every other one."""
+    """Return the UUID of the CUDA device ``index``."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 

@@ -55,7 +55,7 @@ def let_through() -> None:
 
 
 def environment(device_index: int) -> dict[str, str]:
-    """What a finding holds for: the GPU, cuDNN, the frontend and the driver."""
+    """Return the environment of a finding: the GPU, cuDNN, the frontend and the driver."""
     key = env.env_key(device_index)
     major, minor = key.compute_capability
     return {
@@ -196,7 +196,7 @@ _last: tuple[Any, Barred | None] = (None, None)
 
 
 def barred(device_index: int) -> Barred | None:
-    """What is barred on a GPU; None where it was never checked."""
+    """Return what is barred on a GPU, or None if it was never checked."""
     global _last
     data = findings(device_index).known_bad()
     if data is None:

@@ -89,7 +89,7 @@ def _create_handle(device_index: int) -> Any:
 
 
 class _Kept(threading.local):
-    """What one thread has to keep until its capture ends."""
+    """Objects that one thread keeps until its capture ends."""
 
     def __init__(self) -> None:
         self.things: list[Any] = []

@@ -42,7 +42,7 @@ class _Descriptor:
 
 
 class _Error(RuntimeError):
-    """What cuDNN says of a call."""
+    """An error that cuDNN returns."""
 
 
 @cache

@@ -91,7 +91,7 @@ def wheel_folders() -> list[Path]:
 
 
 def find_cudnn() -> Path | None:
-    """Where libcudnn is, or would be loaded from; None where only the system's loader may know."""
+    """Return where libcudnn is loaded from, or would be; None if only the system's loader knows."""
     loaded = loaded_libraries().get(CUDNN)
     if loaded is not None:
         return Path(loaded)

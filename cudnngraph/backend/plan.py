@@ -25,7 +25,7 @@ from .lowering.driver import first_line
 
 @dataclass(frozen=True)
 class Choice:
-    """What names a plan for a given graph: the engine's id and the value of each knob."""
+    """The name of a plan for a given graph: the engine's id and the value of each knob."""
 
     engine: int
     knobs: tuple[tuple[str, int], ...]

@@ -262,7 +262,7 @@ class CeilingsOf:
 
     @property
     def known(self) -> Ceilings:
-        """What has been measured so far."""
+        """The ceilings measured so far."""
         gpu = self._device.type == "cuda"
         cache = torch.cuda.get_device_properties(self._device).L2_cache_size if gpu else 0
         return Ceilings(self._copy_gb_s, dict(self._products), cache)

@@ -1,4 +1,4 @@
-"""What was measured, as text, as JSON and as a page with plots."""
+"""Results of a benchmark as text, as JSON and as a page with plots."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def heading(report: Report) -> list[str]:
-    """What stands above the tables."""
+    """Return the lines above the tables."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [f"{report.device}; {versions}"]
     if report.reference:

@@ -1,4 +1,4 @@
-"""How much a graph has to do: bytes that it must move, and operations of its products."""
+"""Count a graph's work: bytes that it must move, and operations of its products."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def to_record(
 
 
 def _variant(selection: Selection) -> dict[str, Any]:
-    """What else a record says of the graph that its steps are those of."""
+    """Return what else a record says of the graph that its steps were cut from."""
     if selection.channels_last:
         return {CHANNELS_LAST: True}
     return {DENSE: [list(names) for names in selection.dense]} if selection.dense else {}
@@ -197,7 +197,7 @@ def dense_regions(record: PlanRecord) -> tuple[tuple[str, ...], ...]:
 
 
 def _verified(data: Any) -> Verified | None:
-    """What a record says of a check, None where that is nothing, or nothing that it could say."""
+    """Return the check that a record reports, or None if it reports none, or nonsense."""
     try:
         found = Verified(**data)
     except TypeError:

@@ -34,7 +34,7 @@ def is_distributed() -> bool:
 
 
 def choose_once(name: str, first: Callable[[], tuple[T, bytes]], other: Callable[[bytes], T]) -> T:
-    """What ``first()`` gives on the first rank that asks for ``name``; ``other(text)`` elsewhere.
+    """Return ``first()`` on the first rank that asks for ``name``, and ``other(text)`` elsewhere.
 
     ``first`` answers with its value and with text for the other ranks. Where it raises, every rank
     calls its own ``first``; so does a rank that waited :data:`WAIT_S` in vain. The store is asked

@@ -104,7 +104,7 @@ class Rejected:
             STATE.launches_of(self._directory).note(id)
 
     def why_withdrawn(self, steps: Iterable[StepPlan], policy: Policy) -> str | None:
-        """What is wrong with a choice of a record that had passed when it was kept, or None.
+        """Return what is wrong with a choice of a record that had passed when it was kept, or None.
 
         Where nothing was ever withdrawn that is one look for a folder.
         """

@@ -1,4 +1,4 @@
-"""What the cache keeps in this process: what is open of each directory, counters, hooks."""
+"""State of the cache in this process: open directories, counters, hooks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class State:
         return self._opened(self.stores, directory, PlanStore)
 
     def rejections_of(self, directory: Path) -> Rejections:
-        """What a directory keeps as rejected."""
+        """Return the rejected choices of a directory."""
         return self._opened(self.rejections, directory, Rejections)
 
     def launches_of(self, directory: Path) -> Launches:
-        """What processes tell in a directory of plans that they launch first."""
+        """Return the marks of first launches in a directory."""
         return self._opened(self.launches, directory, Launches)
 
     def _opened(self, opened: dict[Path, _T], directory: Path, make: Callable[[Path], _T]) -> _T:

@@ -45,7 +45,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """How the cache has done in this process.
+    """Counters of the cache in this process.
 
     ``lookups`` counts what served compiled graphs: "memory" (a program), "disk" and "seed" (the
     store), "built", "reference". ``misses`` counts the reasons why the store did not serve. Times

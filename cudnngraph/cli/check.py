@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Found:
-    """What is known at the end of a call, of the graphs that it was for."""
+    """The findings of a call, for the graphs that it was for."""
 
     args: argparse.Namespace
     environment: Mapping[str, str]
@@ -129,7 +129,7 @@ class Found:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many plans have each status."""
+        """Return the number of plans of each status."""
         return self.results.counts(task.place for task in self.todo)
 
     @property
@@ -140,7 +140,7 @@ class Found:
 
     @property
     def bad(self) -> list[sweep.Row]:
-        """What is wrong."""
+        """The wrong plans."""
         return self.results.bad(task.place for task in self.todo)
 
     def how_to_go_on(self) -> str:
@@ -191,7 +191,7 @@ class Found:
 
 
 def _entry(row: sweep.Row) -> dict[str, Any]:
-    """What is wrong with one plan, for JSON."""
+    """One wrong plan as JSON data."""
     return {
         "graph": row.get("graph"),
         "pattern": row.get("pattern"),

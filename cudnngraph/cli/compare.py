@@ -1,4 +1,4 @@
-"""What tells two entries of the cache apart, component by component, in words."""
+"""Tell two entries of the cache apart, component by component, in words."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def _tested() -> Iterator[Check]:
 
 
 def _checked() -> Iterator[Check]:
-    """When `cudnngraph check` went over each GPU with these versions, and what it found."""
+    """Say when `cudnngraph check` went over each GPU with these versions, and what it found."""
     if not torch.cuda.is_available() or not _load_cudnn().usable:
         return
     try:
@@ -425,7 +425,7 @@ def _load_nvrtc() -> Library:
 
 
 def _mend_of(library: Library) -> str:
-    """How to mend a part of cuDNN that is there and broken."""
+    """Say how to mend a part of cuDNN that is there and broken."""
     folder = Path(str(library.path)).parent
     if any(_same(folder, entry) for entry in libraries.library_path_folders()):
         return f"take {folder} out of LD_LIBRARY_PATH"

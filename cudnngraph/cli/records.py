@@ -216,7 +216,7 @@ class Stored:
 
     @property
     def plan(self) -> str:
-        """What runs each step."""
+        """The engines, or torch, that run each step."""
         return " | ".join(map(plan_text, self.record.steps))
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Stored:
 
 
 def _place(item: tuple[str, Any]) -> tuple[int, str]:
-    """What sorts tensors by their numbers; a number may be too long for ``int``."""
+    """A key that sorts tensors by their numbers; a number may be too long for ``int``."""
     number = item[0].removeprefix("%")
     return _number_order(number) if number.isdecimal() else (0, item[0])
 

@@ -63,7 +63,7 @@ def is_standard_output(path: str | Path) -> bool:
 
 
 def _look(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Where the links at ``path`` lead, and what is there."""
+    """Follow the links at ``path``, and return where they lead and what is there."""
 
     def refused(number: int, why: str) -> OSError:
         return OSError(number, why, str(path))  # of the class that belongs to the number

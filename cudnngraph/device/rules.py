@@ -229,7 +229,7 @@ def rules() -> DeviceRules:
 
 
 def sm_count() -> int:
-    """How many multiprocessors the current GPU has, or an H200 if there is none."""
+    """Return the number of multiprocessors of the current GPU, or of an H200 if there is none."""
     if _planned_for.get() is None and _has_device():
         return _properties(torch.cuda.current_device())[1]
     return SM_COUNT

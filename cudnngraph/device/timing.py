@@ -176,7 +176,7 @@ def measure(
 def samplers(
     captured: Sequence[Captured], rounds: int, *, quick: bool = False
 ) -> tuple[list[Sample], int]:
-    """How contenders are sampled, and how often: under load where all of them are heavy."""
+    """Return how contenders are sampled, and how often: under load if all of them are heavy."""
     if quick or min(each.launch_us for each in captured) < HEAVY_US:
         return list(captured), rounds
     return [each.sustained for each in captured], min(rounds, LOAD_ROUNDS)

@@ -169,7 +169,7 @@ _CASTS = frozenset(
 def prepare(
     spec: GraphSpec, *, allow_tf32: bool, device: torch.device
 ) -> Callable[[Tensors, Tensors], None]:
-    """What runs ``spec`` on inputs into outputs on ``device``, on the current stream."""
+    """Return a function that runs ``spec`` from inputs into outputs, on the current stream."""
     run = _single(spec, device) or (
         lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
     )
@@ -373,7 +373,7 @@ def _alike(spec: GraphSpec, names: Sequence[str]) -> list[torch.Tensor]:
 def launcher(
     spec: GraphSpec, inputs: Tensors, outputs: Tensors, *, allow_tf32: bool
 ) -> Callable[[], None]:
-    """What to call to run ``spec`` on ``inputs`` into ``outputs``, on the current stream."""
+    """Return a function that runs ``spec`` on these ``inputs`` into these ``outputs``."""
     device = outputs[0].device
     return partial(prepare(spec, allow_tf32=allow_tf32, device=device), inputs, outputs)
 
@@ -420,7 +420,7 @@ def _single(spec: GraphSpec, device: torch.device) -> Run | None:
 
 
 def _rule(node: Node, spec: GraphSpec, device: torch.device) -> OutRule | None:
-    """How torch, or a call of cuDNN's that is in no graph, runs one op into a tensor."""
+    """Return how torch, or a cuDNN call outside of graphs, runs one op into a tensor."""
     by_torch = _torch_rule(node, spec, device)
     if device.type != "cuda" or by_torch is None or not dict(node.attrs).get(BOUNDED):
         return by_torch

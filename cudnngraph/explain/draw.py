@@ -27,7 +27,7 @@ def _title(number: int, step: StepRecord) -> str:
 
 
 def _facts(step: StepRecord) -> list[str]:
-    """What stands below the ops of a step."""
+    """The lines below the ops of a step."""
     lines = [plan_text(step)] if step.kind == "cudnn" else []
     time = "not measured" if step.time_us is None else time_text(step.time_us)
     return [*lines, f"{time}, workspace {bytes_text(step.workspace_bytes)}"]

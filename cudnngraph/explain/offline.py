@@ -51,7 +51,7 @@ class ListedPlan:
 
     @property
     def choice(self) -> Choice:
-        """What names the plan: engine and knobs."""
+        """The name of the plan: engine and knobs."""
         return Choice(self.engine, self.knobs)
 
 
@@ -138,7 +138,7 @@ class Explanation:
         )
 
     def note(self) -> str:
-        """What limits this answer, empty when nothing does."""
+        """Return what limits this answer, or ""."""
         if self.driver:
             return ""
         return (

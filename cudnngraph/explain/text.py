@@ -54,7 +54,7 @@ def knobs_text(knobs: Iterable[tuple[str, int]]) -> str:
 
 
 def plan_text(step: StepRecord) -> str:
-    """What runs a step: an engine and its knobs, or torch."""
+    """Return what runs a step: an engine and its knobs, or torch."""
     if step.engine is None:
         return "torch"
     return f"engine {step.engine}" + (f" ({knobs_text(step.knobs)})" if step.knobs else "")

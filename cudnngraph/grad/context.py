@@ -1,4 +1,4 @@
-"""What a gradient rule sees of one node, and what stands in place of a rule."""
+"""The context of a gradient rule, and the stand-in for ops without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Context:
-    """What a rule sees of one node: the gradient of its first result, and its operands.
+    """One node for a gradient rule: the gradient of its first result, and its operands.
 
     ``ctx["x"]`` is the operand at port x, ``ctx.result()`` a result, both as values of the backward
     graph in the dtype of arithmetic; asking for one is what makes it be saved or recomputed.

@@ -1,4 +1,4 @@
-"""What the forward saves for its backward: a minimum cut of the fewest bytes."""
+"""Choose what the forward saves for its backward: a minimum cut of the fewest bytes."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
     # -- taking back ---------------------------------------------------------------------------
 
     def mark(self) -> tuple[int, int]:
-        """Where the graph stands, for :meth:`undo`."""
+        """Return the state of the graph, for :meth:`undo`."""
         return len(self._nodes), len(self.problems)
 
     def undo(self, mark: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""What the methods of every family use of the graph: apply an op, report a problem.
+"""The core of the builder, which methods of all families use: apply an op, report a problem.
 
 A family of ops is a base class of :class:`~cudnngraph.graph.builder.Graph` in a file of its own. It
 inherits from :class:`Core`, and from the families whose methods it calls.
@@ -20,7 +20,7 @@ from .value import Value
 
 
 class Core:
-    """What a graph under construction holds, and how a method adds an op to it."""
+    """The state of a graph under construction, and how a method adds an op to it."""
 
     problems: list[Problem]
     _inputs: dict[str, Value]

@@ -1,1 +1,1 @@
-"""What a graph is: tensors, nodes, the frozen graph; its key and its form as data."""
+"""The graph as data: tensors, nodes, the frozen graph; its key, its form for other processes."""

@@ -300,7 +300,7 @@ class GraphSpec:
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """What :func:`once` has made for this graph."""
+        """Values that :func:`once` has made for this graph."""
         return {}
 
     @cached_property

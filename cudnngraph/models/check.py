@@ -57,7 +57,7 @@ def checked(
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """What a model gives, in tensors that a later call does not write over."""
+    """Return the results of a model, in tensors that a later call does not write over."""
     made = pytree.tree_leaves(model(*args, **kwargs))
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
 

@@ -319,7 +319,7 @@ class Importer:
         return self.left_to_torch(str(target), wanted, kwargs, node, image=image)
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
-        """What a node stands for, in memory as it lay when the model was traced."""
+        """Return the value of a node with the strides that it had when the model was traced."""
         value, seen = self.env[node], node.meta.get("val")
         if not isinstance(value, Value) or value.spec is None or not isinstance(seen, torch.Tensor):
             return value
@@ -345,7 +345,7 @@ class Importer:
     def _by_rule(
         self, rule: Rule, node: torch.fx.Node, target: Any, args: Any, kwargs: Any
     ) -> Any | None:
-        """What a rule makes of an op; None where it does not apply, or made something else."""
+        """Return the value that a rule makes of an op, or None if it does not apply."""
         mark = self.g.mark()
         given = forms.bind_arguments(target, args, kwargs)
         try:
@@ -434,7 +434,7 @@ class Importer:
 
     @property
     def device(self) -> torch.device:
-        """Where the result of the op at hand is, and what is made for it belongs."""
+        """The device of the op at hand, for tensors that are made for it."""
         seen = _leaves(self.node.meta["val"])
         return next(each.device for each in seen if isinstance(each, torch.Tensor))
 

@@ -101,7 +101,7 @@ class Fused(nn.Module):
         return pytree.tree_unflatten(results, out_spec)
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
-        """What calls with arguments of this form run, their tensors copied into its inputs."""
+        """Return the captured or bound call for arguments of this form, with its inputs set."""
         leaves, form = self._flat(args, kwargs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             bound, _ = self._form(form, args, kwargs)
@@ -206,7 +206,7 @@ class Fused(nn.Module):
         )
 
     def __len__(self) -> int:
-        """How many forms of inputs are kept ready."""
+        """Return the number of forms of inputs that are kept ready."""
         return len(self._forms)
 
     def extra_repr(self) -> str:

@@ -178,7 +178,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _followers(node: Any) -> Node | None:
-    """What a node gives on, in whatever float dtype; None where others read it too."""
+    """Return the node behind conversions to float dtypes, or None if others read the node too."""
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
             return None

@@ -23,7 +23,7 @@ COLUMNS = ("step", "runs on", "ops", "µs", "why")
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What became of a model for one form of its inputs; ``str()`` of it is a table.
+    """The report of a fused model for one form of its inputs; ``str()`` of it is a table.
 
     ``steps`` run in order, ``tier`` says what served their plans. ``folded`` batch norms are in
     weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many steps are plans of cuDNN, torch's, views, or the reference executor."""
+        """The number of steps that are cuDNN plans, torch's, views, or the reference executor."""
         return Counter(self._kind(step) for step in self.steps)
 
     def _kind(self, step: StepPlan) -> str:
@@ -55,7 +55,7 @@ class Report:
         return "reference" if self.device.type == "cpu" else "torch"
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Of each step: what runs it, its ops, its time in µs, and why it is no plan of cuDNN."""
+        """Yield each step: what runs it, its ops, its time in µs, why it is no cuDNN plan."""
         for step in self.steps:
             kind = self._kind(step)
             ops = [node.op for node in step.spec.nodes if node.op != "constant"]

@@ -329,7 +329,7 @@ class Traced:
         return target
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
-        """What an op makes on the meta device, and the device that it is for."""
+        """Return an op's result on the meta device, and the device that it is for."""
         if forms.is_random(op, args, kwargs):
             raise Untraceable(f"{op} draws random numbers")
         devices: list[torch.device] = []
@@ -464,7 +464,7 @@ def _line() -> str:
 
 
 def _names(model: nn.Module, form: Any, leaves: Sequence[Any]) -> Iterator[str]:
-    """What the arguments are called: by the parameters of ``forward`` where each is one leaf."""
+    """Return the names of the arguments: the parameters of ``forward`` if each is one leaf."""
     args, kwargs = pytree.tree_unflatten(list(range(len(leaves))), form)
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments

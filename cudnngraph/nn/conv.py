@@ -142,7 +142,7 @@ def _places_of(
 
 
 class _Block(nn.Module):
-    """What both blocks share: the children, and the way to torch and back."""
+    """Shared by both blocks: the children, and the way to torch and back."""
 
     _kinds: tuple[type[nn.Module], ...]
     _places: Mapping[bool, tuple[Container[type[nn.Module]], ...]]  # by whether there is a norm

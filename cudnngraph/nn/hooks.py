@@ -1,4 +1,4 @@
-"""When a module that stands for others has to call them."""
+"""Tell when a fused module must call its children."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def has_hooks(module: Any) -> bool:
 def wants_calls(
     children: Iterable[nn.Module | None], kinds: Iterable[Container[type[nn.Module]]]
 ) -> bool:
-    """Whether the children have to be called, for whose parameters a graph stands in.
+    """Whether a module must call its children instead of running their parameters as one graph.
 
-    So it is where a hook on one of them waits for that (weight norm, pruning), where one has been
-    replaced by a module that is not of the ``kinds`` for its place (an adapter), and where the
-    model is exported for ``fuse``, which does more with their ops than with a call of ours.
+    It must if a child has a hook (weight norm, pruning), if a child was replaced by a module of
+    another kind than ``kinds`` (an adapter), or if the model is being exported for ``fuse``, which
+    optimises the children's own ops better than our call.
     """
     for child, known in zip(children, kinds, strict=False):
         if child is None:

@@ -30,7 +30,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`replace` did."""
+    """The changes that :func:`replace` made."""
 
     swapped: tuple[Swap, ...]
     left: tuple[Swap, ...]

@@ -1,1 +1,1 @@
-"""What an op is: its row in the table, how results follow from operands, meta kernels, views."""
+"""Ops: rows with inference and reference, meta kernels, views."""

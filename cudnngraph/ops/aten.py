@@ -136,7 +136,7 @@ def out_variant(name: str) -> tuple[Any, tuple[str, ...]] | None:
 
 
 def _aten_problem(call: InferContext) -> str | None:
-    """What is wrong with the attributes, or None."""
+    """Return what is wrong with the attributes, or None."""
     name, args, kwargs = (call.attrs[attr] for attr in ("overload", "args", "kwargs"))
     if not isinstance(name, str) or not isinstance(args, tuple) or not isinstance(kwargs, tuple):
         return f"overload={name!r}, args={args!r}, kwargs={kwargs!r} is no name and two tuples"

@@ -40,7 +40,7 @@ QUANTIZED = (torch.int8, *FP8)
 
 @dataclass(frozen=True)
 class Result:
-    """What inference knows of one output: shape, dtype, and its dims from slowest to fastest."""
+    """An inferred output: shape, dtype, and its dims from slowest to fastest."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -242,7 +242,7 @@ FORMS: Mapping[str, Form] = {
 
 
 def infer(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an overload makes of meta tensors."""
+    """Run an overload on meta tensors and return its results."""
     name = op._schema.name
     rule = FORMS.get(name)
     result = None if rule is None else rule(bind_arguments(op, args, kwargs))

@@ -14,7 +14,7 @@ from .checks import conv_order, each_dim, flag, float_operand, int_tuple, same_d
 
 
 def _spatial_rank(call: InferContext, port: str = "x") -> int | None:
-    """How many spatial dims an image has; torch pools none without channels or elements."""
+    """Return the number of spatial dims; torch pools no image without channels or elements."""
     spec = call[port]
     rank = len(spec.shape) - 2
     if not float_operand(call, port):

@@ -75,7 +75,7 @@ def aliases(steps: Sequence[Made], bound: Collection[str]) -> Aliases:
 
 
 def _view(tensors: Mapping[str, TensorSpec], node: Node) -> Location:
-    """Where the result of a view lies."""
+    """Return where the result of a view lies."""
     place = view_place(node, tensors[node.operands[0]])
     assert place is not None
     return Location(tensors[node.results[0]], node.operands[0], place[1])

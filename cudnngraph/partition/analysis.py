@@ -1,4 +1,4 @@
-"""What every cut asks about a graph: anchors, views, readers, stages, and dtypes between steps.
+"""The graph to be cut: anchors, views, readers, depth, and dtypes of tensors between steps.
 
 What crosses from step to step is kept in the dtype of its data: 16-bit data in, 16 bits out, as
 torch's own ops do it. It halves the traffic, and cuDNN has more engines for it. Inside a step
@@ -74,7 +74,7 @@ class CutGraph:
 
     @cached_property
     def aliases(self) -> Aliases:
-        """What is memory of another tensor if each op is a step of its own."""
+        """Tensors that are memory of another one if each op is a step of its own."""
         tensors = {**self.spec.tensors, **self.passed}
         steps = [Made(tensors, node.results, node) for node in compute_nodes(self.spec.nodes)]
         return aliases(steps, {*self.spec.inputs, *self.spec.outputs})
@@ -169,8 +169,8 @@ class CutGraph:
 
     @cached_property
     def _wide(self) -> frozenset[str]:
-        """What pointwise ops and views make float32 outputs of 16-bit data of: roundings would show
-        there."""
+        """Tensors of 16-bit data that reach a float32 output through pointwise ops and views only:
+        rounding them to 16 bits would be visible there."""
         wide = {
             name
             for name in self.spec.outputs
@@ -215,7 +215,7 @@ class CutGraph:
 
     @cached_property
     def stage(self) -> Mapping[str, int]:
-        """When each node runs: an anchor as soon as it can, a pointwise op with its first user.
+        """Return the depth of each node: anchors as early as can be, pointwise ops with users.
 
         An anchor's stage is the longest chain of anchors that ends at it; the pointwise ops of a
         stage follow its anchors. So no group waits for a later one, and what only an epilogue needs

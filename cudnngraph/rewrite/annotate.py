@@ -1,4 +1,4 @@
-"""Marks on nodes for those who run the steps: attributes that only the steps' own graphs have."""
+"""Annotate nodes with facts for the executors: attributes that no user can set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions channels last, whatever the tensors' layout, with copies at the graph's edges."""
+"""Run convolutions in channels-last layout, with copies at the edges of the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenation without a copy: what is joined is written into its slice of the result."""
+"""Concatenate without copying: have each operand written into its slice of the result."""
 
 from __future__ import annotations
 

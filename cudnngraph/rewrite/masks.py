@@ -1,4 +1,4 @@
-"""Masks of attention: numbers where boolean ones stood, and copies whose rows are aligned."""
+"""Turn boolean attention masks into additive ones, and copy masks with odd rows to aligned ones."""
 
 from __future__ import annotations
 

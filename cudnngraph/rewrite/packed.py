@@ -1,4 +1,4 @@
-"""Packed sequences in attention: where each starts, how its tensors lie, and what runs as flash."""
+"""Prepare attention on packed sequences: offsets, strides of gradients, flash attention or not."""
 
 from __future__ import annotations
 

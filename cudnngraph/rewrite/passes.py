@@ -1,9 +1,10 @@
 """Rewrites of a graph before it is cut into steps.
 
-A boolean mask of attention becomes an additive one, since cuDNN has no other, and the rows of masks
-are aligned; a 16-bit sum becomes a float32 one that is rounded; a reshape, transpose or slice of
-what lies in memory becomes a view, another way to address it that costs nothing, and stands behind
-what a product's plan can do besides; what is joined is written in its place.
+- Boolean attention masks become additive ones, since cuDNN has no others; their rows are aligned.
+- 16-bit sums become float32 sums and a cast.
+- Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
+  matmuls.
+- Operands of a concatenation are written in place.
 """
 
 from __future__ import annotations

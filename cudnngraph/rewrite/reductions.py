@@ -1,4 +1,4 @@
-"""Reductions in 16 bits: float32 sums, as cuDNN's are, rounded behind."""
+"""Turn 16-bit reductions into float32 reductions and a cast, as cuDNN has them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Rows in the order in which they lie: what works row by row needs no other.
+"""Propagate the layout of rows: run row-by-row ops in memory order, and move views behind them.
 
-A projection, a norm or an activation of what a reshape would have to copy, or of what lies
-transposed, is computed on the rows as they are in memory, and what shows them in the order that the
-graph asks for stands behind it. There it often meets the reshape or transposition that takes it
-back, and both are gone: so it is around torch's attention, whose sequences lie batch first and
-whose projections want them sequence first.
+If the input of a projection, norm or activation is transposed, or needs a copying reshape, compute
+in memory order and apply the view to the result. Behind the op the view often meets its inverse,
+and both vanish. Torch's attention is an example: its sequences are stored batch first, and its
+projections want them sequence first.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def propagate_row_layout(spec: GraphSpec) -> GraphSpec:
 
 
 def _copied_elements(spec: GraphSpec) -> int:
-    """How many elements are copied to be shown, or read in an order that is not the result's."""
+    """Count the elements that are copied for views, or read in another order than written."""
     tensors, count = spec.tensors, 0
     for node in spec.nodes:
         result = tensors[node.results[0]]
@@ -68,7 +67,7 @@ def _copied_elements(spec: GraphSpec) -> int:
 
 @dataclass(frozen=True)
 class _StridedRef:
-    """What a tensor has of the memory of ``root``, whether strides can say it or not."""
+    """A tensor as a part of the memory of ``root``, whether strides can express it or not."""
 
     root: str
     dims: Dims

@@ -1,4 +1,4 @@
-"""Views: results that are memory of something else, and views moved behind a product's epilogue."""
+"""Make views of operands in memory, and move views behind the epilogue of a matmul."""
 
 from __future__ import annotations
 

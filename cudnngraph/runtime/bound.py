@@ -18,7 +18,7 @@ from .program import Launch, Program
 
 
 class _ByStream(threading.local):
-    """What one thread has prepared for each stream: the launches, and the block they point into."""
+    """Launches that one thread has prepared, by stream, and the memory they point into."""
 
     def __init__(self) -> None:
         self.by_stream: dict[int, tuple[list[Launch], torch.Tensor | None]] = {}
@@ -128,10 +128,10 @@ class CapturedCall:
 
 
 def _reset_cublas_workspaces() -> None:
-    """Make cuBLAS ask for its workspaces anew, before a capture and after it.
+    """Make cuBLAS allocate its workspaces again, before a capture and after it.
 
-    torch keeps one for each stream. A graph that recorded one from outside of its own memory would
-    go on writing to it when torch has given it to others or back to the device, as whatever clears
-    them makes it do: torch.compile does, around each of its own captures.
+    torch keeps one workspace for each stream. A CUDA graph that recorded a workspace it does not
+    own keeps writing to it after torch has freed or reused it. torch.compile frees them around
+    each capture of its own.
     """
     torch._C._cuda_clearCublasWorkspaces()

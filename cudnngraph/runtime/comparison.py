@@ -142,7 +142,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _off(out: torch.Tensor, ref64: torch.Tensor) -> tuple[float, float]:
-    """How far a tensor is from one in float64, and the norm of that one."""
+    """Return the distance of a tensor from one in float64, and the norm of that one."""
     if not compared(out) or out.shape != ref64.shape:
         return 0.0, 0.0
     if out.dtype in _COMPLEX:
@@ -168,7 +168,7 @@ def _no_autocast() -> Iterator[None]:
 
 
 class Expected:
-    """What eager torch makes of a graph's inputs, before the graph itself has run on them.
+    """Results of eager torch for a graph's inputs, computed before the graph runs on them.
 
     ``run`` is the graph by torch. The inputs must still hold the same numbers when
     :meth:`check` is called. The state of torch's random generators is left as it was.
@@ -380,7 +380,7 @@ class _Wide(torch.fx.Interpreter):
         return self._widened(target(*args, **kwargs))
 
     def _as_traced(self, node: torch.fx.Node) -> Any:
-        """What a node stands for, in the dtypes that it was traced in."""
+        """Return the value of a node in the dtypes that it was traced in."""
         found, form = pytree.tree_flatten(self.env[node])
         seen = pytree.tree_leaves(node.meta.get("val"))
         if len(seen) == len(found):

@@ -165,7 +165,7 @@ def _split_sizes(
 
 
 class _Compiled:
-    """What a text describes: the graph and its gradient, and executables by device."""
+    """A described graph, compiled: its gradient, and executables by device."""
 
     def __init__(self, text: str, sizes: Sequence[int], numbers: Sequence[float]) -> None:
         build, places, static, policy, wrt = ast.literal_eval(text)
@@ -224,7 +224,7 @@ def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Compile
 
 
 def _empty(spec: GraphSpec, device: torch.device) -> list[Tensor]:
-    """What a run of ``spec`` returns, of no content."""
+    """Return empty results of ``spec``."""
     return [spec.tensors[name].empty(device) for name in spec.outputs]
 
 
@@ -243,7 +243,7 @@ def _shapes(spec: GraphSpec, tensors: Sequence[Tensor]) -> list[Any] | None:
 
 
 def _like(tensor: TensorSpec, shape: Sequence[Any], device: torch.device) -> Tensor:
-    """Of no content, laid out as a dense tensor is, in an open shape."""
+    """Return an empty dense tensor of an open shape."""
     stride = dense_strides(shape, memory_order(tensor.shape, tensor.stride))
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
 

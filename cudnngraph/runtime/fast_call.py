@@ -1,8 +1,9 @@
-"""The call of an executable as one function, whose code is written for it.
+"""Generate one Python function that makes an executable's call, with everything fixed inlined.
 
-A plan takes about 5 µs to launch. As much goes into loops over tensors and steps that find the same
-forms, places and offsets at every call. Here they stand in the code of a function, as fields do in
-that of a namedtuple. For programs of plans alone; a torch step needs tensors, not addresses.
+A plan takes about 5 µs to launch. Loops over tensors and steps would take as long again, to find
+the same shapes, strides and offsets at every call. The generated code has them as literals, as a
+namedtuple's code has its fields. It serves programs of plans only: a torch step needs tensors, not
+addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Place = tuple[int, int]  # see Steps.behind
 
 
 class Steps:
-    """What the steps of a program are to the code: plans, and where their tensors lie.
+    """The steps of a program for the generated code: plans, and where their tensors lie.
 
     ``places`` numbers the tensors by name: the graph's, of which the program has the one numbered
     ``order[n]`` at place n (None: at place n), then those between the steps. ``behind`` says where
@@ -69,13 +70,14 @@ def build_call(
     *,
     checked: bool,
 ) -> Call | None:
-    """A function of inputs in order that runs ``steps`` once and returns the outputs, new ones but
-    for those that go ``over`` an input; for this thread. None where it cannot be written.
+    """Return a function of the inputs that runs ``steps`` once and returns the outputs, or None if
+    it cannot be generated. It is for this thread.
 
-    The function gives None, and has done nothing, where the call has to take the long way: a tensor
-    is not exactly as declared (not looked at if ``checked``), or lies at an address that is no
-    multiple of ``ALIGNMENT_BYTES``, another device is current, memory for the steps is yet to be
-    had (``slots`` has what there is, by device and stream), or a CUDA graph is being captured.
+    Outputs are new tensors, except those that ``over`` writes into an input. The function returns
+    None, without side effects, if the fast path does not apply: a tensor differs from its
+    declaration (skipped if ``checked``), an address is not a multiple of ``ALIGNMENT_BYTES``,
+    another device is current, the workspace in ``slots`` (by device and stream) is too small, or a
+    CUDA graph is being captured.
     """
     index, many, empty = device.index, len(inputs), _fast_empty()
     names: dict[str, Any] = {
@@ -177,7 +179,7 @@ def build_launch(
 
 
 def _here(index: int) -> dict[str, Any]:
-    """What the code asks of torch, and the handle of this thread for a device."""
+    """Return the names that the code uses of torch, and this thread's handle for a device."""
     entry = handles.thread_handle(index)
     return {
         "current": torch._C._cuda_getDevice,

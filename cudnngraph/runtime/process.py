@@ -33,7 +33,7 @@ def _allocate_to_keep(device: int, stream: int, size_bytes: int) -> torch.Tensor
 
 
 class _Recording(threading.local):
-    """What a CUDA graph that is made here, on this thread, now, holds; it goes with the graph."""
+    """Objects that the CUDA graph captured on this thread holds; they are freed with it."""
 
     held: dict[int, Any] | None = None
 
@@ -80,7 +80,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def cache_stats() -> CacheStats:
-    """How the cache has done in this process: see :class:`~cudnngraph.cache.stats.CacheStats`."""
+    """Return the counters of the cache: see :class:`~cudnngraph.cache.stats.CacheStats`."""
     counters = STATE.counters
     return CacheStats(
         dict(counters.lookups),

@@ -70,7 +70,7 @@ class Program:
         self._number_places()
 
     def direct_steps(self, order: Sequence[int] | None) -> fast_call.Steps | None:
-        """What :func:`fast_call.build_call` takes, for this thread; None if a step is torch's."""
+        """Return the steps for :func:`fast_call.build_call`, or None if one is torch's."""
         if any(run is not None for run in self._torch_runs):
             return None
         steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)

@@ -380,7 +380,7 @@ class Specialized(Generic[R]):
         return made
 
     def __len__(self) -> int:
-        """How many executables are kept."""
+        """Return the number of executables kept."""
         return len(self._executables)
 
     def clear(self) -> None:
@@ -416,7 +416,7 @@ def _check_options(name: str, static: Mapping[str, Any]) -> None:
 
 
 def _part(static: dict[str, Hashable]) -> Hashable:
-    """What keyword arguments are in a key."""
+    """Return the keyword arguments as a part of a key."""
     if not static:
         return None
     return tuple([(name, type(value), value) for name, value in sorted(static.items())])

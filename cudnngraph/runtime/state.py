@@ -1,4 +1,4 @@
-"""What a model keeps between its calls, and whether a call changes it.
+"""State that a model keeps between its calls: find it, compare it, put it back.
 
 A graph gives the same results for the same inputs; a model may not, if it counts its calls or
 remembers what it was given. So all that its modules hold is looked through before it is traced and
@@ -122,7 +122,7 @@ class Held:
 
 
 class _Place:
-    """What holds values by name, as :meth:`read` gives them, and what it held ``then``."""
+    """A holder of values by name, read by :meth:`read`, and the values it held ``then``."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Place:
 
 
 def _places(path: str, value: Any) -> Iterator[_Place]:
-    """Where a value keeps others."""
+    """Yield the places where a value keeps others."""
     kind = type(value)
     if isinstance(value, dict):
         yield _Place(path, lambda: dict(value), lambda then: _refill(value, then), items=True)
@@ -231,7 +231,7 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 def _of_class(kind: type) -> tuple[Callable[[], dict[str, Any]], Callable[[Any], None]]:
-    """How the variables of a class are read and put back."""
+    """Return how to read the variables of a class, and how to put them back."""
 
     def read() -> dict[str, Any]:
         return {name: each for name, each in vars(kind).items() if name[:2] != "__"}
@@ -263,7 +263,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[_Place]:
 
 
 def _nothing(then: Any) -> None:
-    """What cannot be changed needs not to be put back."""
+    """Do nothing: the value cannot be changed."""
 
 
 def _refill(held: dict[Any, Any], then: dict[Any, Any]) -> None:

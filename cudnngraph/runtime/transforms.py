@@ -271,7 +271,7 @@ def folded(
 
 
 def unfolded(tensor: Tensor, many: int) -> Tensor:
-    """What :func:`folded` has put into the batch, as a dim of its own."""
+    """Undo :func:`folded`: split the batch into a dim of its own."""
     return tensor.reshape(many, tensor.shape[0] // many, *tensor.shape[1:])
 
 

@@ -56,7 +56,7 @@ class Bench(Protocol):
         """No more plans are asked for; those that were to be built ahead are not."""
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
-        """What is wrong with what a plan does, or None."""
+        """Return what a plan does wrong, or None."""
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """The plan of a choice alone, to be kept."""

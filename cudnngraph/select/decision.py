@@ -1,4 +1,4 @@
-"""What is known of a choice: the steps of a graph, their plans, and the decisions behind them."""
+"""Decisions: the steps of a graph, their plans, and why each was chosen."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _reap(children: dict[int, str | None]) -> None:
 
 
 def _ended(children: dict[int, str | None], asked: Mapping[str, int]) -> str:
-    """How a child ended, killed where it does not; "" where it is none of these children."""
+    """Kill a child if it still runs; return how it ended, "" if it is none of these children."""
     pid = asked["end"] if "end" in asked else asked["wait"]
     deadline = time.monotonic() + _WAIT_S
     while pid in children and children[pid] is None:

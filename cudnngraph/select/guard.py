@@ -36,7 +36,7 @@ _in_process = ""  # why no worker can be had, once that has turned out
 
 
 class Kept(Protocol):
-    """What is not to be tried again, kept from process to process."""
+    """Rejected choices, kept from process to process."""
 
     def of(self, spec: GraphSpec, policy: Policy) -> Mapping[Choice, str]:
         """The choices that were rejected for a step, with the reasons."""
@@ -46,11 +46,11 @@ class Kept(Protocol):
 
     @property
     def gate(self) -> Path | None:
-        """Where processes that use the GPU leave it to one that measures."""
+        """The directory by which processes leave the GPU to one that measures."""
 
 
 def how(policy: Policy) -> str:
-    """How plans are checked under a policy: "isolated", "inprocess" or "off"."""
+    """Return how plans are checked under a policy: "isolated", "inprocess" or "off"."""
     return "inprocess" if policy.verify == "isolated" and _in_process else str(policy.verify)
 
 
@@ -125,7 +125,7 @@ class Builder:
         return found.plan, found.outcomes
 
     def _taken(self, part: GraphSpec, answer: Answer) -> Built:
-        """What a worker has found, for this process."""
+        """Build the plan that a worker has found, in this process."""
         self._kept.add(part, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
         if answer.refused:
             raise NotSupported(f"graph '{part.name}'", answer.refused)
@@ -158,7 +158,7 @@ def had(spec: GraphSpec, outcome: Outcome, answer: Answer, device_index: int) ->
 def check(
     spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
 ) -> tuple[str | None, Verified | None]:
-    """What is wrong with a choice that was made before, or where it passed."""
+    """Check a choice that was made before: return what is wrong with it, or where it passed."""
     why = kept.of(spec, policy).get(choice)
     error: float | None = None
     if why is None:

@@ -1,9 +1,9 @@
 """Plan selection: which steps run a graph, which plan each step uses, and why.
 
-``heuristic`` measures nothing: it takes the whole graph as one plan where cuDNN has one and no rule
-advises against it, and goes down the cuts of :mod:`~cudnngraph.partition.cuts` else, to a torch
-step for an op that cuDNN cannot run at all. (:mod:`~cudnngraph.select.search` measures.) Every step
-keeps its decisions. Nothing here touches the disk.
+``heuristic`` measures nothing. It tries the whole graph as one plan. If cuDNN refuses it, or a rule
+advises against it, it tries the finer cuts of :mod:`~cudnngraph.partition.cuts`. An op that cuDNN
+cannot run becomes a torch step. (:mod:`~cudnngraph.select.search` measures.) Every step keeps its
+decisions. Nothing here touches the disk.
 """
 
 from __future__ import annotations

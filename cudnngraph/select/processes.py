@@ -50,7 +50,7 @@ forkserver.serve(int(file), lambda: importlib.import_module("cudnngraph." + modu
 
 
 def program(file: int, module: str = "select.worker") -> list[str]:
-    """What starts the process that forks workers, for the other end of the socket ``file``.
+    """Return the command that starts the fork server, for the other end of the socket ``file``.
 
     ``module.load()`` gives what they run. It imports from where this process does, but what comes
     with Python from there first, and nothing from the working directory: a ``queue.py`` there was

@@ -201,7 +201,7 @@ class Search:
         if step.proposals is not None or step.ways or step.lost:
             return
         subject = f"'{step.spec.name}' as one plan"
-        # Who wants one plan or none gets it, slow as it may be.
+        # fallback="error" means one plan or none, so a slow one is not split.
         why = None if self._policy.fallback == "error" else why_split(step.spec)
         if why is None:
             try:
@@ -274,7 +274,7 @@ class Search:
         )
 
     def _most_promising(self, roots: Sequence[Part]) -> Step | None:
-        """Of the steps that could still make the graph faster, the one with most time to gain."""
+        """Return the step with most time to gain, among those that could make the graph faster."""
         known: dict[int, Schedule | None] = {}
         totals = [self.best(root, known) for root in roots]
         best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
@@ -307,7 +307,7 @@ class Search:
             way.time_us = kept
 
     def progress(self) -> tuple[int, int]:
-        """How many candidates were built, and how many might be."""
+        """Return how many candidates were built, and how many might be."""
         steps = list(self._steps.values())
         done = sum(step.built for step in steps)
         limit = self._policy.max_candidates
@@ -445,7 +445,7 @@ def of_cuts(winner: Contender, rivals: Sequence[Contender]) -> list[Decision]:
 
 
 def of_others(search: Search, winner: Schedule) -> tuple[Decision, ...]:
-    """What was refused, failed or was wrong in parts that are no step in the end."""
+    """Decisions on parts that are no step in the end: refused, failed or wrong."""
     mine = {id(part.step) for part, _ in winner.steps}
     others = {id(part.step): part.step for part in search.order if id(part.step) not in mine}
     return tuple(

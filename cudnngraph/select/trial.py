@@ -47,7 +47,7 @@ _POWERS = (-4, -2, 0, 2, 4, 6)  # of two: the magnitudes at which functions of n
 
 
 class Runnable(Protocol):
-    """What a trial sees of a plan."""
+    """A plan as a trial sees it."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -254,7 +254,7 @@ class StepTrial:
         return max(bound, STRICT_TOLERANCE_OF_SUMS, rounding_of_sums(self.spec))
 
     def _in_float32(self) -> list[torch.Tensor]:
-        """What torch makes of the data in float32."""
+        """Results of torch on the same data in float32."""
         if self._data.in_float32 is None:
             with tf32.scope(False):
                 made = reference.run(*self._whole(), torch.float32)
@@ -262,7 +262,7 @@ class StepTrial:
         return self._data.in_float32
 
     def _whole(self) -> tuple[GraphSpec, Sequence[torch.Tensor]]:
-        """What the reference runs, and on what."""
+        """The graph that the reference runs, and its inputs."""
         large = _corner_heads(self.spec) is not None
         if self._keep is not None or (large and attention(self.spec) is not None):
             return with_mask(self.spec, self._inputs, self._keep)
@@ -383,7 +383,7 @@ class GraphTrial:
 def launcher(
     plan: Runnable, tensors: Sequence[torch.Tensor], workspace: torch.Tensor, device: torch.device
 ) -> Callable[[], None]:
-    """What runs ``plan`` once on the current stream; keeps the tensors alive."""
+    """Return a function that runs ``plan`` on the current stream; it keeps the tensors alive."""
     kept = tuple(tensors)
     pointers = plan.pointers([tensor.data_ptr() for tensor in kept])
 

@@ -84,7 +84,7 @@ class Checks:
         return self._made
 
     def take(self, rejected: Rejected, gate: Gate) -> None:
-        """What must not be tried from now on, and the gate."""
+        """Take the choices that must not be tried from now on, and the gate."""
         self._rejected, self._gate = rejected, gate
 
     def attempt(self, candidate: Candidate) -> tuple[Outcome, Plan | None, float | None]:
@@ -158,7 +158,7 @@ def none_passes(spec: GraphSpec, outcomes: Sequence[Outcome]) -> NotSupported:
 def check(
     spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, gate: Gate | None = None
 ) -> tuple[str | None, float | None]:
-    """What is wrong with a choice that was made before, and the error of its results."""
+    """Check a choice that was made before: return what is wrong, and the error of its results."""
     plan = replay(spec, choice, device_index)
     device = torch.device("cuda", device_index)
     return checked(lambda: StepTrial(spec, policy, device), plan, gate or Gate(None))
@@ -167,7 +167,7 @@ def check(
 def checked(
     trial: Callable[[], StepTrial], plan: Plan, gate: Gate
 ) -> tuple[str | None, float | None]:
-    """What is wrong with a plan, and how far it is off.
+    """Return what is wrong with a plan, and how far it is off.
 
     Nothing is known where memory is short for the trial, even without the other processes that
     share the gate. A check that fails by itself is no reason to compute with the plan.

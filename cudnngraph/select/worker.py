@@ -87,7 +87,7 @@ def from_outcome(outcome: Outcome) -> Message:
 
 
 class Worker:
-    """What one process has at hand: the checks of the graphs that it was asked about last."""
+    """The state of one worker: checks of the graphs that it was asked about last."""
 
     def __init__(self, device_index: int, say: Callable[[Message], None]) -> None:
         self._index = device_index
@@ -141,7 +141,7 @@ class Worker:
 
 
 def _found(found: verification.Found) -> Message:
-    """What was found, with the serialized plan as text; None where the frontend gives none."""
+    """A result as JSON data, with the serialized plan as text; None if the frontend gives none."""
     blob = None
     if found.plan is not None:
         try:
@@ -212,7 +212,7 @@ def _keep_small() -> None:
 
 
 def load() -> forkserver.Work:
-    """What each worker runs, with all that it needs imported."""
+    """Import everything a worker needs, and return the function that it runs."""
     with contextlib.suppress(BackendUnavailable):  # each worker says so
         env.frontend()
     return work

@@ -121,7 +121,7 @@ class Workers:
     def check(
         self, spec: GraphSpec, policy: Policy, choice: Choice, *, gate: Path | None = None
     ) -> Future[Answer]:
-        """What is wrong with a choice that was made before: ``wrong`` and ``error``."""
+        """Check a choice that was made before: the answer has ``wrong`` and ``error``."""
         return self._submit("check", spec, policy, [choice], {}, gate)[0]
 
     def _submit(

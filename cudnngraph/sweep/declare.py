@@ -1,4 +1,4 @@
-"""What the graphs of the sweep have in common: dtypes, layouts, and chains behind an anchor."""
+"""Shared by the graphs of the sweep: dtypes, layouts, and chains behind an anchor."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Task:
 
     @property
     def place(self) -> Place:
-        """What it is known by in the results."""
+        """The name by which results know it."""
         return self.digest, self.allow_tf32
 
     @property
@@ -238,7 +238,7 @@ class Results:
             self.done[step, tf32] = row
 
     def counts(self, places: Iterable[Place] | None = None) -> dict[str, int]:
-        """How many candidates have each status."""
+        """Return the number of candidates of each status."""
         chosen = self.plans if places is None else places
         found = Counter(
             row["status"] for place in chosen for row in self.plans.get(place, {}).values()

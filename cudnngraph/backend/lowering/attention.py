@@ -233,12 +233,12 @@ _TILE = 128  # rows and keys that a kernel for the gradient takes at once
 
 
 def _ends_of_sequences(ctx: Context, node: Node) -> dict[str, Any]:
-    """Lengths for the gradient of attention that has none, where a tile reaches past the end.
+    """Return lengths for the gradient of attention without any, if a tile reaches past the end.
 
-    cuDNN has 0 for a score there, and exp(0 - lse) is more than float32 holds where all scores of
-    a row are below -88: gradients are NaN (pytorch#196678, keys; cudnn-frontend#1072, rows; both
-    seen on an H200 with cuDNN 9.19). Lengths say where the end is. Where causality hides what is
-    there, and where scores are changed by callbacks, it is not seen, and lengths would take 5 %.
+    cuDNN takes a score past the end as 0. If all scores of a row are below -88, exp(0 - lse)
+    overflows float32 and gradients are NaN (pytorch#196678 for keys, cudnn-frontend#1072 for rows;
+    both seen on an H200 with cuDNN 9.19). Lengths mark the end. Causal masks hide the tail and
+    score callbacks are not affected, so they get none: lengths would cost 5 %.
     """
     rows, keys = (ctx.spec.tensors[str(tensor_at(node, port))].shape[2] for port in ("q", "k"))
     changed = node.attr("softcap") is not None or tensor_at(node, "alibi_slopes") is not None

@@ -1,4 +1,4 @@
-"""What all rules of the lowering share: how one refuses, and how a tensor lies."""
+"""Shared by all lowering rules: refusals, and shapes with strides."""
 
 from __future__ import annotations
 

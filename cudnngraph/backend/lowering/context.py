@@ -1,4 +1,4 @@
-"""What a rule of the lowering sees, and the tensors that a plan provides by itself."""
+"""The context of a lowering rule, and tensors that a plan provides by itself."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def dtypes(frontend: Any) -> dict[torch.dtype, Any]:
 
 @dataclass
 class Context:
-    """What a rule sees: the frontend graph, the spec, and the frontend's tensors by name."""
+    """The view of a rule: the frontend graph, the spec, and the frontend's tensors by name."""
 
     frontend: Any
     graph: Any

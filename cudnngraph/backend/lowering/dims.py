@@ -1,4 +1,4 @@
-"""How the dims of a graph's tensors become the dims that cuDNN sees, without moving data.
+"""Map the dims of a graph's tensors to the dims that cuDNN sees, without moving data.
 
 They differ from the declared ones in four ways: convolutions in one spatial dim get a second one
 of extent 1; operands of lower rank get leading ones; in a graph of pointwise ops alone the dims are
@@ -47,11 +47,11 @@ _BATCH_NORMS = ("batch_norm", "batch_norm_train", "batch_norm_apply", "batch_nor
 
 
 class DimMap(Protocol):
-    """How the dims of the spec's tensors map to the dims that cuDNN sees."""
+    """A map from the dims of the spec's tensors to the dims that cuDNN sees."""
 
     @property
     def seen_rank(self) -> int:
-        """How many dims cuDNN sees."""
+        """The number of dims that cuDNN sees."""
 
     @property
     def spread(self) -> bool:

@@ -256,7 +256,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
 
 
 def _capability() -> int:
-    """Of the current GPU, as 90 for 9.0."""
+    """Return the compute capability of the current GPU, as 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 

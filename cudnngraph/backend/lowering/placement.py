@@ -1,4 +1,4 @@
-"""Where cuDNN wants the dims of an operand or a result, by the op and the port."""
+"""Place the dims of operands and results where cuDNN wants them, by the role of the port."""
 
 from __future__ import annotations
 

@@ -184,6 +184,7 @@ def where(ctx: Context, node: Node) -> Any:
     return ctx.graph.binary_select(x, y, condition, name=node.name)
 
 
+# A quirk of cuDNN: behind these its erf takes longer than the op itself.
 _PRODUCTS = frozenset({"conv", "conv_transpose", "matmul"})
 
 #: gelu(x) is x Phi(x), and Phi(x) is (1 + tanh(x P(x^2))) / 2 with a smooth P: its coefficients,

@@ -1,4 +1,4 @@
-"""What the lowering refuses by op or by neighbours.
+"""Refuse ops, and combinations of neighbours, that cuDNN does not have or gets wrong.
 
 Some ops are no part of a cuDNN plan; others cuDNN's engines take side by side and get wrong.
 """

@@ -1,1 +1,1 @@
-"""How each ATen op is said in a graph of ours: rules by family, and their table."""
+"""Rules that turn ATen ops into ops of a graph, by family, and their table."""

@@ -168,7 +168,7 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(c: Importer, qkv: Sequence[Value], mask: torch.Tensor | Value | None) -> int:
-    """How many sequences of a batch to take as one.
+    """Return how many sequences of a batch to take as one.
 
     What is not finite reaches the sequences beside it, so they are to be of one example: inputs
     that have a first dim in common count their examples by it, one behind another.

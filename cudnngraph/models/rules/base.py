@@ -1,4 +1,4 @@
-"""What all rules share: their type, the exception of one that does not apply, and small helpers."""
+"""Shared by all rules: their type, the exception of one that does not apply, small helpers."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _as_strided_scatter(c: Importer, a: Arguments) -> Any:
 
 
 def _same(c: Importer, a: Arguments) -> Value:
-    """What changes no number: the layout is the graph's own."""
+    """Return the operand: the layout is the graph's own."""
     x = c.value(first(a))
     if a.get("dtype") in (None, x.dtype) and not a.get("train"):
         return x

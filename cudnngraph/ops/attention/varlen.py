@@ -93,6 +93,7 @@ def _ragged_offsets(call: InferContext) -> list[Result] | None:
     return None if call.problems else [Result((rows, count), torch.int32, (0, 1))]
 
 
+# cuDNN is never given cu_seqlens_*: rewrite/packed.py puts `ragged` in their place.
 _STARTS = "cu_seqlens_q?:tokens_q cu_seqlens_kv?:tokens_q ragged?:starts"
 _LONGEST: dict[str, Any] = {"max_seqlen_q": REQUIRED, "max_seqlen_kv": REQUIRED}
 

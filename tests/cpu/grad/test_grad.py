@@ -102,9 +102,10 @@ def test_every_op_has_a_row() -> None:
 def test_a_second_rule_and_a_rule_of_no_op_are_errors() -> None:
     rule = RULES["add"]
     assert dict(joined({"add": rule}, {"mul": rule})) == {"add": rule, "mul": rule}
-    for families in (({"add": rule}, {"add": rule}), ({"added": rule},)):
-        with pytest.raises(ValueError, match="a second rule, or no op: add"):
-            joined(*families)
+    with pytest.raises(ValueError, match=r"a second rule, or no op: add$"):
+        joined({"add": rule}, {"add": rule})
+    with pytest.raises(ValueError, match=r"a second rule, or no op: added$"):
+        joined({"added": rule})
 
 
 def test_only_what_jumps_is_flat_and_only_second_derivatives_are_missing() -> None:
