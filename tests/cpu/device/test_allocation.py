@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-lasting: Any = importlib.import_module("cudnngraph.device.allocation")
+allocation: Any = importlib.import_module("cudnngraph.device.allocation")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -40,7 +40,7 @@ class Cuda:
 
 
 def put(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> Cuda:
-    monkeypatch.setattr(lasting, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(allocation, "torch", SimpleNamespace(cuda=cuda))
     return cuda
 
 
@@ -48,7 +48,9 @@ def test_a_thread_of_its_own_makes_it_on_the_callers_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = put(monkeypatch, Cuda())
-    ident, stream = lasting.lasting(GPU, lambda: (threading.get_ident(), cuda.current_stream()))
+    ident, stream = allocation.outside_graph_pool(
+        GPU, lambda: (threading.get_ident(), cuda.current_stream())
+    )
     assert ident != threading.get_ident()
     assert stream == "the caller's"
     assert all(each.name != "cudnngraph-lasting" for each in threading.enumerate())
@@ -61,7 +63,7 @@ def test_what_is_raised_there_goes_through(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        lasting.lasting(GPU, fails)
+        allocation.outside_graph_pool(GPU, fails)
 
 
 def test_what_was_raised_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_what_was_raised_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) ->
         held = Held()
         found = weakref.ref(held)
         with contextlib.suppress(torch.OutOfMemoryError):
-            lasting.lasting(GPU, fails)
+            allocation.outside_graph_pool(GPU, fails)
         return found
 
     gc.collect()
@@ -94,8 +96,8 @@ def test_a_finalizer_at_the_end_of_the_process_makes_it_itself(
 ) -> None:
     """A thread that is started then, Python 3.11 waits for in vain."""
     put(monkeypatch, Cuda())
-    monkeypatch.setattr(lasting.sys, "is_finalizing", lambda: True)
-    assert lasting.lasting(GPU, threading.get_ident) == threading.get_ident()
+    monkeypatch.setattr(allocation.sys, "is_finalizing", lambda: True)
+    assert allocation.outside_graph_pool(GPU, threading.get_ident) == threading.get_ident()
 
 
 @pytest.mark.parametrize(("device", "capturing"), [(CPU, False), (GPU, True)])
@@ -103,7 +105,7 @@ def test_on_a_cpu_and_in_a_capture_it_is_made_here(
     device: torch.device, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(monkeypatch, Cuda(capturing=capturing))
-    assert lasting.lasting(device, threading.get_ident) == threading.get_ident()
+    assert allocation.outside_graph_pool(device, threading.get_ident) == threading.get_ident()
 
 
 def test_where_no_thread_can_be_started_it_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,4 +115,4 @@ def test_where_no_thread_can_be_started_it_is_made_here(monkeypatch: pytest.Monk
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert lasting.lasting(GPU, threading.get_ident) == threading.get_ident()
+    assert allocation.outside_graph_pool(GPU, threading.get_ident) == threading.get_ident()
