@@ -22,7 +22,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
 from cudnngraph.select.processes import Server
 from cudnngraph.select.workers import Answer, Workers
-from tests.cpu.cache.test_lookup import again, compiled
+from tests.lookups import again, compiled
 from tests.fakes import FakePlan, World
 
 STAND_IN = Path(__file__).parents[2] / "workers" / "stand_in_worker.py"
