@@ -22,8 +22,8 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
 from cudnngraph.select.processes import Server
 from cudnngraph.select.workers import Answer, Workers
-from tests.lookups import again, compiled
 from tests.fakes import FakePlan, World
+from tests.lookups import again, compiled
 
 STAND_IN = Path(__file__).parents[2] / "workers" / "stand_in_worker.py"
 POLICY = cg.Policy(allow_tf32=False, tune="heuristic", verify="isolated")
