@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.bench import models
 
 
 class Attends(nn.Module):
@@ -194,3 +198,38 @@ def packed_training(tokens: int = 64, heads: int = 4, width: int = 64) -> cg.Gra
     for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
         g.output(name, gradient)
     return g
+
+
+class Of(nn.Module):
+    """A function as a module, with parameters to use."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def image(*shape: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=gen)
+
+
+NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "resnet": lambda: (models.ResNet((1, 2), 16, 10), image(2, 3, 64, 64)),
+    "deeplab": lambda: (
+        models.DeepLab(models.ResNet((1, 1, 1), 8, dilated=True), 16, 5),
+        image(1, 3, 64, 64),
+    ),
+    "unet": lambda: (models.UNet(8, 3), image(1, 3, 32, 32)),
+    "decoder": lambda: (models.LatentDecoder((64, 64), 1, heads=1), image(2, 4, 8, 8)),
+    "gpt": lambda: (models.GPT(31, 64, 2, 16), torch.arange(24).view(2, 12)),
+    "vit": lambda: (models.ViT(16, 8, 64, 2, 10), image(2, 3, 16, 16)),
+    "convnext": lambda: (models.ConvNeXt((8, 16), (1, 1), 10), image(2, 3, 32, 32)),
+}

@@ -19,7 +19,7 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import print_spec
 from cudnngraph.models import export, trace
 from cudnngraph.models.convert import Imported, convert
-from tests.cpu.models.test_convert import NETS, Of, image
+from tests.models import NETS, Of, image
 
 IMAGE, LAST = (2, 8, 9, 7), torch.channels_last
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
-from tests.cpu.models.test_convert import Of
+from tests.models import Of
 
 Function = Callable[[torch.Tensor], Any]
 

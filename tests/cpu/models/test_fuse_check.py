@@ -1,0 +1,183 @@
+"""The check of a fused model against itself in float64, and the errors of fuse()."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from tests import numerics
+from tests.fused import net
+from tests.models import Of, image
+
+fusing: Any = importlib.import_module("cudnngraph.models.fused")
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def break_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every weight of what is fused off by a thousandth."""
+    real = fusing.convert
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        imported = real(*args, **kwargs)
+        off = {name: tensor * 1.001 for name, tensor in imported.constants.items()}
+        return dataclasses.replace(imported, constants=off)
+
+    monkeypatch.setattr(fusing, "convert", wrong)
+
+
+def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_constants(monkeypatch)
+    with pytest.raises(cg.WrongResult, match=r"ResNet: result 0 is off by .*, at most .* is right"):
+        cg.fuse(net(), image(2, 3, 32, 32))
+    cg.fuse(net(), image(2, 3, 32, 32), check=False)
+
+
+class Extractor(torch.fx.GraphModule):
+    """A model with a graph for training and one for evaluation, as torchvision's extractors of
+    features are: each copy of it is in training."""
+
+    def __init__(self, root: nn.Module, training: torch.fx.Graph, evaluation: torch.fx.Graph):
+        super().__init__(root, training)
+        self.train_graph, self.eval_graph = training, evaluation
+        self.train()
+
+    def train(self, mode: bool = True) -> Extractor:
+        if mode != self.training:
+            self.graph = self.train_graph if mode else self.eval_graph
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: Any) -> Extractor:
+        root = nn.Module()
+        root.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return Extractor(root, root.train_graph, root.eval_graph)  # type: ignore[arg-type]
+
+
+def extractor() -> Extractor:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.layer(x), 0.5, self.training) * 2
+
+    model, graphs = Drops(), []
+    for mode in (True, False):
+        graphs.append(torch.fx.Tracer().trace(model.train(mode)))
+    made = Extractor(model, *graphs).eval()
+    assert not made.training and copy.deepcopy(made).training
+    return made
+
+
+def test_the_check_holds_a_model_against_itself_in_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A yardstick in training is so far off that any result passes."""
+    model, x = extractor(), image(4, 8)
+    report = cg.fuse(model, x).report
+    assert report is not None
+    ((ours, own),) = report.errors
+    assert own is not None and ours < 1e-6 and own < 1e-6
+    numerics.check(model(x), cg.fuse(model, x, dtype=torch.float64)(x), torch.float32)
+    break_constants(monkeypatch)
+    with pytest.raises(cg.WrongResult, match=r"result 0 is off by .*, at most .* is"):
+        cg.fuse(model, x)
+
+
+def test_a_module_that_is_in_training_in_the_model_is_so_in_its_copies() -> None:
+    model = Of(lambda m, x: m.part(x), part=Of(lambda m, x: x * (2 if m.training else 3))).eval()
+    model.part.train()
+    report = cg.fuse(model, image(3)).report
+    own = None if report is None else report.errors[0][1]
+    assert own is not None and own < 1e-6
+
+
+def test_a_copy_that_is_another_model_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is then compared with the model's own."""
+
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(8, 8), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.times
+
+        def __deepcopy__(self, memo: Any) -> Forgets:
+            other = Forgets()
+            other.times = 3.0
+            return other
+
+    model, x = Forgets().eval(), image(4, 8)
+    report = cg.fuse(model, x).report
+    assert report is not None and report.errors[0][1] is None
+    break_constants(monkeypatch)
+    with pytest.raises(cg.WrongResult, match=r"Forgets: result 0 is off by .*, at most 2e-05 is"):
+        cg.fuse(model, x)
+
+
+def test_the_report_has_the_errors_of_the_check() -> None:
+    report = cg.fuse(net(), image(2, 3, 32, 32)).report
+    assert report is not None
+    ((ours, own),) = report.errors
+    assert own is not None and 0 < ours < 1e-6 and 0 < own < 1e-6
+
+
+def test_a_model_that_has_no_float64_is_compared_with_itself() -> None:
+    model = Of(lambda m, x: x.float().relu().matmul(m.w.float()), w=image(4, 4))
+    model.function = lambda m, x: (x * torch.ones(4, dtype=torch.float32)).matmul(m.w)
+    report = cg.fuse(model.eval(), image(3, 4)).report
+    assert report is not None and len(report.errors) == 1
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(cg.PolicyError, match=r"training mode; call model.eval\(\)"):
+        cg.fuse(net().train(), image(2, 3, 32, 32))
+
+
+def test_what_is_no_model_or_no_argument_is_refused() -> None:
+    model, x = nn.Linear(4, 4).eval(), image(2, 4)
+    with pytest.raises(cg.PolicyError, match=r"the model is a NoneType; expected a torch\.nn\.Mod"):
+        cg.fuse(None, x)  # type: ignore[arg-type]
+    with pytest.raises(cg.PolicyError, match="kwargs=3; expected a mapping of arguments by name"):
+        cg.fuse(model, x, kwargs=3)  # type: ignore[arg-type]
+    with pytest.raises(cg.PolicyError, match="max_shapes='8'; expected a whole number >= 1"):
+        cg.fuse(model, x, max_shapes="8")  # type: ignore[arg-type]
+    with pytest.raises(cg.PolicyError, match="an argument is a set, which has no hash"):
+        cg.fuse(model, ({1, 2},))
+
+
+def test_a_mapping_that_is_not_hashable_is_given_by_name() -> None:
+    """As what a tokenizer makes."""
+    tokens = UserDict(x=image(2, 4), scale=torch.tensor(2.0))
+    model = Of(lambda m, x, scale: m.layer(x) * scale, layer=nn.Linear(4, 4)).eval()
+    for given in (tokens, (tokens,)):
+        with pytest.raises(cg.PolicyError, match="an argument is a UserDict, a mapping that torch"):
+            cg.fuse(model, given)
+    fused = cg.fuse(model, (), kwargs=tokens)
+    torch.testing.assert_close(fused(**tokens), model(**tokens))
+    with pytest.raises(cg.PolicyError, match=r"fused\(\*\*inputs\)"):
+        fused(tokens)
+
+
+def test_no_shapes_at_all_are_refused() -> None:
+    with pytest.raises(cg.PolicyError, match="max_shapes=0; expected a whole number >= 1"):
+        cg.fuse(net(), image(2, 3, 32, 32), max_shapes=0)
+
+
+def test_a_model_that_is_no_graph_is_refused_by_the_importers_words() -> None:
+    with pytest.raises(cg.CannotImport, match=r"Of is no single graph: aten.nonzero.default"):
+        cg.fuse(Of(lambda m, x: x.nonzero() + 1).eval(), image(4))
