@@ -6,7 +6,8 @@ the reference's rule of every op of the forward under torch autograd; it uses no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -15,7 +16,7 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.ops.table import OPS
 from tests import numerics
-from tests.samples import F64, Case, in_float64
+from tests.samples import F16, F64, Case, in_float64
 
 Tensors = dict[str, torch.Tensor]
 
@@ -198,3 +199,62 @@ def check_at_dtype(
             limit = max(numerics.TORCH_FACTOR * theirs, numerics.bound(case.dtype, terms=terms))
             error = numerics.relative_error(narrow, exact[name])
             assert error <= limit, f"{label}: {error:.3g} from float64, torch {theirs:.3g}"
+
+
+Build = Callable[[cg.Graph], Mapping[str, cg.Value]]
+
+
+def check_float64(
+    spec: GraphSpec,
+    inputs: Mapping[str, torch.Tensor],
+    wrt: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> cg.Gradient:
+    """Both ways in float64 agree to 1e-9 of the gradient's size (of 1, where that is tiny)."""
+    wrt = floating_inputs(spec) if wrt is None else wrt
+    gradient = cg.differentiate(spec, wrt)
+    grads = upstream(gradient, seed, F64)
+    inputs = in_float64(inputs)
+    mine = ours(gradient, inputs, grads, F64)
+    theirs = by_autograd(spec, inputs, grads, wrt)
+    assert set(mine) == set(wrt)
+    for name in wrt:
+        assert mine[name].shape == inputs[name].shape
+        distance = float((mine[name] - theirs[name]).norm())
+        size = max(float(theirs[name].norm()), 1e-3)
+        assert distance <= 1e-9 * size, f"{name}: off by {distance:.3g} of {size:.3g}\n{spec}"
+    return gradient
+
+
+def declared(build: Build, inputs: Mapping[str, tuple[int, ...]], dtype: torch.dtype = F64):  # type: ignore
+    g = cg.Graph("g")
+    values = {name: g.input(name, shape, dtype) for name, shape in inputs.items()}
+    for name, value in build(g, **values).items():  # type: ignore[call-arg]
+        g.output(name, value)
+    return g.spec()
+
+
+def ops(spec: GraphSpec) -> Counter[str]:
+    return Counter(node.op for node in spec.nodes if node.op != "constant")
+
+
+def random_inputs(spec: GraphSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(spec.tensors[name].shape, generator=gen, dtype=F64)
+        for name in spec.inputs
+    }
+
+
+def block(act: str | None = "relu", dtype: torch.dtype = F16, residual: bool = False) -> GraphSpec:
+    g = cg.Graph("block")
+    x = g.input("x", (2, 8, 6, 6), dtype, layout="channels_last")
+    w = g.input("w", (16, 8, 3, 3), dtype, layout="channels_last")
+    b = g.input("b", (16,), dtype)
+    z = g.input("z", (2, 16, 6, 6), dtype, layout="channels_last") if residual else None
+    g.output("y", g.conv_bias_act(x, w, b, activation=act, residual=z, padding=1))
+    return g.spec()
+
+
+def extra(gradient: cg.Gradient, spec: GraphSpec) -> tuple[str, ...]:
+    return gradient.forward.outputs[len(spec.outputs) :]
