@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,9 @@ def test_casts_keep_their_dtype() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
+LINE_OF_FORWARD = r"\(models\.py:\d+ in forward: return self\.function"
+
+
 def refusal(function: Callable[..., Any], *args: Any) -> str:
     with pytest.raises(CannotImport) as caught:
         import_model(Of(function, state=torch.zeros(3)).eval(), args)
@@ -213,7 +217,7 @@ def refusal(function: Callable[..., Any], *args: Any) -> str:
 
 def test_a_shape_that_depends_on_numbers_is_refused_with_its_line() -> None:
     text = refusal(lambda m, x: x[x > 0] * 2, image(4))
-    assert "Of is no single graph: aten.index.Tensor (test_convert.py:" in text
+    assert re.search(rf"Of is no single graph: aten\.index\.Tensor {LINE_OF_FORWARD}", text)
     assert "the shape of its result depends on the numbers in a tensor" in text
 
 
@@ -232,7 +236,7 @@ def test_control_flow_is_refused() -> None:
 
 def test_random_numbers_are_refused() -> None:
     text = refusal(lambda m, x: x + torch.rand_like(x), image(4))
-    assert "aten.rand_like.default (test_convert.py:" in text
+    assert re.search(rf"aten\.rand_like\.default {LINE_OF_FORWARD}", text)
     assert "it draws random numbers (call model.eval()?)" in text
 
 
