@@ -1,4 +1,4 @@
-"""Fixtures of the tests of commands."""
+"""Fixtures of the tests of commands: an example of a cache, a machine without a GPU, findings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from cudnngraph import settings
+from cudnngraph import cli, settings
 from cudnngraph.backend import env, found_bad
 from plans_cache.findings import Findings
+from tests.commands import Cli
 from tests.fakes import H200
+from tests.workers import cache_example
 
 
 @pytest.fixture
@@ -21,3 +24,48 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Findings]:
     monkeypatch.setattr(found_bad, "_driver", lambda: "580.65.06")
     with settings.override(cache_dir=tmp_path / "cache"):
         yield found_bad.findings(0)
+
+
+SOURCE = """
+from tests.workers.cache_example import conv_bias_relu
+
+same = conv_bias_relu(name="under_another_name")
+other = conv_bias_relu(padding=2)
+"""
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests are those of a machine without a GPU, wherever they run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def ids(folder: Path) -> dict[str, str]:
+    """The ids of the example that is made in ``folder``, by name."""
+    return cache_example.make(folder)
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``plans ACTION``: exit code, output, errors."""
+
+    def call(action: str, *argv: object, at: Path | None = None) -> tuple[int, str, str]:
+        code = cli.main(["plans", action, "--dir", str(at or folder), *map(str, argv)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "graphs.py"
+    file.write_text(SOURCE)
+    return file
