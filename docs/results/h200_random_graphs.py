@@ -2,7 +2,7 @@
 
     python docs/results/h200_random_graphs.py --cases 3000 --out docs/results/h200-random-graphs.md
 
-Needs the repository's root on PYTHONPATH. The cases are those of tests/random_graphs.py; each
+Needs the repository's root on PYTHONPATH. The cases are those of tests/random_graphs/; each
 process takes many, one after another, in a cache directory of its own. ``--verify isolated`` runs
 every plan under the guard first; else what heuristics pick runs as it is picked.
 """

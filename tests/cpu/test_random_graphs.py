@@ -1,6 +1,6 @@
 """Random graphs are right, forward and backward; and what makes, judges and runs them is.
 
-``tests/random_graphs.py`` says how to run many more, or one.
+``tests/random_graphs/`` says how to run many more, or one.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def test_a_result_that_is_off_by_little_is_found() -> None:
     given = {name: tensor.double() for name, tensor in case.tensors().items()}
     (exact,) = random_graphs.Eager(case)(given)
     yardstick = random_graphs.Yardstick(case, lambda eager: eager(given))
-    check = random_graphs._check
+    check = random_graphs.check_result
     assert check(case, exact.half(), exact, yardstick, 0, "y") is False
     with pytest.raises(random_graphs.Wrong, match=r"y is off by 0.00995"):
         check(case, (exact * 1.01).half(), exact, yardstick, 0, "y")
@@ -256,10 +256,10 @@ def test_two_products_that_read_tf32_in_any_way_are_right(cuts: tuple[bool, ...]
     second = F.conv1d(in_tf32(first, cuts[2]), in_tf32(w3, cuts[3]), dilation=2)
     results = [F.max_pool1d(second * 8 + w6, 3, 2), second * 8]
     for at, (result, want) in enumerate(zip(results, exact, strict=True)):
-        random_graphs._check(case, result.float(), want, yardstick, at, "y")
+        random_graphs.check_result(case, result.float(), want, yardstick, at, "y")
         with pytest.raises(random_graphs.Wrong, match="off by"):
             wrong = result + 0.02 * want.abs().max()
-            random_graphs._check(case, wrong.float(), want, yardstick, at, "y")
+            random_graphs.check_result(case, wrong.float(), want, yardstick, at, "y")
 
 
 def test_layouts_are_what_they_are_called() -> None:
