@@ -17,7 +17,9 @@ NEWEST_FRONTEND ?= 1.32.0
 
 # What the versions of torch and cuDNN can change on a CPU: what is traced, what autograd says, numbers, imports.
 VERSIONED := $(patsubst %,tests/cpu/%.py,test_imports test_samples backend/test_env backend/test_known_bad cli/test_doctor \
-  functional/test_functional grad/test_grad models/test_convert models/test_dynamo models/test_fuse models/test_trace ops/test_table \
+  functional/test_functional grad/test_grad grad/test_gradient_edges grad/test_random_gradients grad/test_saved \
+  models/test_convert models/test_convert_batch_norm models/test_convert_rules models/test_dynamo models/test_fuse models/test_fuse_check \
+  models/test_padded_images models/test_regions models/test_torch_compile models/test_trace ops/test_table \
   runtime/test_aliases runtime/test_comparison runtime/test_custom_ops runtime/test_specialize runtime/test_trainable)
 
 VENV  := .venv

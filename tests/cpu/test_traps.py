@@ -23,6 +23,7 @@ from cudnngraph import functional as CF
 from cudnngraph.ir.spec import dense_strides
 from cudnngraph.select.rules import why_not_cudnn
 from tests import numerics
+from tests.mistakes import ROWS
 from tests.samples import BF16, F16, F32, F64, enumerate_cases
 
 TESTS = Path(__file__).parents[1]
@@ -50,12 +51,12 @@ ATTENTION = """pytorch#103963 pytorch#101967 pytorch#196678 cudnn-frontend#1072 
 COVERED: dict[str, tuple[str, ...]] = {
     # -- convolution
     "pytorch#19599: N = 0": (
-        "cpu/graph/test_bad_input.py::test_an_empty_batch_gives_an_empty_result_of_the_right_shape",
+        "cpu/graph/test_empty_tensors.py::test_an_empty_batch_gives_an_empty_result_of_the_right_shape",
         "cpu/functional/test_functional.py::test_an_empty_batch_has_an_empty_result_and_zero_gradients",
         "gpu/test_execution.py::test_an_empty_batch_gives_an_empty_result_without_cudnn",
     ),
     "pytorch#31425: H = 0 with padding, an output that is not empty": (
-        "cpu/graph/test_bad_input.py::test_height_zero_with_padding_gives_the_bias",
+        "cpu/graph/test_empty_tensors.py::test_height_zero_with_padding_gives_the_bias",
     ),
     "pytorch#117736, pytorch#132300: more than 2^31 elements, in the input or in the output": (
         "cpu/select/test_heuristic.py::test_what_cudnn_must_not_see_is_one_torch_step",
@@ -66,7 +67,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "pytorch#24090, pytorch#31952: C = 1, H = W = 1, where strides do not tell the layout": (
         "cpu/graph/test_graph.py::test_strides_of_an_extent_of_one_do_not_choose_a_layout",
         "cpu/graph/test_graph.py::test_an_ambiguous_input_follows_an_unmistakable_weight",
-        "deviceless/test_lowering.py::test_images_of_one_pixel_are_shown_channels_last",
+        "deviceless/test_lowered_layouts.py::test_images_of_one_pixel_are_shown_channels_last",
         *_samples(*(f"conv_bias_act-{name}-fp16" for name in ("c1", "hw1", "c1_hw1"))),
     ),
     "pytorch#103665: C = 209 against 208; a kernel larger than the input with stride 2": (
@@ -211,8 +212,8 @@ def _tests_of(path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("trap", COVERED)
 def test_the_tests_that_a_trap_names_exist(trap: str) -> None:
-    """A name in brackets is that of a sample graph, or stands in the file."""
-    samples = {case.id for case in enumerate_cases()}
+    """A name in brackets is that of a sample graph or of a mistake, or stands in the file."""
+    cases = {case.id for case in enumerate_cases()} | {row.id for row in ROWS}
     for named in COVERED[trap]:
         found = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[(.+)\])?", named)
         assert found is not None, named
@@ -220,7 +221,7 @@ def test_the_tests_that_a_trap_names_exist(trap: str) -> None:
         assert test in _tests_of(path), named
         if case is not None:
             written = {node.value for node in ast.walk(_parsed(path)) if type(node) is ast.Constant}
-            assert case in samples | written, named
+            assert case in cases | written, named
 
 
 def test_every_thread_is_named_by_a_test_or_a_row() -> None:
