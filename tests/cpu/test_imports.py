@@ -152,6 +152,12 @@ def test_no_file_is_long_without_a_reason() -> None:
     assert max(lines.values()) <= 700
 
 
+def test_no_file_of_the_tests_has_more_than_700_lines() -> None:
+    """Generated text is no Python here: tests/golden/*.txt."""
+    lines = {path: len(path.read_text().splitlines()) for path in _files("tests")}
+    assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > 700} == {}
+
+
 def test_few_modules_stand_beside_the_folders() -> None:
     assert len(list((ROOT / "cudnngraph").glob("*.py"))) <= 6
 
