@@ -59,7 +59,7 @@ class Row:
 
     @property
     def limit_by_torch(self) -> float:
-        """What the comparison with torch allows: its error times the factor, or one rounding."""
+        """Return the larger of one rounding and torch's own error times the factor."""
         return max(TORCH_FACTOR * self.torchs, ROUNDOFF[F32])
 
 

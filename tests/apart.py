@@ -107,7 +107,7 @@ def _started(child: _Child, work: Case, limit_s: float) -> _Child:
 
 
 def _heard(child: _Child) -> Iterator[tuple[str, Any]]:
-    """What a child has said: outcomes of marks; and whether it is at an end."""
+    """Yield the outcomes of marks that a child has sent."""
     *lines, child.rest = child.rest.split(b"\n")
     for line in lines:
         mark, outcome = json.loads(line)
@@ -169,7 +169,7 @@ def _serve(function: str, jobs: int, limit_s: float, gpus: int) -> None:
 
 
 def died(outcomes: Iterable[tuple[int, str, Any]]) -> list[tuple[int, str, str]]:
-    """Those of :func:`run` whose child died, with how it died."""
+    """Return the outcomes of :func:`run` whose child died, with how it died."""
     return [
         (number, mark, outcome["died"])
         for number, mark, outcome in outcomes

@@ -437,7 +437,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model is made, and the forms of its inputs: ints below the number, 0 for floats."""
+    """A model's maker, and the forms of its inputs: ints below the number, 0 for floats."""
 
     make: Callable[[], nn.Module]
     shapes: Sequence[tuple[tuple[int, ...], int]]

@@ -1,4 +1,4 @@
-"""What both tiers ask of copies into slices."""
+"""Checks of copies into slices, for the tests on a CPU and on a GPU."""
 
 from __future__ import annotations
 

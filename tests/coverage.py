@@ -1,4 +1,4 @@
-"""What each sample graph runs as on an H200, and the README's table of it, feature by feature.
+"""Records of what each sample graph runs as on an H200, and their table in docs/support.md.
 
 ``docs/coverage.json`` says it of every case that is not float64, and of its gradient: "plan" (one
 of cuDNN's), "steps" (several plans), "both" (plans and torch steps) or "torch". The tests that ask
@@ -173,7 +173,7 @@ _KINDS = ("plan", "steps", "both", "torch")
 
 
 def _marks(outcomes: Iterable[str]) -> str:
-    """How many cases came out how, in words."""
+    """Count the outcomes of cases, in words."""
     count = Counter(outcomes)
     return ", ".join(f"{kind} {count[kind]}" for kind in _KINDS if count[kind])
 

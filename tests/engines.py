@@ -73,7 +73,7 @@ def engines(graph: cg.Graph, skip: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _as_compiled(graph: cg.Graph, device: torch.device) -> str:
-    """What is wrong with what heuristics compile, or nothing."""
+    """Return what is wrong with the results of what heuristics compile; empty if nothing is."""
     exe = graph.compile(device, policy=cg.Policy(allow_tf32=False))
     spec = graph.spec()
     inputs = random_inputs(spec, device, seed=1)

@@ -40,7 +40,7 @@ def choice_for(spec: GraphSpec) -> Choice:
 
 
 class FakePlan:
-    """What select.py, recorded.py and cache.py see of a plan."""
+    """A plan that computes nothing: its choice, its workspace, and a serialized form."""
 
     def __init__(self, choice: Choice, workspace_bytes: int = 0) -> None:
         self.choice = choice
@@ -76,7 +76,7 @@ def builder(refuse: Callable[[GraphSpec], bool] = lambda spec: False) -> Callabl
 
 
 class World:
-    """What the fake library does, and what it was asked for."""
+    """A fake library: what it does is set by a test, what it was asked for is kept."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

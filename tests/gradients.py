@@ -26,7 +26,7 @@ FIXED = {"sdpa": ("alibi_slopes",), "batch_norm_train": ("running_mean", "runnin
 
 
 def floating_inputs(spec: GraphSpec) -> tuple[str, ...]:
-    """What a graph can be differentiated by: all that floats but what is in ``FIXED``."""
+    """Return the inputs to differentiate by: all of floating dtype but those in ``FIXED``."""
     fixed = {
         node.inputs[OPS[node.op].ports.index(port)]
         for node in spec.nodes
@@ -135,8 +135,10 @@ def _by_saved(
     name: str,
     exact: torch.Tensor,
 ) -> float:
-    """How far off the gradient is where nothing is but what the forward saves, by its bound: by
-    rounding that, and in proportion."""
+    """Return the gradient's error if only the saved tensors are off, by the bound of their dtype.
+
+    It is measured by rounding the saved tensors, and scaled in proportion.
+    """
     forward, backward = gradient.forward, gradient.backward
     wide = in_float64(inputs)
     made = reference.run(forward, [wide[each] for each in forward.inputs], F64)

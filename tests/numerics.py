@@ -111,7 +111,7 @@ def bound(
 
 
 def floor(data: torch.dtype, result: torch.dtype, *, terms: int = 1) -> float:
-    """What an output may always be off by, however close torch is.
+    """Return the error that an output may always have, however close torch is.
 
     One rounding of the result's dtype. In float32, which is computed in float32, there is more to
     it: an elementary function is good to a unit in the last place, two roundings; and where the

@@ -39,7 +39,7 @@ if __name__ != "__main__":  # in the server, so that a child need not; a CPU run
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed; a negative one is a process that died outside of any.
+    """The outcome of a seed; a negative seed is a process that died outside of any.
 
     ``text`` says what is wrong, why it is refused, or how its process died; ``without_digits``
     counts results that are all rounding, by torch too.
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class _Warned(logging.Handler):
-    """What is said of checks that fail by themselves."""
+    """A handler that keeps the warnings of checks that fail by themselves."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -118,7 +118,7 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
 
 
 def _of_steps(program: Program) -> Iterator[str]:
-    """What is wrong with each step of a program, alone."""
+    """Yield what is wrong with each step of a program, run alone."""
     policy = cg.Policy(allow_tf32=program._allow_tf32, tune="heuristic", verify="off")
     for step in program.steps:
         trial = StepTrial(step.spec, policy, program.device)
@@ -152,7 +152,7 @@ def run(
     function: str = "tests.random_runs:work",
     heard: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """What became of each seed; of those that ``limit_s`` cuts off, nothing.
+    """Return the outcome of each seed, without those that ``limit_s`` cuts off.
 
     One seed of ``autotune`` is autotuned with next to no budget, none for 0. ``heard`` is told each
     outcome as it comes.

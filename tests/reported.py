@@ -354,7 +354,7 @@ def fault_of(
     rounds: list[list[list[torch.Tensor]]],
     wanted: list[list[torch.Tensor]],
 ) -> str:
-    """What is wrong with the outputs, empty if nothing is."""
+    """Return what is wrong with the outputs; empty if nothing is."""
     for outputs in rounds:
         for spec, made, references in zip(specs, outputs, wanted, strict=True):
             dtype = spec.tensors[spec.inputs[0]].dtype

@@ -62,7 +62,7 @@ def worker(*arguments: object) -> subprocess.Popen[str]:
 
 
 def told(*arguments: object) -> Any:
-    """What a worker prints, once it has ended well."""
+    """Return what a worker prints, once it has ended well."""
     process = worker(*arguments)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0

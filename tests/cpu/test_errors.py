@@ -43,7 +43,7 @@ ROADS: dict[str, Callable[[Any], Any]] = {
 
 
 def _fields(kind: type[CudnnGraphError]) -> list[str]:
-    """What a constructor of ours takes; none for one of Python's."""
+    """Return the parameters of a constructor of ours; none for one of Python's."""
     own = inspect.isfunction(kind.__init__)
     return list(inspect.signature(kind).parameters) if own else []
 

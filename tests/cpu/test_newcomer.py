@@ -1,4 +1,4 @@
-"""What a stranger meets first: short printed forms, and mistakes that are told with their mend."""
+"""First contact: short printed forms, and mistakes that are reported with their mend."""
 
 from __future__ import annotations
 

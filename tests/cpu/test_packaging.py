@@ -1,4 +1,4 @@
-"""What the wheel and the source distribution hold: every module, and the data beside them."""
+"""The wheel and the source distribution hold every module, and the data beside them."""
 
 from __future__ import annotations
 

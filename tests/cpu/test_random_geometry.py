@@ -75,7 +75,7 @@ def line(
     dilation: int = 1,
     extra: int = 0,
 ) -> Convolution:
-    """Of one channel, in one dim."""
+    """A convolution of one channel, in one dim."""
     geometry = ((stride,), (padding,), (dilation,), 1, (extra,), False)
     return Convolution((1, 1, n), (1, 1, kernel), transposed, *geometry)
 

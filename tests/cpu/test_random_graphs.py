@@ -149,7 +149,7 @@ def test_cases_are_cheap(cases: list[Case]) -> None:
 
 
 def test_what_rounds_inside_of_an_op_is_the_op(cases: list[Case]) -> None:
-    """Where it rounds nothing: results, and gradients."""
+    """If nothing is rounded, the results and gradients are those of the op itself."""
     seen = Counter[str]()
     for case in cases:
         made: list[torch.Tensor] = []

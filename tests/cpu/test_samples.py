@@ -24,7 +24,7 @@ FAMILIES = ("conv_bias_act", "conv_bn_act", "conv_transpose", "sdpa")
 
 
 def named_outputs(exe: object, result: object) -> dict[str, torch.Tensor]:
-    """What a call returned, by output name."""
+    """Return the results of a call by output name."""
     names = exe.spec.outputs  # type: ignore[attr-defined]
     return dict(zip(names, [result] if len(names) == 1 else result, strict=True))  # type: ignore
 

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public names."""
+"""The public names as a type checker sees them."""
 
 from __future__ import annotations
 

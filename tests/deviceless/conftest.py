@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How many sample cases run as one plan, as several, or by torch; which refusals were met."""
+    """Print how many sample cases run as one plan, several or by torch, and the refusals met."""
     outcomes: Counter[str] = Counter()
     met: Counter[str] = Counter()
     planned: list[tuple[str, str, str]] = []

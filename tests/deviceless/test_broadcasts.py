@@ -20,7 +20,7 @@ CASES = [
 
 
 def taken(anchor: str, whole: str, computed: bool) -> bool:
-    """What the engines were right for when each of them was run (H200, cuDNN 9.19)."""
+    """Whether every engine was right for this case when each was run (H200, cuDNN 9.19)."""
     rank = len(whole)
     pixel = "w1" + "w" * (rank - 2)
     channel = "1w" + "1" * (rank - 2)

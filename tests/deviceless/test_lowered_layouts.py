@@ -12,7 +12,7 @@ TARGET = "nvidia-h200"
 
 
 def seen_by_frontend(g: cg.Graph) -> list[tuple[list[int], list[int]]]:
-    """What the frontend is told of the inputs and outputs."""
+    """Return the dims and strides that the frontend is told of the inputs and outputs."""
     lowered, _ = propose_for(g.spec(), TARGET)
     told = [lowered.graph.find_tensor(uid) for uid in lowered.uids]
     return [(list(tensor.dim), list(tensor.stride)) for tensor in told]

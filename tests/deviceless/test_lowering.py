@@ -191,7 +191,7 @@ def check_planned(
 
 
 def runs_as(found: cg.Explanation) -> str:
-    """Of what kind the steps are; views between them run nothing and do not count."""
+    """Return the kind of the steps; views between them run nothing and do not count."""
     planned = [step.runs_on == "cuDNN" for step in found.steps]
     laid = [StepMemory(step.spec, plan, 0) for step, plan in zip(found.steps, planned, strict=True)]
     free = Layout(laid, {*found.spec.inputs, *found.spec.outputs}).free
@@ -208,7 +208,7 @@ def check_covered(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """The table in the README says of a case what cuDNN does; it stands for one version of it."""
+    """docs/coverage.json says what cuDNN makes of a case; it is of one version of cuDNN."""
     record_property("planned", (case.id, of, outcome))
     known = coverage.read()
     if request.config.getoption("--write-coverage") or env.cudnn_version() != known["cudnn"]:

@@ -22,7 +22,7 @@ def tasks(full: bool) -> list[run.Task]:
 
 
 def taken(task: run.Task, *, propose: bool) -> int | None:
-    """How many candidates there are; None for a graph that is refused, for a reason."""
+    """Return the number of candidates; None for a graph that is refused, for a reason."""
     if task.why_none:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What cuDNN takes of 8-bit data, and the reasons for what it does not."""
+"""Graphs of 8-bit data that cuDNN takes, and its reasons for those that it refuses."""
 
 from __future__ import annotations
 

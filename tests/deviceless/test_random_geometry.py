@@ -51,7 +51,7 @@ def sizes_agree(spec: GraphSpec, node: Node) -> bool:
 
 
 def check(spec: GraphSpec, what: str) -> int:
-    """How many steps cuDNN has plans for."""
+    """Return how many steps cuDNN has plans for."""
     found = cg.explain(spec, TARGET, allow_tf32=False)
     planned = 0
     for step in found.steps:

@@ -1,4 +1,4 @@
-"""What stands behind a view of a product is part of its plan, as cuDNN lists them."""
+"""Ops behind a view of a matmul are part of the matmul's plan, as cuDNN lists plans."""
 
 from __future__ import annotations
 

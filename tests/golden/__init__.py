@@ -1,4 +1,4 @@
-"""What must stay as it is while files move: each sample's key, steps and gradient; public names.
+"""Facts that stay the same while files move: samples' keys, steps, gradients; public names.
 
     python -m tests.golden            write samples.txt and api.txt anew
     python -m tests.golden ID         print what the line of a sample is made of
@@ -47,7 +47,7 @@ def steps(spec: GraphSpec) -> str:
 
 
 def parts(case: Case) -> Iterator[str]:
-    """What the digests of a sample's line are of."""
+    """Yield the texts whose digests are a sample's line."""
     spec = case.build().spec()
     yield f"{graph_key(spec, POLICY).digest}\n{spec}"
     yield steps(spec)

@@ -40,7 +40,7 @@ print("|".join([env.frontend_version(), str(env.cudnn_version()), torch.__versio
 
 @dataclass(frozen=True)
 class Run:
-    """What one frontend's tests came to."""
+    """The outcome of one frontend's tests."""
 
     frontend: str
     cudnn: str
@@ -95,7 +95,7 @@ def stop(process: subprocess.Popen[bytes], patience_s: float = 15.0) -> None:
 
 
 def read(path: str, folder: Path) -> Run:
-    """What the finished run left behind."""
+    """Read the outcome that a finished run left behind."""
     asked = subprocess.run(
         [sys.executable, "-c", VERSIONS],
         cwd=REPO,
@@ -153,7 +153,7 @@ def together(run: Run, alone: Run) -> Run:
 
 
 def unfinished(versions: list[str], log: str) -> Run:
-    """What a run had done when it was stopped, from its log."""
+    """Read what a run had done when it was stopped, from its log."""
     by_name = re.findall(
         r"^(?:\[gw\d+\] \[ *\d+%\] )(PASSED|FAILED|ERROR|SKIPPED) (\S.*)$", log, re.M
     )
@@ -172,7 +172,7 @@ def unfinished(versions: list[str], log: str) -> Run:
 
 
 def counted(suite: ElementTree.Element, name: str) -> Counter[str]:
-    """How many tests noted what under a name."""
+    """Count the values that tests recorded under a name."""
     return Counter(
         str(entry.get("value"))
         for case in suite.iter("testcase")

@@ -371,7 +371,7 @@ def test_a_low_lse_under_a_mask_gives_finite_gradients(length: int, kind: str) -
 @pytest.mark.parametrize("length", [64, 100, 192, 197, 320, 1000])
 @pytest.mark.parametrize("kind", ["causal", "window", "grouped"])
 def test_a_low_lse_along_the_diagonal_gives_finite_gradients(length: int, kind: str) -> None:
-    """What lies behind the last key or row is hidden by causality: no lengths need to be told."""
+    """Causal masks hide what is past the last key or row: no lengths need to be passed."""
     shared = 1 if kind == "grouped" else 2
     *data, grad = normal((1, 2, length, 64), *((1, shared, length, 64),) * 2, (1, 2, length, 64))
     data[0][..., 0], data[1][..., 0] = -120.0, 8.0

@@ -134,7 +134,7 @@ def reasons() -> list[str]:
 
 
 def wanted(given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What `embedded` computes, in float64."""
+    """Return what `embedded` computes, in float64."""
     wide = {name: value.double().cpu() for name, value in given.items()}
     conv = torch.nn.functional.conv2d(wide["x"], wide["w"], padding=1)
     return (conv + wide["v"]).relu().cuda()

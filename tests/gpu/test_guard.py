@@ -115,7 +115,7 @@ def is_right(g: cg.Graph, exe: Any) -> None:
 
 
 def again() -> None:
-    """What a new process has: nothing in memory, and no workers."""
+    """Forget what a new process does not have: plans in memory, and workers."""
     cg.cache_clear()
     STATE.stores.clear()
     STATE.rejections.clear()

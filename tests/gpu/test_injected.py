@@ -51,7 +51,7 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What says how the workers are to misbehave."""
+    """The file that tells the workers how to misbehave."""
     return tmp_path_factory.mktemp("misbehaving") / "told.json"
 
 
@@ -119,7 +119,7 @@ class Injected:
 
 
 def works() -> None:
-    """That this process has its GPU: a kernel of torch's runs, and memory is to be had."""
+    """Assert that this process has its GPU: a kernel of torch's runs, and memory is to be had."""
     x = torch.arange(1024, device="cuda")
     assert int((x * 2).sum()) == 1023 * 1024
     torch.cuda.synchronize()

@@ -313,7 +313,7 @@ def test_make_graphed_callables_takes_a_module() -> None:
 
 
 def _requested_bytes() -> int:
-    """Of tensors; ``memory_allocated`` has up to 1 MB more for each, as free memory lies."""
+    """Return the bytes of tensors; ``memory_allocated`` has up to 1 MB more for each."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
@@ -427,7 +427,7 @@ def test_out_is_written_in_place_and_allocates_nothing() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_module_that_changes_between_calls_is_called_as_it_is(training: bool) -> None:
-    """What served a call serves the next one only if nothing has changed that matters."""
+    """The program of a call serves the next one only if nothing has changed that matters."""
     torch.manual_seed(0)
     block = cg.FusedConvBlock(32, 32, 3, padding=1).cuda().half()
     block = block.to(memory_format=torch.channels_last).train(training)

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the two processes tell."""
+    """The reports of the two processes."""
     folder = tmp_path_factory.mktemp("ranks")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with contextlib.ExitStack() as stack:

@@ -96,7 +96,7 @@ def synchronised(rank: int) -> float:
 
 
 def plans() -> list[str]:
-    """What this rank runs of a graph for which several plans are about as fast."""
+    """Return the plans that this rank runs of a graph for which several are about as fast."""
     g = cg.Graph("shared")
     x = g.input("x", (8, 64, 28, 28), torch.float16, layout="channels_last")
     w = g.input("w", (64, 64, 3, 3), torch.float16, layout="channels_last")

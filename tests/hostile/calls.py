@@ -23,7 +23,7 @@ class Target:
 
 @dataclass
 class Outcome:
-    """How one call ended. ``wrong`` says what must not be; ``refused`` names the error's class."""
+    """The end of one call. ``wrong`` says what must not be; ``refused`` names the error's class."""
 
     call: str
     wrong: str = ""
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What may be given by name or in order; the other keywords are not its own."""
+    """Return the parameters of a function, without ``*args`` and ``**kwargs``."""
     found = inspect.signature(function).parameters
     taken = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {name: each for name, each in found.items() if each.kind not in taken}

@@ -39,9 +39,11 @@ class _Rounded(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Tf32:
-    """How tensor cores read the float32 operands of products, which have 11 bits for them: kernels
-    round them, or leave the lower bits out, which has one sign. ``mixed`` is the seed of a choice
-    for each operand; None is the same for all."""
+    """A way in which tensor cores read float32 operands of matmuls, for which they have 11 bits.
+
+    Kernels round the operands, or leave the lower bits out, which has one sign. ``mixed`` is the
+    seed of a choice for each operand; None is the same for all.
+    """
 
     cut: bool = True
     mixed: int | None = None

@@ -88,7 +88,7 @@ class _Maker:
         return self.given(shape, "weight", size=1.0 / math.sqrt(max(1, fan_in)))
 
     def vector(self, n: int | Shape, *, wide: bool = False, positive: bool = False) -> int:
-        """Of the channels or a row: a bias or a norm's weight, in float32 now and then."""
+        """A vector of the channels or a row: a bias or a norm's weight, in float32 now and then."""
         shape = (n,) if isinstance(n, int) else n
         dtype = F32 if wide and not self.case.fused and self.r.random() < 0.5 else self.case.dtype
         return self.given(shape, "weight", dtype=dtype, positive=positive, plain=True)
@@ -433,8 +433,7 @@ class _Maker:
         return self.step("reduction", x, terms=terms, dims=dims, mode=mode, keepdim=keep)
 
     def end(self, x: int) -> None:
-        """What nothing reads is a result, and now and then another value; what no result needs is
-        left out."""
+        """Make ``x`` a result, and now and then another value; drop what no result needs."""
         r, case = self.r, self.case
         ends = [x]
         steps = [at for at in case.steps if at != x]

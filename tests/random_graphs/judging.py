@@ -28,8 +28,10 @@ class Wrong(AssertionError):
 
 @dataclass
 class Verdict:
-    """What became of a case: "right", "refused: ...", or "wrong: ..."; and how many of its results
-    have no digits even by torch."""
+    """The outcome of a case: "right", "refused: ...", or "wrong: ...".
+
+    ``without_digits`` counts results that have no digits even by torch.
+    """
 
     outcome: str
     without_digits: int = 0
@@ -97,7 +99,7 @@ def _judged(of: Case, place: torch.device, policy: cg.Policy) -> int:
 
 @dataclass
 class Yardstick:
-    """What torch makes of a case that rounds, in several ways; ``run`` makes the results of one.
+    """Results of torch for a case, rounded in several ways; ``run`` computes those of one way.
 
     A few ways are enough where ours is close. Where it is not, and the numbers are few, those may
     all be close by luck, so there are more to ask for.

@@ -31,7 +31,7 @@ class Op:
 
 
 class Rounding:
-    """What torch rounds inside of an op: to the dtype of the data, or ``fine``, to float32.
+    """Rounding inside of an op as torch does it: to the dtype of the data, or ``fine``, to float32.
 
     This one rounds nothing.
     """

@@ -146,7 +146,7 @@ class Attention:
         return g
 
     def _kept(self, t: Tensors) -> torch.Tensor | None:
-        """Which (row, key) pairs may meet, (B, 1, S_q, S_kv); None for all."""
+        """Return the mask of (row, key) pairs that may meet, (B, 1, S_q, S_kv); None for all."""
         bounded = self.causal or self.window is not None
         if not bounded and self.len_q is None and self.len_kv is None:
             return None
@@ -244,7 +244,7 @@ class Attention:
         return out
 
     def _dropped(self, t: Tensors) -> torch.Tensor:
-        """Which weights dropout keeps."""
+        """Return the mask of the weights that dropout keeps."""
         if self.dropped == "mask":
             return t["dropped"]
         shape = (*self.q_shape[:3], self.keys)

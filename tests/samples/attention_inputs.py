@@ -84,7 +84,7 @@ _TURNS = ("cos", "sin")
 
 
 def ragged() -> Iterator[Case]:
-    """Where sequences lie, in whole numbers."""
+    """Offsets of packed sequences, in whole numbers."""
 
     def eager(t: Tensors) -> Tensors:
         q, kv = t["cu_q"], t["cu_kv"]

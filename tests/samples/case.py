@@ -1,4 +1,4 @@
-"""What a sample is, how its tensors are filled, and helpers that every family uses."""
+"""The type of a sample, the fills of its tensors, and helpers that every family uses."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def in_float64(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def torch_eager(case: Case, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What torch computes for ``case``, by output name, in the dtype of the inputs."""
+    """Return torch's results for ``case`` by output name, in the dtype of the inputs."""
     with torch.no_grad():
         return case.eager(dict(inputs))
 

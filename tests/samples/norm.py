@@ -244,7 +244,7 @@ class ImageNorm:
         return F.group_norm(x.to(wide), groups, w, b, self.eps).to(x.dtype)
 
     def eager(self, t: Tensors) -> Tensors:
-        """What a user of torch would write."""
+        """Compute the norm as a user of torch would write it."""
         x = t["x"] + t["z"] if self.residual else t["x"]
         y = self.forward(x, *(t[key] for key in ("w", "b") if key in t))
         made = {"y": activate(y, self.act, {})}

@@ -191,7 +191,7 @@ def hold(directory: Path, _: str) -> None:
 
 
 def fork(directory: Path, _: str) -> None:
-    """What a child does to its parent's mark, and what its own parent's death means."""
+    """Fork a child that tries to write its parent's mark, then one that outlives its parent."""
     launches = Launches(directory)
     mark = launches.begin()
     mark.set(STEP, (4, ()))

@@ -169,7 +169,7 @@ def stale(rank: Rank) -> dict[str, Any]:
 
 
 def forged(rank: Rank) -> dict[str, Any]:
-    """What the first rank hands on is no record."""
+    """The first rank sends the others something that is no record."""
     if rank.rank == 0:
         agree = distributed.choose_once
         distributed.choose_once = lambda name, first, other: agree(

@@ -32,7 +32,7 @@ Say = Callable[[dict[str, object]], None]
 
 
 def attempt(engine: str, behaviour: str, say: Say) -> str:
-    """What is wrong with an engine's plan, if this process lives to tell."""
+    """Return what is wrong with an engine's plan, if this process lives to tell."""
     if behaviour == "hangs":
         time.sleep(600)
     elif behaviour == "aborts":
@@ -154,7 +154,7 @@ def answer(task: dict[str, object], behaviours: dict[str, str], log: Path, say: 
 
 
 def load(behaviours: dict[str, str], log: Path) -> Callable[[socket.socket, int], None]:
-    """What a worker runs."""
+    """Return the function that a worker runs."""
     return partial(work, behaviours, log)
 
 

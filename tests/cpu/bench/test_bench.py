@@ -171,7 +171,7 @@ def test_torch_compile_is_a_baseline_where_it_is_asked_for() -> None:
 
 
 def test_torch_compile_compiles_every_row_of_a_function() -> None:
-    """Of one function torch compiles eight forms, and runs the ninth as it is."""
+    """torch compiles eight forms of one function, and runs the ninth as it is."""
     compiled: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

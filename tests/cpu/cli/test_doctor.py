@@ -32,7 +32,7 @@ WHEEL = Path("/site/nvidia/cudnn/lib")
 
 
 class Machine:
-    """What the doctor is shown. Change a field, then examine."""
+    """The machine that the doctor is shown. Change a field, then examine."""
 
     def __init__(self) -> None:
         self.frontend: str | BackendUnavailable = "1.28.0"

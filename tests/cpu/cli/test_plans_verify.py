@@ -308,7 +308,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def _said(folder: Path, id: str) -> list[Any]:
-    """What a record on disk says of each step's check."""
+    """Return the check of each step as a record on disk has it."""
     found = PlanStore(folder, seeds=None).check(id)
     assert found.record is not None and not found.blob_problem
     return [step.extra.get(codec.VERIFIED) for step in found.record.steps]

@@ -72,7 +72,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, Policy]]:
-    """What would be compiled: names, devices, policies. Graphs named g3 are refused."""
+    """Graphs that would be compiled: names, devices, policies. Graphs named g3 are refused."""
     seen: list[tuple[str, str, Policy]] = []
 
     def compile(spec: cg.GraphSpec, device: str, *, policy: Policy) -> None:
@@ -335,7 +335,7 @@ def test_a_script_runs_with_its_arguments_and_the_setting_and_gives_its_code(
 
 
 def python(*words: str, folder: Path) -> list[object]:
-    """What a script or a module sees that python itself runs so."""
+    """Return the name and the arguments that a script or module sees if python itself runs it."""
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=True
     )

@@ -36,7 +36,7 @@ Write = Callable[[Path], tuple[int, str]]  # exit code and errors of a command t
 
 @contextmanager
 def reading(fifo: Path) -> Iterator[bytearray]:
-    """What arrives in a FIFO. Its reader waits for no writer, so that a fault ends in a failure."""
+    """Read what arrives in a FIFO, without waiting for a writer: so a fault ends in a failure."""
     descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     got, done = bytearray(), threading.Event()
 
@@ -266,7 +266,7 @@ COMMANDS = {
 
 @pytest.fixture(params=COMMANDS)
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a file, as the command wants it to be called."""
+    """The name of a file, as the command wants it to be called."""
     return str(request.param) if "." in request.param else f"file.{request.param}"
 
 

@@ -367,7 +367,7 @@ ODD = {
 def test_torch_is_given_strides_that_it_takes_for_one_layout(
     name: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it guesses of x and of the result shows on a GPU alone (tests/gpu/test_pooling.py)."""
+    """torch's guess of both layouts shows on a GPU alone (tests/gpu/test_pooling.py)."""
     shape, stride = ODD[name]
     rank = len(shape) - 2
     if op == "interpolate" and rank != 2:

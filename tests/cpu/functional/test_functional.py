@@ -452,7 +452,7 @@ def test_attention_shares_heads_and_returns_the_lse() -> None:
 
 
 def test_dropout_draws_its_seed_from_torchs_generator() -> None:
-    """Of ones, attention gives the share of a row's weights that is kept, over 1 - p."""
+    """Attention over ones gives the share of a row's weights that is kept, over 1 - p."""
     q = torch.ones(4, 8, 16, 8)
     torch.manual_seed(3)
     first = CF.scaled_dot_product_attention(q, q, q, dropout_p=0.25)

@@ -203,8 +203,10 @@ class Grower:
         return self.one(self.g.minimum, self.g.maximum)(x, self.one(0.2, x * 0.5, self.residual(x)))
 
     def finish(self) -> GraphSpec:
-        """What nothing else in the pool is made of are the outputs. (Not each operand has a use: a
-        choice between what is drawn may drop it.)"""
+        """Output each value of the pool that no later output is computed from.
+
+        An operand may be unused: a random choice may drop it.
+        """
         reached: set[str] = set()
         for value in reversed(self.pool[1:]):
             if value.name not in reached:

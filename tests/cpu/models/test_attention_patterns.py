@@ -245,7 +245,7 @@ def heat_of_queries(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def hidden_before_heat(m: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """What a negative number multiplies is hidden no more."""
+    """A hidden score that is multiplied by a negative number is hidden no more."""
     scores = (q @ k.transpose(-2, -1)).masked_fill(m.lower == 0, -6e4)
     return F.softmax(scores * m.heat, dim=-1)
 

@@ -307,7 +307,7 @@ def test_large_ones_are_left_to_torch() -> None:
 
 
 class Laid(nn.Module):
-    """What torch makes lies as its operand does, and is then taken for that."""
+    """A model in which ones_like has its operand's strides, and views of it rely on them."""
 
     def __init__(self, turn: bool) -> None:
         super().__init__()

@@ -156,7 +156,7 @@ def test_a_group_norm_of_torch_compile_is_ours_where_its_statistics_are_not_want
 def test_a_group_norm_of_small_images_is_torchs(
     channels_last: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which has less to launch."""
+    """torch's own group norm launches less."""
     name = f"group_norm_min_elements_{'channels_last' if channels_last else 'contiguous'}"
     assert getattr(rules.TABLE[90], name) == least
     shape = (2, 8, 6, 5)

@@ -89,7 +89,7 @@ def unlike(x: torch.Tensor, power: int = 2, dim: Any = -1, alpha: int = 1) -> to
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:
-    """Of numbers that are rounded first."""
+    """An RMS norm of numbers that are rounded first."""
     return unlike(x.half().float())
 
 
@@ -117,7 +117,7 @@ def test_what_is_nearly_an_rms_norm_is_one_but_for_one_thing() -> None:
 
 
 def test_an_rms_norm_is_of_what_a_conversion_rounds_and_of_whole_numbers() -> None:
-    """Of a tensor that is rounded first, not of the one before."""
+    """The norm reads the rounded tensor, not the one before the rounding."""
     for function in (
         lambda m, x: narrowed(x),
         lambda m, x: unlike((x * 90).int().float()),

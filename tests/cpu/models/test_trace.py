@@ -200,7 +200,7 @@ def test_the_unusual_is_left_to_torch_export_and_nothing_is_changed(name: str) -
 
 
 def test_control_flow_works_as_before() -> None:
-    """What a model compiles within itself has not met the modes of the run."""
+    """Graphs that a model compiles within itself have not met the modes of the trace."""
     model = model_of(GIVEN_UP["control_flow"])
     x = image(3)
     for _ in range(2):

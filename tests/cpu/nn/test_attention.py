@@ -119,7 +119,7 @@ def test_the_output_lies_as_q_does() -> None:
 
 
 def seeds(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch's generator gives for a seed of its own: a seed and an offset of dropout."""
+    """Return a seed and an offset of dropout, drawn by a generator of that seed."""
     gen = torch.Generator().manual_seed(number)
     drawn = torch.empty(4, dtype=torch.int64).random_(generator=gen)
     return drawn[:1], drawn[2:3]

@@ -29,7 +29,7 @@ Block = Any
 
 
 def by_torch(block: Block, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """What the children of ``block`` compute when torch calls them."""
+    """Compute the block by calling its children, as torch does."""
     y = block.conv(x)
     y = y if block.norm is None else block.norm(y)
     y = y if residual is None else y + residual
@@ -313,7 +313,7 @@ HOOKED: dict[str, Any] = {
 @pytest.mark.parametrize("name", HOOKED)
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 def test_hooks_on_the_modules_of_a_block_are_called(name: str) -> None:
-    """Those of the children, put there once the block was made."""
+    """The hooks are put on the children after the block was made."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).double()
     block = cg.FusedConvBlock.from_torch(*copy.deepcopy(plain))
@@ -559,7 +559,7 @@ def test_replace_leaves_hooks_and_shared_modules_alone() -> None:
 
 
 def on_two_ranks(worker: str, tmp_path: Path) -> list[Any]:
-    """What each of two processes tells in its last line."""
+    """Return what each of two processes prints in its last line."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(

@@ -94,7 +94,7 @@ MODULES: dict[str, Make] = {
 @pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_results_and_gradients_are_within_the_policy(name: str, dtype: torch.dtype) -> None:
-    """Of float64 on the numbers that the dtype has of weights and data, and of torch's own."""
+    """Compared with float64 on weights and data rounded to the dtype, and with torch's own."""
     torch.manual_seed(0)
     ours, plain, shape = MODULES[name]()
     ours, plain = ours.to(dtype), plain.to(dtype)

@@ -116,7 +116,7 @@ def test_a_norm_is_as_good_as_torchs_at_every_dtype(
 
 @pytest.mark.parametrize("dtype", [F64, F32, torch.float16, torch.bfloat16], ids=str)
 def test_rms_norms_epsilon_is_torchs_where_none_is_given(dtype: torch.dtype) -> None:
-    """That of the dtype it computes in, and not the data's: a hundredth of bfloat16's numbers."""
+    """The epsilon is that of the dtype it computes in, not the data's (bfloat16's is 1/128)."""
     x = torch.full((2, 8), 1e-4, dtype=dtype)
     want = F.rms_norm(x, (8,))
     torch.testing.assert_close(functional.rms_norm(x, (8,)), want)

@@ -153,8 +153,11 @@ def imported_alike(call: atens.Call, channels_last: bool) -> bool:
 
 @pytest.fixture(scope="module")
 def calls() -> atens.Calls:
-    """What torch's table of operators leads to: in a thread, for torch's test tools look at every
-    frame of the stack again and again, and pytest's are many."""
+    """Calls of ATen overloads that torch's table of operators leads to.
+
+    They are made in a thread: torch's test tools look at every frame of the stack again and again,
+    and pytest's are many.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(atens.of_torchs_table, SAMPLES, SAMPLES).result()
 
@@ -220,7 +223,7 @@ def tripled(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_is_not_taken_for_one_whose_name_its_own_begins_or_ends_with(
     library: Any, form: str
 ) -> None:
-    """What nothing here knows is called itself."""
+    """An op that no rule knows is called itself."""
     x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     for known in KNOWN:
         name = form.format(known)
@@ -288,7 +291,7 @@ def test_memory_is_read_and_written_as_it_lay_when_the_model_was_traced(
 
 
 def test_memory_that_an_operand_does_not_fill_is_not_read() -> None:
-    """What lies beside a part of a tensor is not known where the part alone is an operand."""
+    """Memory beside a part of a tensor is unknown if the part alone is an operand."""
     graph = torch.fx.Graph()
     x = torch.arange(12.0).view(3, 4)
     node = graph.placeholder("x")

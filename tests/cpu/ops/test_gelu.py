@@ -1,4 +1,4 @@
-"""What stands for erf behind a matrix product: as exact as 16 bits can tell."""
+"""The formula in place of erf behind a matmul: as exact as 16 bits can tell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS: Any = SimpleNamespace(  # the frontend's ops, on tensors of torch
 
 
 def lowered(x: torch.Tensor, dtype: torch.dtype = torch.float16, product: bool = True) -> Any:
-    """What lowering makes of gelu(x @ w), or of gelu(x), computed in x's dtype."""
+    """Compute gelu(x @ w), or gelu(x), as it is lowered, in x's dtype."""
     g = cg.Graph("gelu")
     y = g.input("x", (4, 8), torch.float16)
     y = g.matmul(y, g.input("w", (8, 8), torch.float16)) if product else y

@@ -1,4 +1,4 @@
-"""Which poolings cuDNN's own call is for, and what becomes of those that it refuses."""
+"""Pooling by cuDNN's own call: the images and windows that it takes, and fallbacks for the rest."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 def test_operators_take_numbers_and_give_torchs_dtype_and_result(
     dtype: torch.dtype, shape: tuple[int, ...], name: str
 ) -> None:
-    """Of numbers that 16 bits hold, so that rounding between the ops does not tell."""
+    """The numbers fit in 16 bits, so that rounding between the ops changes nothing."""
     apply = OPERATORS[name]
     x = torch.full(shape, 4.0).to(dtype)
     g = cg.Graph("g")

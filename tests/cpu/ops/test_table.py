@@ -94,7 +94,7 @@ def _one_of_each() -> list[tuple[samples.Case, GraphSpec]]:
 
 
 def test_no_reference_goes_through_the_backend() -> None:
-    """Of the package the rules call what computes, and nothing that compiles or selects."""
+    """The rules call only the parts of the package that compute, none that compiles or selects."""
     package, entered = Path(cg.__file__).parent, set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""What is memory of another tensor, and which steps so have nothing to run."""
+"""Tensors that alias another's memory, and the steps that therefore run nothing."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_each_anchor_takes_what_follows_it_along_first() -> None:
 
 
 def test_what_hangs_on_one_anchor_stays_with_it_or_waits_for_the_last() -> None:
-    """Of two branches that are added, the first can finish alone or leave it to the sum's step."""
+    """If two branches are added, the first can finish alone or leave its end to the sum's step."""
     own, late, apart, single = cut_ops(two_branches())
     assert own == [["conv", "bias"], ["conv", "tanh", "add", "relu"]]
     assert late == [["conv"], ["bias", "conv", "tanh", "add", "relu"]]

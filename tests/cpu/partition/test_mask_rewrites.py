@@ -74,7 +74,7 @@ def test_masks_whose_rows_start_at_odd_elements_are_copied_once_each() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, F16], ids=str)
 def test_masks_are_aligned_where_the_data_are_made_by_the_graph(dtype: torch.dtype) -> None:
-    """What it makes is declared float32, and handed on in 16 bits."""
+    """The data are declared float32, and passed between steps in 16 bits."""
     g = cg.Graph("g")
     x, mask = g.input("x", (16 * 193, 16 * 8), F16), g.input("mask", (193, 193), dtype)
     y = g.permute(g.reshape(g.relu(x), (16, 193, 16, 8)), (0, 2, 1, 3))

@@ -134,7 +134,7 @@ def test_regions_of_a_gradient_and_their_cuts_are_in_an_order_that_can_be_run(
 def test_cuts_of_random_graphs_are_in_an_order_that_can_be_run(
     first: int, anchors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only an output reads came ahead of what it reads itself, in seed 2500."""
+    """In seed 2500 an op that only an output reads once came before the ops that it reads."""
     monkeypatch.setattr(regions_module, "MAX_ANCHORS_AS_ONE", anchors)
     for seed in (*range(first, first + 40), 2500):
         case = random_graphs.case(seed)

@@ -175,7 +175,7 @@ def decoded(text: bytes) -> PlanRecord | None:
 
 
 def place_of(folder: Path, text: bytes) -> Path:
-    """Where a writer that means ill would put a record, so that it is found."""
+    """Return the path at which a hostile writer would put a record, so that it is found."""
     record = decoded(text)
     id = hashlib.sha256(text).hexdigest() if record is None else record.id
     place = folder / "v1" / id[:2] / f"{id}.json"

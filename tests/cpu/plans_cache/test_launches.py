@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Heard(list[tuple[str, Plan]]):
-    """What is rejected."""
+    """The plans that are rejected, in order."""
 
     def __call__(self, id: str, plan: Plan) -> None:
         self.append((id, plan))

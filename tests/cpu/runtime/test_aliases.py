@@ -1,4 +1,4 @@
-"""What is a tensor of its own in torch is one in a fused model, and what is not, is not."""
+"""Results of a fused model are tensors of their own, or its inputs, exactly as torch's are."""
 
 from __future__ import annotations
 

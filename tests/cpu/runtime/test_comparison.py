@@ -322,7 +322,7 @@ def test_an_op_that_draws_unsaid_is_left_out_and_the_rest_is_compared(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_gradient_that_cancels_is_no_wrong_one(seed: int) -> None:
-    """That of a bias in front of a batch norm is zero: what is found is rounding, of one number."""
+    """The gradient of a bias in front of a batch norm is zero: the one number found is rounding."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.GELU())
     compiled(model, check=True)(torch.randn(3, 3, 9, 9)).square().sum().backward()

@@ -48,7 +48,7 @@ def launching(world: Engines) -> list[str]:
 
 
 def marked(world: Engines) -> list[Any]:
-    """What the marks say now."""
+    """Return the content of the marks that are there now."""
     texts = (path.read_text() for path in (world.directory / "launching").glob("*.mark"))
     return [json.loads(text.splitlines()[0]) for text in texts]
 

@@ -1,5 +1,7 @@
-"""What a model keeps between its calls: what changes is refused by name, what is made once is
-taken, and the model is left as it was."""
+"""State that a model keeps between its calls: refused by name if it changes, taken if made once.
+
+The model is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -277,7 +279,7 @@ def test_a_buffer_that_is_made_again_alike_is_taken() -> None:
 
 
 def test_weights_that_a_hook_computes_are_taken() -> None:
-    """Which puts them into an attribute in every call."""
+    """The hook puts the weights into an attribute in every call."""
     model = nn.utils.weight_norm(nn.Linear(3, 3)).eval()
     x = torch.randn(2, 3)
     torch.testing.assert_close(cg.fuse(model, x)(x), model(x))

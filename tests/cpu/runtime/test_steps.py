@@ -141,7 +141,7 @@ def test_steps_with_views_between_them_compute_what_torch_does(
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_trial_of_the_whole_runs_the_same_steps(name: str) -> None:
-    """What selection times is what is run."""
+    """Selection times the very steps that are run."""
     spec, inputs, want = declared(name)
     program = in_steps(spec)
     chain = GraphTrial(program.spec, POLICY, CPU)
@@ -227,7 +227,7 @@ def test_a_value_shown_by_two_outputs_is_copied_to_one_of_them(blocks: list[torc
 
 
 def test_a_view_keeps_the_memory_that_it_shows(blocks: list[torch.Tensor]) -> None:
-    """What lies behind a view is not given to another step while the view is still read."""
+    """The memory behind a view is not given to another step while the view is still read."""
     g = cg.Graph("late")
     x = g.input("x", (4, 64), F32)
     shown = g.exp(x).transpose(0, 1)
@@ -387,7 +387,7 @@ def test_a_direct_run_gives_plans_the_addresses_that_a_bound_call_gives(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What a short call asks of torch and cuDNN on a GPU: what it says may be changed."""
+    """The answers of torch and cuDNN on a GPU to a short call; a test may change them."""
     told = SimpleNamespace(device=None, stream=5, capturing=False, followed=[])
     entry = SimpleNamespace(stream=5, handle=SimpleNamespace(backend_handle=7))
     monkeypatch.setattr(handles, "thread_handle", lambda index: entry)

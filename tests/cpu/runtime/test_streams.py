@@ -129,7 +129,7 @@ def test_streams_wait_for_each_other_where_a_result_is_read(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_runs_side_by_side_shares_no_memory(case: Case, monkeypatch: Any) -> None:
-    """Of a gradient, op by op: what a step writes while others may run is none of theirs."""
+    """In a gradient cut op by op, a step writes no memory of the steps that may run beside it."""
     spec = case.build().spec()
     backward = cg.differentiate(spec, floating_inputs(spec)).backward
     steps = one_by_one(backward, lambda part: part.nodes[-1].op != "concat")
@@ -143,7 +143,7 @@ def test_what_runs_side_by_side_shares_no_memory(case: Case, monkeypatch: Any) -
         start[each.form.name] = (root, past + each.past * each.form.dtype.itemsize)
 
     def place(name: str, part: GraphSpec) -> tuple[str, int, int, Any]:
-        """Where a tensor lies: its root, its first byte and the one behind its last; its form."""
+        """Return a tensor's root, its first byte, the byte behind its last, and its form."""
         (root, at), form = start[name], part.tensors[name]
         return root, at, at + form.extent * form.dtype.itemsize, form
 

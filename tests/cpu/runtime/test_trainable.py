@@ -171,7 +171,7 @@ def test_statistics_are_outputs_without_a_gradient() -> None:
 
 
 def saved_bytes(run: Any) -> int:
-    """What autograd keeps, each storage once."""
+    """Return the bytes that autograd keeps, each storage counted once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def spec(name: str = "g") -> GraphSpec:
 
 
 class Memory:
-    """What is not to be tried again, in memory."""
+    """Choices that are not to be tried again, in memory."""
 
     def __init__(self) -> None:
         self.rejected: dict[Choice, str] = {}
@@ -180,7 +180,7 @@ def test_without_workers_plans_are_checked_here_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Here:
-        """What :class:`verification.Checks` says."""
+        """A stand-in for :class:`verification.Checks`: one wrong plan, then one that is taken."""
 
         def __init__(self, *args: Any, rejected: Mapping[Choice, str]) -> None:
             assert rejected == {}

@@ -141,7 +141,7 @@ def close_ways() -> Bench:
 
 
 def test_close_ways_to_cut_a_graph_are_measured_whole_and_that_counts() -> None:
-    """What steps take alone does not tell of the gaps between them."""
+    """The times of single steps leave out the gaps between them."""
     bench = close_ways()
     bench.whole_us = lambda chains: [12.6, 14.0]
     selection = run(block(), bench)

@@ -43,7 +43,7 @@ class Program:
         self.pid = int((folder / "pid").read_text())
 
     def said(self, *names: str) -> list[Any]:
-        """What it has said under these names, waiting for each."""
+        """Return what the program has said under these names, waiting for each."""
         found: dict[str, Any] = {}
 
         def read() -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of a check, by stand-ins for cuDNN and for the random data."""
+"""Outcomes of checks, with stand-ins for cuDNN and for the random data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_search_does_not_call_right_what_it_could_not_compare(
 
 
 def test_an_engine_that_was_wrong_twice_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the cache counts; what a build says of a configuration does not."""
+    """Wrong plans in the cache count; refusals of a build do not."""
     ranking = [Choice(engine, (("CFG", n),)) for n in range(4) for engine in (4, 5, 6)]
     monkeypatch.setattr(Proposed, "ranking", ranking)
     tried: list[Choice] = []
