@@ -13,6 +13,7 @@ from cudnngraph.runtime.compile import compile as compile_spec
 from tests import numerics
 
 F32, F64 = torch.float32, torch.float64
+X, Y, IMAGE, ROWS = (3, 5, 8), (3, 5, 8), (2, 6, 9, 8), (4, 10, 16)
 
 
 def ops(spec: GraphSpec | None) -> list[str]:

@@ -77,3 +77,26 @@ def why(plan: Plan, policy: cg.Policy = POLICY) -> str | None:
 
 def scales(plan: Plan, pointers: Sequence[int], workspace: int) -> None:
     plan.result(pointers).mul_(1.01)
+
+
+def attention(
+    heads: tuple[int, int] = (4, 2),
+    mask: tuple[int, ...] | None = None,
+    mask_dtype: torch.dtype = F16,
+    lengths: bool = False,
+    lse: bool = False,
+) -> GraphSpec:
+    """3 sequences of 8, heads of q and of k and v as given."""
+    g = cg.Graph("attention")
+    q = g.input("q", (3, heads[0], 8, 16), F16)
+    k, v = (g.input(name, (3, heads[1], 8, 16), F16) for name in "kv")
+    options: dict[str, Any] = {}
+    if mask is not None:
+        options["attn_mask"] = g.input("mask", mask, mask_dtype)
+    if lengths:
+        for name in ("seq_len_q", "seq_len_kv"):
+            options[name] = g.input(name, (3,), torch.int32)
+    made = g.sdpa(q, k, v, **options, **({"return_lse": True} if lse else {}))
+    for name, value in zip(("o", "lse"), made if lse else (made,), strict=False):
+        g.output(name, value)
+    return g.spec()

@@ -210,3 +210,7 @@ def whole(
 
 def output_of(g: cg.Graph, **options: Any) -> None:
     g.output("y", g.relu(image(g)), **options)
+
+
+def relu_of(g: cg.Graph, **options: Any) -> None:
+    g.output("y", g.relu(g.input("x", **options)))

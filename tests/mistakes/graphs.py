@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import cudnngraph as cg
-from tests.mistakes.declare import F16, image, output_of, whole
-
-
-def _relu_of(g: cg.Graph, **options: Any) -> None:
-    g.output("y", g.relu(g.input("x", **options)))
+from tests.mistakes.declare import F16, image, output_of, relu_of, whole
 
 
 def _unused(g: cg.Graph) -> None:
@@ -101,42 +95,42 @@ GRAPHS = [
         "output_keyword",
         whole(lambda g: g.output("class", image(g).relu()), "'class' is not a Python identifier"),
     ),
-    ("input_no_shape", whole(lambda g: _relu_of(g, dtype=F16), "has no shape", "or like=")),
-    ("input_no_dtype", whole(lambda g: _relu_of(g, shape=(4,)), "input 'x': has no dtype")),
-    ("input_like_list", whole(lambda g: _relu_of(g, like=[1, 2]), "like=list", "torch.Tensor")),
+    ("input_no_shape", whole(lambda g: relu_of(g, dtype=F16), "has no shape", "or like=")),
+    ("input_no_dtype", whole(lambda g: relu_of(g, shape=(4,)), "input 'x': has no dtype")),
+    ("input_like_list", whole(lambda g: relu_of(g, like=[1, 2]), "like=list", "torch.Tensor")),
     (
         "input_shape_negative",
-        whole(lambda g: _relu_of(g, shape=(4, -1), dtype=F16), "shape=(4, -1)", ">= 0"),
+        whole(lambda g: relu_of(g, shape=(4, -1), dtype=F16), "shape=(4, -1)", ">= 0"),
     ),
     (
         "input_shape_float",
-        whole(lambda g: _relu_of(g, shape=(4.0,), dtype=F16), "shape=(4.0,)", "whole numbers"),
+        whole(lambda g: relu_of(g, shape=(4.0,), dtype=F16), "shape=(4.0,)", "whole numbers"),
     ),
     (
         "input_shape_none",
-        whole(lambda g: _relu_of(g, shape=1.5, dtype=F16), "shape=1.5 is not a sequence"),
+        whole(lambda g: relu_of(g, shape=1.5, dtype=F16), "shape=1.5 is not a sequence"),
     ),
     (
         "input_rank_9",
-        whole(lambda g: _relu_of(g, shape=(1,) * 9, dtype=F16), "9 dims", "at most 8"),
+        whole(lambda g: relu_of(g, shape=(1,) * 9, dtype=F16), "9 dims", "at most 8"),
     ),
     (
         "input_dtype_complex",
         whole(
-            lambda g: _relu_of(g, shape=(4,), dtype=torch.complex64),
+            lambda g: relu_of(g, shape=(4,), dtype=torch.complex64),
             "dtype=torch.complex64 is not supported",
         ),
     ),
     (
         "input_dtype_text",
         whole(
-            lambda g: _relu_of(g, shape=(4,), dtype="float16"), "dtype='float16'", "torch.float16"
+            lambda g: relu_of(g, shape=(4,), dtype="float16"), "dtype='float16'", "torch.float16"
         ),
     ),
     (
         "input_layout",
         whole(
-            lambda g: _relu_of(g, shape=(1, 2, 3, 4), dtype=F16, layout="nhwc"),
+            lambda g: relu_of(g, shape=(1, 2, 3, 4), dtype=F16, layout="nhwc"),
             "layout='nhwc' is unknown",
             "'channels_last'",
         ),
@@ -144,26 +138,26 @@ GRAPHS = [
     (
         "input_layout_and_stride",
         whole(
-            lambda g: _relu_of(g, shape=(4,), dtype=F16, layout="contiguous", stride=(1,)),
+            lambda g: relu_of(g, shape=(4,), dtype=F16, layout="contiguous", stride=(1,)),
             "both layout and stride",
         ),
     ),
     (
         "input_channels_last_of_rank_2",
         whole(
-            lambda g: _relu_of(g, shape=(4, 4), dtype=F16, layout="channels_last"),
+            lambda g: relu_of(g, shape=(4, 4), dtype=F16, layout="channels_last"),
             "layout='channels_last' with 2 dims",
         ),
     ),
     (
         "input_stride_count",
         whole(
-            lambda g: _relu_of(g, shape=(4, 4), dtype=F16, stride=(1,)), "stride has 1 entries", "2"
+            lambda g: relu_of(g, shape=(4, 4), dtype=F16, stride=(1,)), "stride has 1 entries", "2"
         ),
     ),
     (
         "input_stride_negative",
-        whole(lambda g: _relu_of(g, shape=(4,), dtype=F16, stride=(-1,)), "stride=(-1,)", ">= 0"),
+        whole(lambda g: relu_of(g, shape=(4,), dtype=F16, stride=(-1,)), "stride=(-1,)", ">= 0"),
     ),
     (
         "output_stride_overlaps",

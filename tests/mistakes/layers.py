@@ -15,11 +15,11 @@ from tests.mistakes.declare import (
     conv,
     norm,
     pointwise,
+    relu_of,
     trailing,
     transposed,
     whole,
 )
-from tests.mistakes.graphs import _relu_of
 
 LAYERS = [
     # -- convolution
@@ -77,7 +77,7 @@ LAYERS = [
     ),
     (
         "elements_beyond_64_bits",
-        whole(lambda g: _relu_of(g, shape=(2**40, 2**40), dtype=F16), "fewer than 2^60 elements"),
+        whole(lambda g: relu_of(g, shape=(2**40, 2**40), dtype=F16), "fewer than 2^60 elements"),
     ),
     (
         "result_beyond_64_bits",

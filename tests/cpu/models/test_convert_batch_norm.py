@@ -13,8 +13,7 @@ from torch import nn
 from cudnngraph.bench import models
 from cudnngraph.models.convert import import_model
 from tests import numerics
-from tests.converted import F32, check, ops, run
-from tests.cpu.models.test_convert_rules import IMAGE
+from tests.converted import F32, IMAGE, check, ops, run
 from tests.models import Of, image
 
 

@@ -21,13 +21,12 @@ from cudnngraph.models.export import export
 from cudnngraph.ops.views import is_view
 from cudnngraph.rewrite.passes import prepared
 from tests import numerics, thresholds
-from tests.converted import F32, F64, check, ops, run
+from tests.converted import F32, F64, IMAGE, ROWS, X, check, ops, run
 from tests.models import Of, image
 
 # -- rules -----------------------------------------------------------------------------------------
 
 
-X, Y, IMAGE, ROWS = (3, 5, 8), (3, 5, 8), (2, 6, 9, 8), (4, 10, 16)
 POINTWISE: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "relu": (lambda m, x: F.relu(x), ["relu"]),
     "relu_": (lambda m, x: F.relu(x + 1, inplace=True), ["add", "relu"]),

@@ -15,9 +15,8 @@ from cudnngraph.ir.spec import GraphSpec, TensorSpec
 from cudnngraph.select import inputs as inputs_module
 from cudnngraph.select.inputs import random_inputs, strided
 from tests.chunks import each_case
-from tests.cpu.select.test_trial_attention import attention
 from tests.samples import Case, enumerate_cases
-from tests.trials import CPU, F16, F32
+from tests.trials import CPU, F16, F32, attention
 
 CASES = [case for case in enumerate_cases() if case.on_gpu]
 

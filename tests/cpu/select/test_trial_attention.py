@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,36 +14,13 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.ops.attention.dense import FP8_SCALES
 from cudnngraph.select import trial
 from cudnngraph.select.inputs import random_inputs
-from tests.trials import CPU, F16, F32, Plan, product, why
+from tests.trials import CPU, F16, F32, Plan, attention, product, why
 
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handles, "handle_on_current_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-
-
-def attention(
-    heads: tuple[int, int] = (4, 2),
-    mask: tuple[int, ...] | None = None,
-    mask_dtype: torch.dtype = F16,
-    lengths: bool = False,
-    lse: bool = False,
-) -> GraphSpec:
-    """3 sequences of 8, heads of q and of k and v as given."""
-    g = cg.Graph("attention")
-    q = g.input("q", (3, heads[0], 8, 16), F16)
-    k, v = (g.input(name, (3, heads[1], 8, 16), F16) for name in "kv")
-    options: dict[str, Any] = {}
-    if mask is not None:
-        options["attn_mask"] = g.input("mask", mask, mask_dtype)
-    if lengths:
-        for name in ("seq_len_q", "seq_len_kv"):
-            options[name] = g.input(name, (3,), torch.int32)
-    made = g.sdpa(q, k, v, **options, **({"return_lse": True} if lse else {}))
-    for name, value in zip(("o", "lse"), made if lse else (made,), strict=False):
-        g.output(name, value)
-    return g.spec()
 
 
 ATTENTIONS = {
