@@ -18,8 +18,7 @@ from cudnngraph.ir.spec import is_channels_last
 from cudnngraph.models.convert import import_model
 from cudnngraph.models.dynamo import backend
 from tests import numerics
-from tests.converted import check, ops, run
-from tests.cpu.models.test_convert_rules import X
+from tests.converted import X, check, ops, run
 from tests.models import NETS, Of, image
 
 # -- constants, inputs, results --------------------------------------------------------------------
