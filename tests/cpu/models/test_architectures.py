@@ -169,7 +169,10 @@ def test_a_model_that_torch_compile_trains_has_the_gradients_of_float64(
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_model_whose_layers_are_replaced_has_the_gradients_of_float64(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    mine, given = built(architecture, architecture.has_images), inputs(architecture, architecture.has_images)
+    mine, given = (
+        built(architecture, architecture.has_images),
+        inputs(architecture, architecture.has_images),
+    )
     found = trained(mine, mine, given, change=replace)
     compare(name, architecture.has_images, torch.float32, found)
 
