@@ -183,12 +183,10 @@ def plan_of(exe: cg.Executable) -> str:
 
 
 @torch.no_grad()
-def median_ms(call: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+def median_ms(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """The median time of a call. On a GPU a repeat is 50 calls between two events."""
-    for _ in range(3):
-        call()
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):  # the first is a warm-up
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(torch.cuda.current_stream(device))
@@ -201,7 +199,7 @@ def median_ms(call: Callable[[], object], device: torch.device, repeats: int = 7
             begin = time.perf_counter()
             call()
             times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 # -- the picture and the table ---------------------------------------------------------------------

@@ -54,7 +54,12 @@ class Found:
 
 def once() -> tuple[int, str, str]:
     """The demo in a new process, with as many threads as torch takes by itself."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_WAIT_POLICY": "passive",  # threads that wait leave the cores to others
+    }
     environ.pop("OMP_NUM_THREADS", None)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -261,9 +262,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = python.run("-c", PROBE, cwd=ROOT, check=True)
     result: dict[str, object] = json.loads(done.stdout)
     return result
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.errors import SettingsError
 from cudnngraph.settings import Settings
+from tests import python
 
 LOGGERS = ("cudnngraph", "plans_cache")
 
@@ -206,13 +205,7 @@ def test_the_store_logs_its_lookups_when_the_variable_asks_for_it(
 ) -> None:
     code = "from cudnngraph.cache import lookup; lookup.store().get('0' * 16)"
     directory = {"CUDNNGRAPH_CACHE_DIR": str(tmp_path / "cache"), "CUDNNGRAPH_LOG": level}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **directory},
-        capture_output=True,
-        text=True,
-    )
+    done = python.run("-c", code, env={**os.environ, **directory}, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "", bool(said))
     assert done.stderr.startswith(said)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import python
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_tests_for_a_gpu_are_collected() -> None:
     """A file that is not stops the whole tier."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True
-    )
+    words = ("pytest", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    done = python.run("-m", *words, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
     told = done.stdout.splitlines()
     for path in sorted((ROOT / "tests/gpu").glob("test_*.py")):

@@ -9,7 +9,6 @@ import builtins
 import ctypes
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from cudnngraph.backend import env, handles, libraries
 from cudnngraph.backend.deviceless import propose_for
 from cudnngraph.errors import BackendUnavailable, CaptureError
 from cudnngraph.ir import versions
+from tests import python
 
 
 class FakeHandle:
@@ -122,7 +122,7 @@ def test_importing_loads_neither_cudnn_nor_cuda_nor_a_driver(module: str) -> Non
         "assert not new, new\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python.run("-c", code, check=True)
 
 
 def test_the_frontend_is_imported_once_and_tells_its_versions(cudnn: FakeCudnn) -> None:

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import cudnngraph as cg
 from cudnngraph.bench.breadth import Filled, breadth_suite
 from cudnngraph.bench.cases import Case
 from cudnngraph.bench.work import bytes_of, flops_of
-from tests import numerics
+from tests import numerics, python
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "docs" / "results" / "h200_breadth.py"
@@ -94,13 +92,7 @@ def test_bytes_and_operations_of_a_graph() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    return python.run(SCRIPT, *arguments, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_the_script_writes_a_page_and_keeps_its_notes_and_other_rows(tmp_path: Path) -> None:

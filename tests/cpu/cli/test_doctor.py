@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from cudnngraph.cli.table import plain_table
 from cudnngraph.errors import BackendUnavailable
 from cudnngraph.ir import versions
 from plans_cache import Miss, PlanStore
+from tests import python
 
 WHEEL = Path("/site/nvidia/cudnn/lib")
 
@@ -620,9 +620,8 @@ def test_an_error_of_the_package_is_one_line_and_no_traceback(
 
 
 def test_the_real_machine_gets_a_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cudnngraph", "doctor", "--json"]
     environ = dict(os.environ, CUDNNGRAPH_CACHE_DIR=str(tmp_path / "cache"))
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=180)
+    done = python.run("-m", "cudnngraph", "doctor", "--json", env=environ)
     assert done.stderr == ""
     body = json.loads(done.stdout)
     crashed = [check for check in body["checks"] if "the check crashed" in check["detail"]]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
-import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import cudnngraph as cg
 from cudnngraph.backend.plan import Choice
 from cudnngraph.cli.arguments import device as known_device
 from cudnngraph.executor import reference
+from tests import python
 from tests.numerics import bound
 from tests.scripts import loaded
 
@@ -35,9 +34,7 @@ TITLES = (
 )
 
 
-def run_example(
-    name: str, *arguments: str, cwd: Path, threads: int | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *arguments: str, cwd: Path, threads: int | None = None) -> python.Done:
     """The example as a command of its own, away from the checkout's directory.
 
     ``threads`` for small tensors on a busy machine, where threads wait for each other.
@@ -45,14 +42,7 @@ def run_example(
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=cwd,
-        env=environ,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    return python.run(EXAMPLES / name, *arguments, cwd=cwd, env=environ)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +66,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == named
 
 
-def losses_of(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+def losses_of(done: python.Done) -> list[list[str]]:
     """The rows of a training's table: step, torch's loss, ours, how far apart."""
     return [line.split() for line in done.stdout.splitlines() if re.match(r" *\d+  \d", line)]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import python
 from tests.numerics import bound
 from tests.scripts import loaded
 
@@ -54,13 +53,7 @@ print(json.dumps({"calls": calls, "before": before, "after": script.kernels()}))
 @pytest.mark.parametrize("module", ["cudnngraph", "cudnngraph.nn", "tests.numerics"])
 def test_the_first_computation_of_all_is_a_call_on_one_element(module: str) -> None:
     """Whatever the user's default dtype and device are: bfloat16 would not call MKL."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE.replace("MODULE", module)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
+    done = python.run("-c", PROBE.replace("MODULE", module), cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["calls"][0][:4] == ["aten.exp.default", 1, "torch.float32", "cpu"]
     if found["before"] is not None:  # an MKL that can be asked

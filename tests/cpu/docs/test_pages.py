@@ -7,8 +7,6 @@ import dataclasses
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,7 @@ import cudnngraph as cg
 from cudnngraph import cli, settings
 from cudnngraph.errors import CudnnGraphError
 from cudnngraph.policy import SEARCH_FIELDS
+from tests import python
 from tests.scripts import loaded
 from tests.workers import cache_example
 
@@ -158,14 +157,8 @@ def test_the_ten_lines_are_the_example_and_print_what_the_readme_shows(tmp_path:
     example = ROOT / "examples" / "ten_lines.py"
     assert code == example.read_text(encoding="utf-8")
     # Tensors go to a GPU where there is one, so the CPU is asked for.
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    environ = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": ""}
+    done = python.run(example, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     (shown,) = blocks(text, "text")
     assert pattern(shown).fullmatch(done.stdout), done.stdout

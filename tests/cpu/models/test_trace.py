@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import print_spec
 from cudnngraph.models import export, trace
 from cudnngraph.models.convert import Imported, convert
+from tests import python
 from tests.models import NETS, Of, image
 
 IMAGE, LAST = (2, 8, 9, 7), torch.channels_last
@@ -361,8 +360,7 @@ print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 @pytest.mark.parametrize("name", ["resnet", "unet", "deeplab", "gpt", "vit", "convnext"])
 def test_fuse_does_not_import_torchs_compiler(name: str) -> None:
     """A second of a start."""
-    command = [sys.executable, "-c", _ALONE, name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python.run("-c", _ALONE, name)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
@@ -384,8 +382,7 @@ print(cg.fuse(Net().eval(), x)(x).tolist())
 
 def test_a_model_that_does_without_the_compiler_is_noted_with_it() -> None:
     """As it runs, not as it runs where the import fails."""
-    command = [sys.executable, "-c", _CATCHES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python.run("-c", _CATCHES)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[2.0, 2.0, 2.0]"
 

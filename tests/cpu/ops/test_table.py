@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -22,7 +21,7 @@ from cudnngraph.ops import pooling
 from cudnngraph.ops.base import ROWS, Role, Trait, register
 from cudnngraph.ops.table import OPS
 from cudnngraph.rewrite.packed import SEQUENCE_PORTS
-from tests import samples
+from tests import python, samples
 
 NAMES = sorted(OPS)
 LOSSES = {
@@ -72,7 +71,7 @@ def test_the_tables_can_be_read_without_cudnn() -> None:
         "import cudnngraph.backend.lowering.driver\n"
         "print({'cudnn', 'cuda'} & (set(sys.modules) - theirs))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python.run("-c", code, check=True)
     assert done.stdout == "set()\n"
 
 
