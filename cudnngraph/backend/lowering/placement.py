@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from ...ir.spec import GraphSpec, Node, TensorSpec
 from ...ops.base import LOW_PRECISION, Role
 from ...ops.table import OPS, by_port, by_result, tensor_at
-from ...rewrite.packed import prefers_flash
 from .base import Refused, Shape
 
 
@@ -36,9 +35,8 @@ def _pad_sequences(
 ) -> tuple[Shape, Shape]:
     """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
     name = tensor_at(node, "ragged")
-    if name is None:  # cutting gives offsets to 16-bit data
-        q = spec.tensors[str(tensor_at(node, "q"))]
-        if q.dtype in LOW_PRECISION and prefers_flash(node, spec.tensors):
+    if name is None:  # cutting gives offsets to 16-bit data, unless flash attention is to run
+        if spec.tensors[str(tensor_at(node, "q"))].dtype in LOW_PRECISION:
             raise Refused("torch's flash attention is faster where nothing is promised")
         raise Refused("cuDNN attention takes float16 and bfloat16 only")
     batch = spec.tensors[name].shape[1] - 1
