@@ -1,4 +1,4 @@
-"""The entries of a store on disk: a record and its blob, the quarantine, other schemas, left-overs.
+"""Entries on disk: a record with its blob, the quarantine, other schemas, what killed writers left.
 
 An entry is one JSON file, ``v1/<first two of id>/<id>.json``, and optionally a blob beside it that
 is named by its content, ``<id>.<first 16 of its SHA-256>.blob``. So a writer that is killed leaves
@@ -44,13 +44,13 @@ def record_of(id: str, text: bytes) -> PlanRecord:
 
 
 def blob_path(path: Path, record: PlanRecord) -> Path | None:
-    """Where the blob is that the record at ``path`` names."""
+    """Return where the blob is that the record at ``path`` names."""
     blob = record.blob
     return None if blob is None else path.with_name(f"{path.stem}.{blob.sha256[:16]}.blob")
 
 
 def _blobs_beside(path: Path) -> list[Path]:
-    """Every blob of the entry at ``path``, also those that no record names."""
+    """Return every blob of the entry at ``path``, also those that no record names."""
     return [
         other
         for other in path.parent.iterdir()
@@ -59,9 +59,9 @@ def _blobs_beside(path: Path) -> list[Path]:
 
 
 def _read_blob(path: Path, record: PlanRecord) -> tuple[bytes | None, str]:
-    """The blob of the record at ``path``, or what is wrong with it.
+    """Return the blob of the record at ``path``, or what is wrong with the blob.
 
-    It holds device code: one that somebody else could have written is not read.
+    A blob holds device code: one that somebody else could have written is not read.
     """
     place, blob = blob_path(path, record), record.blob
     if place is None or blob is None:
@@ -94,7 +94,7 @@ def _is_unchanged(path: Path, seen: files.Identity) -> bool:
 class Directory:
     """The entries under ``path``, for all threads of a process and all processes.
 
-    A fault goes to ``journal``, which raises it or not. ``clock`` gives seconds since 1970.
+    Faults go to ``journal``, which raises them if it is strict. ``clock`` gives seconds since 1970.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], journal: Journal) -> None:
@@ -112,7 +112,7 @@ class Directory:
     def read(
         self, id: str, *, blob: bool = True, look_only: bool = False
     ) -> tuple[Hit, bytes] | Miss:
-        """The entry and its record's text. One that is damaged goes into quarantine.
+        """Return entry ``id`` and its record's text; a damaged file goes into quarantine.
 
         Without ``blob`` the blob is not read; with ``look_only`` nothing is moved.
         """
@@ -152,7 +152,7 @@ class Directory:
         return Hit(record, data, "disk", problem), text
 
     def write(self, record: PlanRecord, text: bytes, blob: bytes | None) -> bool:
-        """Keep ``record``, which ``text`` is, with ``blob`` beside it; whether it is on disk."""
+        """Write ``record`` as ``text``, and ``blob`` beside it; return whether both are on disk."""
         try:
             path = self._path(record.id, make=True)
             own, replaced = blob_path(path, record), self._blob_named_by(path)
@@ -168,9 +168,9 @@ class Directory:
         return True
 
     def lock(self, id: str, timeout_s: float) -> FileLock | None:
-        """The lock of whoever builds entry ``id``; None where the directory cannot be used.
+        """Take the lock of entry ``id`` for a builder; None if the directory cannot be used.
 
-        :class:`LockTimeout` when it is not had in time.
+        Raises :class:`LockTimeout` if another holds the lock for too long.
         """
         try:
             return FileLock(self._path(id, make=True).with_suffix(".lock"), timeout_s)
@@ -181,7 +181,7 @@ class Directory:
             return None
 
     def check(self, id: str) -> Check | None:
-        """Read entry ``id`` without moving or counting anything; None where it is not there."""
+        """Read entry ``id`` without moving or counting anything; None if there is none."""
         try:
             path = self._path(id)
             record = record_of(id, files.read(path, MAX_RECORD_BYTES))
@@ -195,7 +195,7 @@ class Directory:
             return Check("disk", None, None, str(error))
 
     def remove(self, id: str) -> bool:
-        """Remove entry ``id`` with its blobs; whether there was one."""
+        """Remove entry ``id`` with its blobs; return whether there was one."""
         found = False
         try:
             path = self._path(id)
@@ -211,7 +211,7 @@ class Directory:
         return found
 
     def _note_use(self, path: Path, seen: files.Identity) -> None:
-        """Set the file's time stamp, on which the order of a prune rests; or let it be."""
+        """Set the time stamp of a record's file if possible: a prune orders entries by it."""
         now = self._clock()
         if now - seen[1] / 1e9 > USED_S:
             follow = os.utime not in os.supports_follow_symlinks  # on Windows it cannot do without
@@ -219,16 +219,16 @@ class Directory:
                 os.utime(path, (now, now), follow_symlinks=follow)
 
     def _blob_named_by(self, path: Path) -> Path | None:
-        """Where the blob is of the entry that is at ``path`` now."""
+        """Return where the blob is of the entry that is at ``path`` now."""
         try:
             return blob_path(path, record_of(path.stem, files.read(path, MAX_RECORD_BYTES)))
         except (OSError, RecordError):
             return None
 
     def _remove_blobs(self, path: Path, own: Path | None, replaced: Path | None) -> None:
-        """Remove the blob of a replaced entry, and what killed writers left of this one.
+        """Remove the blob of a replaced entry, and blobs that killed writers left of this entry.
 
-        A blob of which the record is still to be written is younger.
+        A blob is younger if its record is still to be written.
         """
         with suppress(OSError):
             for blob in _blobs_beside(path):
@@ -239,8 +239,9 @@ class Directory:
         return self._clock() - os.lstat(path).st_mtime > STALE_S
 
     def _set_aside(self, path: Path, seen: files.Identity, problem: Exception) -> None:
-        """Move a damaged file into quarantine, which keeps the last :data:`QUARANTINE_KEPT`, and
-        no more than :data:`QUARANTINE_BYTES`.
+        """Move a damaged file into quarantine.
+
+        The quarantine keeps the last :data:`QUARANTINE_KEPT`, at most :data:`QUARANTINE_BYTES`.
         """
         folder = self.quarantine
         try:
@@ -260,7 +261,7 @@ class Directory:
     # -- all entries ---------------------------------------------------------------------------
 
     def scan(self, *, look_only: bool = False) -> Iterator[Entry]:
-        """Every entry, then the folders of entries that cannot be used, by their names."""
+        """Yield every entry, then the folders of entries that cannot be used, by their names."""
         unusable: list[tuple[Path, OSError]] = []
         for path in self._files(".json", unusable=unusable):
             found = self.read(path.stem, blob=False, look_only=look_only)
@@ -280,8 +281,9 @@ class Directory:
             yield Entry(folder.name, "disk", str(folder), None, 0, 0, 0.0, str(error))
 
     def remove_left_over(self, named: Collection[Path | None]) -> None:
-        """Remove what a killed process leaves: a temporary file, a blob that no record names, and
-        the file of a lock that nobody holds. ``named`` are the blobs that records name.
+        """Remove the temporary files, blobs and locks that killed processes left.
+
+        Blobs in ``named`` stay, since records name them, and locks that somebody holds.
         """
         for path in self._files(files.TEMPORARY, ".blob"):
             with suppress(OSError):
@@ -295,17 +297,17 @@ class Directory:
 
     @property
     def _root(self) -> Path:
-        """Of this schema alone: a program of another one neither reads it nor clears it."""
+        """The folder of this schema: programs of other schemas neither read nor clear it."""
         return self.path / f"v{SCHEMA_VERSION}"
 
     def check_folders(self) -> None:
-        """Raise OSError where the directory is there and cannot be used."""
+        """Raise OSError if the directory is there and cannot be used."""
         with suppress(FileNotFoundError):
             files.check_private(self.path)
             files.check_folder(self._root)
 
     def _path(self, id: str, *, make: bool = False) -> Path:
-        """Where entry ``id`` is kept, in folders that have been checked. OSError where none is."""
+        """Return where entry ``id`` is kept, in checked folders; raise OSError if there is none."""
         folder = self._root / id[:2]
         if make:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
@@ -320,9 +322,9 @@ class Directory:
     def _files(
         self, *suffixes: str, unusable: list[tuple[Path, OSError]] | None = None
     ) -> Iterator[Path]:
-        """The files of entries, in order of their ids; folders that cannot be used are left out.
+        """Yield the files of entries in order of their ids, without folders that cannot be used.
 
-        They are put into ``unusable`` where that is given.
+        Those folders go into ``unusable`` if it is given.
         """
         try:
             files.check_private(self.path)
@@ -354,7 +356,7 @@ class Directory:
     # -- other schemas -------------------------------------------------------------------------
 
     def other_schemas(self) -> list[SchemaFolder]:
-        """The folders of other schema versions, older ones first. A link to a folder is none."""
+        """Return the folders of other schema versions, older ones first; links are left out."""
         found = []
         for version, path in self._schema_folders():
             try:
@@ -366,9 +368,9 @@ class Directory:
         return found
 
     def remove_schema(self, version: int) -> bool:
-        """Remove the folder of another schema version with all that is in it; whether it is gone.
+        """Remove the folder of another schema version; return whether it is gone.
 
-        Not if it, or something in it, is another user's; links are removed, never followed.
+        It stays if anything in it is another user's. Links are removed, never followed.
         """
         for other, path in self._schema_folders():
             if other != version:
@@ -384,7 +386,7 @@ class Directory:
         return False
 
     def _schema_folders(self) -> list[tuple[int, Path]]:
-        """Version and path of each folder of another schema, in order."""
+        """Return version and path of each folder of another schema, in order."""
         try:
             files.check_private(self.path)
             found = []

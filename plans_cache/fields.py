@@ -1,4 +1,4 @@
-"""JSON that may hold anything, read within bounds and field by field; none of them is trusted."""
+"""Read JSON that nobody vouches for: within bounds, and field by field."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Read = Callable[[Any], T]
 
 
 class Unexpected(Exception):
-    """A value that cannot stand where it does. Whoever read what it stands in adds that place."""
+    """A value that cannot stand where it does. Its readers add the place, from inside out."""
 
     def __init__(self, message: str) -> None:
         self.message = message
         self.where = ""
 
     def inside(self, place: str) -> Unexpected:
+        """Add that the value is in ``place``, and return the error."""
         self.where = place + self.where
         return self
 
@@ -105,7 +106,11 @@ def load(text: str | bytes, max_bytes: int, max_depth: int) -> Any:
 # -- values ----------------------------------------------------------------------------------------
 
 
+# A reader takes a value of JSON and returns it as what it is, or raises Unexpected.
+
+
 def wrong(value: Any, expected: str) -> Unexpected:
+    """Return the error for ``value`` where ``expected`` should be."""
     shown = f"{value!r:.40}" if isinstance(value, (str, int, float)) else type(value).__name__
     return Unexpected(f"{shown}, expected {expected}")
 
@@ -141,6 +146,8 @@ def to_natural(value: Any) -> int:
 
 
 def number_up_to(most: float) -> Read[float]:
+    """Return a reader of numbers from 0 to ``most``."""
+
     def of(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
             raise wrong(value, "a number >= 0")
@@ -158,10 +165,13 @@ def to_mapping(value: Any) -> dict[str, Any]:
 
 
 def optional(read: Read[T]) -> Read[T | None]:
+    """Return a reader of null, or of what ``read`` takes."""
     return lambda value: None if value is None else read(value)
 
 
 def list_of(read: Read[T]) -> Read[tuple[T, ...]]:
+    """Return a reader of lists whose items ``read`` takes."""
+
     def of(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise wrong(value, "a list")
@@ -177,6 +187,8 @@ def list_of(read: Read[T]) -> Read[tuple[T, ...]]:
 
 
 def named(read: Read[T]) -> Read[tuple[tuple[str, T], ...]]:
+    """Return a reader of objects whose values ``read`` takes."""
+
     def of(value: Any) -> tuple[tuple[str, T], ...]:
         found = []
         for name, item in to_mapping(value).items():
@@ -196,6 +208,7 @@ class Fields:
         self.rest = dict(to_mapping(value))
 
     def take(self, name: str, read: Read[T]) -> T:
+        """Remove the field ``name`` and return what ``read`` makes of it."""
         try:
             return read(self.rest.pop(name))
         except KeyError:

@@ -21,7 +21,7 @@ class Journal:
         self.lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """Take a new lock: a thread that the child lacks may hold the old."""
+        """Take a new lock in a forked child: a thread that it lacks may hold the old."""
         self.lock = threading.Lock()
 
     def add(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Journal:
         return found
 
     def fault(self, error: Exception, result: str = "plans are kept in memory only") -> None:
-        """Go on after a fault of the cache: one warning, then the log's debug level."""
+        """Log a fault of the cache, or raise it if strict; warn of the first one only."""
         if self.strict:
             raise error
         with self.lock:

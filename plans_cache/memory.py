@@ -33,12 +33,12 @@ class Memory:
         self.lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """Take a new lock, for a thread that the child lacks may hold the old; count anew."""
+        """Take a new lock in a forked child, where a lost thread may hold the old; count anew."""
         self.lock = threading.Lock()
         self.bytes = sum(kept.size_bytes for kept in self._entries.values())
 
     def get(self, id: str) -> Kept | None:
-        """Return the entry and note its use."""
+        """Return an entry, and note its use."""
         with self.lock:
             kept = self._entries.get(id)
             if kept is not None:
@@ -46,7 +46,7 @@ class Memory:
             return kept
 
     def peek(self, id: str) -> Kept | None:
-        """Return the entry without noting its use."""
+        """Return an entry without noting its use."""
         with self.lock:
             return self._entries.get(id)
 
@@ -56,9 +56,9 @@ class Memory:
             return list(self._entries.items())
 
     def put(self, id: str, kept: Kept) -> None:
-        """Keep the entry, and evict what was used least lately; nothing if it alone is too large.
+        """Keep an entry, and evict those used longest ago.
 
-        An entry of that id goes in either case.
+        An entry that is too large by itself is not kept; an older one of its id goes too.
         """
         with self.lock:
             self._pop(id)
@@ -71,7 +71,7 @@ class Memory:
                 self._evictions += 1
 
     def pop(self, id: str) -> bool:
-        """Forget the entry; whether there was one."""
+        """Forget an entry; return whether there was one."""
         with self.lock:
             return self._pop(id)
 

@@ -101,7 +101,7 @@ class PlanStore:
         _stores.add(self)
 
     def _after_fork(self) -> None:
-        """Take new locks, as a forked child needs them: the old may be held by threads it lacks."""
+        """Take new locks in a forked child: threads that it lacks may hold the old."""
         self._building = ThreadLocks()
         self._journal.after_fork()
         self._memory.after_fork()
