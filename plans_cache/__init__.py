@@ -1,5 +1,6 @@
 """plans_cache: stored plan choices and pooled workspaces, on the standard library alone."""
 
+from .entries import Check, Entry, Hit, Miss, SchemaFolder, Stats
 from .lock import LockTimeout
 from .record import (
     SCHEMA_VERSION,
@@ -11,7 +12,7 @@ from .record import (
     entry_id,
     from_json,
 )
-from .store import Check, Entry, Hit, Miss, PlanStore, SchemaFolder, Stats
+from .store import PlanStore
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from . import files
+from .record import checked_id
 
 FOLDER = "known_bad"
 MAX_BYTES = 1 << 26
@@ -31,8 +31,7 @@ class Findings:
     """The two files of the environment ``id`` in the cache directory ``directory``."""
 
     def __init__(self, directory: Path, id: str) -> None:
-        if re.fullmatch("[0-9a-f]{16,128}", id) is None:
-            raise ValueError(f"{id!r:.140} is no id: expected 16 to 128 hexadecimal digits")
+        checked_id(id)
         self._directory = directory
         self.path = directory / FOLDER / f"{id}.json"
         self.results_path = self.path.with_suffix(".jsonl")

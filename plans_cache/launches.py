@@ -14,7 +14,6 @@ import atexit
 import json
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Any
 
 from . import files
 from .lock import FileLock
+from .record import is_id
 from .rejections import Plan, to_plan
 
 FOLDER = "launching"
@@ -123,7 +123,7 @@ class Launches:
             return frozenset(self._noted)
         for name in names:
             stem, _, kind = name.rpartition(".")
-            if kind == "lost" and _is_id(stem):
+            if kind == "lost" and is_id(stem):
                 self._noted.add(stem)
             elif kind == "mark":
                 self._settle(folder / name, reject)
@@ -150,10 +150,6 @@ class Launches:
         files.make_folder(folder)
 
 
-def _is_id(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{16,128}", text) is not None
-
-
 def _named(text: bytes) -> tuple[str, Plan] | None:
     """The step and the plan of a mark; None where it names none. ValueError for what is no mark."""
     line, end, _ = text.partition(b"\n")
@@ -162,6 +158,6 @@ def _named(text: bytes) -> tuple[str, Plan] | None:
     data: Any = json.loads(line)
     plan = to_plan(data)
     id = data.get("step") if isinstance(data, dict) else None
-    if plan is None or not isinstance(id, str) or not _is_id(id):
+    if plan is None or not isinstance(id, str) or not is_id(id):
         raise ValueError("it names no plan of a step")
     return id, plan

@@ -10,23 +10,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal
+
+from .fields import (
+    Fields,
+    Unexpected,
+    list_of,
+    load,
+    named,
+    number_up_to,
+    optional,
+    to_bool,
+    to_digest,
+    to_integer,
+    to_mapping,
+    to_natural,
+    to_text,
+    wrong,
+)
 
 SCHEMA_VERSION = 1
 MAX_RECORD_BYTES = 4 << 20  # a graph of 50 steps with 40 candidates each takes 1 MiB
 MAX_DEPTH = 24  # records nest 6 deep; unknown fields may nest deeper
-MAX_INT = 2**63 - 1
 MAX_CREATED = 253402300799  # the year 9999 ends; seconds since 1970
 MAX_TIME_US = 1e12  # 12 days; far enough from the largest float that sums and ratios are finite
 
 Components = tuple[tuple[str, str], ...]
-T = TypeVar("T")
 
 
 class RecordError(ValueError):
@@ -44,6 +57,18 @@ def digest(components: Sequence[tuple[str, str]]) -> str:
 def entry_id(key_digest: str, env_digest: str) -> str:
     """What an entry is stored under: SHA-256 over the digests of graph and environment."""
     return hashlib.sha256(json.dumps([key_digest, env_digest]).encode()).hexdigest()
+
+
+def is_id(text: str) -> bool:
+    """Whether ``text`` can be the id of an entry, and so the name of its file."""
+    return re.fullmatch("[0-9a-f]{16,128}", text) is not None
+
+
+def checked_id(text: str) -> str:
+    """Return ``text``; raise ValueError if it cannot be an id."""
+    if not is_id(text):
+        raise ValueError(f"{text!r:.140} is no id: expected 16 to 128 hexadecimal digits")
+    return text
 
 
 @dataclass(frozen=True)
@@ -228,214 +253,28 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 # -- reading ---------------------------------------------------------------------------------------
 
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_NESTS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-_AS_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
-
-
-def _bare(text: str) -> bytes:
-    """``text`` without its strings."""
-    if "\\" in text:
-        text = _ESCAPE.sub("", text)
-    return "".join(text.split('"')[::2]).encode("utf-8", "replace")
-
-
-def _check_depth(bare: bytes) -> None:
-    nests = map(_NESTS.__getitem__, bare.translate(None, _NO_BRACKETS))
-    if max(accumulate(nests), default=0) > MAX_DEPTH:
-        raise RecordError(f"record: nested more than {MAX_DEPTH} deep")
-
-
-def _may_be_large(bare: bytes) -> bool:
-    """Whether a number may not fit 64 bits or may not be finite: 19 digits, or an exponent of 3."""
-    digits = bare.translate(_AS_DIGITS, b"+")
-    return b"0" * 19 in digits or b"e000" in digits
-
-
-def _int(text: str) -> int:
-    if len(text) > 20 or abs(int(text)) > MAX_INT:
-        raise RecordError(f"record: the number {text[:24]} does not fit 64 bits")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise RecordError(f"record: the number {text[:24]} is too large")
-    return value
-
-
-def _constant(text: str) -> NoReturn:
-    raise RecordError(f"record: {text} is not a number of JSON")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RecordError(f"record: the field {twice[:40]!r} is there twice")
-    return found
-
-
-def _load(text: str | bytes) -> Any:
-    """``json.loads`` within bounds: size, depth, numbers, and every name once."""
-    if len(text) > MAX_RECORD_BYTES:
-        raise RecordError(f"record: over {MAX_RECORD_BYTES} bytes long")
-    try:
-        text = text.decode() if isinstance(text, bytes) else text
-        bare = _bare(text)
-        _check_depth(bare)
-        every = _may_be_large(bare)  # a call for each number takes as long as all the rest
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_int=_int if every else None,
-            parse_float=_float if every else None,
-            parse_constant=_constant,
-        )
-    except UnicodeDecodeError:
-        raise RecordError("record: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise RecordError(f"record: not JSON: {error}") from None
-
-
-class _Unexpected(Exception):
-    """A value that cannot stand where it does. Whoever read what it stands in adds that place."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.where = ""
-
-    def inside(self, place: str) -> _Unexpected:
-        self.where = place + self.where
-        return self
-
-
-Read = Callable[[Any], T]
-
-
-def _wrong(value: Any, expected: str) -> _Unexpected:
-    shown = f"{value!r:.40}" if isinstance(value, (str, int, float)) else type(value).__name__
-    return _Unexpected(f"{shown}, expected {expected}")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(value, "text")
-    return value
-
-
-def _digest(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise _wrong(value, "a SHA-256 in hexadecimal")
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(value, "true or false")
-    return value
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:  # True is an instance of int
-        raise _wrong(value, "an integer")
-    return value
-
-
-def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise _wrong(value, "an integer >= 0" if type(value) is int else "an integer")
-    return value
-
-
-def _number(most: float) -> Read[float]:
-    def of(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise _wrong(value, "a number >= 0")
-        if value > most:
-            raise _wrong(value, f"at most {most:g}")
-        return float(value)
-
-    return of
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(value, "an object")
-    return value
-
-
-def _optional(read: Read[T]) -> Read[T | None]:
-    return lambda value: None if value is None else read(value)
-
-
-def _list(read: Read[T]) -> Read[tuple[T, ...]]:
-    def of(value: Any) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise _wrong(value, "a list")
-        found: list[T] = []
-        try:
-            for item in value:
-                found.append(read(item))
-        except _Unexpected as error:
-            raise error.inside(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return of
-
-
-def _named(read: Read[T]) -> Read[tuple[tuple[str, T], ...]]:
-    def of(value: Any) -> tuple[tuple[str, T], ...]:
-        found = []
-        for name, item in _mapping(value).items():
-            try:
-                found.append((name, read(item)))
-            except _Unexpected as error:
-                raise error.inside(f".{name:.40}") from None
-        return tuple(found)
-
-    return of
-
 
 def _component(value: Any) -> tuple[str, str]:
     pair = _TEXTS(value)
     if len(pair) != 2:
-        raise _Unexpected(f"{len(pair)} texts, expected a name and a value")
+        raise Unexpected(f"{len(pair)} texts, expected a name and a value")
     return pair[0], pair[1]
 
 
-class _Fields:
-    """The fields of an object: each is taken once, :attr:`rest` is what nobody asked for."""
-
-    def __init__(self, value: Any) -> None:
-        self.rest = dict(_mapping(value))
-
-    def take(self, name: str, read: Read[T]) -> T:
-        try:
-            return read(self.rest.pop(name))
-        except KeyError:
-            raise _Unexpected(f"the field '{name}' is missing") from None
-        except _Unexpected as error:
-            raise error.inside(f".{name}") from None
-
-
-_TEXTS = _list(_text)
-_NAMED_TEXTS = _named(_text)
-_KNOBS = _named(_integer)
-_NATURAL_OR_NONE = _optional(_natural)
-_CREATED = _number(MAX_CREATED)
-_TIME = _optional(_number(MAX_TIME_US))
+_TEXTS = list_of(to_text)
+_NAMED_TEXTS = named(to_text)
+_KNOBS = named(to_integer)
+_NATURAL_OR_NONE = optional(to_natural)
+_CREATED = number_up_to(MAX_CREATED)
+_TIME = optional(number_up_to(MAX_TIME_US))
 
 
 def _candidate(value: Any) -> Candidate:
-    take = (fields := _Fields(value)).take
+    take = (fields := Fields(value)).take
     return Candidate(
-        subject=take("subject", _text),
-        accepted=take("accepted", _bool),
-        reason=take("reason", _text),
+        subject=take("subject", to_text),
+        accepted=take("accepted", to_bool),
+        reason=take("reason", to_text),
         engine=take("engine", _NATURAL_OR_NONE),
         knobs=take("knobs", _KNOBS),
         time_us=take("time_us", _TIME),
@@ -444,7 +283,7 @@ def _candidate(value: Any) -> Candidate:
     )
 
 
-_CANDIDATES = _list(_candidate)
+_CANDIDATES = list_of(_candidate)
 
 
 def _kind(value: Any) -> Literal["cudnn", "torch"]:
@@ -452,11 +291,11 @@ def _kind(value: Any) -> Literal["cudnn", "torch"]:
         return "cudnn"
     if value == "torch":
         return "torch"
-    raise _wrong(value, "'cudnn' or 'torch'")
+    raise wrong(value, "'cudnn' or 'torch'")
 
 
 def _step(value: Any) -> StepRecord:
-    take = (fields := _Fields(value)).take
+    take = (fields := Fields(value)).take
     step = StepRecord(
         nodes=take("nodes", _TEXTS),
         ops=take("ops", _TEXTS),
@@ -465,29 +304,29 @@ def _step(value: Any) -> StepRecord:
         kind=take("kind", _kind),
         engine=take("engine", _NATURAL_OR_NONE),
         knobs=take("knobs", _KNOBS),
-        workspace_bytes=take("workspace_bytes", _natural),
+        workspace_bytes=take("workspace_bytes", to_natural),
         time_us=take("time_us", _TIME),
         candidates=take("candidates", _CANDIDATES),
         extra=fields.rest,
     )
     if (step.engine is None) != (step.kind == "torch"):
-        raise _Unexpected(f"kind '{step.kind}' with engine {step.engine}")
+        raise Unexpected(f"kind '{step.kind}' with engine {step.engine}")
     if len(step.nodes) != len(step.ops):
-        raise _Unexpected(f"{len(step.nodes)} nodes, {len(step.ops)} ops")
+        raise Unexpected(f"{len(step.nodes)} nodes, {len(step.ops)} ops")
     return step
 
 
 def _blob(value: Any) -> BlobRef:
-    fields = _Fields(value)
-    ref = BlobRef(fields.take("size_bytes", _natural), fields.take("sha256", _digest))
+    fields = Fields(value)
+    ref = BlobRef(fields.take("size_bytes", to_natural), fields.take("sha256", to_digest))
     if fields.rest:
-        raise _Unexpected(f"unknown field {next(iter(fields.rest))!r:.40}")
+        raise Unexpected(f"unknown field {next(iter(fields.rest))!r:.40}")
     return ref
 
 
-_COMPONENTS = _list(_component)
-_STEPS = _list(_step)
-_BLOB_OR_NONE = _optional(_blob)
+_COMPONENTS = list_of(_component)
+_STEPS = list_of(_step)
+_BLOB_OR_NONE = optional(_blob)
 
 
 def from_json(text: str | bytes) -> PlanRecord:
@@ -500,31 +339,31 @@ def from_json(text: str | bytes) -> PlanRecord:
     match.
     """
     try:
-        return _record(_load(text))
-    except _Unexpected as error:
+        return _record(load(text, MAX_RECORD_BYTES, MAX_DEPTH))
+    except Unexpected as error:
         raise RecordError(f"record{error.where}: {error.message}") from None
 
 
 def _record(whole: Any) -> PlanRecord:
-    fields = _Fields(whole)
-    schema = fields.take("schema", _natural)
+    fields = Fields(whole)
+    schema = fields.take("schema", to_natural)
     if schema != SCHEMA_VERSION:
-        raise _Unexpected(f"{schema}, expected {SCHEMA_VERSION}").inside(".schema")
-    checksum = fields.take("checksum", _digest)
+        raise Unexpected(f"{schema}, expected {SCHEMA_VERSION}").inside(".schema")
+    checksum = fields.take("checksum", to_digest)
     try:
         found = _checksum(whole)
     except UnicodeEncodeError:
-        raise _Unexpected("half of a surrogate pair in a text") from None
+        raise Unexpected("half of a surrogate pair in a text") from None
     if found != checksum:
-        raise _Unexpected("does not match the content").inside(".checksum")
-    stated = {name: fields.take(name, _digest) for name in ("id", "key_digest", "env_digest")}
+        raise Unexpected("does not match the content").inside(".checksum")
+    stated = {name: fields.take(name, to_digest) for name in ("id", "key_digest", "env_digest")}
     record = PlanRecord(
         key=fields.take("key", _COMPONENTS),
         env=fields.take("env", _COMPONENTS),
-        summary=fields.take("summary", _text),
+        summary=fields.take("summary", to_text),
         graph="\n".join(fields.take("graph", _TEXTS)),
         steps=fields.take("steps", _STEPS),
-        policy=fields.take("policy", _mapping),
+        policy=fields.take("policy", to_mapping),
         versions=dict(fields.take("versions", _NAMED_TEXTS)),
         created=fields.take("created", _CREATED),
         blob=fields.take("blob", _BLOB_OR_NONE),
@@ -533,5 +372,5 @@ def _record(whole: Any) -> PlanRecord:
     )
     for name, value in stated.items():
         if getattr(record, name) != value:
-            raise _Unexpected("is not that of the components").inside(f".{name}")
+            raise Unexpected("is not that of the components").inside(f".{name}")
     return record

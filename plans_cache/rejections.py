@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 from . import files
 from .lock import FileLock
+from .record import checked_id
 
 MOST = 256  # of one step
 MAX_BYTES = 1 << 20
@@ -92,8 +92,7 @@ class Rejections:
         files.make_folder(folder)
 
     def _path(self, id: str) -> Path | None:
-        if re.fullmatch("[0-9a-f]{16,128}", id) is None:
-            raise ValueError(f"{id!r:.140} is no id: expected 16 to 128 hexadecimal digits")
+        checked_id(id)
         return None if self._directory is None else self._directory / "rejected" / f"{id}.json"
 
 

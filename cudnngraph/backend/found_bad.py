@@ -29,7 +29,7 @@ from .. import settings
 from ..ir import versions
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec, is_channels_last, once
-from ..ops.table import OPS
+from ..ops.table import OPS, tensor_at
 from . import env, libraries
 from .tested import dotted
 
@@ -98,7 +98,7 @@ def pattern(spec: GraphSpec) -> str:
     whole = {spec.tensors[name].shape for name in spec.outputs}
     anchors = [node for node in spec.nodes if not OPS[node.op].pointwise]
     data = {name for node in anchors for name in node.operands}
-    weights = {node.operands[1] for node in anchors if node.op in ("conv", "conv_transpose")}
+    weights = {tensor_at(each, "weight") for each in anchors if OPS[each.op].has("convolution")}
 
     def described(name: str) -> list[Any]:
         tensor = spec.tensors[name]

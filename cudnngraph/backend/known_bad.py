@@ -67,6 +67,9 @@ class KnownBad:
         )
 
 
+# Quirks of cuDNN: the ops that these name are those whose plans were seen to be wrong.
+
+
 def _convolves_into_another_layout(spec: GraphSpec) -> bool:
     """A convolution whose data tensors do not all lie channels last, without gaps."""
     if all(node.op not in ("conv", "conv_transpose") for node in spec.nodes):

@@ -156,7 +156,8 @@ def _plus(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else x + bias
 
 
-# What writes another floating dtype than it reads; the others' out variants refuse.
+# A quirk of torch: these write another floating dtype than they read; the others' out variants
+# refuse.
 _CASTS = frozenset(
     (
         *("bias", "scale", "add", "sub", "mul", "div", "pow", "minimum", "maximum", "normalize"),

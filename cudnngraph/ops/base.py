@@ -82,11 +82,13 @@ Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor
 
 #: Facts of an op that the rest of the package asks for.
 #:
-#: - ``convolution``, ``attention``, ``row_norm``: the family; gradients of them are marked apart
-#:   (``attention_gradient``), those of an activation are ``activation_gradient``.
-#: - ``packed``: sequences lie one behind the other.
+#: - ``convolution``, ``attention``, ``row_norm``: the family. A gradient of attention has
+#:   ``attention_gradient`` besides; ``convolution_gradient``, of weights, and
+#:   ``activation_gradient`` stand alone.
+#: - ``packed``: sequences lie one behind the other. ``paged``: keys and values lie in pages.
 #: - ``multiplies``: sums up products of its operands. ``adds_up``: sums up without products.
 #: - ``across_images``: its result for one image depends on the others.
+#: - ``own_data``: its result keeps its dtype, whatever the dtype of what it reads.
 #: - ``holds_sizes``: its attributes have sizes of tensors in them.
 #: - ``arranges``: a view of all elements, in another order or other dims.
 #: - ``sinks_views``: a view in front of it may stand behind it. ``row_by_row``: it may run on rows
@@ -96,14 +98,17 @@ Rule = Callable[[Tensors, Mapping[str, Any]], "torch.Tensor | tuple[torch.Tensor
 #: - ``makes_positive``, ``keeps_positive``: of any operands, or of positive ones.
 Trait = Literal[
     "convolution",
+    "convolution_gradient",
     "attention",
     "attention_gradient",
     "activation_gradient",
     "row_norm",
     "packed",
+    "paged",
     "multiplies",
     "adds_up",
     "across_images",
+    "own_data",
     "holds_sizes",
     "arranges",
     "sinks_views",
@@ -115,13 +120,14 @@ Trait = Literal[
 ]
 
 
-#: What a port takes, where that is not a tensor with the dims of the result.
+#: What a port takes, or a result is, where that is not a tensor with the dims of the first result.
 #:
 #: - ``channels``: (C,), a value a channel, along dim 1. ``scale``: one value, or a vector along the
 #:   attribute ``dim``. ``expanded``: its dims are those of the attribute ``dims``.
 #: - ``lengths``: (B,), of sequences. ``starts``: offsets of packed sequences. ``pages``: (B, P).
 #: - ``tokens_q``, ``tokens_kv``: packed tokens (T, ...), of queries or of keys.
 #: - ``heads``: (H,). ``row_stats``: (B, H, S). ``scalar``: one value.
+#: - ``reduced``: the dims of the operand that the attributes ``dims`` and ``keepdim`` leave.
 Role = Literal[
     "channels",
     "scale",
@@ -134,6 +140,7 @@ Role = Literal[
     "heads",
     "row_stats",
     "scalar",
+    "reduced",
 ]
 
 
@@ -149,10 +156,10 @@ class Op:
 
     A single port that ends in "*" takes one operand or more: x* is x0, x1 and so on.
 
-    ``traits`` are facts that others ask for (:data:`Trait`), ``roles`` say what ports take
-    (:data:`Role`). ``stats_flag`` is the attribute that asks for results that the gradient needs.
-    ``no_grad_ports`` take floats and get no gradient. ``positive_port`` is the one whose operand
-    has to be positive.
+    ``traits`` are facts that others ask for (:data:`Trait`), ``roles`` say what ports take and
+    ``result_roles`` what results are (:data:`Role`). ``stats_flag`` is the attribute that
+    asks for results that the gradient needs. ``no_grad_ports`` take floats and get no gradient.
+    ``positive_port`` is the one whose operand has to be positive.
     """
 
     name: str
@@ -166,6 +173,7 @@ class Op:
     torch_only: bool = False
     traits: frozenset[str] = frozenset()
     roles: Mapping[str, Role] = field(default_factory=dict)
+    result_roles: Mapping[str, Role] = field(default_factory=dict)
     stats_flag: str | None = None
     no_grad_ports: tuple[str, ...] = ()
     positive_port: str | None = None
@@ -195,6 +203,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _with_roles(names: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of ports or results, and the roles of those that have one."""
+    words = [word.partition(":") for word in names.split()]
+    roles = {name.rstrip("?*"): role for name, _, role in words if role}
+    return tuple(name for name, _, _ in words), roles
+
+
 #: Every op by its name, in the order in which the families were imported.
 ROWS: dict[str, Op] = {}
 
@@ -217,17 +232,18 @@ def register(
 ) -> None:
     """Add a row to the table; ports and traits are given as words. A name has one row.
 
-    A port with a role is "port:role", "port?:role" if it may be left out. Raises ValueError for a
-    name that is taken, and for traits, roles, ports or attributes that do not exist.
+    A port with a role is "port:role", "port?:role" if it may be left out; so are outputs. Raises
+    ValueError for a name that is taken, and for traits, roles, ports or attributes that do not
+    exist.
     """
     if name in ROWS:
         raise ValueError(f"op {name!r} is registered twice")
-    words = [word.partition(":") for word in inputs.split()]
-    roles: dict[str, Any] = {port.rstrip("?*"): role for port, _, role in words if role}
+    ports, roles = _with_roles(inputs)
+    results, result_roles = _with_roles(outputs)
     row = Op(
         name,
-        tuple(port for port, _, _ in words),
-        tuple(outputs.split()),
+        ports,
+        results,
         attrs,
         infer,
         reference,
@@ -236,13 +252,14 @@ def register(
         torch_only,
         frozenset(traits.split()),
         roles,
+        result_roles,
         stats_flag,
         tuple(no_grad_ports.split()),
         positive_port,
     )
     named = {*row.no_grad_ports, *([positive_port] if positive_port else [])}
     unknown = {*(row.traits - set(get_args(Trait))), *(named - set(row.ports))}
-    unknown |= set(roles.values()) - set(get_args(Role))
+    unknown |= {*roles.values(), *result_roles.values()} - set(get_args(Role))
     if stats_flag is not None and stats_flag not in attrs:
         unknown.add(stats_flag)
     if unknown:

@@ -144,7 +144,7 @@ register(
     "x weight:channels bias:channels running_mean?:channels running_var?:channels",
     _batch_norm_train,
     _run_batch_norm_train,
-    outputs="y mean inv_std next_running_mean next_running_var",
+    outputs="y mean:channels inv_std:channels next_running_mean:channels next_running_var:channels",
     eps=1e-5,
     momentum=0.1,
     traits="across_images adds_up",
@@ -154,7 +154,7 @@ register(
     "dy x weight:channels mean:channels inv_std:channels",
     _batch_norm_backward,
     _run_batch_norm_backward,
-    outputs="dx dweight dbias",
+    outputs="dx dweight:channels dbias:channels",
     traits="across_images adds_up",
 )
 register(

@@ -354,5 +354,5 @@ register(
     outputs="dweight",
     kernel=REQUIRED,
     **_CONV,
-    traits="convolution multiplies",
+    traits="convolution_gradient multiplies",
 )

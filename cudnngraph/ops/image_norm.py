@@ -160,4 +160,5 @@ register(
     torch_only=True,
     num_groups=REQUIRED,
     eps=1e-5,
+    traits="own_data",
 )

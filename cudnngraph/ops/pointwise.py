@@ -337,4 +337,5 @@ register(
     lambda inputs, attrs: torch.tensor(attrs["value"], dtype=torch.float64, device="cpu"),
     pointwise=True,
     value=0.0,
+    traits="own_data",
 )

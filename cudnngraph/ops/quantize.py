@@ -99,7 +99,14 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 register(
-    "dequantize", "x scale:scale", _dequantize, _run_dequantize, pointwise=True, dim=1, zero_point=0
+    "dequantize",
+    "x scale:scale",
+    _dequantize,
+    _run_dequantize,
+    pointwise=True,
+    dim=1,
+    zero_point=0,
+    traits="own_data",
 )
 register(
     "quantize",
@@ -110,4 +117,5 @@ register(
     dtype=REQUIRED,
     dim=1,
     zero_point=0,
+    traits="own_data",
 )

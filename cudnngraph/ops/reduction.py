@@ -75,6 +75,7 @@ register(
     "x",
     _reduction,
     _run_reduction,
+    outputs="y:reduced",
     dims=None,
     mode="sum",
     keepdim=False,

@@ -69,6 +69,11 @@ def by_port(node: Node) -> dict[str, str | None]:
     return dict(zip(OPS[node.op].ports_of(len(node.inputs)), node.inputs, strict=True))
 
 
+def by_result(node: Node) -> dict[str, str | None]:
+    """Return the tensors that a node makes, by the names of its results; None for one left out."""
+    return dict(zip(OPS[node.op].outputs, node.outputs, strict=False))
+
+
 def tensor_at(node: Node, port: str) -> str | None:
     """Return the name of the tensor at a port of a node, None if the port is open.
 

@@ -187,7 +187,7 @@ class CutGraph:
         its largest floating operands have in common. What becomes of 8-bit data is data anew, and
         so is what a group norm multiplies by and adds: rounded, it would move whole images."""
         own = self.spec.tensors[node.results[0]].dtype
-        if node.op in ("constant", "quantize", "dequantize", "group_affine"):
+        if OPS[node.op].has("own_data"):
             return own
         if self.is_anchor(node):
             dtype = data[node.operands[0]]

@@ -105,12 +105,12 @@ def _repeated(graph: CutGraph, node: Node) -> set[frozenset[int]]:
         return set()
     made = graph.spec.tensors[node.results[0]].shape
     real = frozenset(dim for dim, extent in enumerate(made) if extent > 1)
-    found = set()
+    found, roles = set(), OPS[node.op].roles.values()
     for name in node.operands:
         shape = graph.spec.tensors[name].shape
-        if len(shape) == 1 and "channels" in OPS[node.op].roles.values():
+        if len(shape) == 1 and "channels" in roles:
             found.add(real - {1})
-        elif len(shape) == 1 and node.op in ("quantize", "dequantize"):
+        elif len(shape) == 1 and "scale" in roles:
             found.add(real - {node.attr("dim")})
         else:
             shape = (1,) * (len(made) - len(shape)) + shape

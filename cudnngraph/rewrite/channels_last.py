@@ -31,7 +31,8 @@ def channels_last(spec: GraphSpec, images: Collection[str] | None = None) -> Gra
     Another graph, and one that lies so already, is given back as it is.
     """
     anchors = [node for node in spec.nodes if is_anchor(node, spec.tensors)]
-    if not anchors or not all(OPS[node.op].has("convolution") for node in anchors):
+    kinds = [OPS[node.op].traits & {"convolution", "convolution_gradient"} for node in anchors]
+    if not kinds or not all(kinds):
         return spec
     rank = len(spec.tensors[anchors[0].operands[0]].shape)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, is_channels_last
+from ..ops.table import OPS
 from ..partition.analysis import CutGraph
 from .annotate import BOUNDED
 
@@ -49,4 +50,4 @@ def _reads_any_strides(graph: CutGraph, node: Node, name: str) -> bool:
         images = (is_channels_last(each.shape, each.stride) for each in (x, y))
         dense = not node.attr("ceil_mode") and all(step == 1 for step in node.attr("dilation"))
         return dense and dict(node.attrs).get(BOUNDED, False) and len(x.shape) > 3 and all(images)
-    return node.op in ("conv", "conv_transpose") and node.operands.count(name) == 1
+    return OPS[node.op].has("convolution") and node.operands.count(name) == 1

@@ -18,7 +18,7 @@ from ..ir.spec import (
     odd_rows,
 )
 from ..ops.base import LOW_PRECISION
-from ..ops.table import by_port
+from ..ops.table import OPS, by_port
 from ..partition.analysis import CutGraph
 
 
@@ -28,19 +28,20 @@ def bool_masks_to_additive(spec: GraphSpec) -> GraphSpec:
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     numbers_of: dict[tuple[Any, ...], str] = {}  # attentions share masks
     for place, node in enumerate(spec.nodes):
-        if node.op not in ("sdpa", "sdpa_backward"):
+        if not OPS[node.op].has("attention"):
             continue
+        backward = OPS[node.op].has("attention_gradient")
         names_of = by_port(node)
         data = graph.crossing(str(names_of["q"])).dtype
         for port, numbers in (("attn_mask", (0.0, -math.inf)), ("dropout_mask", (1.0, 0.0))):
-            name = names_of[port]
+            name = names_of.get(port)
             if name is None or tensors[name].dtype != torch.bool or data not in LOW_PRECISION:
                 continue
-            if (node.op, port) == ("sdpa_backward", "dropout_mask"):
+            if backward and port == "dropout_mask":
                 continue  # a torch step, see backend/lowering
             shape = tensors[name].shape
             stride = contiguous_strides(shape)
-            if (node.op, port) == ("sdpa", "attn_mask") and odd_rows(shape, stride):
+            if not backward and port == "attn_mask" and odd_rows(shape, stride):
                 stride = aligned_rows(shape)  # see aligned_masks
             known = numbers_of.get((name, port, data, stride))
             if known is None:
@@ -74,10 +75,10 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     copies: dict[str, str] = {}
     for place, node in enumerate(spec.nodes):
-        if node.op != "sdpa":
+        if not OPS[node.op].has("attention") or OPS[node.op].has("attention_gradient"):
             continue
         names_of = by_port(node)
-        q, k, name = (names_of[port] for port in ("q", "k", "attn_mask"))
+        q, k, name = (names_of.get(port) for port in ("q", "k", "attn_mask"))
         mask = None if name is None else graph.crossing(name)
         if mask is None or name is None or mask.dtype not in LOW_PRECISION:
             continue

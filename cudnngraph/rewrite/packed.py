@@ -11,7 +11,7 @@ import torch
 from ..device.rules import rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, round_up, same_layout
 from ..ops.base import LOW_PRECISION
-from ..ops.table import OPS, by_port
+from ..ops.table import OPS, by_port, by_result
 from ..partition.analysis import CutGraph
 
 
@@ -21,10 +21,11 @@ def token_strides(
     """How far apart the tokens of packed attention lie, in elements: the different widths of what
     has the tokens of q, and of what has those of k."""
     row = OPS[node.op]
+    roles = {**row.roles, **row.result_roles}
     widths: tuple[dict[int, None], dict[int, None]] = ({}, {})
-    for port, name in (*zip(row.ports, node.inputs), *zip(row.outputs, node.outputs)):  # noqa: B905
+    for port, name in (*by_port(node).items(), *by_result(node).items()):
         if name is not None and port not in SEQUENCE_PORTS:
-            widths[port in ("k", "v", "dk", "dv")][tensors[name].stride[0]] = None
+            widths[roles[port] == "tokens_kv"][tensors[name].stride[0]] = None
     return tuple(widths[0]), tuple(widths[1])
 
 
@@ -77,8 +78,7 @@ def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
     for place, node in enumerate(spec.nodes):
         if node.op != "sdpa_varlen_backward":
             continue
-        row = OPS[node.op]
-        names = dict(zip((*row.ports, *row.outputs), (*node.inputs, *node.outputs), strict=True))
+        names = {**by_port(node), **by_result(node)}
         for port, other in SAME_STRIDES:
             own, want = (graph.crossing(str(names[each])) for each in (port, other))
             if own.dtype not in LOW_PRECISION or same_layout(own.shape, own.stride, want.stride):
@@ -87,7 +87,7 @@ def match_gradient_strides(spec: GraphSpec) -> GraphSpec:
             tensors[made] = replace(own, name=made, stride=want.stride)
             nodes.append(Node("identity", made, (own.name,), (made,)))
             names[port] = made
-        nodes[place] = replace(node, inputs=tuple(names[port] for port in row.ports))
+        nodes[place] = replace(node, inputs=tuple(names[port] for port in by_port(node)))
     changed = len(nodes) > len(spec.nodes)
     return replace(spec, tensors=tensors, nodes=tuple(nodes)) if changed else spec
 

@@ -25,7 +25,7 @@ from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
-from ..ops.attention.checks import ATTENTION
+from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select.autotune import autotune
@@ -47,11 +47,11 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
     A graph with both may use TF32 where both allow it; one that multiplies no float32 has no use
     for it, and keys alike whatever the switches say.
     """
-    ops = {node.op for node in spec.nodes} if multiplies_float32(spec) else set()
+    rows = [OPS[node.op] for node in spec.nodes] if multiplies_float32(spec) else []
     allowed = []
-    if ops & {"conv", "conv_transpose"}:
+    if any(row.has("convolution") for row in rows):
         allowed.append(tf32.in_convolutions())
-    if ops & {"matmul", *ATTENTION}:
+    if any(row.name == "matmul" or row.has("attention") for row in rows):
         allowed.append(tf32.in_matmuls())
     return bool(allowed) and all(allowed)
 

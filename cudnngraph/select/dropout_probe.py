@@ -21,18 +21,21 @@ Run = Callable[[Tensors], Tensors]  # inputs of a graph → its outputs
 
 
 def attention(spec: GraphSpec) -> Node | None:
-    """The attention of a graph that has one, or the gradient of one; None for other graphs."""
-    nodes = [node for node in spec.nodes if node.op in ("sdpa", "sdpa_backward")]
+    """The attention, or its gradient, of a graph with one that may drop; None for other graphs."""
+    nodes = [node for node in spec.nodes if _may_drop(node)]
     return nodes[0] if len(nodes) == 1 else None
 
 
 def has_seeded_dropout(spec: GraphSpec) -> bool:
     """Whether an attention of the graph, or its gradient, drops by a seed."""
-    return any(tensor_at(node, "dropout_seed") is not None for node in spec.nodes if _attends(node))
+    return any(
+        _may_drop(node) and tensor_at(node, "dropout_seed") is not None for node in spec.nodes
+    )
 
 
-def _attends(node: Node) -> bool:
-    return node.op in ("sdpa", "sdpa_backward")
+def _may_drop(node: Node) -> bool:
+    """Whether a node is attention, or a gradient of one, that has a port for a seed."""
+    return "dropout_seed" in OPS[node.op].ports
 
 
 def with_mask(
@@ -82,7 +85,7 @@ def recover_mask(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
     given = dict(zip(spec.inputs, inputs, strict=True))
     q, k, v = (spec.tensors[str(tensor_at(node, port))].shape for port in ("q", "k", "v"))
     keep = torch.zeros(q[0], q[1], q[2], k[2], dtype=torch.bool, device=inputs[0].device)
-    backward = node.op == "sdpa_backward"
+    backward = OPS[node.op].has("attention_gradient")
     flat = ("q", "attn_mask", "alibi_slopes", *(("lse", "o") if backward else ()))
     for name in {tensor_at(node, port) for port in flat} - {None}:
         given[str(name)] = torch.zeros_like(given[str(name)])

@@ -16,7 +16,7 @@ from ..executor import reference
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.attention.dense import FP8_SCALES
 from ..ops.attention.packed import ragged_into
-from ..ops.table import OPS, tensor_at
+from ..ops.table import OPS, by_port, tensor_at
 from ..rewrite.packed import SEQUENCE_PORTS, token_strides
 from .tolerance import terms_of
 
@@ -62,14 +62,14 @@ def random_inputs(
         made.append(strided(declared, values, device))
     given = dict(zip(spec.inputs, made, strict=True))
     for node in spec.nodes:
-        if node.op in ("nll_loss", "nll_loss_backward") and str(tensor_at(node, "target")) in given:
-            given[str(tensor_at(node, "target"))].zero_()  # there is a class 0 in any case
+        classes = given.get(by_port(node).get("target") or "")
+        if classes is not None:
+            classes.zero_()  # there is a class 0 in any case
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
             given[scale].abs_().add_(0.5)
         if OPS[node.op].has("attention"):
             _set_lengths(spec, node, given)
-        if node.op == "sdpa_fp8":
             _set_scales(node, given)
         if OPS[node.op].has("packed"):
             _set_sequences(spec, node, given)
@@ -138,18 +138,20 @@ def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
 
 def _set_lengths(spec: GraphSpec, node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the lengths of attention three quarters of what they may be at most."""
-    paged = node.op == "sdpa_paged"
+    ports = by_port(node)
+    paged = OPS[node.op].has("paged")
     for port, whole in (("seq_len_q", "q"), ("seq_len_kv", "k_cache" if paged else "k")):
-        if port not in OPS[node.op].ports or str(tensor_at(node, port)) not in given:
+        length = given.get(ports.get(port) or "")
+        if length is None:
             continue
-        longest = spec.tensors[str(tensor_at(node, whole))].shape[2]
+        longest = spec.tensors[str(ports[whole])].shape[2]
         if paged and port == "seq_len_kv":
-            longest *= spec.tensors[str(tensor_at(node, "page_table"))].shape[1]
-        given[str(tensor_at(node, port))].fill_(-(-3 * longest // 4))
-    for port in ("page_table", "page_table_v") if paged else ():
-        table = given.get(str(tensor_at(node, port)))
+            longest *= spec.tensors[str(ports["page_table"])].shape[1]
+        length.fill_(-(-3 * longest // 4))
+    for port in ("page_table", "page_table_v"):
+        table = given.get(ports.get(port) or "")
         if table is not None:
-            pages = spec.tensors[str(tensor_at(node, "k_cache"))].shape[0]
+            pages = spec.tensors[str(ports["k_cache"])].shape[0]
             order = torch.arange(table.numel(), device=table.device).flip(0) % max(pages, 1)
             table.copy_(order.view(table.shape))
 
@@ -181,21 +183,21 @@ def _set_scales(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make the scales of FP8 attention use the range of the 8 bits, as a user's would."""
     usual = {"scale_s": 256.0, "descale_s": 1.0 / 256.0, "scale_o": 64.0}
     for port in FP8_SCALES:
-        name = str(tensor_at(node, port))
-        if name in given:
-            given[name].fill_(usual.get(port, 1.0))
+        scale = given.get(by_port(node).get(port) or "")
+        if scale is not None:
+            scale.fill_(usual.get(port, 1.0))
 
 
 def _set_results(node: Node, given: Mapping[str, torch.Tensor]) -> None:
     """Make o and lse what attention gives for the operands of its gradient, if all are inputs."""
     forward = OPS[node.op.removesuffix("_backward")]
-    mine = OPS[node.op].ports
-    ports = [tensor_at(node, port) if port in mine else None for port in forward.ports]
+    mine = by_port(node)
+    ports = [mine.get(port) for port in forward.ports]
     if not all(name is None or name in given for name in ports):
         return
     names = (str(tensor_at(node, "o")), str(tensor_at(node, "lse")))
     q, k = given[str(ports[0])], given[str(ports[1])]
-    keys = k.shape[2] if forward.name == "sdpa" else dict(node.attrs)["max_seqlen_kv"]
+    keys = node.attr("max_seqlen_kv") if forward.has("packed") else k.shape[2]
     if math.prod(q.shape[:-1]) * keys > LARGE_SCORES:  # too much work for data of a trial
         if names[1] in given:
             given[names[1]].fill_(math.log(keys) + 1.0)

@@ -23,7 +23,7 @@ from .config import (
     IN_CONTEXT_VARIANTS,
 )
 from .decision import ALIAS, Decision, Selection, StepPlan
-from .search import Contender, Part, Search, Step, Variant, of_cuts, of_others, step_plan
+from .search import Contender, Part, Search, StepSearch, Variant, of_cuts, of_others, step_plan
 
 Progress = Callable[[int, int], None]
 
@@ -67,7 +67,7 @@ class RegionSearch:
         self._borders = borders
         self._policy = policy
         self._bench = bench
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[str, StepSearch] = {}
         self._replayed: dict[tuple[int, int], Plan] = {}
         self._checked: set[int] = set()
 

@@ -82,7 +82,7 @@ def _is_total_amax(spec: GraphSpec, node: Node) -> bool:
 
 
 def _depthwise(spec: GraphSpec, node: Node) -> bool:
-    if node.op not in ("conv", "conv_transpose"):
+    if not OPS[node.op].has("convolution"):
         return False
     groups = int(node.attr("groups"))
     return groups > 1 and groups == spec.tensors[node.operands[0]].shape[1]

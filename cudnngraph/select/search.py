@@ -58,7 +58,7 @@ class Variant:
 
 
 @dataclass
-class Step:
+class StepSearch:
     """The trials of one step; parts that are equal but for names share it."""
 
     spec: GraphSpec
@@ -92,7 +92,7 @@ class Part:
     """A group of nodes, the step that it makes up, and its cuts."""
 
     spec: GraphSpec
-    step: Step
+    step: StepSearch
     cuts: tuple[tuple[Part, ...], ...] = ()
     size: int = 1
 
@@ -151,10 +151,12 @@ def _joined(parts: Sequence[Schedule]) -> Schedule:
 class Search:
     """The tree of parts and what is known of them."""
 
-    def __init__(self, policy: Policy, bench: Bench, steps: dict[str, Step] | None = None) -> None:
+    def __init__(
+        self, policy: Policy, bench: Bench, steps: dict[str, StepSearch] | None = None
+    ) -> None:
         self._policy = policy
         self._bench = bench
-        self._steps: dict[str, Step] = {} if steps is None else steps  # by digest
+        self._steps: dict[str, StepSearch] = {} if steps is None else steps  # by digest
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self.order: list[Part] = []
         self._why_left = ""
@@ -165,7 +167,7 @@ class Search:
         found = self._parts.get(place)
         if found is None:
             spec = subgraph_of(graph, nodes)
-            step = self._steps.setdefault(step_digest(spec), Step(spec))
+            step = self._steps.setdefault(step_digest(spec), StepSearch(spec))
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
                 step.ways.append(Variant(0, None, None, 0, 0.0))
@@ -218,7 +220,7 @@ class Search:
                 time_us = math.inf  # torch drops others: forward and backward have to agree
             step.ways.append(Variant(1 << 20, None, None, 0, time_us))
 
-    def advance(self, step: Step) -> bool:
+    def advance(self, step: StepSearch) -> bool:
         """Build and time the next candidate; False when there is none left to try."""
         while step.queue:
             if step.built >= self._policy.max_candidates:
@@ -247,7 +249,7 @@ class Search:
             return True
         return False
 
-    def give_up(self, step: Step, reason: str) -> None:
+    def give_up(self, step: StepSearch, reason: str) -> None:
         """Leave the remaining candidates of a step alone."""
         step.lost += [Decision(str(each.choice), False, reason, each.choice) for each in step.queue]
         step.queue = []
@@ -273,12 +275,12 @@ class Search:
             f"{MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
         )
 
-    def _most_promising(self, roots: Sequence[Part]) -> Step | None:
+    def _most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
         """Return the step with most time to gain, among those that could make the graph faster."""
         known: dict[int, Schedule | None] = {}
         totals = [self.best(root, known) for root in roots]
         best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
-        open_steps: dict[int, tuple[float, Step]] = {}
+        open_steps: dict[int, tuple[float, StepSearch]] = {}
         for part in self.order:
             step = part.step
             way = step.best()
@@ -372,7 +374,7 @@ class Search:
             if all([self.check(part.step, way, checked) for part, way in winner.runs.steps]):
                 return winner, rivals
 
-    def check(self, step: Step, way: Variant, checked: set[int]) -> bool:
+    def check(self, step: StepSearch, way: Variant, checked: set[int]) -> bool:
         """Whether a way does what it should; one that does not is thrown out."""
         if way.plan is None or id(way.plan) in checked:
             return True
@@ -388,7 +390,7 @@ class Search:
             self.advance(step)  # the rest of the list is better than no plan
         return False
 
-    def _compare(self, step: Step) -> None:
+    def _compare(self, step: StepSearch) -> None:
         """Measure the fastest few ways of a step again, side by side; the others are out.
 
         A first time is that of one plan from rest, a final one may be under load: the two do not

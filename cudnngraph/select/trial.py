@@ -21,8 +21,8 @@ from ..backend import handles
 from ..backend.lowering.driver import first_line
 from ..device import tf32
 from ..executor import reference, torch_steps
-from ..ir.spec import GraphSpec, TensorSpec, round_up
-from ..ops.table import tensor_at
+from ..ir.spec import GraphSpec, Node, TensorSpec, round_up
+from ..ops.table import OPS, by_port, tensor_at
 from ..partition.memory import SUBALLOCATION_BYTES, Layout, StepMemory
 from ..policy import Policy
 from .dropout_probe import attention, has_seeded_dropout, recover_mask, with_mask
@@ -297,26 +297,33 @@ class StepTrial:
 def _corner_heads(spec: GraphSpec) -> list[tuple[int, int]] | None:
     """For an attention whose scores are too many: (batch, head of k) at both ends; else None."""
     nodes = [node for node in spec.nodes if node.op != "constant"]
-    if len(nodes) != 1 or nodes[0].op not in ("sdpa", "sdpa_fp8"):
+    if len(nodes) != 1 or not _is_dense_attention(nodes[0]):
         return None
-    q, k = (spec.tensors[name] for name in nodes[0].operands[:2])
+    q, k = (spec.tensors[str(tensor_at(nodes[0], port))] for port in "qk")
     if math.prod(q.shape[:3]) * k.shape[2] <= LARGE_SCORES:
         return None
     return list(dict.fromkeys([(0, 0), (q.shape[0] - 1, k.shape[1] - 1)]))
+
+
+def _is_dense_attention(node: Node) -> bool:
+    row = OPS[node.op]
+    elsewhere = row.has("attention_gradient") or row.has("packed") or row.has("paged")
+    return row.has("attention") and not elsewhere
 
 
 def _corner(
     spec: GraphSpec, name: str, tensor: torch.Tensor, batch: int, head: int
 ) -> torch.Tensor:
     """The part of an operand or result of attention that belongs to one batch and head of k."""
-    (node,) = (node for node in spec.nodes if node.op in ("sdpa", "sdpa_fp8"))
+    (node,) = (node for node in spec.nodes if _is_dense_attention(node))
     if tensor.numel() == 1:
         return tensor
-    k = spec.tensors[node.operands[1]]
-    repeat = spec.tensors[node.operands[0]].shape[1] // k.shape[1]
-    if node.op == "sdpa" and name == node.inputs[3]:
+    ports, roles = by_port(node), OPS[node.op].roles
+    k = spec.tensors[str(ports["k"])]
+    repeat = spec.tensors[str(ports["q"])].shape[1] // k.shape[1]
+    if name == ports.get("attn_mask"):
         tensor = tensor.view(*(1,) * (4 - tensor.dim()), *tensor.shape)
-    if node.op == "sdpa" and name in (tensor_at(node, "alibi_slopes"), tensor_at(node, "sink")):
+    if name in {ports[port] for port, role in roles.items() if role == "heads"}:
         return tensor.narrow(0, head * repeat, repeat)
     if tensor.shape[0] > 1:
         tensor = tensor.narrow(0, batch, 1)

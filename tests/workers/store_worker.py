@@ -187,13 +187,13 @@ def hold(directory: Path) -> None:
 
 
 def fork(directory: Path) -> None:
-    """Fork while one thread holds a key and another the store's own lock; use it in the child."""
+    """Fork while one thread holds a key and the store's own locks; use it in the child."""
     store = PlanStore(directory, seeds=None, strict=True, lock_timeout_s=0.2)
     store.put(record(1))
     held, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        with store.building(record(0).id), store._mutex:
+        with store.building(record(0).id), store._memory.lock, store._journal.lock:
             held.set()
             done.wait()
 

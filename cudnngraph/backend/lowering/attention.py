@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...ir.spec import GraphSpec, Node, same_layout
+from ...ops.attention.dense import FP8_SCALES
 from ...ops.base import LOW_PRECISION
 from ...ops.table import OPS, tensor_at
 from ...rewrite.annotate import REPEATABLE
@@ -34,7 +35,7 @@ def _has_lengths(node: Node) -> bool:
 
 def _attention_options(ctx: Context, node: Node) -> dict[str, Any]:
     """The frontend's keywords that attention and its gradient share."""
-    given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+    given = ctx.by_port(node)
     q_spec = ctx.spec.tensors[str(tensor_at(node, "q"))]
     if q_spec.dtype not in LOW_PRECISION:
         raise Refused("cuDNN attention takes float16 and bfloat16 only")
@@ -207,19 +208,19 @@ def sdpa(ctx: Context, node: Node) -> Sequence[Any]:
 
 
 def sdpa_fp8(ctx: Context, node: Node) -> Sequence[Any]:
-    ports = OPS[node.op].ports
     depths = {ctx.spec.tensors[str(tensor_at(node, port))].shape[3] for port in "qv"}
     if any(depth % 16 or depth > 256 for depth in depths):
         raise Refused(
             f"head dims {sorted(depths)}; cuDNN's FP8 attention takes multiples of 16 up to 256"
         )
     options: dict[str, Any] = {"attn_scale": node.attr("scale"), "name": node.name}
-    seq_q, seq_kv = (ctx.operands(node)[ports.index(f"seq_len_{of}")] for of in ("q", "kv"))
+    seq_q, seq_kv = (ctx.by_port(node)[f"seq_len_{of}"] for of in ("q", "kv"))
     if seq_q is not None or seq_kv is not None:
         options |= _lengths(ctx, node, seq_q, seq_kv)
     for name, value in _band_options(ctx, node).items():  # the frontend's names of them are shorter
         options[name.removeprefix("diagonal_band_")] = value
-    data = dict(zip(ports[:9], _distinct(ctx, node, ports[:9]), strict=True))
+    ports = ("q", "k", "v", *FP8_SCALES)
+    data = dict(zip(ports, _distinct(ctx, node, ports), strict=True))
     results = ctx.graph.sdpa_fp8(**data, generate_stats=node.attr("return_lse"), **options)
     return list(results)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...ir.spec import GraphSpec, Node, TensorSpec, channels_last_strides, numel
+from ...ops.table import by_port
 from .base import Place, Refused
 from .dims import DimMap
 from .placement import cudnn_dims
@@ -90,6 +91,10 @@ class Context:
     def operands(self, node: Node) -> list[Any]:
         """The frontend's tensors at the ports of ``node``, None at open ones."""
         return [None if name is None else self.values[name] for name in node.inputs]
+
+    def by_port(self, node: Node) -> dict[str, Any]:
+        """The frontend's tensors by the names of the ports of ``node``, None at open ones."""
+        return dict(zip(by_port(node), self.operands(node), strict=True))
 
     def declare(self, tensor: Any, spec: TensorSpec) -> Any:
         """Give a result its dims, strides and dtype."""

@@ -11,7 +11,7 @@ import torch
 from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec, channels_last_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
-from ...ops.table import OPS, tensor_at
+from ...ops.table import tensor_at
 from .base import Refused
 from .context import Context, Rule
 
@@ -195,7 +195,7 @@ def norm_backward(method: str) -> Rule:
         if len([each for each in ctx.spec.nodes if each.op != "constant"]) > 1:
             # cuDNN takes what follows and does not run it (seen on 9.19).
             raise Refused("the gradient of a norm shares a plan with nothing")
-        given = dict(zip(OPS[node.op].ports, ctx.operands(node), strict=True))
+        given = ctx.by_port(node)
         options = {
             word: given[port]
             for word, port in (("mean", "mean"), ("inv_variance", "inv_std"))

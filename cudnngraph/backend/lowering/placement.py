@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...ir.spec import GraphSpec, Node, TensorSpec
 from ...ops.base import LOW_PRECISION, Role
-from ...ops.table import OPS, by_port, tensor_at
-from ...rewrite.packed import prefers_flash
+from ...ops.table import OPS, by_port, by_result, tensor_at
 from .base import Refused, Shape
 
 
@@ -19,7 +18,7 @@ def cudnn_dims(spec: GraphSpec, name: str) -> tuple[Shape, Shape]:
         for port, operand in by_port(node).items():
             if operand != name:
                 continue
-            place = PLACEMENT.get(_role(node, port, tensor))
+            place = PLACEMENT.get(_role(OPS[node.op].roles, port, tensor))
             views.add(
                 place(spec, node, tensor) if place else (_unexpanded(spec, tensor), tensor.stride)
             )
@@ -36,9 +35,8 @@ def _pad_sequences(
 ) -> tuple[Shape, Shape]:
     """Shape and stride of packed tokens (T, H, D), or (T, H), as (B, H, longest, D)."""
     name = tensor_at(node, "ragged")
-    if name is None:  # cutting gives offsets to 16-bit data
-        q = spec.tensors[str(tensor_at(node, "q"))]
-        if q.dtype in LOW_PRECISION and prefers_flash(node, spec.tensors):
+    if name is None:  # cutting gives offsets to 16-bit data, unless flash attention is to run
+        if spec.tensors[str(tensor_at(node, "q"))].dtype in LOW_PRECISION:
             raise Refused("torch's flash attention is faster where nothing is promised")
         raise Refused("cuDNN attention takes float16 and bfloat16 only")
     batch = spec.tensors[name].shape[1] - 1
@@ -74,7 +72,7 @@ def check_places(spec: GraphSpec) -> None:
             shape = spec.tensors[name].shape
             made = result_spec(spec, producer[name], name).shape
             wanted: Shape = shape
-            role = _role(node, port, spec.tensors[name])
+            role = _role(OPS[node.op].roles, port, spec.tensors[name])
             if role in ("channels", "scale", "expanded"):
                 wanted = PLACEMENT[role](spec, node, spec.tensors[name])[0]
             rank = max(len(made), len(wanted))
@@ -94,34 +92,32 @@ def _unexpanded(spec: GraphSpec, tensor: TensorSpec) -> tuple[int, ...]:
 def result_spec(spec: GraphSpec, node: Node, name: str) -> TensorSpec:
     """The tensor of a result with its dims where cuDNN wants them."""
     tensor = spec.tensors[name]
-    shape, stride = tensor.shape, tensor.stride
-    if OPS[node.op].has("packed"):
-        keys = node.op == "sdpa_varlen_backward" and name != node.outputs[0]
-        shape, stride = _pad_sequences(spec, node, tensor, keys)  # type: ignore[assignment]
-    if node.op in ("sdpa", "sdpa_fp8", "sdpa_paged") and name == node.outputs[1]:  # (B, H, S, 1)
-        return TensorSpec(name, (*shape, 1), (*stride, 1), tensor.dtype)
-    vectors = ("batch_norm_train", "batch_norm_backward")
-    if node.op in vectors and len(shape) == 1:
-        rank = len(spec.tensors[str(node.inputs[0])].shape)
-        shape, stride = _place_dims(tensor, (1,), rank)  # type: ignore[assignment]
-    if node.op == "reduction":
-        rank = len(spec.tensors[str(node.inputs[0])].shape)
-        keep, dims = node.attr("keepdim"), node.attr("dims")
-        dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
-        left = [dim for dim in range(rank) if dim not in dropped]
-        shape, stride = _place_dims(tensor, left, rank) if rank else (shape, stride)  # type: ignore[assignment]
-    return TensorSpec(name, shape, stride, tensor.dtype)
+    port = next(port for port, made in by_result(node).items() if made == name)
+    place = PLACEMENT.get(_role(OPS[node.op].result_roles, port, tensor))
+    if place is None:
+        return tensor
+    shape, stride = place(spec, node, tensor)
+    return TensorSpec(name, tuple(shape), tuple(stride), tensor.dtype)
 
 
-def _role(node: Node, port: str, tensor: TensorSpec) -> Role | None:
-    """The role of a port; None if the tensor there has the dims of the result."""
-    role = OPS[node.op].roles.get(port)
+def _role(roles: Mapping[str, Role], port: str, tensor: TensorSpec) -> Role | None:
+    """The role of a port or result; None if the tensor there has the dims of the first result."""
+    role = roles.get(port)
     return None if role == "channels" and len(tensor.shape) != 1 else role
 
 
 def _along_channels(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, Shape]:
     tail = (1,) * (len(spec.tensors[str(node.inputs[0])].shape) - 2)
     return (1, *tensor.shape, *tail), (1, *tensor.stride, *tail)
+
+
+def _left_by_reduction(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, Shape]:
+    rank = len(spec.tensors[str(node.inputs[0])].shape)
+    if not rank:
+        return tensor.shape, tensor.stride
+    keep, dims = node.attr("keepdim"), node.attr("dims")
+    dropped = () if keep is True else tuple(d for d in dims if d not in (keep or ()))
+    return _place_dims(tensor, [dim for dim in range(rank) if dim not in dropped], rank)
 
 
 def _of_pages(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, Shape]:
@@ -131,7 +127,7 @@ def _of_pages(spec: GraphSpec, node: Node, tensor: TensorSpec) -> tuple[Shape, S
 
 Placed = Callable[[GraphSpec, Node, TensorSpec], tuple[Shape, Shape]]
 
-#: Where cuDNN wants the dims of an operand, by the role of its port: shape and stride.
+#: Where cuDNN wants the dims of an operand or result, by the role of its port: shape and stride.
 PLACEMENT: Mapping[Role | None, Placed] = {
     "channels": _along_channels,
     "scale": _scale_place,
@@ -144,4 +140,5 @@ PLACEMENT: Mapping[Role | None, Placed] = {
     "heads": lambda spec, node, t: ((1, *t.shape, 1, 1), (*t.shape, *t.stride, 1, 1)),
     "row_stats": lambda spec, node, t: ((*t.shape, 1), (*t.stride, 1)),
     "scalar": lambda spec, node, t: ((1, 1, 1, 1), (1, 1, 1, 1)),
+    "reduced": _left_by_reduction,
 }

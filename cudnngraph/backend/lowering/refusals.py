@@ -153,7 +153,7 @@ def check_beside_convolutions(ctx: Context) -> None:
     computes it.
     """
     spec = ctx.spec
-    ops = {node.op for node in spec.nodes} & {"conv", "conv_transpose"}
+    ops = {node.op for node in spec.nodes if OPS[node.op].has("convolution")}
     if not ops:
         return
     fuses = any(OPS[node.op].pointwise and node.operands for node in spec.nodes)

@@ -12,12 +12,6 @@ from ..checks import flag, is_int, number_attr, same_dtype, statistics_dtype
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
-#: The ops of attention and its gradients.
-ATTENTION = (
-    *("sdpa", "sdpa_backward", "sdpa_paged", "sdpa_fp8"),
-    *("sdpa_varlen", "sdpa_varlen_backward"),
-)
-
 
 def sdpa_shapes(call: InferContext) -> bool:
     q, k, v = call["q"], call["k"], call["v"]

@@ -47,6 +47,7 @@ def test_a_name_has_one_row() -> None:
     [
         ({"traits": "fp16_safe bent"}, "bent"),
         ({"inputs": "x y:chanels"}, "chanels"),
+        ({"outputs": "y z:chanels"}, "chanels"),
         ({"no_grad_ports": "z"}, "z"),
         ({"positive_port": "z"}, "z"),
         ({"stats_flag": "return_lse"}, "return_lse"),
@@ -61,7 +62,8 @@ def test_a_row_may_not_name_what_there_is_not(given: dict[str, Any], what: str) 
 
 def test_every_trait_and_role_is_some_ops() -> None:
     assert {trait for op in OPS.values() for trait in op.traits} == set(get_args(Trait))
-    assert {role for op in OPS.values() for role in op.roles.values()} == set(get_args(Role))
+    roles = [role for op in OPS.values() for role in (op.roles | op.result_roles).values()]
+    assert set(roles) == set(get_args(Role))
     assert set(placement.PLACEMENT) == set(get_args(Role))
 
 
