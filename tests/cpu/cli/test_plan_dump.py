@@ -23,6 +23,7 @@ from cudnngraph.explain import draw
 from plans_cache import PlanRecord, PlanStore, StepRecord
 from plans_cache.record import MAX_TIME_US
 from plans_cache.store import Entry
+from tests import python
 from tests.workers import cache_example
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -564,13 +565,8 @@ def test_it_runs_piped_in_a_process_and_imports_neither_cudnn_nor_cuda(
         f"code = main(['plan-dump', '--dir', {str(example[0])!r}, '--sort', 'age']); "
         "assert not {'cudnn', 'cuda', 'rich'} & (set(sys.modules) - theirs); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-    )
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    done = python.run("-c", code, cwd=Path(__file__).parents[3], env=environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].split() == list(entries.COLUMNS)
 

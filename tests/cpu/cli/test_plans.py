@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cudnngraph import cli
 from cudnngraph.cli import plans, records
+from tests import python
 from tests.commands import Cli
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -113,12 +112,7 @@ for argv in (["path"], ["diff", {ids["cut"]!r}, {ids["old"]!r}], ["verify"],
     print("==")
 assert not {{"cudnn", "cuda"}} & (set(sys.modules) - theirs)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-    )
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    done = python.run("-c", code, cwd=ROOT, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("==\n") == 7
