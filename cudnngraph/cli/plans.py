@@ -220,7 +220,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _choices(a: PlanRecord, b: PlanRecord) -> list[compare.Row]:
-    """What was chosen, where that differs: the plan and the time of each step."""
+    """Rows for the steps whose plans or times differ."""
     rows = []
     for place in range(max(len(a.steps), len(b.steps))):
         sides = [record.steps[place] if place < len(record.steps) else None for record in (a, b)]

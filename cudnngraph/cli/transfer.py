@@ -81,7 +81,7 @@ def seed_folder(gpu: str) -> str:
 
 @dataclass
 class Report:
-    """What became of the records of a file, each list by id; ``problems`` says what was refused."""
+    """Outcome for the records of a file, as lists of ids; ``problems`` says what was refused."""
 
     new: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -203,5 +203,5 @@ def _put(
 
 
 def _made(record: PlanRecord) -> float:
-    """When a record was made, as far as that can be true; 0 for what is not made yet."""
+    """The time a record was made; 0 if it lies in the future."""
     return record.created if record.created <= time.time() + _CLOCKS_DIFFER_S else 0.0
