@@ -69,7 +69,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Entry:
-    """What :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why.
+    """An entry that :meth:`PlanStore.scan` finds; if ``record`` is None, ``problem`` says why.
 
     ``age_s`` is the time since the record was made, ``unused_s`` since it was read from disk or
     written, to within :data:`USED_S`; 0 for what is not on disk.
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Check:
-    """What :meth:`PlanStore.check` finds of an entry where it is kept.
+    """Result of :meth:`PlanStore.check` for an entry where it is kept.
 
     ``tier`` is None where it is nowhere. ``problem`` is what is wrong with the record, or with the
     folders it is in, ``blob_problem`` with the blob that the record names; empty where it is right.
@@ -118,7 +118,7 @@ class SchemaFolder:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a store has done in this process, and what its memory holds now."""
+    """Counts of a store's work in this process, and of the content of its memory."""
 
     hits: dict[str, int]
     misses: dict[str, int]
@@ -190,7 +190,7 @@ def _checked(id: str) -> str:
 
 
 def _blob_path(path: Path, record: PlanRecord) -> Path | None:
-    """Where the blob is that the record at ``path`` names."""
+    """The path of the blob that the record at ``path`` names."""
     blob = record.blob
     return None if blob is None else path.with_name(f"{path.stem}.{blob.sha256[:16]}.blob")
 
@@ -659,7 +659,7 @@ class PlanStore:
                 os.utime(path, (now, now), follow_symlinks=follow)
 
     def _blob_named_by(self, path: Path) -> Path | None:
-        """Where the blob is of the entry that is at ``path`` now."""
+        """The path of the blob of the entry that is at ``path`` now."""
         try:
             return _blob_path(path, _record_of(path.stem, files.read(path, MAX_RECORD_BYTES)))
         except (OSError, RecordError):
@@ -706,12 +706,12 @@ class PlanStore:
 
     @property
     def _root(self) -> Path:
-        """Of this schema alone: a program of another one neither reads it nor clears it."""
+        """The folder of this schema, which programs of other schemas neither read nor clear."""
         assert self.directory is not None
         return self.directory / f"v{SCHEMA_VERSION}"
 
     def _path(self, id: str, *, make: bool = False) -> Path:
-        """Where entry ``id`` is kept, in folders that have been checked. OSError where none is."""
+        """The path of entry ``id``, in checked folders. Raises OSError if a folder is missing."""
         assert self.directory is not None
         folder = self._root / id[:2]
         if make:
