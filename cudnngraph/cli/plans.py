@@ -510,7 +510,7 @@ def _export(args: argparse.Namespace) -> int:
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs
     tail = f", {left_out} blobs left out" if left_out else ""
-    # What goes to standard output is the file then, and nothing else.
+    # If the file goes to standard output, nothing else may.
     told = sys.stderr if files.is_standard_output(args.file) else sys.stdout
     print(f"{len(found)} records and {blobs} blobs written to {args.file}{tail}", file=told)
     return 1 if damaged else 0

@@ -97,8 +97,8 @@ def import_(
 ) -> Report:
     """Put the records of ``file`` into ``store``. A record that is none is reported and left out.
 
-    What is in the store stays where it is as new or newer, unless ``replace``. A time to come
-    counts as none: a record could block all that come after it.
+    Entries of the store stay if they are as new or newer, unless ``replace``. A time in the future
+    counts as none: such a record could block all later ones.
     """
     report = Report()
     try:

@@ -370,7 +370,7 @@ class Specialized(Generic[R]):
                 made.append(None)
                 continue
             shape, stride, dtype = form
-            # What has fewer dims broadcasts, or says the lengths of each sequence.
+            # A tensor of fewer dims broadcasts, or says the lengths of each sequence.
             whole = len(shape) == (1 if name.startswith("seq_len") else rank)
             if name in self._batched and whole and shape[0] == batch:
                 order = memory_order(shape, stride)
