@@ -181,14 +181,14 @@ _WORDS: Mapping[str, str] = {
 
 
 def expected(annotation: str) -> str:
-    """How a text names what an annotation allows."""
+    """The words for the values that an annotation allows."""
     kind, *more = annotation.split(" | ")
     said = _KINDS[kind][1] if kind in _KINDS else _WORDS.get(kind, kind)
     return " or ".join([said, *more])
 
 
 def wrong_kind(where: str, name: str, value: Any, annotation: str) -> list[Problem]:
-    """What is wrong with a plain value for an annotation; nothing is known of most of them."""
+    """Problems of a plain value for an annotation; empty for the many kinds not checked here."""
     kinds = annotation.split(" | ")
     if any(kind not in _KINDS and kind != "None" for kind in kinds):
         return []
@@ -297,7 +297,7 @@ def checked(function: Function) -> Function:
 
 
 def _kept(value: Any) -> Any:
-    """What an iterator gives, as a list: whoever looks at it first would use it up."""
+    """The items of an iterator as a list, since a first look would use it up; else the value."""
     if not hasattr(type(value), "__next__"):
         return value
     try:

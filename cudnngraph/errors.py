@@ -124,7 +124,7 @@ class PlanNotCached(CudnnGraphError, LookupError):
 
 
 class FeatureMissing(CudnnGraphError, NotImplementedError):
-    """What was asked for has no implementation: a second derivative, dropout in attention."""
+    """A request that has no implementation: a second derivative, dropout in attention."""
 
 
 class CannotImport(CudnnGraphError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What the user asks of plan selection."""
+"""The user's options for plan selection."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ENGINE = re.compile(r"(^|_)eng\d+(_|$)")  # in what cuDNN calls its plans
 
 @dataclass(frozen=True)
 class Policy:
-    """How plans are chosen, and what a chosen plan may do.
+    """Options for choosing plans, and limits on a chosen plan.
 
     - ``tune``: "heuristic" takes the first plan of cuDNN's own ranking that builds. "autotune"
       measures plans, and ways to cut the graph, on the GPU, once: the choice is kept in the cache.
-      "cached" takes what an earlier run left in the cache and raises ``PlanNotCached`` where that
+      "cached" takes what an earlier run left in the cache and raises ``PlanNotCached`` if there
       is nothing: the mode for serving. A tuned entry serves all three. None follows the setting
       ``CUDNNGRAPH_TUNE``, which is "heuristic" unless it is set.
     - ``allow_tf32``: whether float32 graphs may use TF32. None follows torch's own switches as they

@@ -85,7 +85,7 @@ _WAYS = ("eager, CUDA graph", "torch.compile", "fused")
 
 
 def performance(path: Path = SELECTION) -> str:
-    """How many times as fast as eager torch plans are, by suite, from a committed run."""
+    """Speedups over eager torch, by suite, from a committed run."""
     run = json.loads(path.read_text(encoding="utf-8"))["warm"]
     rows = [row for row in run["rows"] if "times_us" in row]
     lines = [
@@ -121,7 +121,7 @@ def _ratios(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def whole_models(path: Path = MODELS) -> str:
-    """What each model of a committed run takes by torch and fused, and how far off results are."""
+    """Times and errors of each model of a committed run, by torch and fused."""
     run = json.loads(path.read_text(encoding="utf-8"))
     page = f"results/{path.stem}.md"
     lines = [
@@ -191,7 +191,7 @@ def _model(row: Mapping[str, Any]) -> str:
 
 
 def coverage() -> str:
-    """What the sample graphs of each feature run as."""
+    """Table of the steps that the sample graphs of each feature run as."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     from tests.coverage import table

@@ -1,4 +1,4 @@
-"""What `make docs` adds to these pages: a start page, the changelog, the API reference.
+"""Pages that `make docs` adds to these: a start page, the changelog, the API reference.
 
 A hook of mkdocs. The start page is README.md, the others are CONTRIBUTING.md and CHANGELOG.md. The
 reference has every public name, from its docstring. Links to files outside of the site become text.

@@ -142,7 +142,7 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a case: how it ran, how long it and torch took, how far off it was."""
+    """Result of a case: its plan, its time and torch's, and its error."""
 
     title: str
     plan: str
@@ -172,7 +172,7 @@ def measure(case: Case, device: torch.device) -> Row:
 
 
 def plan_of(exe: cg.Executable) -> str:
-    """What runs each step. `exe.explain()` says more: knobs, workspace, what was rejected."""
+    """The plan of each step. `exe.explain()` says more: knobs, workspace, rejected plans."""
     if exe.device.type == "cpu":
         return "reference"
     plans = ["torch" if s.choice is None else f"engine {s.choice.engine}" for s in exe.steps]

@@ -68,7 +68,7 @@ def check_unwritable(path: Path) -> None:
 
 
 def measure_own(folder: Path) -> tuple[int, int]:
-    """How many files are in ``folder`` at any depth, and their bytes; links are not followed.
+    """Count the files in ``folder`` at any depth, and their bytes; links are not followed.
 
     Raises :class:`Refused` unless it is a directory itself, and all of it is the user's.
     """
@@ -161,7 +161,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def identity(path: Path) -> Identity:
-    """What tells one file at a path from the next; of a link itself, not of where it leads."""
+    """The identity of the file at a path (inode, time, size); a link's own, not its target's."""
     found = os.lstat(path)
     return found.st_ino, found.st_mtime_ns, found.st_size
 

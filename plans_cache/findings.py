@@ -1,4 +1,4 @@
-"""What a sweep of a machine found: every result as it came, and what is not to be used there.
+"""Findings of a sweep of a machine: every result as it came, and engines not to be used.
 
 Two files for each environment beside the records: ``known_bad/<id>.jsonl``, a JSON object a line,
 and ``known_bad/<id>.json``, what follows from them. A line that was cut off or damaged is left out.

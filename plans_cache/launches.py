@@ -33,7 +33,7 @@ _logger = logging.getLogger("plans_cache")
 
 
 class Mark:
-    """What this process launches next; without a file where there can be none."""
+    """Mark of the plan that this process launches next; without a file if none can be had."""
 
     def __init__(self, lock: FileLock | None) -> None:
         self._lock = lock

@@ -123,7 +123,7 @@ class FileLock:
         return os.path.samestat(os.fstat(self._file), found)
 
     def read(self, limit_bytes: int) -> bytes:
-        """What the file holds; ``files.Refused`` as for any other file."""
+        """The bytes of the file. Raises ``files.Refused`` as for any other file."""
         return read_open(self._file, self.path, limit_bytes)
 
     def write(self, data: bytes) -> None:

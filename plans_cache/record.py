@@ -55,7 +55,7 @@ def digest(components: Sequence[tuple[str, str]]) -> str:
 
 
 def entry_id(key_digest: str, env_digest: str) -> str:
-    """What an entry is stored under: SHA-256 over the digests of graph and environment."""
+    """The id of an entry: SHA-256 over the digests of graph and environment."""
     return hashlib.sha256(json.dumps([key_digest, env_digest]).encode()).hexdigest()
 
 
@@ -114,7 +114,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class BlobRef:
-    """What must hold of the serialized plans beside a record."""
+    """Size and digest of the serialized plans beside a record."""
 
     size_bytes: int
     sha256: str

@@ -97,7 +97,7 @@ class Rejections:
 
 
 def _read(path: Path) -> dict[Plan, str]:
-    """What a file says; what is no rejection is left out."""
+    """The rejections in a file, by plan; malformed ones are left out."""
     try:
         files.check_private(path.parent.parent)
         files.check_folder(path.parent)

@@ -271,7 +271,7 @@ def why_passed_over(
 ) -> str | None:
     """Why a candidate is not even built: the policy bars it, or it is known to be wrong.
 
-    What was found on one GPU is asked where ``device_index`` names it.
+    Findings on one GPU count if ``device_index`` names it.
     """
     return why_excluded(candidate, policy) or why_rejected(
         spec,
@@ -292,7 +292,7 @@ def why_rejected(
 ) -> str | None:
     """Why a choice must not be used for ``spec``: it is known to be wrong, or was found so here.
 
-    What was found on one GPU is asked where ``device_index`` names it.
+    Findings on one GPU count if ``device_index`` names it.
     """
     version = env.cudnn_version()
     why = why_bad(spec, choice.engine, version, capability=capability, allow_tf32=allow_tf32)

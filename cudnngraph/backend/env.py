@@ -116,7 +116,7 @@ def has_wheels() -> bool:
 
 
 def how_to_get_cudnn() -> str:
-    """How to get libcudnn here, as the second half of a message."""
+    """Advice on getting libcudnn here, as the second half of a message."""
     if not has_wheels():
         return _NO_WHEELS
     if torch.version.cuda is not None:
@@ -131,7 +131,7 @@ _NO_WHEELS = (
 
 
 def how_to_get_frontend() -> str:
-    """How to get a supported frontend here, as the second half of a message."""
+    """Advice on getting a supported frontend here, as the second half of a message."""
     return f"pip install 'nvidia-cudnn-frontend{_range_text()}'" if has_wheels() else _NO_WHEELS
 
 

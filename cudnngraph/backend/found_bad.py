@@ -150,7 +150,9 @@ def _kind(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Barred:
-    """What one file bars: (step, TF32 allowed, engine and knobs) and (pattern, TF32, engine) → why.
+    """Engines that one file bars, each with its reason.
+
+    ``steps`` has (step, TF32 allowed, engine and knobs), ``patterns`` (pattern, TF32, engine).
 
     ``described`` is all that the file says: when the machine was checked, how, with what counts.
     """
@@ -161,7 +163,7 @@ class Barred:
 
 
 def read(data: Any) -> Barred | None:
-    """What a file says; None for what is none, and rows that are none are left out."""
+    """Parse the content of a file; None for no such content. Malformed rows are left out."""
     if not isinstance(data, dict) or data.get("schema") != versions.FINDINGS:
         return None
     steps: dict[tuple[str, bool, Engine], str] = {}

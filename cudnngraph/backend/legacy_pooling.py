@@ -115,8 +115,10 @@ def _in_order(tensor: TensorSpec, order: Sequence[int]) -> list[int] | None:
 
 
 def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling | None:
-    """What pools tensors like ``x`` into such as ``y``, the largest of each window; None where
-    cuDNN's library cannot be had, or refuses."""
+    """Make the function that max-pools tensors like ``x`` into tensors like ``y``.
+
+    None if cuDNN's library cannot be had, or refuses.
+    """
     library = _library()
     if library is None:
         return None
@@ -149,7 +151,7 @@ def pooling(attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec) -> Pooling |
 def _descriptors(
     library: Any, attrs: Mapping[str, Any], x: TensorSpec, y: TensorSpec
 ) -> tuple[_Descriptor, _Descriptor, _Descriptor]:
-    """Of the windows, of x and of y."""
+    """Descriptors of the windows, of x and of y."""
     window = _Descriptor(library, "Pooling")
     sizes = [_numbers(attrs[name]) for name in ("kernel_size", "padding", "stride")]
     rank = len(x.shape) - 2

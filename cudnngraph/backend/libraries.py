@@ -200,7 +200,7 @@ def _nvrtc_candidates(name: str, cuda_major: int) -> Iterator[Path]:
 
 
 def _version_checks(home: Path) -> dict[str, str]:
-    """What cuDNN says against its own parts: file name → message, for those that do not fit."""
+    """Complaints of cuDNN about its own parts: file name → message, for parts that do not fit."""
     library = ctypes.CDLL(str(home))
     library.cudnnGetErrorString.restype = ctypes.c_char_p
     wrong = {}

@@ -37,8 +37,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verified:
-    """That a plan ran on random data and was right: the largest relative error of its results (None
-    where there was no memory to compare them), on which GPU, with which versions."""
+    """Proof that a plan ran on random data and was right: its error, the GPU and the versions.
+
+    ``error`` is the largest relative one; None if there was no memory to compare results.
+    """
 
     error: float | None
     gpu: str

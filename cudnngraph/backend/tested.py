@@ -1,4 +1,4 @@
-"""Which releases of torch, cuDNN and its frontend the tests ran with, and on which GPUs: data.
+"""Data: releases of torch, cuDNN and its frontend that the tests ran with, and the GPUs.
 
 ``cudnngraph doctor`` says where the installed ones stand, and docs/versions.md has the table. A
 row is added when the tiers have run, and not before.

@@ -300,7 +300,7 @@ def decode(b: int, h: int, kv_heads: int, keys: int, d: int, *, page: int | None
 
 
 def attention_suite() -> list[Case]:
-    """What attention is measured on."""
+    """The cases that attention is measured on."""
     g, data = _graph(4, 32, 4096, 128)
 
     def causal(t: Tensors) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Filled(Case):
 
 
 def _deviation(name: str, tensor: torch.Tensor) -> float:
-    """Of a weight such that the sums of its products are of about unit size."""
+    """Standard deviation of an input; small for a weight, so that its products sum to about 1."""
     wide = name.startswith("w") and tensor.dim() > 1
     return float(tensor[0].numel() ** -0.5) if wide else 1.0
 
@@ -249,7 +249,7 @@ def softmax(rows: int, columns: int) -> Case:
 
 
 def breadth_suite(quick: bool = False) -> list[Case]:
-    """What the families beside convolution and attention are measured on."""
+    """The cases for the families beside convolution and attention."""
     if quick:
         return [
             norm("rms_norm", 16, 64),

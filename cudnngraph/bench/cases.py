@@ -288,7 +288,7 @@ def sdpa(
 
 
 def selection_suite() -> list[Case]:
-    """What plan selection is measured on."""
+    """The cases that plan selection is measured on."""
     f32, bf16 = torch.float32, torch.bfloat16
     return [
         conv(32, 512, 7, 512, 3, 1, 1),

@@ -77,7 +77,7 @@ TF32 = "float32 in TF32"
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches: its memory in GB/s (read and written), products in TFLOP/s by dtype.
+    """Ceilings of the device: memory in GB/s (read and written), products in TFLOP/s by dtype.
 
     ``cache_bytes`` are those that may stay in the L2 cache from one call to the next. ``beaten``
     names what a row was faster than, :data:`MEMORY` or a kind of products: that is no ceiling.
@@ -133,7 +133,7 @@ def with_shares(ceilings: Ceilings, rows: Sequence[Row]) -> tuple[Ceilings, list
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a task: microseconds by contender, and what they are measured by."""
+    """Measurements of a task: microseconds by contender, and the clock that took them."""
 
     suite: str
     name: str
@@ -152,7 +152,7 @@ class Row:
         return self.times_us[self.ours]
 
     def times_faster(self, other: str) -> float | None:
-        """How many times faster than a contender, None where there is no such."""
+        """Speedup over a contender; None if there is no such contender."""
         theirs = self.times_us.get(other)
         return None if theirs is None else theirs / self.us
 

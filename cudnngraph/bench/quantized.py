@@ -138,7 +138,7 @@ def sdpa(b: int, h: int, s: int, d: int, *, causal: bool = False) -> Case:
 
 
 def lowprecision_suite() -> list[Case]:
-    """What int8 and FP8 are measured on."""
+    """The cases that int8 and FP8 are measured on."""
     return [
         *(
             conv(dtype, *shape, bias=bias)

@@ -316,7 +316,7 @@ def _draw_roofline(axes: Any, report: Report) -> None:
 
 
 def _over_eager(row: Row) -> float | None:
-    """How many times as fast as eager torch, or as the fastest baseline of a row without it."""
+    """Speedup over eager torch, or over the fastest baseline of a row without it."""
     known = [ratio for other in _others([row]) if (ratio := row.times_faster(other)) is not None]
     return row.times_faster("eager") or min(known, default=None)
 

@@ -28,7 +28,7 @@ from .work import bytes_of, flops_of
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure on, and how: ``compile_modes`` are torch.compile's, as further baselines."""
+    """Options of a run; ``compile_modes`` are torch.compile's, as further baselines."""
 
     device: torch.device
     quick: bool = False

@@ -39,7 +39,7 @@ def flops_of(spec: GraphSpec) -> int:
 
 
 def _pairs(rows: int, keys: int, attrs: Mapping[str, Any]) -> int:
-    """How many (row, key) pairs of an attention meet; half of them where it is causal."""
+    """The number of (row, key) pairs of an attention that meet; half of all if it is causal."""
     window = attrs.get("window")
     if window is None:
         return rows * keys

@@ -60,8 +60,10 @@ def store() -> PlanStore:
 
 
 class Rejected:
-    """What is not to be tried again, in the store's directory
-    (:class:`~cudnngraph.select.guard.Kept`)."""
+    """Plans that are not to be tried again, kept in the store's directory.
+
+    See :class:`~cudnngraph.select.guard.Kept`.
+    """
 
     def __init__(self, device_index: int) -> None:
         self._index = device_index
@@ -69,7 +71,7 @@ class Rejected:
 
     @cached_property
     def _env(self) -> str:
-        """Of the environment, asked for when the first step is: torch steps need no cuDNN."""
+        """Digest of the environment, made at the first key: torch steps need no cuDNN."""
         return digest(env_components(env.env_key(self._index)))
 
     @cached_property
@@ -121,7 +123,7 @@ class Rejected:
         return STATE.launches_of(self._directory).begin()
 
     def id(self, spec: GraphSpec, policy: Policy) -> str | None:
-        """Of a step in this environment; None where it has no key."""
+        """The id of a step in this environment; None if it has no key."""
         try:
             return entry_id(graph_key(spec, policy).digest, self._env)
         except UnkeyableError:

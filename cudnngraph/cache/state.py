@@ -58,7 +58,7 @@ STATE = State()
 def on_miss(hook: Callable[[MissInfo], None]) -> Callable[[], None]:
     """Call ``hook`` whenever no stored plan serves a graph; returns what takes it off again.
 
-    What a hook raises is logged and goes no further.
+    Exceptions of a hook are logged and go no further.
     """
     hooks = STATE.hooks
     hooks.append(hook)

@@ -13,7 +13,7 @@ from ..ir.key import Key
 
 @dataclass(frozen=True)
 class MissInfo:
-    """What a miss hook is told: the graph in one line, its key, and why nothing was found."""
+    """The argument of a miss hook: the graph in one line, its key, and the reason of the miss."""
 
     graph: str
     key: Key

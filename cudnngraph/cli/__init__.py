@@ -20,7 +20,7 @@ from .records import UsageError
 
 
 class Command(Protocol):
-    """What a module of this package offers."""
+    """The interface of a module that defines a command."""
 
     def add_parser(self, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         """Declare the command and its arguments; its name is the parser's."""

@@ -114,7 +114,7 @@ class Found:
 
     @property
     def mode(self) -> str:
-        """Which graphs it was for."""
+        """The mode of the check by the graphs it covers: full or quick."""
         return "full" if self.args.full else "quick"
 
     @property

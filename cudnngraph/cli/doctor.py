@@ -267,7 +267,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def _tested() -> Iterator[Check]:
-    """What the tests have run with of what is installed: nothing is said where it is broken."""
+    """Check if the tests ran with the installed versions; broken ones are left out."""
     release = str(torch.__version__)
     cudnn = libraries.cudnn_library_version() if _load_cudnn().usable else None
     try:

@@ -220,7 +220,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _choices(a: PlanRecord, b: PlanRecord) -> list[compare.Row]:
-    """What was chosen, where that differs: the plan and the time of each step."""
+    """Rows for the steps whose plans or times differ."""
     rows = []
     for place in range(max(len(a.steps), len(b.steps))):
         sides = [record.steps[place] if place < len(record.steps) else None for record in (a, b)]
@@ -510,7 +510,7 @@ def _export(args: argparse.Namespace) -> int:
     blobs = transfer.export(store, found, args.file, args.with_blobs)
     left_out = sum(entry.entry.blob_bytes > 0 for entry in found) - blobs
     tail = f", {left_out} blobs left out" if left_out else ""
-    # What goes to standard output is the file then, and nothing else.
+    # If the file goes to standard output, nothing else may.
     told = sys.stderr if files.is_standard_output(args.file) else sys.stdout
     print(f"{len(found)} records and {blobs} blobs written to {args.file}{tail}", file=told)
     return 1 if damaged else 0

@@ -272,7 +272,7 @@ def _number_order(digits: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Field:
-    """What can be filtered and sorted by: ``text`` in the table, ``order`` for sorting.
+    """A field to filter and sort by: ``text`` in the table, ``order`` for sorting.
 
     With ``words`` a filter has to equal one of them, else to be part of the text.
     """

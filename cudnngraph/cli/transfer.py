@@ -81,7 +81,7 @@ def seed_folder(gpu: str) -> str:
 
 @dataclass
 class Report:
-    """What became of the records of a file, each list by id; ``problems`` says what was refused."""
+    """Outcome for the records of a file, as lists of ids; ``problems`` says what was refused."""
 
     new: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -97,8 +97,8 @@ def import_(
 ) -> Report:
     """Put the records of ``file`` into ``store``. A record that is none is reported and left out.
 
-    What is in the store stays where it is as new or newer, unless ``replace``. A time to come
-    counts as none: a record could block all that come after it.
+    Entries of the store stay if they are as new or newer, unless ``replace``. A time in the future
+    counts as none: such a record could block all later ones.
     """
     report = Report()
     try:
@@ -203,5 +203,5 @@ def _put(
 
 
 def _made(record: PlanRecord) -> float:
-    """When a record was made, as far as that can be true; 0 for what is not made yet."""
+    """The time a record was made; 0 if it lies in the future."""
     return record.created if record.created <= time.time() + _CLOCKS_DIFFER_S else 0.0

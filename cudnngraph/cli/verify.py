@@ -42,7 +42,7 @@ MAX_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one check: "ok", "none" (nothing to check), "skipped" or "failed"."""
+    """Outcome of one check: "ok", "none" (nothing to check), "skipped" or "failed"."""
 
     status: str
     detail: str = ""

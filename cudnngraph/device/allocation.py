@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` gives, its tensors in torch's ordinary memory; what it raises goes through.
+    """Call ``make`` with its tensors in torch's ordinary memory; its exceptions go through.
 
     ``torch.compile(mode="reduce-overhead")`` warms up a CUDA graph with all that its thread
     allocates in the graph's own memory, where nothing but results may stay. So ``make`` is called

@@ -30,7 +30,7 @@ def check(path: str | Path) -> None:
 def writing(path: str | Path) -> Iterator[BinaryIO]:
     """A stream into the file ``path``; a regular file is the old one until all is written.
 
-    What is no regular file is opened and written into. Links are followed. A file keeps its mode,
+    Other than regular files are opened and written into. Links are followed. A file keeps its mode,
     and one that may be written but not replaced (mounted, in another user's folder) is overwritten.
     Raises OSError where there is a folder, no folder to write into, or no permission.
     """

@@ -145,9 +145,12 @@ def _steps(
 def _for_torch(
     spec: GraphSpec, node: Node, compute: torch.dtype, *, named_dtypes: bool
 ) -> _Prepare:
-    """What makes operands those of an op of torch's own: widened, unless the op itself names the
-    dtypes that it works in, and in memory as declared, since it may go by that. What lies between
-    the ops of a graph is float32 then where torch has the 16 bits that the op names."""
+    """Make the function that prepares the operands of an op of torch's own.
+
+    They are widened, unless the op itself names the dtypes that it works in. They lie in memory as
+    declared, since the op may go by that. Tensors between the ops of a graph are float32; if the op
+    names one 16-bit dtype, they are rounded to it, as in torch.
+    """
     declared = [None if name is None else spec.tensors[name] for name in node.inputs]
     between = [name is not None and name not in spec.inputs for name in node.inputs]
     attrs = dict(node.attrs)

@@ -129,7 +129,7 @@ class Explanation:
         }
 
     def heading(self) -> str:
-        """Which GPU and which library were asked."""
+        """One line that names the graph, the GPU and the library."""
         version = self.cudnn_version
         cudnn = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return (

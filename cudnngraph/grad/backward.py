@@ -140,7 +140,7 @@ class Backward:
         return apply(self.graph, node.op, operands, dict(node.attrs))[0]
 
     def users(self, name: str) -> int:
-        """How many ops of the forward read a tensor, its caller counted where it is an output."""
+        """The number of readers of a forward tensor: ops, and the caller if it is an output."""
         readers = sum(name in node.operands for node in self.spec.nodes)
         return readers + (name in self.spec.outputs)
 
@@ -230,9 +230,9 @@ class Backward:
         return Gradient(forward, backward, (*outside, *extra), incoming, self.outgoing)
 
     def _narrowed(self, spec: GraphSpec) -> GraphSpec:
-        """What anchors read gets the dtype of the data, by a conversion where it is fixed.
+        """Give operands of anchors the dtype of the data, by a conversion if theirs is fixed.
 
-        So does what they read through ops that only move elements.
+        Operands that they read through ops that only move elements get it too.
         """
         tensors, nodes = dict(spec.tensors), {node.name: node for node in spec.nodes}
         producer = {name: node for node in spec.nodes for name in node.results}

@@ -54,7 +54,7 @@ def min_cut_saved(
             edge((name, True), sink, math.inf)
 
     def road(start: Any, end: Any) -> dict[Any, Any]:
-        """Where each place was come from, on the shortest ways with room from start."""
+        """Map each place to the one before it, on the shortest paths with room from start."""
         came = {start: start}
         queue = [start]
         for place in queue:

@@ -335,7 +335,7 @@ class AttentionMethods(ShapeMethods, PointwiseMethods):
         *,
         name: str | None = None,
     ) -> Value:
-        """Where packed sequences lie in memory: what a plan of packed attention is told.
+        """Offsets of packed sequences in memory, as a plan of packed attention needs them.
 
         Both ``cu_seqlens`` (B + 1,) int32 → (2 + widths, B + 1) int32: the lengths of the sequences
         of q and of k, with a 0 behind them, then each ``cu_seqlens_q`` times a width

@@ -60,7 +60,7 @@ class Core:
         return self._value("?", None)
 
     def _place(self, op: str, given: Mapping[str, Any]) -> str:
-        """How a problem with an argument names the op: by its label, or as that is to be."""
+        """The name of the op in a problem with an argument: the label that it has or will have."""
         name = given.get("name")
         if type(name) is str and op in (*OPS, "input", "output"):
             return f"{op} '{name}'"

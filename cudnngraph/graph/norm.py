@@ -142,7 +142,7 @@ class NormMethods(ShapeMethods, PointwiseMethods):
         eps: float = 1e-5,
         name: str | None = None,
     ) -> Any:
-        """What makes a group norm of each channel of each image, ``(x + shift) * factor``.
+        """Shift and factor of a group norm ``(x + shift) * factor``, by channel and image.
 
         x (N, C, ...), weight (C,) in x's dtype or float32 → shift and factor (N, C, 1, ...) in
         float32, or float64 of such an x: ``-mean`` of the channel's group, and ``weight / sqrt(var

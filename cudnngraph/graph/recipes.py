@@ -63,7 +63,7 @@ class RecipeMethods(ShapeMethods, PointwiseMethods):
         the strides of the inputs may be written over them.
         """
         beta1, beta2 = betas
-        # What is one number comes first, in ops of its own: a plan may compute it once.
+        # Single numbers come first, in ops of their own: a plan may compute them once.
         root = self.sqrt(bias_correction2)
         rate = self.div(self.mul(lr, root), bias_correction1)
         small = self.mul(root, eps)

@@ -78,7 +78,7 @@ class PaddedImage:
         return rows.permute(0, 3, 1, 2)[:, : self.channels]
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """What a convolution's weight (K, channels, R, S) is for the tensor."""
+        """Arrange a convolution's weight (K, channels, R, S) for the padded tensor."""
         wide = nn.functional.pad(weight, (0, 0, 0, 0, 0, 1))
         if self.columns == 1:
             return wide
@@ -248,8 +248,10 @@ class Importer:
         return given["input"] is image and constant and given["groups"] == 1
 
     def _side_by_side(self, node: torch.fx.Node, columns: int) -> int:
-        """How many columns of an image of three channels to read as channels: all of a window's,
-        if windows do not overlap (:attr:`DeviceRules.patches_as_channels`)."""
+        """The number of columns of a three-channel image to read as channels.
+
+        All of a window's, if windows do not overlap (:attr:`DeviceRules.patches_as_channels`).
+        """
         if not rules().patches_as_channels:
             return 1
         widths = set[int]()
@@ -262,7 +264,7 @@ class Importer:
         return 1 if widths or columns % width else width
 
     def packed(self, x: Value) -> PaddedImage | None:
-        """How an image lies in x, where x is no such image."""
+        """The layout of the image in x; None if x is no padded image."""
         return self._packed.get(x.name)
 
     def _is_image(self, tensor: torch.Tensor) -> bool:

@@ -81,7 +81,7 @@ Names = Callable[[int], "list[str]"]  # what each of so many results of a graph 
 
 
 def _input_names(module: torch.fx.GraphModule) -> list[str]:
-    """What the user calls the inputs of a graph of dynamo's, as AOTAutograd puts them in order."""
+    """The user's names for the inputs of a dynamo graph, in AOTAutograd's order."""
     held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return held + [_source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
 
@@ -98,7 +98,7 @@ def _source_name(node: torch.fx.Node) -> str:
 
 
 def _result_names(inputs: Sequence[str]) -> Names:
-    """Of a forward: the new values of inputs, the results, then what the gradient needs."""
+    """Names of a forward's results: new values of inputs, results, tensors for the gradient."""
     context = torch._guards.TracingContext.try_get()
     metadata: Any = None if context is None else context.fw_metadata
     changed = list(getattr(metadata, "mutated_inp_runtime_indices", ()))
@@ -130,7 +130,7 @@ def _gradient_names(inputs: Sequence[str]) -> Names:
 
 
 def _static_places(count: int) -> tuple[int, ...]:
-    """Which inputs of the graph being compiled are parameters and buffers."""
+    """The numbers of the inputs that are parameters and buffers of the compiled graph."""
     context = torch._guards.TracingContext.try_get()
     metadata: Any = None if context is None else context.fw_metadata
     places = getattr(metadata, "static_input_indices", None) or ()

@@ -106,8 +106,10 @@ class _Changes:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[_Changes]:
-    """What calls of the model change: torch.export does not notice what becomes of lists and
-    dicts, and puts attributes back."""
+    """Record the changes that calls of the model make.
+
+    torch.export does not notice changes of lists and dicts, and puts attributes back.
+    """
     before: list[Any] = []
     found = _Changes()
 

@@ -270,7 +270,7 @@ def fuse(
     - ``reuse_results``: return the tensors that the next call of this shape overwrites, no copies.
     - ``check``: compare the results for the example with the model run in float64.
 
-    What has no op of ours is a torch step; ``report`` of the result says which, and why. Raises
+    Ops that we have not are torch steps; ``report`` of the result says which, and why. Raises
     :class:`CannotImport` for a model that is no single graph: control flow on numbers in tensors,
     state that changes, random numbers. Raises :class:`WrongResult` where the check fails.
     """

@@ -148,7 +148,7 @@ def _key(node: Node) -> tuple[Node, bool, float]:
 
 
 def _of_heads(node: Node) -> tuple[Node, Node] | None:
-    """Of a product with something that is the same for all queries and keys: the two."""
+    """Split a product into scores and a factor that is the same for all queries and keys."""
     pair = node.args[:2]
     for main, other in (pair, pair[::-1]):
         if isinstance(main, Node) and isinstance(other, Node) and _is_scores(main):
@@ -189,8 +189,11 @@ def _followers(node: Any) -> Node | None:
 
 
 def _window_masks(node: Node) -> tuple[Node, Node, tuple[int, int]] | None:
-    """Of a view (B W, H, S, T) of a sum (B, W, H, S, T): the scores (B W, H, S, T) that are a term
-    of it, the other one, and (B, W); None for another view."""
+    """Split a sum of windows into its scores, its other term, and (B, W).
+
+    ``node`` is a view (B W, H, S, T) of the sum (B, W, H, S, T). The scores are (B W, H, S, T).
+    None for another view.
+    """
     inner, shape = _followers(node.args[0]), node.meta["val"].shape
     if (
         inner is None
@@ -261,7 +264,7 @@ def match_rms_norm(node: Node) -> NormMatch | None:
 
 
 def _alone(node: Any) -> Any:
-    """What a node is of, but for conversions between float dtypes; None where others read that."""
+    """The node below conversions between float dtypes; None if others read it."""
     while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
         node = node.args[0]
         if isinstance(node, Node) and len(node.users) != 1:
@@ -270,7 +273,7 @@ def _alone(node: Any) -> Any:
 
 
 def _source(node: Any) -> Any:
-    """What a node is of, but for conversions between float dtypes that keep every bit."""
+    """The node below conversions between float dtypes that keep every bit."""
     while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
         before = node.args[0]
         seen = before.meta.get("val") if isinstance(before, Node) else None
@@ -317,7 +320,7 @@ def _by_root(node: Any) -> tuple[Node, float] | None:
 
 
 def _squared(mean: Any) -> Any:
-    """What ``mean`` has the mean square of, along the last dim, which is kept; else None."""
+    """The x in ``mean`` of x squared, along the last dim, which is kept; else None."""
     if not _is_call(mean) or mean.target is not torch.ops.aten.mean.dim:
         return None
     given = meta.bind_arguments(mean.target, mean.args, mean.kwargs)

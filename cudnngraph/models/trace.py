@@ -242,7 +242,7 @@ class Traced:
             raise
 
     def dispatched(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """What torch dispatches."""
+        """Record an op that torch dispatches."""
         if op is torch.ops.prim.device.default:
             return args[0].device
         if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
@@ -251,7 +251,7 @@ class Traced:
         return make(op, args, kwargs)
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What Python calls: an op of :data:`ATOMIC`, or more calls."""
+        """Record a call from Python: an op of :data:`ATOMIC`, or more calls."""
         if function in _OF_MEMORY:
             raise Untraceable(f"it asks for {function.__name__}")
         name = _FUNCTIONS.get(function)
@@ -351,7 +351,7 @@ class Traced:
             return forms.infer(op, *args, **kwargs), devices[0]
 
     def _from_numbers(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
-        """Of an op that takes no tensors; it is run."""
+        """The form and the device of the result of an op without tensors; the op is run."""
         device = kwargs.get("device") or torch.get_default_device()
         with _no_modes():
             made = op(*args, **{**kwargs, "device": torch.device("cpu")})

@@ -17,7 +17,7 @@ from ..policy import Policy
 def _by_torch(
     norm: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, residual: torch.Tensor | None
 ) -> Any:
-    """What the modules give, by torch's norm."""
+    """The modules' results, by torch's norm."""
     if residual is None:
         return norm(x)
     total = x + residual

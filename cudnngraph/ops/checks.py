@@ -23,7 +23,7 @@ def is_int(value: Any) -> bool:
 
 
 def each_dim(value: Any, rank: int) -> tuple[Any, ...]:
-    """What is given for each spatial dim, or once for all of them, also in a tuple as torch's."""
+    """Spread a value, or a tuple of one, over all spatial dims; one a dim stays as it is."""
     many = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
     return many * rank if len(many) == 1 else many
 

@@ -312,7 +312,7 @@ def _run_conv_wgrad(inputs: Tensors, attrs: Mapping[str, Any]) -> torch.Tensor:
     shape = (dy.shape[1], x.shape[1] // attrs["groups"], *kernel)
     if dy.numel() == 0 or x.numel() == 0:
         return x.new_zeros(shape)
-    # What the kernel reaches of the padded x; rows behind that meet no tap.
+    # The part of the padded x that the kernel reaches; rows behind it meet no tap.
     many = zip(dy.shape[2:], stride, dilation, kernel, x.shape[2:], attrs["padding"], strict=True)
     sides = [
         (before, (out - 1) * s + d * (r - 1) + 1 - n - before)

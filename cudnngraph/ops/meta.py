@@ -62,7 +62,7 @@ def empty_like_meta(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pointwise(a: Mapping[str, Any]) -> torch.Tensor | None:
-    """Of one floating dtype, and laid out as the first operand of the result's shape."""
+    """The result for operands of one floating dtype, laid out as the first of its shape."""
     given = [each for each in a.values() if isinstance(each, torch.Tensor)]
     x = max(given, key=lambda each: (each.numel(), each.dim()))
     if not x.is_floating_point() or any(each.dtype != x.dtype for each in given):
@@ -201,7 +201,7 @@ def _of_mean(a: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """What torch's RMS norm adds where it is given no eps: of the dtype that it computes in."""
+    """The eps of torch's RMS norm if none is given: that of the dtype it computes in."""
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 

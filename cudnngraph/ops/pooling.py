@@ -208,8 +208,10 @@ def _interpolate_into(inputs: Tensors, attrs: Attrs, out: torch.Tensor) -> objec
 
 
 def weights(size: int, wanted: int, corners: bool, scale: float | None) -> torch.Tensor:
-    """What linear interpolation of ``size`` elements to ``wanted`` multiplies them by: (wanted,
-    size) in float32, two numbers a row, as torch's kernels compute them, in float32."""
+    """The matrix of linear interpolation of ``size`` elements to ``wanted``, in float32.
+
+    It is (wanted, size), two numbers a row, which torch's kernels compute in float32 too.
+    """
     options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
     at = torch.arange(wanted, **options)
     if corners:

@@ -100,7 +100,7 @@ def _run_log_softmax_backward(inputs: Tensors, attrs: Mapping[str, Any]) -> torc
 
 
 def _counted(target: torch.Tensor, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows of a loss count, and each row's class, 0 where it does not."""
+    """Mask of the rows of a loss that count, and each row's class, 0 for the others."""
     counts = target != attrs["ignore_index"]
     return counts, torch.where(counts, target, torch.zeros_like(target)).unsqueeze(1)
 

@@ -34,8 +34,7 @@ def view_place(node: Node, source: TensorSpec) -> tuple[tuple[int, ...], int] | 
 
 
 def order_of(node: Node, rank: int) -> list[int] | None:
-    """Which dim of its operand each dim of a view is; None for what does not change their places
-    alone."""
+    """The operand's dim for each dim of a view; None unless the view only reorders dims."""
     return order(node.op, dict(node.attrs), rank)
 
 

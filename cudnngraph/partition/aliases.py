@@ -21,7 +21,7 @@ from ..ops.views import is_view, slots, view_place
 
 @dataclass(frozen=True)
 class Made:
-    """What a step makes; ``node`` is its op if it has one alone and no plan runs it."""
+    """The results of a step; ``node`` is its only op, if no plan runs it."""
 
     tensors: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
@@ -30,8 +30,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a tensor lies: ``past`` elements behind the first one of the tensor ``root``, or for
-    None behind the start of the block."""
+    """The place of a tensor: ``past`` elements behind the first one of the tensor ``root``.
+
+    If ``root`` is None, they count from the start of the block.
+    """
 
     form: TensorSpec
     root: str | None
@@ -53,7 +55,7 @@ class Aliases:
 
 
 def aliases(steps: Sequence[Made], bound: Collection[str]) -> Aliases:
-    """What of ``steps`` is memory of another tensor. Who calls the steps has ``bound``."""
+    """Find results of ``steps`` that lie in another tensor; the caller owns ``bound``."""
     nodes = {number: step.node for number, step in enumerate(steps) if step.node is not None}
     views = {
         number: _view(steps[number].tensors, node)
@@ -84,8 +86,10 @@ def _view(tensors: Mapping[str, TensorSpec], node: Node) -> Location:
 def _slices(
     steps: Sequence[Made], nodes: Mapping[int, Node], own: Mapping[str, TensorSpec]
 ) -> tuple[Located, list[int]]:
-    """What is written into its slice of a concatenation's result, each tensor into the first one;
-    and the concatenations that have nothing left to join."""
+    """Place tensors in their slices of concatenations' results, each in the first of them.
+
+    The numbers are those of the concatenations that have nothing left to join.
+    """
     found: Located = {}
     free: list[int] = []
     for number, node in nodes.items():
@@ -110,7 +114,7 @@ def _written_as_outputs(
     own: Mapping[str, TensorSpec],
     slices: Located,
 ) -> tuple[Located, list[int]]:
-    """What a step writes as an output that is a view of it, all of it; and those views."""
+    """Place tensors in outputs that are views of all of them; also the numbers of those views."""
     found: Located = {}
     free: list[int] = []
     for number, node in nodes.items():

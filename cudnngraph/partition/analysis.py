@@ -204,7 +204,7 @@ class CutGraph:
 
     @cached_property
     def _read_as_data(self) -> frozenset[str]:
-        """What anchors read that were declared on data of that dtype; sums take any."""
+        """Operands of anchors but sums: they keep the dtype that they were declared with."""
         anchors = (n for n in self.spec.nodes if self.is_anchor(n) and n.op != "reduction")
         return frozenset(name for node in anchors for name in node.operands)
 

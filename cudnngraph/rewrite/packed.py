@@ -18,8 +18,7 @@ from ..partition.analysis import CutGraph
 def token_strides(
     node: Node, tensors: Mapping[str, TensorSpec]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How far apart the tokens of packed attention lie, in elements: the different widths of what
-    has the tokens of q, and of what has those of k."""
+    """The distinct strides of tokens of packed attention: of q's tensors, and of k's."""
     row = OPS[node.op]
     roles = {**row.roles, **row.result_roles}
     widths: tuple[dict[int, None], dict[int, None]] = ({}, {})

@@ -248,7 +248,7 @@ class _RowLayout:
         return self._put(node, inputs, made, (*lead, ((wide, 1),)))
 
     def _read(self, node: Node, place: int, shape: tuple[int, ...], dims: Dims) -> str | None:
-        """What shows ``dims`` of the memory that an operand of a node is of; None for nothing."""
+        """A tensor that shows ``dims`` of the memory of a node's operand; None if there is none."""
         root = self._tensors[self._source(str(node.inputs[place])).root]
         if root.shape == shape and _dims_of(root) == dims:
             return root.name
@@ -273,8 +273,10 @@ class _RowLayout:
         return True
 
     def _plan(self, node: Node) -> tuple[list[int], Dims, list[Extent]] | None:
-        """Which operands of an op have its rows, the dims of those, and the rows as they lie in
-        memory; None for an op that is best left where it is."""
+        """The operands with the rows of an op, their dims, and the rows as they lie in memory.
+
+        None for an op that is best left where it is.
+        """
         tensors, result = self._tensors, self._tensors[node.results[0]]
         if len(node.results) > 1 or not result.shape or result.shape[-1] == 1:
             return None

@@ -219,7 +219,7 @@ def _kept(text: str, sizes: tuple[int, ...], numbers: tuple[float, ...]) -> _Com
 
 
 def _made(text: str, sizes: Sequence[int], numbers: Sequence[float]) -> _Compiled:
-    """What is described; of sizes that are left open, for those that were met."""
+    """The compiled graph of a description; open sizes take the values that were met."""
     return _kept(text, tuple(map(_size_hint, sizes)), tuple(numbers))
 
 

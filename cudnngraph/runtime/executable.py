@@ -411,7 +411,7 @@ class Executable(Generic[R]):
 
     @property
     def tier(self) -> str:
-        """What served the plans: "built", "disk, serialized", "memory, replayed", "reference" …"""
+        """Source of the plans: "built", "disk, serialized", "memory, replayed", "reference" …"""
         return self._program.tier
 
     @property

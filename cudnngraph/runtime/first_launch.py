@@ -20,7 +20,7 @@ from ..select.decision import StepPlan
 
 
 class FirstRun:
-    """What a first run needs to know of a program; may be run by several threads at once."""
+    """The first run of a program; several threads may run it at once."""
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ class Program:
         return plans
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
-        """What to call, in order, with the handle, to run on ``tensors`` (inputs and outputs)."""
+        """The launches, in order, on ``tensors`` (inputs and outputs); each takes the handle."""
         block, plans = None, self._plans()
         if self.scratch_bytes or self.device.type == "cuda":
             block = PROCESS.scratch(self.device.index, stream, self.scratch_bytes, plans)

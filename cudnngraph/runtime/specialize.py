@@ -72,7 +72,7 @@ def intern_static(make: Callable[..., dict[str, Any]], *options: Any) -> Static:
 
 
 class LastCall:
-    """What served the last call from one place, a module say. A copy of it knows nothing."""
+    """Memo of the last call from one place, such as a module. A copy starts empty."""
 
     __slots__ = ("asked", "last")
 
@@ -127,7 +127,7 @@ class LastCall:
 
 
 def _ambient_state() -> tuple[Hashable, ...] | None:
-    """What a call depends on besides its arguments; None where it takes a closer look."""
+    """The global state that a call depends on; None if that takes a closer look."""
     if torch._C._is_any_autocast_enabled() or transforming():
         return None
     return (torch.are_deterministic_algorithms_enabled(), *tf32.switches(), overridden())
@@ -370,7 +370,7 @@ class Specialized(Generic[R]):
                 made.append(None)
                 continue
             shape, stride, dtype = form
-            # What has fewer dims broadcasts, or says the lengths of each sequence.
+            # A tensor of fewer dims broadcasts, or says the lengths of each sequence.
             whole = len(shape) == (1 if name.startswith("seq_len") else rank)
             if name in self._batched and whole and shape[0] == batch:
                 order = memory_order(shape, stride)

@@ -106,7 +106,7 @@ class Held:
         return isinstance(now, set) and bool(now == then)
 
     def name(self, tensor: torch.Tensor) -> str:
-        """What the model calls a tensor."""
+        """The model's name for a tensor."""
         path, _, _ = self._tensors.get(id(tensor), ("a tensor", None, None))
         return path
 
@@ -139,7 +139,7 @@ class _Place:
         self.then = read()
 
     def name(self, key: Any) -> str:
-        """What the model calls a value, as "layers.0.kept" or "kept['x']"."""
+        """The model's name for a value, as "layers.0.kept" or "kept['x']"."""
         if self._items:
             return f"{self.path}[{key!r}]"
         return f"{self.path}.{key}" if self.path else str(key)

@@ -75,7 +75,7 @@ def with_mask(
 
 
 def recover_mask(spec: GraphSpec, inputs: Tensors, run: Run) -> torch.Tensor:
-    """Which weights of a graph of one attention ``run`` keeps: bool (B, H, S_q, S_kv).
+    """Find the weights that ``run`` of a one-attention graph keeps: bool (B, H, S_q, S_kv).
 
     A weight that a mask or the distance makes zero counts as dropped. Works on the values, or for
     a gradient on the gradients of the result, as many keys or rows at a time as those have columns.

@@ -119,8 +119,10 @@ def _positive(spec: GraphSpec) -> set[str]:
 
 
 def _weights(spec: GraphSpec, positive: Collection[str]) -> dict[str, float]:
-    """What inputs are multiplied by so that products of many terms are about as large as these: a
-    power of two, which rounds nothing."""
+    """Factors of inputs that keep sums of many products as large as the inputs.
+
+    Each is a power of two, which rounds nothing.
+    """
     found: dict[str, float] = {}
     for node in spec.nodes:
         given = [name for name in node.operands[1::-1] if name in spec.inputs]

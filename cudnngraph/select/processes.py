@@ -117,8 +117,7 @@ class Server:
         raise Unusable(f"a worker does not start: what forks it {self._ended}")
 
     def how(self, pid: int, *, kill: bool) -> str:
-        """How a worker ended, killed first or not; for people. "" where it went with what forked
-        it."""
+        """A text on how a worker ended, killed first or not; "" if its parent ended too."""
         with self._lock:
             answer = self._asked({"end" if kill else "wait": pid})
         return "" if answer is None else str(answer["how"])

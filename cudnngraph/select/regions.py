@@ -56,8 +56,8 @@ class _PlacedStep:
 class RegionSearch:
     """A large graph, searched region by region; equal regions are searched once.
 
-    What is chosen so is fast alone, in a warm cache. So in the end close plans of the steps that
-    take most of the time are timed once more in their place, with the whole graph around them.
+    A plan chosen so is fast alone, in a warm cache. So close plans of the slowest steps are timed
+    once more in the end, in their place, with the whole graph around them.
     """
 
     def __init__(

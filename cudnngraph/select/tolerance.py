@@ -56,8 +56,10 @@ def is_pointwise(spec: GraphSpec) -> bool:
 
 
 def rounding_of_sums(spec: GraphSpec) -> float:
-    """What the longest sum of a graph may be off by in float32, term added to term: u sqrt(n / 6),
-    where step k adds an error of variance k u² / 3 to a sum of variance n."""
+    """Expected error of the longest sum of a graph in float32, term added to term.
+
+    It is u sqrt(n / 6): step k adds an error of variance k u² / 3 to a sum of variance n.
+    """
     terms = (terms_of(spec, node) for node in spec.nodes)
     return 2.0**-24 * math.sqrt(max(terms, default=1.0) / 6)
 

@@ -137,7 +137,7 @@ class StepTrial:
         return self._data.inputs
 
     def launch(self, plan: Runnable | None) -> Callable[[], None]:
-        """What runs ``plan``, or for None the torch step, once on the current stream."""
+        """A call that runs ``plan`` once on the current stream; for None the torch step."""
         if plan is None:
             return torch_steps.launcher(
                 self.spec, self._inputs, self._outputs, allow_tf32=bool(self._policy.allow_tf32)
@@ -147,7 +147,7 @@ class StepTrial:
         return launcher(plan, (*self._inputs, *self._outputs), self._workspace, self._device)
 
     def why_wrong(self, plan: Runnable) -> str | None:
-        """What is wrong with what ``plan`` does, or None."""
+        """The reason why ``plan`` is wrong; None if it is right."""
         self.error = 0.0
         if has_seeded_dropout(self.spec):
             why = self._learn_what_is_dropped(plan)
@@ -229,7 +229,7 @@ class StepTrial:
         for number, (spec, out, want) in enumerate(self._compared(made)):
             bound = tolerance(out.dtype, tf32=allowed, fp8=fp8)
             if self._wide and out.dtype == torch.float32:
-                # What float32 cannot hold, between the ops either, is nothing to compare.
+                # Skip elements that float32 cannot hold, in the result or between the ops.
                 held = self._in_float32()[number].isfinite()
                 out, want = out[held], want.to(out.device)[held]
             error = relative_error(out, want)
@@ -349,7 +349,7 @@ class GraphTrial:
         self._outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
-        """What runs ``steps`` once, in order, on the current stream."""
+        """A call that runs ``steps`` once, in order, on the current stream."""
         laid = [
             StepMemory(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
             for spec, plan in steps

@@ -39,8 +39,10 @@ LOST = "the process that tried it"
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a task: the outcomes of the candidates tried, the serialized plan of the one
-    that passed (None where there is no such form), and the largest relative error of its results.
+    """Result of a task: the candidates' outcomes, and plan and error of the one that passed.
+
+    ``blob`` is the serialized plan; None if there is no such form. ``error`` is the largest
+    relative error of its results.
 
     ``refused`` says why there are no candidates. ``faults`` are choices that ended a process or
     hung, with how. ``candidates`` are those that a worker was asked to rank.

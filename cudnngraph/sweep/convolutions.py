@@ -139,7 +139,7 @@ def _weight_gradients() -> Iterator[Sample]:
 
 
 def _two_outputs() -> Iterator[Sample]:
-    """What training keeps: the result before its activation too; and another layout's result."""
+    """Samples of two outputs: the result before its activation too, or in two layouts."""
     for dtype in (F16, BF16, F32):
         for layout, other in ((LAST, CONTIGUOUS), (CONTIGUOUS, LAST)):
             for number, size in enumerate(IMAGES):

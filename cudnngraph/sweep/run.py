@@ -125,7 +125,7 @@ def _of(sample: Sample) -> Iterator[Task]:
 
 
 class Library(Protocol):
-    """What a sweep asks; on a GPU :class:`OnGpu`."""
+    """The library that a sweep asks; on a GPU :class:`OnGpu`."""
 
     most: int
 
@@ -166,7 +166,7 @@ class OnGpu:
 
 
 def judged(future: Future[Answer]) -> Row:
-    """What became of a candidate: its status, the reason, the error and its bound.
+    """The row of a candidate: its status, the reason, the error and its bound.
 
     Raises :class:`Unusable` where there are no workers.
     """
@@ -297,7 +297,7 @@ def barred_by(results: Results) -> tuple[list[Row], list[Row]]:
 
 
 def _holds(row: Row) -> bool | None:
-    """Where a finding holds: None for all policies, False where TF32 is not allowed."""
+    """The policies that a finding holds for: None for all, False if TF32 is not allowed."""
     return False if row.get("float32") and not row["tf32"] else None
 
 

@@ -11,7 +11,7 @@ from ..select import forkserver, worker
 
 
 def load() -> forkserver.Work:
-    """What each of them runs, with all that it needs imported."""
+    """Load the work of each worker, with all that it needs imported."""
     found_bad.let_through()
     candidates.offer_every_engine()
     return worker.load()

@@ -32,7 +32,7 @@ _ROW = re.compile(r"^[│|] (.+?) +[│|] cpu .* ([0-9.]+e[+-][0-9]+|nan|inf)( F
 
 @dataclass
 class Found:
-    """What the runs said: the largest error of each graph, and how many runs were over it."""
+    """Findings of the runs: the largest error of each graph, and the count of runs over it."""
 
     runs: int = 0
     failed: int = 0
@@ -73,8 +73,9 @@ def once() -> tuple[int, str, str]:
 
 
 def kernels() -> tuple[int, int] | None:
-    """Which kernels MKL's vector math takes, -1 before its first call; and what the CPU is to MKL
-    before that is mapped to them. None where this torch has no such MKL.
+    """The kernels of MKL's vector math, -1 before its first call, and MKL's number of the CPU.
+
+    MKL maps that number to the kernels. None if this torch has no such MKL.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

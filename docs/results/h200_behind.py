@@ -227,7 +227,7 @@ def graph(anchor: str, dtype: torch.dtype, op: Op, more: str) -> cg.Graph:
 
 
 def work(base: int, part: int, start: int, until: float) -> Iterator[dict[str, Any]]:
-    """What there is to say of each graph of a part from number ``start`` on, before and after."""
+    """Rows on each graph of a part from number ``start`` on, before and after its run."""
     device, policy = torch.device("cuda", 0), cg.Policy(allow_tf32=False, tune="autotune")
     anchor, dtype = BASES[base]
     for number, (name, op, more) in list(enumerate(OPS))[part::PARTS]:
@@ -291,8 +291,10 @@ def _loses_nan(anchor: str, dtype: torch.dtype, op: Op, more: str) -> bool:
 
 
 def told(base: int, part: int, until: float, gpu: int) -> list[dict[str, Any]]:
-    """What the workers of one part say of each graph, one behind the other where one crashes or
-    hangs; a graph of which none says anything counts as not begun."""
+    """Results of one part's workers by graph; a new worker follows one that crashes or hangs.
+
+    A graph without a result counts as not begun.
+    """
     numbers = range(part, len(OPS), PARTS)
     found: dict[int, dict[str, Any]] = {}
     start, silent = part, 0

@@ -196,7 +196,7 @@ def row_text(row: Row) -> str:
 
 
 def judged(asked: Asked, rows: Mapping[str, Row]) -> Row | None:
-    """What was measured of a number that is asked; None where it was not."""
+    """The measurement for a number that is asked; None if there is none."""
     row = rows.get(asked.case)
     if row is None:
         return None
@@ -267,7 +267,7 @@ def page(answer: Row) -> str:
 
 
 def versions(device: torch.device) -> Row:
-    """What was measured with."""
+    """The device and the versions of the measurement."""
     if device.type != "cuda":
         return {"device": "CPU", "torch": torch.__version__, "cudnn": "-", "frontend": "-"}
     from cudnngraph.backend import env

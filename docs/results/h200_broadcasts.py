@@ -32,7 +32,7 @@ Said = list[tuple[int, str, Any]]
 
 
 def run(function: str, cases: Sequence[broadcasts.Case], limit_s: float, log: Path | None) -> Said:
-    """What was said of the cases within the limit."""
+    """Run the cases within the limit and return their outcomes."""
     said: Said = []
     start = time.monotonic()
     sent = [broadcasts.described(case) for case in cases]

@@ -206,7 +206,7 @@ def memory(case: Case, which: str, grad: torch.Tensor) -> tuple[int, int]:
 
 
 def as_it_is(make: Callable[[], Case]) -> dict[str, object]:
-    """What a step takes by the clock, and in memory, on the default stream."""
+    """Wall time and memory of a step on the default stream."""
     case = make()
     y = case.forwards["fused"](*case.inputs)
     grad = torch.randn_like(y)
@@ -230,8 +230,10 @@ def as_it_is(make: Callable[[], Case]) -> dict[str, object]:
 
 
 def captured(make: Callable[[], Case]) -> dict[str, object]:
-    """What it takes on the GPU, and how far the results are apart, on a stream of its own: autograd
-    remembers a leaf's stream, and a capture must not touch another."""
+    """GPU time of a step, and the differences of results, on a stream of its own.
+
+    autograd remembers a leaf's stream, and a capture must not touch another.
+    """
     with torch.cuda.stream(torch.cuda.Stream()):
         case = make()
         y = case.forwards["fused"](*case.inputs)

@@ -93,8 +93,10 @@ def _check_beside_rows(spec: GraphSpec, fused: Sequence[Node]) -> None:
 
 
 def _check_behind_batch_norm(spec: GraphSpec, fused: Sequence[Node]) -> None:
-    """What is added behind a batch norm is read as if it were of the images' shape, and so as they
-    lie."""
+    """Refuse operands behind a batch norm unless they have the images' shape and layout.
+
+    cuDNN reads all others wrongly.
+    """
     for node in fused:
         made = spec.tensors[node.results[0]]
         given = [spec.tensors[name] for name in node.operands]

@@ -21,10 +21,10 @@ def _matmul(ctx: Context) -> Gradients:
         return ctx.build.wide(ctx.g.transpose(ctx.dy, rank - 2, rank - 1))
 
     def dweight() -> Value:
-        """Of a matrix that all batches share: one product over batch and rows together.
+        """The weight's gradient; one product over batch and rows if all batches share it.
 
-        Of a matrix whose columns lie in rows, as that of a linear layer does, the product is made
-        the other way round, so that its result lies like the matrix.
+        If the columns of the matrix lie in rows, as in a linear layer, the product is made the
+        other way round. Its result then lies like the matrix.
         """
         x, y = ctx.spec("x"), ctx.spec("y")
         rank, wide = len(y.shape), ctx.build.wide

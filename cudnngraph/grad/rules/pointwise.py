@@ -59,7 +59,7 @@ def _div(ctx: Context) -> Gradients:
 
 
 def _clamp(ctx: Context) -> Gradients:
-    """Where x is between the bounds; 0 at them, as of relu at 0."""
+    """The gradient passes if x is between the bounds; it is 0 at them, as relu's at 0."""
 
     def dx() -> Value:
         g, low, high = ctx.g, ctx.node.attr("min"), ctx.node.attr("max")

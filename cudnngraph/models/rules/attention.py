@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 def written(c: Importer) -> Value | None:
-    """What a product is the end of, where that is attention of 16-bit data that the model writes
-    out; cuDNN's keeps the scores to itself."""
+    """Fuse attention of 16-bit data that the model writes out and that ends in this product.
+
+    None for any other product. cuDNN's attention keeps the scores to itself.
+    """
     found = match_attention(c.node)
     if found is None:
         return None

@@ -69,8 +69,10 @@ def _batch_norm(c: Importer, a: Arguments) -> Any:
 
 
 def written_norm(c: Importer) -> Value | None:
-    """What a product, a quotient or a conversion is the end of, where that is an RMS norm that the
-    model writes out."""
+    """Fuse an RMS norm that the model writes out and that ends in this node; None for others.
+
+    The node is a product, a quotient or a conversion.
+    """
     found = match_rms_norm(c.node)
     if found is None:
         return None
@@ -100,8 +102,10 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
 
 
 def _group_norm(c: Importer, a: Arguments) -> Any:
-    """Of large images by a shift and a factor for each channel, in their strides; of small ones
-    torch's own has less to launch. It copies those that lie channels last."""
+    """A group norm of large images by a shift and a factor for each channel, in their strides.
+
+    For small images torch's own has less to launch. It copies images that lie channels last.
+    """
     many = gives_many(c.node)
     if many and (reads(c.node, 1) or reads(c.node, 2)):
         raise Skip  # its statistics are wanted too

@@ -67,7 +67,7 @@ MOST_PLACED = 1 << 24  # places in memory that are gone through
 
 
 def _places(seen: torch.Tensor, a: Arguments) -> torch.Tensor:
-    """Which elements of a tensor, counted in its order, lie where ``as_strided`` is to read."""
+    """The elements, counted in the tensor's order, at the places that ``as_strided`` reads."""
     start = seen.storage_offset() if a["storage_offset"] is None else int(a["storage_offset"])
     size, stride = list(a["size"]), list(a["stride"])
     first = min(start, seen.storage_offset())

@@ -147,7 +147,7 @@ def _sdpa_dropout(call: InferContext) -> None:
 
 
 def _sdpa_scores(call: InferContext) -> None:
-    """What else changes the scores: ALiBi and the soft cap."""
+    """Check the other options that change the scores: ALiBi and the soft cap."""
     if flag(call, "alibi") and call.get("alibi_slopes") is not None:
         call.problem("alibi=True beside alibi_slopes", "one of the two")
     per_head(call, "alibi_slopes")
@@ -217,7 +217,7 @@ def int32_of(call: InferContext, port: str, shape: tuple[int, ...], letters: str
 
 
 def check_heads(call: InferContext, k: str, v: str) -> None:
-    """What q and the others have in common where heads are dim 1 and D is the last one."""
+    """Check head dims and numbers of heads; heads are dim 1 and D is the last one."""
     q = call["q"]
     if call[k].shape[-1] != q.shape[-1] or q.shape[-1] == 0:
         call.problem(

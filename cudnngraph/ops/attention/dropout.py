@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: Philox, and the factor that dropout multiplies by."""
+"""Dropout of attention weights: Philox, and the factor that dropout multiplies by."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def philox(counter: Tensors, key: Tensors) -> tuple[torch.Tensor, ...]:
 def dropout_keep(
     shape: Sequence[int], p: float, seed: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
-    """Which elements of ``shape`` a dropout of probability ``p`` keeps; bool.
+    """Mask (bool) of the elements of ``shape`` that dropout of probability ``p`` keeps.
 
-    Element i in row-major order is kept where the first word of Philox, of counter (i, offset) and
+    Element i in row-major order is kept if the first word of Philox, of counter (i, offset) and
     key seed, is at least p * 2^32. cuDNN has another order of its own.
     """
     place = torch.arange(math.prod(shape), device=seed.device)
@@ -61,7 +61,7 @@ def dropout_keep(
 def dropout_factor(
     weights: torch.Tensor, dropout: Tensors, attrs: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """What dropout multiplies the attention weights by: 0, or 1 / (1 - p); None without one.
+    """The factors of dropout for the attention weights: 0 or 1 / (1 - p); None if p is 0.
 
     ``dropout`` are seed, offset and mask.
     """

@@ -44,7 +44,7 @@ class _Packed:
 def _sequences(
     q: torch.Tensor, k: torch.Tensor, where: Tensors, attrs: Mapping[str, Any]
 ) -> tuple[_Packed, _Packed]:
-    """How q and k are packed; ``where`` are cu_seqlens_q, cu_seqlens_kv and ragged."""
+    """The packing of q and of k; ``where`` are cu_seqlens_q, cu_seqlens_kv and ragged."""
     cu_seqlens = list(where[:2])
     if where[2] is not None:
         cu_seqlens = [F.pad(lengths[:-1].cumsum(0), (1, 0)) for lengths in where[2][:2]]

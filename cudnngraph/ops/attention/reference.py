@@ -23,8 +23,9 @@ def band_offset(
 def _kept(
     q: torch.Tensor, k: torch.Tensor, lengths: Tensors, attrs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which (row, key) pairs may meet, which rows are valid and which keys, and how far right of
-    the row's place on the diagonal a key stands; all of rank 4.
+    """Masks of pairs (row, key), rows and keys, and each key's distance from the diagonal.
+
+    The distance counts keys to the right of the row's place on the diagonal. All are of rank 4.
 
     ``lengths`` are seq_len_q and seq_len_kv; boolean masks are not in it.
     """
@@ -120,7 +121,7 @@ def sdpa(inputs: Tensors, attrs: Mapping[str, Any]) -> tuple[torch.Tensor, torch
 
 
 def _valid_rows(q: torch.Tensor, length_q: torch.Tensor) -> torch.Tensor:
-    """Which rows are no padding; of rank 4."""
+    """Mask of the rows that are no padding; of rank 4."""
     row = torch.arange(q.shape[2], device=q.device).view(1, 1, -1, 1)
     return row < length_q.view(-1, 1, 1, 1)
 
