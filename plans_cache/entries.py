@@ -1,4 +1,4 @@
-"""What a store answers: hits, misses, entries, checks, folders of other schemas, counters."""
+"""The answers of a store: hits, misses, entries, checks, folders of other schemas, counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Entry:
-    """What :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why.
+    """An entry that :meth:`PlanStore.scan` finds; ``record`` is None where ``problem`` says why.
 
     ``age_s`` is the time since the record was made, ``unused_s`` since it was read from disk or
     written, to within :data:`USED_S`; 0 for what is not on disk.
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Check:
-    """What :meth:`PlanStore.check` finds of an entry where it is kept.
+    """The findings of :meth:`PlanStore.check` on an entry where it is kept.
 
     ``tier`` is None where it is nowhere. ``problem`` is what is wrong with the record, or with the
     folders it is in, ``blob_problem`` with the blob that the record names; empty where it is right.
@@ -86,7 +86,7 @@ class SchemaFolder:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a store has done in this process, and what its memory holds now."""
+    """Counters of a store in this process, and the contents of its memory now."""
 
     hits: dict[str, int]
     misses: dict[str, int]

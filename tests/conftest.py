@@ -1,4 +1,4 @@
-"""What all tiers share: a cache directory of the tests' own, tables at the end of the output."""
+"""Shared by all tiers: a cache directory of the tests' own, tables at the end of the output."""
 
 from __future__ import annotations
 

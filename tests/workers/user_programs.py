@@ -57,7 +57,7 @@ def until(condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> bool:
 
 
 class User:
-    """What such a program has at hand."""
+    """The tools of such a program."""
 
     def __init__(self, folder: Path, behaviours: dict[str, str]) -> None:
         self.folder = folder
@@ -228,7 +228,7 @@ def shares_a_cache(user: User) -> None:
 
 
 def told() -> dict[str, Any] | None:
-    """What this process is to do; None at the end, in the one that forks them."""
+    """The task of this process; None at the end, in the one that forks them."""
     for line in sys.stdin:
         asked: dict[str, Any] = json.loads(line)
         folder = Path(asked["folder"])

@@ -259,7 +259,7 @@ def test_the_demos_tolerances_are_the_test_suites(demo: ModuleType) -> None:
 
 
 def test_the_cases_are_within_tolerance_in_half_precision_too(quick: ModuleType) -> None:
-    """What a GPU runs, as far as a CPU can show it: the same graphs on float16 data."""
+    """The graphs that a GPU runs, as far as a CPU can show it: the same graphs on float16 data."""
     photo = quick.load_photo(torch.device("cpu"), torch.float16)
     for make_case in (quick.sharpen, quick.conv_bn_relu, quick.upsample, quick.attention):
         case = make_case(photo)

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does: tables, examples, messages, links, commands."""
+"""The documents say what the code does: tables, examples, messages, links, commands."""
 
 from __future__ import annotations
 

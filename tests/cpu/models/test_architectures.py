@@ -62,8 +62,11 @@ def trained(
     bf16: bool = False,
     change: Callable[[nn.Module], object] = id,
 ) -> Step:
-    """What a model, changed so, gives, the gradients of its parameters as it was, and its buffers
-    after the step."""
+    """One step of training of a model that is changed first.
+
+    Returns its result, the gradients of its parameters as they were before the change, and its
+    buffers after the step.
+    """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     change(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -86,7 +89,7 @@ Errors = tuple[float, dict[str, float], dict[str, float]]
 
 
 def off(found: Step, exact: Step) -> Errors:
-    """How far all of a step is from float64: results and buffers as parts of themselves, gradients
+    """The distance of a step from float64: results and buffers as parts of themselves, gradients
     as parts of all of them together."""
     whole = float(torch.cat([gradient.flatten() for gradient in exact[1].values()]).norm())
 
