@@ -11,6 +11,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
-from .write import NAME, Refused, Schedule, rows_of, schedule_for, write
+from .write import NAME, Refused, Schedule, Source, rows_of, schedule_for, write
 
 _KNOBS = ("lanes", "team", "rows", "chunks")
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
@@ -44,6 +45,14 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
     """The choice for a region by rule. Raises :class:`Refused`."""
     rows = rows_of(spec)
     return choice_of(schedule_for(rows, processors))
+
+
+def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
+    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
+    try:
+        return write(spec, schedule_of(choice), most_blocks=most_blocks)
+    except Refused as reason:
+        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
 
 
 class Kernel(Plan):
@@ -122,19 +131,16 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
     capability = env.capability(device_index)
-    try:
-        source = write(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
-    except Refused as reason:
-        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+    made = source(spec, choice, _most_blocks(device_index))
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),
-        "text": _digest(source.text),
+        "text": _digest(made.text),
         "capability": capability,
-        "blocks": source.blocks,
-        "threads": source.threads,
+        "blocks": made.blocks,
+        "threads": made.threads,
     }
-    return Kernel(compiler.cubin(source.text, capability), head, choice, device_index)
+    return Kernel(compiler.cubin(made.text, capability), head, choice, device_index)
 
 
 def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
@@ -159,6 +165,14 @@ def _most_blocks(device_index: int) -> int:
 def processors(device_index: int) -> int:
     """The number of multiprocessors of a GPU."""
     return env.env_key(device_index).sm_count
+
+
+def installed() -> bool:
+    """Whether what kernels are compiled and launched with is there, as far as files say."""
+    try:
+        return find_spec("cuda.bindings.nvrtc") is not None
+    except ImportError:
+        return False
 
 
 @cache

@@ -23,8 +23,11 @@ from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
 from .tape import Index, Join, Map, Number, Read, Reduce, Value, View, broadcast
 
 NAME = "cudnngraph_kernel"
+_ARGS = "struct Args"
 WARP = 32
 VECTOR_BYTES = 16
+MOST_THREADS = 1024  # of a block, by CUDA
+MOST_KEPT = 64  # elements of a row that a thread keeps in registers
 SMALL = 4096  # elements, which may lie anyhow
 
 
@@ -60,6 +63,11 @@ class Source:
     text: str
     blocks: int
     threads: int
+
+
+def own_part(text: str) -> str:
+    """The text of a kernel without the functions that all of them have; "" for ""."""
+    return text[max(0, text.find(_ARGS)) :]
 
 
 @dataclass(frozen=True)
@@ -253,14 +261,14 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
         return Schedule(lanes, 256)
     parts = rows.inner.extent // lanes
     team = WARP
-    while team < 1024 and parts > team * max(1, 8 // lanes) * 2:
+    while team < MOST_THREADS and parts > team * max(1, 8 // lanes) * 2:
         team *= 2
     chunks = -(-parts // team)
-    if chunks * lanes > 32 and team < 1024:
-        team = min(1024, team * 2)
+    if chunks * lanes > MOST_KEPT // 2 and team < MOST_THREADS:
+        team *= 2
         chunks = -(-parts // team)
     small = max(1, 128 // team)
-    return Schedule(lanes, team, small, chunks if chunks * lanes <= 64 else 0)
+    return Schedule(lanes, team, small, chunks if chunks * lanes <= MOST_KEPT else 0)
 
 
 def write(
@@ -322,7 +330,7 @@ class _Writer:
             for kind in [MEMORY[self._spec.tensors[name].dtype]]
         ]
         head = [
-            f"struct Args {{ void* p[{len(self._places)}]; }};",
+            f"{_ARGS} {{ void* p[{len(self._places)}]; }};",
             f'extern "C" __global__ void __launch_bounds__({plan.threads})',
             f"{NAME}(const __grid_constant__ Args a) {{",
             *pointers,

@@ -12,8 +12,19 @@ from dataclasses import dataclass, field
 
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
-from ..kernels.kernel import choice_of
-from ..kernels.write import Refused, Rows, Schedule, rows_of, schedule_for, write
+from ..kernels import kernel
+from ..kernels.kernel import choice_of, schedule_of
+from ..kernels.write import (
+    MOST_KEPT,
+    MOST_THREADS,
+    WARP,
+    Refused,
+    Rows,
+    Schedule,
+    rows_of,
+    schedule_for,
+    write,
+)
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 
@@ -34,11 +45,20 @@ class Item:
 
 
 class Kernels:
-    """Which regions are kernels on a GPU with so many processors."""
+    """Which regions are kernels on a GPU with so many processors.
 
-    def __init__(self, processors: int) -> None:
+    ``why_none`` says why none can be generated at all.
+    """
+
+    def __init__(self, processors: int, why_none: str | None = None) -> None:
         self._processors = processors
+        self._why_none = why_none
         self._known: dict[tuple[str, ...], Choice | str] = {}
+
+    @classmethod
+    def on(cls, device_index: int) -> Kernels:
+        """Those of a GPU of this machine."""
+        return cls(kernel.processors(device_index), kernel.why_none())
 
     def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
         """The choice by rule for a region, or why it is no kernel."""
@@ -48,6 +68,8 @@ class Kernels:
         return self._known[place]
 
     def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
+        if self._why_none is not None:
+            return self._why_none
         if len(nodes) > MOST_NODES:
             return "a region of too many ops"
         try:
@@ -64,6 +86,39 @@ class Kernels:
             raise Refused(why)
         write(spec, schedule, rows)
         return choice_of(schedule)
+
+    def choices(self, spec: GraphSpec) -> list[Choice]:
+        """The choices for a step that are worth measuring, that by rule first; empty for none."""
+        if self._why_none is not None:
+            return []
+        try:
+            first = self.of(spec)
+            rows = rows_of(spec)
+        except Refused:
+            return []
+        return list(dict.fromkeys([first, *map(choice_of, variants(rows, schedule_of(first)))]))
+
+
+def variants(rows: Rows, by_rule: Schedule) -> list[Schedule]:
+    """Schedules beside the one by rule: fewer lanes, and other teams."""
+    lanes = [by_rule.lanes, by_rule.lanes // 2]
+    if not rows.reductions:
+        lanes.append(rows.lanes)
+        threads = (by_rule.team // 2, by_rule.team, by_rule.team * 2)
+        return [Schedule(many, team) for many in lanes if many for team in threads]
+    found = []
+    for many in lanes:
+        for team in (by_rule.team // 2, by_rule.team, by_rule.team * 2):
+            if not many or not WARP <= team <= MOST_THREADS:
+                continue
+            chunks = -(-rows.inner.extent // (many * team))
+            resident = chunks if chunks * many <= MOST_KEPT else 0
+            found += [
+                Schedule(many, team, together, resident)
+                for together in (1, 2, 4)
+                if together * team <= max(team, 2 * 128)
+            ]
+    return found
 
 
 def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
