@@ -57,6 +57,8 @@ def plan_text(step: StepRecord) -> str:
     """Return what runs a step: an engine and its knobs, or torch."""
     if step.engine is None:
         return "torch"
+    if step.kind == "kernel":
+        return f"generated kernel ({knobs_text(step.knobs)})"
     return f"engine {step.engine}" + (f" ({knobs_text(step.knobs)})" if step.knobs else "")
 
 

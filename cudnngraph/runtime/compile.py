@@ -73,7 +73,7 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
     if policy.verify is None:
         policy = replace(policy, verify=settings.current().verify)
     if policy.kernels is None:
-        policy = replace(policy, kernels=settings.current().kernels and kernel.installed())
+        policy = replace(policy, kernels=settings.current().kernels)
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
@@ -169,6 +169,8 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
+    if place.type == "cuda" and not kernel.installed():
+        resolved = replace(resolved, kernels=False)
     key = once(spec, ("key", resolved), graph_key, spec, resolved)
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 

@@ -231,9 +231,11 @@ class Search:
 
     def try_kernels(self, parts: Sequence[Part]) -> None:
         """Build, check and time the generated kernels of the parts, several at a time."""
+        if self._kernels is None:
+            return
         asked: list[tuple[StepSearch, Choice]] = []
         for step in {id(part.step): part.step for part in parts}.values():
-            if self._kernels is None or step.kernels is not None or ALIAS in step.lost:
+            if step.kernels is not None or ALIAS in step.lost:
                 continue
             step.kernels = self._kernels.choices(step.spec)
             asked += [(step, choice) for choice in step.kernels]
