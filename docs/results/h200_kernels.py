@@ -154,8 +154,8 @@ def _group_norms() -> Iterator[Row]:
         g = cg.Graph("group_norm_silu")
         x = g.input("x", (n, c, size, size), F16, layout="channels_last")
         w, b = (g.input(name, (c,), F16) for name in "wb")
-        shift, factor = g.group_affine(x, 32, w, b)
-        g.output("y", g.silu(g.add(g.mul(x, factor), shift)))
+        shift, factor = g.group_affine(x, 32, w)
+        g.output("y", g.silu(g.bias(g.scale(g.bias(x, shift), factor), b)))
         eager: Eager = lambda x, w, b: F.silu(F.group_norm(x, 32, w, b))  # noqa: E731
         yield Row(f"group_norm + silu {n}x{c}x{size}x{size}", g, eager, "group norms")
 
