@@ -104,7 +104,8 @@ class Kernel(Plan):
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on torch's current stream."""
-        self._call(*pointers.buffer_info(), workspace, handle, 0)
+        address, count = pointers.buffer_info()
+        self._call(address, count, workspace, handle, 0)
 
     def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
         """See :class:`Plan`."""
