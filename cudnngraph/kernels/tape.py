@@ -133,7 +133,9 @@ def mean(x: Value, dims: Sequence[int]) -> Map:
     count = 1
     for dim in dims:
         count *= x.shape[dim]
-    return times(reduced("sum", x, dims), 1.0 / count)
+    from .scalars import number
+
+    return mapped(lambda total: f"({total} / {number(count)})", reduced("sum", x, dims))
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:

@@ -1,0 +1,95 @@
+"""A GPU's steps on the CPU, cut as if cuDNN had no plans: kernels wherever one is generated.
+
+Kernels run by :mod:`tests.host_kernels`, in the memory that the layout of the steps gives them; all
+else is run by what runs it on a GPU without cuDNN. So the cuts, the joined regions, the text of the
+kernels and what steps hand on are tried without a GPU, for any graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.backend.plan import Choice, Plan
+from cudnngraph.errors import NotSupported
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels.kernel import schedule_of
+from cudnngraph.kernels.write import Source, write
+from cudnngraph.rewrite.passes import legalize
+from cudnngraph.runtime import compile as compiling
+from cudnngraph.runtime.process import PROCESS
+from cudnngraph.select.decision import Selection, StepPlan
+from cudnngraph.select.heuristic import by_torch, choose
+from cudnngraph.select.kernels import Kernels
+from tests import host_kernels, simulated
+
+PROCESSORS = 4  # of the GPU that stands behind it: few, so that small tensors have wide lanes
+
+
+class Generated:
+    """A plan that is no more than its choice."""
+
+    workspace_bytes = 0
+    verified = None
+
+
+def no_plan(part: GraphSpec) -> NoReturn:
+    """cuDNN's answer to every part."""
+    raise NotSupported(f"graph '{part.name}'", ["cuDNN is not asked"])
+
+
+def source_of(spec: GraphSpec, choice: Choice) -> Source:
+    """The kernel of a step."""
+    return write(spec, schedule_of(choice), most_blocks=16 * PROCESSORS)
+
+
+def selection(spec: GraphSpec) -> Selection:
+    """What a GPU would run a graph as, if cuDNN had no plans."""
+    policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
+
+    def checked(parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        for part, choice in parts:
+            host_kernels.expect(source_of(part, choice))
+        return [cast(Plan, Generated()) for _ in parts]
+
+    chosen = by_torch(spec) or choose(
+        legalize(spec, policy), policy, no_plan, kernels=Kernels(PROCESSORS), checked=checked
+    )
+    return Selection(chosen.steps, (None,) * len(chosen.steps))
+
+
+class Program(simulated.Program):
+    """Steps of which kernels are run on the CPU."""
+
+    def _simulated(self, step: StepPlan) -> Any:
+        if step.kind == "kernel":
+            assert step.choice is not None
+            return partial(_launch, source_of(step.spec, step.choice))
+        return super()._simulated(step)
+
+
+def _launch(
+    source: Source, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    host_kernels.run(source, [*inputs, *outputs])
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """From now on the CPU runs graphs so. Return the kernels, which are added as they are made."""
+    made: list[StepPlan] = []
+
+    def chosen(spec: GraphSpec, why: str) -> Selection:
+        found = selection(spec)
+        made.extend(step for step in found.steps if step.kind == "kernel")
+        return found
+
+    simulated.install(monkeypatch)
+    monkeypatch.setattr(compiling, "reference_only", chosen)
+    monkeypatch.setattr(compiling, "Program", Program)
+    PROCESS.programs.clear()
+    return made
