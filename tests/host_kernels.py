@@ -204,7 +204,7 @@ MEETINGS = ("__syncthreads", "__shfl")
 WRONG = ("", "a vector does not lie at a multiple of its size", "threads meet at different points")
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="cudnngraph-kernels-")
-_known: dict[str, Any] = {}  # the call of a kernel by its text
+_known: dict[str, Any] = {}  # the call of a kernel by its text, or why it does not compile
 _asked: dict[str, None] = {}  # texts to compile
 
 
@@ -223,12 +223,15 @@ def run(source: Source, tensors: Sequence[torch.Tensor], *, backwards: bool = Fa
     """
     expect(source)
     if source.text not in _known:
-        _compile(tuple(_asked))
+        texts = tuple(_asked)
         _asked.clear()
+        _compile(texts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     meets = any(name in source.text for name in MEETINGS)
     how = backwards + 2 * meets
-    wrong = _known[source.text](pointers, source.blocks, source.threads, how)
+    call = _known[source.text]
+    assert not isinstance(call, str), f"{call[:4000]}\n{source.text[len(PRELUDE) :]}"
+    wrong = call(pointers, source.blocks, source.threads, how)
     assert not wrong, f"{WRONG[wrong]}\n{source.text[len(PRELUDE) :]}"
 
 
@@ -253,6 +256,8 @@ def _compile(texts: Sequence[str]) -> None:
         for some in (texts[:half], texts[half:]):
             _compile(some)
         return
-    assert done.returncode == 0, f"{done.stderr[:4000]}\n{texts[0][len(PRELUDE) :]}"
+    if done.returncode:
+        _known[texts[0]] = done.stderr
+        return
     loaded = ctypes.CDLL(str(library))
     _known.update({text: getattr(loaded, f"run_{at}") for at, text in enumerate(texts)})

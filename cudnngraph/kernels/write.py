@@ -472,7 +472,7 @@ class _Writer:
     def _declare(self, type: str, by: int) -> _Code:
         """A new variable for a value; for all chunks where they are kept."""
         name, lanes = self._new(), f"[{self._plan.lanes}]" if by == 2 else ""
-        kept = self._many and self._resident
+        kept = self._many and (self._resident or not by)  # what is one number serves all passes
         many = f"[{self._chunks}]" if kept and by else ""
         (self._declared if kept else self._lines).append(f"{type} {name}{many}{lanes};")
         return _Code(name + ("[c]" if many else "") + ("[j]" if lanes else ""), by)
