@@ -1,7 +1,7 @@
 """A GPU's steps on the CPU, cut as if cuDNN had no plans: kernels wherever one is generated.
 
 Kernels run by :mod:`tests.host_kernels`, in the memory that the layout of the steps gives them; all
-else is run by what runs it on a GPU without cuDNN. So the cuts, the joined regions, the text of the
+else is run by the reference. So the cuts, the joined regions, the text of the
 kernels and what steps hand on are tried without a GPU, for any graph.
 """
 
@@ -64,14 +64,18 @@ def selection(spec: GraphSpec) -> Selection:
 
 
 class Program(simulated.Program):
-    """Steps of which kernels are run on the CPU."""
+    """Steps of which kernels are run on the CPU, and others by the reference."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.uses_cudnn = any(step.kind == "kernel" for step in self.steps)  # so data are aligned
 
     def _simulated(self, step: StepPlan) -> Any:
         if step.kind == "kernel":
             assert step.choice is not None
             source = host_kernels.expect(source_of(step.spec, step.choice))
             return partial(_launch, step.spec, source)
-        return super()._simulated(step)
+        return partial(reference.run_into, step.spec)
 
 
 @contextmanager

@@ -105,15 +105,15 @@ D void put(bf16& to, float x) {
   to.bits = x != x ? 0x7fff : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
 }
 // 8 bits of which `fraction` are behind the point: rounded to even, beyond the largest it is that.
-D float get8(u8 x, int fraction, int bias, u8 nan) {
+D float get8(u8 x, int fraction, int bias, u8 most, u8 nan) {
   int size = x & 0x7f, power = size >> fraction, rest = size & ((1 << fraction) - 1);
-  float y = size >= nan ? NAN : power ? ldexpf(rest + (1 << fraction), power - bias - fraction)
-                                      : ldexpf(rest, 1 - bias - fraction);
+  if (power) rest += 1 << fraction, power -= 1;
+  float y = size >= nan ? NAN : size > most ? INFINITY : ldexpf(rest, power + 1 - bias - fraction);
   return x & 0x80 ? -y : y;
 }
 D u8 put8(float x, int fraction, int bias, u8 most, u8 nan) {
   u8 sign = std::signbit(x) ? 0x80 : 0;
-  if (x - x != 0) return nan | sign;
+  if (x - x != 0 || x == 0) return x == 0 ? sign : nan | sign;
   int power;
   frexpf(x, &power);
   int step = (power - 1 < 1 - bias ? 1 - bias : power - 1) - fraction;
@@ -121,8 +121,8 @@ D u8 put8(float x, int fraction, int bias, u8 most, u8 nan) {
   int bits = (int)units + ((step + fraction - 1 + bias) << fraction);
   return (bits > most ? most : bits) | sign;
 }
-D float get(e4m3 x) { return get8(x.bits, 3, 7, 0x7f); }
-D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7d); }
+D float get(e4m3 x) { return get8(x.bits, 3, 7, 0x7e, 0x7f); }
+D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7b, 0x7d); }
 D void put(e4m3& to, float x) { to.bits = put8(x, 3, 7, 0x7e, 0x7f); }
 D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }

@@ -229,36 +229,3 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(AssertionError, match="relative error"):
             judge(case, inputs, {exe.spec.outputs[0]: exe(**inputs)})
     assert len(cases) == 4
-
-
-ADD_UP = """
-struct Args { void* p[2]; };
-extern "C" __global__ void cudnngraph_kernel(const __grid_constant__ Args a) {
-  __shared__ float parts[64];
-  const float* x = (const float*)a.p[0];
-  float* y = (float*)a.p[1];
-  parts[threadIdx.x] = x[threadIdx.x];
-  MEET
-  float sum = 0.0f;
-  for (int at = 0; at < 64; ++at) sum += parts[at];
-  y[threadIdx.x] = sum;
-  NEXT
-}
-"""
-
-
-def added_up(meet: str, then: str = "") -> Source:
-    text = scalars.PRELUDE + ADD_UP.replace("MEET", meet).replace("NEXT", then)
-    return Source(text + "// __syncthreads", 1, 64)
-
-
-def test_threads_that_do_not_wait_for_each_other_are_told() -> None:
-    x, one, other = torch.arange(64.0), torch.zeros(64), torch.zeros(64)
-    right, early = added_up("__syncthreads();"), added_up("")
-    for source in (right, early):
-        host_kernels.run(source, [x, one])
-        host_kernels.run(source, [x, other], backwards=True)
-        assert torch.equal(one, other) == (source is right)
-    assert bool((added_up and one != x.sum()).any())
-    for source in (added_up("if (threadIdx.x < 32) __syncthreads();"), added_up("if (x[0] > threadIdx.x) return; __syncthreads();")):
-        host_kernels.run(source, [x, one])
