@@ -45,12 +45,12 @@ def no_plan(part: GraphSpec) -> NoReturn:
     raise NotSupported(f"graph '{part.name}'", ["cuDNN is not asked"])
 
 
-def source_of(spec: GraphSpec, choice: Choice) -> Source:
+def source_of(spec: GraphSpec, choice: Choice, processors: int = PROCESSORS) -> Source:
     """The kernel of a step."""
-    return write(spec, schedule_of(choice), most_blocks=16 * PROCESSORS)
+    return write(spec, schedule_of(choice), most_blocks=16 * processors)
 
 
-def selection(spec: GraphSpec) -> Selection:
+def selection(spec: GraphSpec, processors: int = PROCESSORS) -> Selection:
     """What a GPU would run a graph as, if cuDNN had no plans. Compiles nothing."""
     policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
 
@@ -58,7 +58,7 @@ def selection(spec: GraphSpec) -> Selection:
         return [cast(Plan, Generated()) for _ in parts]
 
     chosen = by_torch(spec) or choose(
-        legalize(spec, policy), policy, no_plan, kernels=Kernels(PROCESSORS), checked=checked
+        legalize(spec, policy), policy, no_plan, kernels=Kernels(processors), checked=checked
     )
     return Selection(chosen.steps, (None,) * len(chosen.steps))
 

@@ -51,7 +51,7 @@ def resources(cubin: bytes) -> Resources:
     """What the kernel of a cubin needs. Raises ``ValueError`` where it is no cubin of one kernel."""
     try:
         return _resources(cubin)
-    except (struct.error, IndexError, KeyError) as error:
+    except (struct.error, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"not a cubin: {error!r}") from None
 
 

@@ -76,4 +76,6 @@ def test_eight_bits_are_rounded_as_torch_does() -> None:
         x[:8] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 464.0, 61440.0])
         made = torch.zeros(4096, dtype=dtype)
         host_kernels.run(write(g.spec(), Schedule(1, 32)), [x, made])
-        assert torch.equal(made.float().nan_to_num(7.0), saturated(x, dtype).float().nan_to_num(7.0))
+        assert torch.equal(
+            made.float().nan_to_num(7.0), saturated(x, dtype).float().nan_to_num(7.0)
+        )

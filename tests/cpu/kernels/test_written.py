@@ -186,10 +186,7 @@ def test_samples_whose_steps_are_kernels(part: int, monkeypatch: pytest.MonkeyPa
 
 def test_every_op_with_a_rule_is_in_a_kernel_that_is_run() -> None:
     ops = {
-        node.op
-        for case in picked()
-        for step in kernels_of()[case.id]
-        for node in step.spec.nodes
+        node.op for case in picked() for step in kernels_of()[case.id] for node in step.spec.nodes
     }
     # Their other gradients are sums over rows of another length than theirs: see below.
     alone = {"layer_norm_backward", "rms_norm_backward"}
