@@ -50,7 +50,13 @@ enum Wrong { NOTHING, MISALIGNED, APART };
 static int wrong;
 static jmp_buf scheduler;
 static ucontext_t beginning;
-struct Fiber { ucontext_t context; jmp_buf at; std::vector<char> stack; bool begun, done; int met; };
+struct Fiber {
+  ucontext_t context;
+  jmp_buf at;
+  std::vector<char> stack;
+  bool begun, done;
+  int met;
+};
 static std::vector<Fiber> fibers;
 static float exchanged[1024];
 static void meet(int point) {

@@ -48,7 +48,7 @@ class _Section:
 
 
 def resources(cubin: bytes) -> Resources:
-    """What the kernel of a cubin needs. Raises ``ValueError`` where it is no cubin of one kernel."""
+    """What a cubin of one kernel needs. Raises ``ValueError`` for anything else."""
     try:
         return _resources(cubin)
     except (struct.error, IndexError, KeyError, OverflowError) as error:

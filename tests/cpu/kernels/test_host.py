@@ -1,4 +1,4 @@
-"""What runs kernels on the CPU: it tells what a GPU would leave undefined, and rounds as one does."""
+"""What runs kernels on the CPU: it tells what a GPU leaves undefined, and rounds as one does."""
 
 from __future__ import annotations
 
@@ -76,6 +76,5 @@ def test_eight_bits_are_rounded_as_torch_does() -> None:
         x[:8] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 464.0, 61440.0])
         made = torch.zeros(4096, dtype=dtype)
         host_kernels.run(write(g.spec(), Schedule(1, 32)), [x, made])
-        assert torch.equal(
-            made.float().nan_to_num(7.0), saturated(x, dtype).float().nan_to_num(7.0)
-        )
+        want = saturated(x, dtype)
+        assert torch.equal(made.float().nan_to_num(7.0), want.float().nan_to_num(7.0))

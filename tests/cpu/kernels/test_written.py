@@ -14,7 +14,6 @@ from functools import cache
 import pytest
 import torch
 
-from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import scalars
