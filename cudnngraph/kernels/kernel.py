@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -22,28 +22,50 @@ from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
-from .write import NAME, Refused, Schedule, rows_of, schedule_for, write
+from . import tiles
+from .tiles import Tiling
+from .write import NAME, Refused, Rows, Schedule, Source, rows_of, schedule_for, write
 
-_KNOBS = ("lanes", "team", "rows", "chunks")
+#: The knobs of a choice by the pattern that they are the schedule of.
+_KNOBS: Mapping[type[Schedule | Tiling], tuple[str, ...]] = {
+    Schedule: ("lanes", "team", "rows", "chunks"),
+    Tiling: ("lanes", "along", "across", "threads"),
+}
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
 
-def choice_of(schedule: Schedule) -> Choice:
+def choice_of(schedule: Schedule | Tiling) -> Choice:
     """The name of a kernel for a given region."""
-    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in _KNOBS))
+    names = _KNOBS[type(schedule)]
+    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in names))
 
 
-def schedule_of(choice: Choice) -> Schedule:
+def schedule_of(choice: Choice) -> Schedule | Tiling:
     """The schedule that a choice names. Raises :class:`NotSupported`."""
-    if tuple(name for name, _ in choice.knobs) != _KNOBS or min(v for _, v in choice.knobs) < 0:
-        raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
-    return Schedule(**dict(choice.knobs))
+    names = tuple(name for name, _ in choice.knobs)
+    values = dict(choice.knobs)
+    if min(values.values(), default=-1) >= 0:
+        if names == _KNOBS[Schedule]:
+            return Schedule(**values)
+        if names == _KNOBS[Tiling]:
+            return Tiling(**values)
+    raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
 
 
 def by_rule(spec: GraphSpec, processors: int) -> Choice:
     """The choice for a region by rule. Raises :class:`Refused`."""
     rows = rows_of(spec)
-    return choice_of(schedule_for(rows, processors))
+    tiling = tiles.by_rule(spec, rows, processors)
+    return choice_of(tiling or schedule_for(rows, processors))
+
+
+def source_of(
+    spec: GraphSpec, schedule: Schedule | Tiling, rows: Rows | None = None, most_blocks: int = 0
+) -> Source:
+    """The text of a region's kernel by a schedule of any pattern. Raises :class:`Refused`."""
+    if isinstance(schedule, Tiling):
+        return tiles.write(spec, schedule, tiles.tiles_of(spec, rows))
+    return write(spec, schedule, rows, most_blocks)
 
 
 class Kernel(Plan):
@@ -123,7 +145,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     refuse_during_capture()
     capability = env.capability(device_index)
     try:
-        source = write(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
+        source = source_of(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
     head = {

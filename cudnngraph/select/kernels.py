@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
+from ..kernels import tiles
 from ..kernels.kernel import choice_of
 from ..kernels.write import Refused, Rows, Schedule, rows_of, schedule_for, write
 from ..partition.analysis import CutGraph, Group
@@ -58,6 +59,9 @@ class Kernels:
     def of(self, spec: GraphSpec) -> Choice:
         """The choice by rule for a step. Raises :class:`Refused`."""
         rows = rows_of(spec)
+        tiling = tiles.by_rule(spec, rows, self._processors)
+        if tiling is not None:
+            return choice_of(tiling)
         schedule = schedule_for(rows, self._processors)
         why = why_slow(rows, schedule, self._processors)
         if why is not None:

@@ -1,0 +1,526 @@
+"""Tiles: a pattern for regions that change the layout, through shared memory.
+
+Where an operand lies along another dim in memory than the results do, rows read one of both sides
+element by element. A tile has two sides instead: ``along`` runs as the results do, ``across`` as
+the operands of the other layout do. Those are copied to shared memory in the order of their own
+memory. Then the ops are computed in the order of the results. A result of the other layout takes
+the same way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import gcd
+
+from ..ir.spec import GraphSpec, TensorSpec, memory_order
+from .banks import Pitch, pitch_of
+from .index import Sum, Var, counter, place
+from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
+from .tape import Index, Join, Read, Value
+from .write import (
+    NAME,
+    SMALL,
+    VECTOR_BYTES,
+    Refused,
+    Rows,
+    Schedule,
+    Source,
+    _Code,
+    _Narrower,
+    _Writer,
+    rows_of,
+)
+
+SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
+HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
+MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a region is dealt out in tiles: elements that lie side by side in the results for a
+    thread, elements of a tile along the results and across them, threads of a block."""
+
+    lanes: int
+    along: int
+    across: int
+    threads: int = THREADS
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the elements of a region are counted for tiles.
+
+    ``rows.inner`` counts along the results, ``across`` along the other layout, and ``rows.row``
+    what is left.
+    """
+
+    rows: Rows
+    across: Var
+    other: int  # bytes that lie in the other layout, and go through shared memory
+    bytes: int  # that are read and written in all
+    width: int = field(default=0)  # bytes of an element of all that goes through shared memory
+
+
+@dataclass(frozen=True)
+class _Access:
+    """A tensor that is read or written, and where; ``parted`` if within a join."""
+
+    tensor: TensorSpec
+    at: Sum
+    parted: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel * self.tensor.dtype.itemsize
+
+
+def tiles_of(spec: GraphSpec, rows: Rows | None = None) -> Tiles:
+    """How the elements of a region are counted for tiles. Raises :class:`Refused`."""
+    rows = rows or rows_of(spec)
+    if rows.reductions:
+        raise Refused("tiles are for regions without reductions")
+    if max(tensor.extent for tensor in spec.tensors.values()) >= MOST_ELEMENTS:
+        raise Refused("tiles of tensors that need an index of 64 bits")
+    found = [tiles for main in rows.outputs for tiles in _by_main(spec, rows, main[1])]
+    if not found:
+        raise Refused("nothing lies in another layout than the results")
+    return min(found, key=lambda tiles: tiles.other)
+
+
+def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
+    """The tiles in which a given result is written in the order of its memory."""
+    count = rows.inner.extent
+    whole = replace(rows, outputs=_indexed(rows, main, counter(rows.inner)))
+    accesses = _accesses(spec, whole)
+    votes: dict[tuple[int, int], int] = {}
+    for access in accesses:
+        side = _side(access, rows.inner)
+        if side is not None:
+            votes[side] = votes.get(side, 0) + access.bytes
+    if not votes:
+        return
+    div, mod = max(votes, key=lambda side: votes[side])
+    if count % (div * mod):
+        return
+    along, across = Var("k", div), Var("m", mod)
+    rest = Var("r", count // (div * mod))
+    counted = counter(along) + counter(across) * div + counter(rest) * (div * mod)
+    try:
+        outputs = _indexed(rows, main, counted)
+        tiled = replace(rows, row=rest, inner=along, outputs=outputs)
+        accesses = _accesses(spec, tiled)
+    except Refused:
+        return
+    other = [access for access in accesses if _is_other(access, along, across)]
+    if other:
+        moved = sum(access.bytes for access in other)
+        width = sum(access.tensor.dtype.itemsize for access in other)
+        yield Tiles(tiled, across, moved, sum(access.bytes for access in accesses), width)
+
+
+def _indexed(
+    rows: Rows, main: TensorSpec, count: Sum
+) -> tuple[tuple[Value, TensorSpec, Index], ...]:
+    """The outputs of a region with their indices; ``main`` is counted in the order of its
+    memory."""
+    found: dict[tuple[int, ...], Index] = {main.shape: _in_memory(main, count)}
+    for _, tensor, _ in rows.outputs:
+        if tensor.shape not in found:
+            found[tensor.shape] = _in_memory(tensor, count)
+    return tuple((value, tensor, found[tensor.shape]) for value, tensor, _ in rows.outputs)
+
+
+def _in_memory(tensor: TensorSpec, count: Sum) -> Index:
+    """The index of the elements of a tensor in the order of its memory."""
+    order = memory_order(tensor.shape, tensor.stride)
+    found: dict[int, Sum] = {}
+    div = tensor.numel
+    for dim in order:
+        div //= tensor.shape[dim]
+        cut = count.cut(div, tensor.shape[dim])
+        if cut is None:
+            raise Refused("a tile that cuts through a dim of a result")
+        found[dim] = cut
+    return tuple(found[dim] for dim in range(len(order)))
+
+
+def _accesses(spec: GraphSpec, rows: Rows) -> list[_Access]:
+    """All reads and writes of a region, each place of a tensor once. Raises :class:`Refused`."""
+    writer = _Writer(spec, Schedule(1, 1), rows, 0)
+    found = {}
+    stack: list[tuple[Value, Index, bool]] = []
+    for value, tensor, index in rows.outputs:
+        access = _Access(tensor, place(index, tensor.stride), False)
+        found[tensor.name, access.at, False] = access
+        stack.append((value, index, False))
+    seen = set()
+    while stack:
+        value, index, parted = stack.pop()
+        if (id(value), index, parted) in seen:
+            continue
+        seen.add((id(value), index, parted))
+        if isinstance(value, Read):
+            at = place(index, value.tensor.stride)
+            found[value.tensor.name, at, parted] = _Access(value.tensor, at, parted)
+        parted = parted or isinstance(value, Join)
+        stack += [(*below, parted) for below in writer._below(value, index)]
+    return list(found.values())
+
+
+def _side(access: _Access, var: Var) -> tuple[int, int] | None:
+    """The digit of the counter of results along which a tensor lies, None if it is the fastest."""
+    if access.parted or access.tensor.numel <= SMALL:
+        return None
+    terms = [(by, digit) for digit, by in access.at.terms if digit.var == var]
+    if not terms:
+        return None
+    by, digit = min(terms, key=lambda term: (term[0], term[1]))
+    slow = by * access.tensor.dtype.itemsize > VECTOR_BYTES
+    below = any(each.div < digit.div for _, each in terms)
+    return None if slow or not below else (digit.div, digit.mod)
+
+
+def _is_other(access: _Access, along: Var, across: Var) -> bool:
+    """Whether a tensor lies across the results and goes through shared memory."""
+    if access.parted or access.tensor.numel <= SMALL:
+        return False
+    terms = [(by, digit) for digit, by in access.at.terms]
+    if not terms or not any(digit.var == along for _, digit in terms):
+        return False
+    by, digit = min(terms, key=lambda term: (term[0], term[1]))
+    return digit.var == across and digit.div == 1 and by * access.tensor.dtype.itemsize <= 16
+
+
+def tiling_for(tiles: Tiles, processors: int) -> Tiling:
+    """The tiling by rule, for a GPU with so many processors. Raises :class:`Refused`."""
+    along, across = tiles.rows.inner.extent, tiles.across.extent
+    lanes = tiles.rows.lanes
+    size = min(4, tiles.rows.bytes)
+    unit = VECTOR_BYTES * 2 // size  # a sector of memory
+    wanted = 128 if size == 1 else 64
+    other = gcd(across, unit)  # so that vectors of the other layout stay whole
+    while True:
+        side = _extent(along, wanted, max(unit, lanes))
+        most = max(wanted, wanted * wanted // side // unit * unit)
+        back = _extent(across, min(most, 1024), max(unit, other))
+        if back < wanted:
+            side = _extent(along, min(1024, wanted * wanted // back // unit * unit), unit)
+        blocks = -(-along // side) * -(-across // back) * tiles.rows.row.extent
+        fits = side * back * tiles.width * 9 // 8 <= SHARED_BYTES
+        if wanted <= 16 or (fits and (wanted <= 32 or blocks >= 2 * processors)):
+            break
+        wanted //= 2
+    if not fits:
+        raise Refused("tiles of more tensors than shared memory holds")
+    return Tiling(lanes, side, back)
+
+
+def _extent(extent: int, wanted: int, unit: int) -> int:
+    """How many elements of a dim a tile has: all, or whole sectors with little left over."""
+    if extent <= wanted * 3 // 2:
+        return extent
+    tried = range(unit, 2 * wanted + 1, unit)
+    fit = [each for each in tried if 2 * each >= wanted]
+
+    def cost(each: int) -> float:
+        idle = -(-extent // each) * each / extent
+        return idle + 0.3 * max(0.0, wanted / each - 1) + 0.03 * max(0.0, each / wanted - 1)
+
+    return min(fit, key=cost) if fit else wanted
+
+
+def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
+    """The tiling of a region that should run in tiles, None for one that rows suit as well."""
+    try:
+        tiles = tiles_of(spec, rows)
+        # Rows gather runs of so few elements without a loss, and small parts do not count.
+        if tiles.rows.inner.extent <= 8 or tiles.other * 16 < tiles.bytes:
+            return None
+        tiling = tiling_for(tiles, processors)
+        write(spec, tiling, tiles)
+    except Refused:
+        return None
+    return tiling
+
+
+def write(spec: GraphSpec, tiling: Tiling, tiles: Tiles | None = None) -> Source:
+    """The kernel of a region in tiles. Raises :class:`Refused`."""
+    tiles = tiles or tiles_of(spec)
+    lanes = tiling.lanes
+    if lanes < 1 or tiling.along % lanes or tiles.rows.inner.extent % lanes:
+        raise Refused(f"{lanes} lanes of {tiling.along} elements")
+    while True:
+        try:
+            return _TileWriter(spec, replace(tiling, lanes=lanes), tiles).source()
+        except _Narrower:
+            lanes //= 2
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A tensor's part in shared memory."""
+
+    name: str
+    tensor: TensorSpec
+    at: Sum
+    wide: int  # elements of a vector of global memory
+    pitch: Pitch
+
+    @property
+    def size(self) -> int:
+        """The bytes of it."""
+        return self.pitch.elements * self.tensor.dtype.itemsize
+
+
+class _TileWriter(_Writer):
+    """The text of one kernel of tiles, as far as it is written."""
+
+    def __init__(self, spec: GraphSpec, tiling: Tiling, tiles: Tiles) -> None:
+        super().__init__(spec, Schedule(tiling.lanes, tiling.threads), tiles.rows, 0)
+        self._tiling = tiling
+        self._tiles = tiles
+        self._names[tiles.across] = "m"
+        self._staged: dict[tuple[str, Sum], _Staged] = {}
+        self._early: list[str] = []  # within the loop that reads ahead
+        self._arrays: list[str] = []  # what it reads into
+        self._held = 0  # bytes of a thread
+        self._branch = 0
+
+    # -- the whole ----------------------------------------------------------------------------
+
+    def source(self) -> Source:
+        """Write it."""
+        tiling, tiles = self._tiling, self._tiles
+        along, across, rest = tiles.rows.inner, tiles.across, tiles.rows.row
+        sides = -(-along.extent // tiling.along), -(-across.extent // tiling.across)
+        self._written()
+        body = self._lines
+        count = len(self._spec.inputs)
+        reads = [each for each in self._staged.values() if self._places[each.tensor.name] < count]
+        writes = [each for each in self._staged.values() if each not in reads]
+        if sum(each.size for each in self._staged.values()) > SHARED_BYTES:
+            raise Refused("a tile of more bytes than shared memory holds")
+        pointers = [
+            f"{'const ' * (at < count)}{kind}* const p{at} = ({kind}*)a.p[{at}];"
+            for name, at in self._places.items()
+            for kind in [MEMORY[self._spec.tensors[name].dtype]]
+        ]
+        lines = [
+            *pointers,
+            *map(self._shared, self._staged.values()),
+            f"const u32 k0 = blockIdx.x % {sides[0]}u * {tiling.along}u;",
+            f"const u32 m0 = blockIdx.x / {sides[0]}u % {sides[1]}u * {tiling.across}u;",
+            f"const u32 r = blockIdx.x / {sides[0] * sides[1]}u;",
+            *(line for each in reads for line in self._fetch(each)),
+            *self._arrays,
+            *(self._by_result(self._early) if self._early else []),
+            *(line for each in reads for line in self._keep(each)),
+            "__syncthreads();",
+            *self._by_result(body),
+            *(["__syncthreads();"] if writes else []),
+            *(line for each in writes for line in self._send(each)),
+        ]
+        head = [
+            f"struct Args {{ void* p[{len(self._places)}]; }};",
+            f'extern "C" __global__ void __launch_bounds__({tiling.threads})',
+            f"{NAME}(const __grid_constant__ Args a) {{",
+        ]
+        text = "\n".join([PRELUDE, FUNCTIONS, *head, *("  " + line for line in lines), "}", ""])
+        return Source(text, sides[0] * sides[1] * rest.extent, tiling.threads)
+
+    def _shared(self, each: _Staged) -> str:
+        kind = MEMORY[each.tensor.dtype]
+        return f"alignas(16) __shared__ {kind} {each.name}[{each.pitch.elements}];"
+
+    def _steps(self, items: int) -> int:
+        """How often a thread goes through the items of a tile."""
+        return -(-items // self._tiling.threads)
+
+    def _loop(
+        self, items: int, place: Sequence[str], tests: Sequence[str], body: list[str]
+    ) -> list[str]:
+        """A loop of a thread over its items ``e``, of which ``place`` says where they are."""
+        threads = self._tiling.threads
+        tests = [f"e < {items}u", *tests] if items % threads else list(tests)
+        inside = [*place, *body]
+        if tests:
+            inside = [*place, f"if ({' && '.join(tests)}) {{", *("  " + line for line in body), "}"]
+        return [
+            "#pragma unroll",
+            f"for (int i = 0; i < {self._steps(items)}; ++i) {{",
+            f"  const u32 e = threadIdx.x + i * {threads}u;",
+            *("  " + line for line in inside),
+            "}",
+        ]
+
+    def _bounds(self) -> list[str]:
+        """The tests whether an element of a tile is one of the results."""
+        found = []
+        if self._tiles.rows.inner.extent % self._tiling.along:
+            found.append(f"k < {self._tiles.rows.inner.extent}u")
+        if self._tiles.across.extent % self._tiling.across:
+            found.append(f"m < {self._tiles.across.extent}u")
+        return found
+
+    def _by_result(self, body: list[str]) -> list[str]:
+        """A loop over the tile in the order of the results."""
+        lanes, along = self._tiling.lanes, self._tiling.along // self._tiling.lanes
+        where = [
+            f"const u32 q = e % {along}u, n = e / {along}u;",
+            f"const u32 k = k0 + q * {lanes}u, m = m0 + n;",
+        ]
+        return self._loop(along * self._tiling.across, where, self._bounds(), body)
+
+    def _by_other(self, each: _Staged, body: list[str], *, tested: bool) -> list[str]:
+        """A loop over the tile in the order of the other layout."""
+        wide, across = each.wide, self._tiling.across // each.wide
+        where = [f"const u32 q = e / {across}u, n = e % {across}u * {each.wide}u;"]
+        if tested:
+            where.append("const u32 k = k0 + q, m = m0 + n;")
+        tests = self._bounds() if tested else []
+        return self._loop(self._tiling.along * self._tiling.across // wide, where, tests, body)
+
+    # -- through shared memory ----------------------------------------------------------------
+
+    def _stage(self, tensor: TensorSpec, at: Sum) -> _Staged:
+        """Room in shared memory for a tensor's part of the tile."""
+        found = self._staged.get((tensor.name, at))
+        if found is None:
+            wide = self._wide(tensor, at)
+            tiling = self._tiling
+            size = tensor.dtype.itemsize
+            pitch = pitch_of(size, tiling.along, tiling.across, tiling.lanes, wide)
+            found = _Staged(f"s{len(self._staged)}", tensor, at, wide, pitch)
+            self._staged[tensor.name, at] = found
+        return found
+
+    def _wide(self, tensor: TensorSpec, at: Sum) -> int:
+        """How many elements of the other layout may be read or written as one."""
+        across = self._tiles.across
+        wide = VECTOR_BYTES // tensor.dtype.itemsize
+        while wide > 1:
+            whole = across.extent % wide == 0 and self._tiling.across % wide == 0
+            if whole and at.slope(across, wide) == 1 and at.multiple(across, wide) % wide == 0:
+                return wide
+            wide //= 2
+        return 1
+
+    def _fetch(self, each: _Staged) -> list[str]:
+        """Read a tensor's part of the tile into registers."""
+        kind, at = MEMORY[each.tensor.dtype], each.at.code(self._names)
+        items = self._tiling.along * self._tiling.across // each.wide
+        pointer = f"p{self._places[each.tensor.name]}"
+        read = f"x{each.name}[i] = load<{each.wide}>({pointer} + ({at}));"
+        if each.wide == 1:
+            read = f"x{each.name}[i].at[0] = {pointer}[{at}];"
+        array = f"vec<{kind}, {each.wide}> x{each.name}[{self._steps(items)}];"
+        return [array, *self._by_other(each, [read], tested=True)]
+
+    def _keep(self, each: _Staged) -> list[str]:
+        """Write it from there to shared memory."""
+        return self._by_other(each, self._pieces(each, out=False), tested=False)
+
+    def _send(self, each: _Staged) -> list[str]:
+        """Write a result's part of the tile from shared memory."""
+        kind, at = MEMORY[each.tensor.dtype], each.at.code(self._names)
+        pointer = f"p{self._places[each.tensor.name]}"
+        write = f"store<{each.wide}>({pointer} + ({at}), x);"
+        if each.wide == 1:
+            write = f"{pointer}[{at}] = x.at[0];"
+        body = [f"vec<{kind}, {each.wide}> x;", *self._pieces(each, out=True), write]
+        return self._by_other(each, body, tested=True)
+
+    def _pieces(self, each: _Staged, *, out: bool) -> list[str]:
+        """A vector to shared memory, or from there, in as few pieces as its pitch allows."""
+        pitch, kind, wide = each.pitch, MEMORY[each.tensor.dtype], each.wide
+        piece = gcd(wide, pitch.group, pitch.row)
+        lanes = self._tiling.lanes
+        where = f"q / {lanes}u * {pitch.group}u + q % {lanes}u * {pitch.row}u + n"
+        if lanes == 1:
+            where = f"q * {pitch.group}u + n"
+        vector = "x" if out else f"x{each.name}[i]"
+        lines = [f"const u32 w = {where};"]
+        for start in range(0, wide, piece):
+            here = f"{each.name} + w + {start}"
+            if piece == 1:
+                to, of = f"{vector}.at[{start}]", f"{each.name}[w + {start}]"
+                lines.append(f"{to} = {of};" if out else f"{of} = {to};")
+            elif out:
+                part = f"*(vec<{kind}, {piece}>*)&{vector}.at[{start}]"
+                lines.append(f"{part} = load<{piece}>({here});")
+            else:
+                part = f"*(const vec<{kind}, {piece}>*)&{vector}.at[{start}]"
+                lines.append(f"store<{piece}>({here}, {part});")
+        return lines
+
+    def _slot(self, each: _Staged) -> str:
+        """The element of a lane in shared memory."""
+        lane = f" + j * {each.pitch.row}u" if self._tiling.lanes > 1 else ""
+        return f"{each.name}[q * {each.pitch.group}u + n{lane}]"
+
+    # -- values -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _inner(self) -> Iterator[None]:
+        self._branch += 1
+        with super()._inner():
+            yield
+        self._branch -= 1
+
+    def _other(self, tensor: TensorSpec, at: Sum) -> bool:
+        access = _Access(tensor, at, bool(self._branch))
+        return _is_other(access, self._tiles.rows.inner, self._tiles.across)
+
+    def _read(self, value: Read, index: Index) -> _Code:
+        tensor, at = value.tensor, place(index, value.tensor.stride)
+        if self._other(tensor, at):
+            made = self._declare(value.type, self._differs(at))
+            self._each_lane(f"{made.text} = get({self._slot(self._stage(tensor, at))});")
+            return made
+        held = self._steps(self._tiling.along * self._tiling.across // self._tiling.lanes)
+        held *= self._tiling.lanes * tensor.dtype.itemsize
+        fits = self._held + held <= HELD_BYTES
+        if self._branch or not fits or not self._beside(at):
+            return super()._read(value, index)
+        self._held += held
+        return self._read_ahead(value, at)
+
+    def _beside(self, at: Sum) -> bool:
+        """Whether elements lie side by side along the results."""
+        inner, lanes = self._rows.inner, self._tiling.lanes
+        if lanes > 1:
+            return at.slope(inner, lanes) == 1
+        return any(digit.var == inner and digit.div == by == 1 for digit, by in at.terms)
+
+    def _read_ahead(self, value: Read, at: Sum) -> _Code:
+        """Read what lies along the results before the threads meet."""
+        lanes, kind = self._tiling.lanes, MEMORY[value.tensor.dtype]
+        wide = self._vector(value.tensor.dtype, at)
+        steps = self._steps(self._tiling.along * self._tiling.across // lanes)
+        made, array = self._declare(value.type, self._differs(at)), self._new()
+        self._arrays.append(f"vec<{kind}, {wide}> {array}[{steps}][{lanes // wide}];")
+        pointer = f"p{self._places[value.tensor.name]}"
+        for start in range(0, lanes, wide):
+            where = (at + start).code(self._names)
+            to = f"{array}[i][{start // wide}]"
+            read = f"{to} = load<{wide}>({pointer} + ({where}));"
+            self._early.append(read if wide > 1 else f"{to}.at[0] = {pointer}[{where}];")
+        lane = f"{array}[i][j / {wide}].at[j % {wide}]" if lanes > 1 else f"{array}[i][0].at[0]"
+        self._each_lane(f"{made.text} = get({lane});")
+        return made
+
+    def _written(self) -> None:
+        """What is written: along the results at once, else to shared memory."""
+        for (value, tensor, index), name in zip(
+            self._rows.outputs, self._spec.outputs, strict=True
+        ):
+            code, at = self._at(value, index), place(index, tensor.stride)
+            if self._other(tensor, at):
+                to = self._slot(self._stage(tensor, at))
+                self._each_lane(f"put({to}, ({REGISTER[tensor.dtype]}){code.text});")
+            else:
+                self._store(tensor, f"p{self._places[name]}", at, code.text)
