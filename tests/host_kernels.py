@@ -60,6 +60,8 @@ static float __shfl_xor_sync(unsigned, float x, int at) {
 struct flag { u8 bits; };
 struct f16 { _Float16 bits; };
 struct bf16 { unsigned short bits; };
+struct e4m3 { u8 bits; };
+struct e5m2 { u8 bits; };
 template <class T, int N> struct alignas(sizeof(T) * N) vec { T at[N]; };
 template <int N, class T> D vec<T, N> load(const T* p) {
   if ((uintptr_t)p % sizeof(vec<T, N>)) __builtin_trap();
@@ -90,6 +92,27 @@ D void put(bf16& to, float x) {
   u32 b = float_bits(x);
   to.bits = x != x ? 0x7fff : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
 }
+D float get(e4m3 x) {
+  int high = x.bits >> 3 & 15, low = x.bits & 7;
+  float y = (x.bits & 127) == 127 ? NAN : high ? ldexpf(8 + low, high - 10) : ldexpf(low, -9);
+  return x.bits & 128 ? -y : y;
+}
+D float get(e5m2 x) {
+  unsigned short bits = x.bits << 8;
+  _Float16 y;
+  memcpy(&y, &bits, 2);
+  return (float)y;
+}
+template <class T> D void put8(T& to, float x, int most) {  // to the nearest, ties to even
+  int best = most;
+  for (int code = most; code >= 0; --code) {
+    float off = fabsf(get(T{(u8)code}) - fabsf(x)), least = fabsf(get(T{(u8)best}) - fabsf(x));
+    if (off < least || (off == least && code % 2 == 0)) best = code;
+  }
+  to.bits = (x - x != 0 ? 127 : best) | (std::signbit(x) ? 128 : 0);
+}
+D void put(e4m3& to, float x) { put8(to, x, 0x7e); }
+D void put(e5m2& to, float x) { put8(to, x, 0x7b); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 """
 

@@ -1,0 +1,203 @@
+"""Kernels of tiles, run on the CPU: layouts that change, against float64 and exact copies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import tiles
+from cudnngraph.kernels.tiles import Tiling
+from cudnngraph.kernels.write import Refused
+from cudnngraph.select.inputs import random_inputs
+from tests import host_kernels, numerics
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+COPIED = (
+    *FLOATS,
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+PROCESSORS = 4
+MARGIN = 64  # elements before and behind a result, which nothing may write
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of few elements go through shared memory too."""
+    monkeypatch.setattr(tiles, "SMALL", 64)
+
+
+def strides(shape: Sequence[int], order: Sequence[int], gap: int = 0) -> tuple[int, ...]:
+    """Strides by which ``order`` goes from the slowest to the fastest dim, with a gap per run."""
+    found, step = [0] * len(shape), 1
+    for at, dim in enumerate(reversed(order)):
+        found[dim] = step
+        step = step * shape[dim] + (gap if at == 0 else 0)
+    return tuple(found)
+
+
+def filled(spec: GraphSpec, seed: int = 0) -> list[torch.Tensor]:
+    """Random inputs, in which dtypes without numbers of their own have random bits."""
+    made = random_inputs(spec, torch.device("cpu"), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in made:
+        if tensor.dtype in (torch.int64, torch.int32, torch.uint8):
+            tensor.copy_(torch.randint(0, 127, tensor.shape, generator=generator))
+    return made
+
+
+def check(spec: GraphSpec, tiling: Tiling | None = None) -> host_kernels.Source:
+    """Run a region in tiles, and compare it with float64 or, where nothing is computed, exactly."""
+    found = tiles.tiles_of(spec)
+    source = tiles.write(spec, tiling or tiles.tiling_for(found, PROCESSORS), found)
+    inputs = filled(spec)
+    outs, around = [], []
+    for name in spec.outputs:
+        tensor = spec.tensors[name]
+        around.append(
+            torch.full(((tensor.extent + 2 * MARGIN) * tensor.dtype.itemsize,), 77).byte()
+        )
+        whole = around[-1].view(tensor.dtype)
+        outs.append(whole.as_strided(tensor.shape, tensor.stride, MARGIN))
+    host_kernels.run(source, [*inputs, *outs])
+    for out, memory in zip(outs, around, strict=True):
+        written = torch.zeros(memory.numel() // out.element_size(), dtype=torch.bool)
+        written.as_strided(out.shape, out.stride(), MARGIN).fill_(True)
+        beside = memory.view(-1, out.element_size())[~written]
+        assert bool((beside == 77).all()), "it writes beside its results"
+    wanted = reference.run(spec, inputs, torch.float64)
+    narrow = min((tensor.dtype for tensor in inputs), key=lambda dtype: dtype.itemsize)
+    for out, want, name in zip(outs, wanted, spec.outputs, strict=True):
+        if not out.dtype.is_floating_point:
+            assert torch.equal(out, want.to(out.dtype)), name
+        elif all(node.op in ("transpose", "permute", "reshape") for node in spec.nodes):
+            assert torch.equal(out.double(), want.double()), name
+        else:
+            allowed = numerics.bound(narrow, out.dtype)
+            assert numerics.relative_error(out, want) <= allowed, name
+    return source
+
+
+def test_images_turn_channels_last() -> None:
+    for shape in [(2, 64, 8, 8), (1, 40, 7, 7), (2, 33, 15, 13), (3, 3, 20, 20)]:
+        for dtype in (torch.float32, torch.float16):
+            g = cg.Graph("turned")
+            x = g.input("x", shape, dtype)
+            g.output("y", x.relu(), layout="channels_last")
+            check(g.spec())
+
+
+@pytest.mark.parametrize("dtype", COPIED, ids=str)
+def test_transposes_of_every_dtype_are_exact(dtype: torch.dtype) -> None:
+    for shape in [(2, 96, 80), (1, 61, 77)]:
+        g = cg.Graph("transposed")
+        y = g.transpose(g.input("x", shape, dtype), 1, 2)
+        g.output("y", y, layout="contiguous")
+        check(g.spec())
+
+
+def test_residual_of_the_other_layout_with_a_bias() -> None:
+    g = cg.Graph("residual")
+    shape = (2, 48, 9, 10)
+    x = g.input("x", shape, torch.float16)
+    y = g.input("y", shape, torch.float16, layout="channels_last")
+    b = g.input("b", (48,), torch.float32)
+    s = g.input("s", (2, 48, 1, 1), torch.float16)
+    rows = g.input("rows", (9, 10), torch.float32)
+    z = (g.bias(x, b) * s + y + rows).gelu()
+    g.output("z", z, layout="channels_last")
+    check(g.spec())
+
+
+def test_results_of_both_layouts() -> None:
+    g = cg.Graph("both")
+    x = g.input("x", (2, 48, 9, 12), torch.float32)
+    y = g.input("y", (2, 48, 9, 12), torch.bfloat16, layout="channels_last")
+    g.output("a", (x + y).silu(), layout="channels_last")
+    g.output("b", x * y, layout="contiguous", dtype=torch.float16)
+    g.output("c", x > y, layout="channels_last")
+    check(g.spec())
+
+
+def test_keys_are_transposed_for_heads() -> None:
+    g = cg.Graph("heads")
+    x = g.input("x", (2, 70, 4 * 16), torch.bfloat16)
+    heads = g.transpose(g.reshape(x, (2, 70, 4, 16)), 1, 2)
+    g.output("k", g.transpose(heads * 0.25, 2, 3), layout="contiguous")
+    check(g.spec())
+
+
+def region_of(seed: int) -> GraphSpec:
+    """A random pointwise region of tensors in random layouts."""
+    rng = random.Random(seed)
+    rank = rng.choice([2, 3, 4, 4, 5])
+    most = {2: 200, 3: 60, 4: 24, 5: 10}[rank]
+    shape = tuple(rng.choice([rng.randint(1, most), 8 * rng.randint(1, 6)]) for _ in range(rank))
+    g = cg.Graph(f"region{seed}")
+    dims = list(range(rank))
+    short = rng.choice(FLOATS[1:])
+
+    def layout(of: Sequence[int]) -> tuple[int, ...]:
+        return strides(of, rng.sample(dims, rank), rng.choice([0, 0, 0, 1, 8]))
+
+    total = None
+    for number in range(rng.randint(1, 4)):
+        of = tuple(1 if rng.random() < 0.15 else extent for extent in shape)
+        if number == 0:
+            of = shape
+        kind = rng.choice([short, torch.float32, torch.bool, torch.int8, torch.float8_e4m3fn])
+        if kind == torch.float8_e4m3fn and rng.random() < 0.7:
+            kind = short
+        x = g.input(f"x{number}", of, kind, stride=layout(of))
+        if kind == torch.bool:
+            x = g.where(x, 0.5, 2.0) if total is None else g.where(x, total, 1.5)
+            total = x if total is None else total
+        elif kind in (torch.int8, torch.float8_e4m3fn):
+            x = g.dequantize(x, g.input(f"s{number}", (), torch.float32))
+        if total is None:
+            total = x
+        else:
+            total = rng.choice([lambda a, b: a + b, lambda a, b: a * b, lambda a, b: b - a])(
+                total, x
+            )
+        if rng.random() < 0.2:
+            total = g.silu(total)
+    total = g.identity(total)
+    g.output("y", total, stride=layout(shape), dtype=rng.choice(FLOATS))
+    if rng.random() < 0.4:
+        g.output("z", total * 2.0, stride=layout(shape), dtype=rng.choice(FLOATS))
+    if rng.random() < 0.2:
+        g.output("q", g.quantize(total, dtype=torch.int8), stride=layout(shape))
+    return g.spec()
+
+
+def random_tilings(spec: GraphSpec, seed: int) -> Iterator[Tiling]:
+    """The tiling by rule, and one by chance."""
+    found = tiles.tiles_of(spec)
+    yield tiles.tiling_for(found, PROCESSORS)
+    rng = random.Random(seed)
+    lanes = rng.choice([n for n in (1, 2, 4, 8, 16) if found.rows.lanes % n == 0])
+    along = lanes * rng.randint(1, 8)
+    yield Tiling(lanes, along, rng.randint(1, 48), rng.choice([32, 96, 128]))
+
+
+def runs(seed: int) -> bool:
+    """Whether a random region runs in tiles; if so it is right."""
+    spec = region_of(seed)
+    try:
+        tilings = list(random_tilings(spec, seed))
+    except Refused:
+        return False
+    for tiling in tilings:
+        check(spec, tiling)
+    return True
+
+
+def test_random_regions() -> None:
+    assert sum(map(runs, range(24))) >= 8
