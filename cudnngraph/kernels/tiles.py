@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .banks import Pitch, pitch_of
-from .index import Sum, Var, counter, place
+from .index import Digit, Sum, Var, counter, place
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
 from .tape import Index, Join, Read, Value
 from .write import (
@@ -37,6 +37,9 @@ SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
 HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 256
+MOST_ALONG = 1024  # elements of a tile along a side
+#: Elements along each side of a tile, by the bytes of the widest element.
+WANTED = {1: 128, 2: 64, 4: 64, 8: 32}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Tiles:
     across: Var
     other: int  # bytes that lie in the other layout, and go through shared memory
     bytes: int  # that are read and written in all
-    width: int = field(default=0)  # bytes of an element of all that goes through shared memory
+    width: int  # bytes of an element of all that goes through shared memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,12 @@ def tiles_of(spec: GraphSpec, rows: Rows | None = None) -> Tiles:
     found = [tiles for main in rows.outputs for tiles in _by_main(spec, rows, main[1])]
     if not found:
         raise Refused("nothing lies in another layout than the results")
-    return min(found, key=lambda tiles: tiles.other)
+    return min(found, key=_slowness)
+
+
+def _slowness(tiles: Tiles) -> float:
+    """Bytes that go through shared memory, and what few elements side by side cost."""
+    return tiles.other + tiles.bytes / (2 * tiles.rows.lanes)
 
 
 def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
@@ -106,20 +114,21 @@ def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
     div, mod = max(votes, key=lambda side: votes[side])
     if count % (div * mod):
         return
-    along, across = Var("k", div), Var("m", mod)
+    fast, slow = Var("k", div), Var("m", mod)
     rest = Var("r", count // (div * mod))
-    counted = counter(along) + counter(across) * div + counter(rest) * (div * mod)
+    counted = counter(fast) + counter(slow) * div + counter(rest) * (div * mod)
     try:
         outputs = _indexed(rows, main, counted)
-        tiled = replace(rows, row=rest, inner=along, outputs=outputs)
-        accesses = _accesses(spec, tiled)
+        accesses = _accesses(spec, replace(rows, row=rest, inner=fast, outputs=outputs))
     except Refused:
         return
-    other = [access for access in accesses if _is_other(access, along, across)]
-    if other:
-        moved = sum(access.bytes for access in other)
-        width = sum(access.tensor.dtype.itemsize for access in other)
-        yield Tiles(tiled, across, moved, sum(access.bytes for access in accesses), width)
+    total = sum(access.bytes for access in accesses)
+    for along, across in ((fast, slow), (slow, fast)):
+        other = [access for access in accesses if _is_other(access, along, across)]
+        if other:
+            tiled = replace(rows, row=rest, inner=along, outputs=outputs)
+            width = sum(access.tensor.dtype.itemsize for access in other)
+            yield Tiles(tiled, across, sum(access.bytes for access in other), total, width)
 
 
 def _indexed(
@@ -198,17 +207,18 @@ def _is_other(access: _Access, along: Var, across: Var) -> bool:
 def tiling_for(tiles: Tiles, processors: int) -> Tiling:
     """The tiling by rule, for a GPU with so many processors. Raises :class:`Refused`."""
     along, across = tiles.rows.inner.extent, tiles.across.extent
-    lanes = tiles.rows.lanes
-    size = min(4, tiles.rows.bytes)
-    unit = VECTOR_BYTES * 2 // size  # a sector of memory
-    wanted = 128 if size == 1 else 64
-    other = gcd(across, unit)  # so that vectors of the other layout stay whole
+    lanes, size = tiles.rows.lanes, min(8, tiles.rows.bytes)
+    unit = max(1, 2 * VECTOR_BYTES // size)  # a sector of memory
+    wanted = WANTED[size]
     while True:
-        side = _extent(along, wanted, max(unit, lanes))
-        most = max(wanted, wanted * wanted // side // unit * unit)
-        back = _extent(across, min(most, 1024), max(unit, other))
-        if back < wanted:
-            side = _extent(along, min(1024, wanted * wanted // back // unit * unit), unit)
+        area = wanted * wanted
+        if across % (unit // 8 or 1) and across <= 4 * wanted:
+            back = across  # whole, so that vectors may go on from row to row
+        else:
+            back = _extent(across, wanted, unit)
+        side = _extent(along, min(MOST_ALONG, max(wanted // 2, area // back)), max(unit, lanes))
+        if side < wanted and back < across:
+            back = _extent(across, min(MOST_ALONG, area // side), unit)
         blocks = -(-along // side) * -(-across // back) * tiles.rows.row.extent
         fits = side * back * tiles.width * 9 // 8 <= SHARED_BYTES
         if wanted <= 16 or (fits and (wanted <= 32 or blocks >= 2 * processors)):
@@ -269,6 +279,7 @@ class _Staged:
     at: Sum
     wide: int  # elements of a vector of global memory
     pitch: Pitch
+    flat: bool = False  # whole rows, one behind the other: vectors go on from row to row
 
     @property
     def size(self) -> int:
@@ -378,10 +389,15 @@ class _TileWriter(_Writer):
     def _by_other(self, each: _Staged, body: list[str], *, tested: bool) -> list[str]:
         """A loop over the tile in the order of the other layout."""
         wide, across = each.wide, self._tiling.across // each.wide
-        where = [f"const u32 q = e / {across}u, n = e % {across}u * {each.wide}u;"]
-        if tested:
+        where, tests = [f"const u32 q = e / {across}u, n = e % {across}u * {wide}u;"], []
+        if each.flat:
+            where, row = [f"const u32 f = e * {wide}u;"], self._tiles.across.extent
+            end = self._tiles.rows.inner.extent * row
+            if tested and self._tiles.rows.inner.extent % self._tiling.along:
+                tests.append(f"k0 * {row}u + f < {end}u")
+        elif tested:
             where.append("const u32 k = k0 + q, m = m0 + n;")
-        tests = self._bounds() if tested else []
+            tests += self._bounds()
         return self._loop(self._tiling.along * self._tiling.across // wide, where, tests, body)
 
     # -- through shared memory ----------------------------------------------------------------
@@ -390,11 +406,12 @@ class _TileWriter(_Writer):
         """Room in shared memory for a tensor's part of the tile."""
         found = self._staged.get((tensor.name, at))
         if found is None:
-            wide = self._wide(tensor, at)
-            tiling = self._tiling
-            size = tensor.dtype.itemsize
-            pitch = pitch_of(size, tiling.along, tiling.across, tiling.lanes, wide)
-            found = _Staged(f"s{len(self._staged)}", tensor, at, wide, pitch)
+            tiling, size = self._tiling, tensor.dtype.itemsize
+            wide, run = self._wide(tensor, at), self._run(tensor, at)
+            flat = run > wide
+            wide = max(run, wide)
+            pitch = pitch_of(size, tiling.along, tiling.across, tiling.lanes, wide, flat)
+            found = _Staged(f"s{len(self._staged)}", tensor, at, wide, pitch, flat)
             self._staged[tensor.name, at] = found
         return found
 
@@ -409,9 +426,21 @@ class _TileWriter(_Writer):
             wide //= 2
         return 1
 
+    def _run(self, tensor: TensorSpec, at: Sum) -> int:
+        """The same of a tile's rows where they lie one behind the other, else 1."""
+        along, across = self._tiles.rows.inner, self._tiles.across
+        rows, row = self._tiling.along, across.extent
+        terms = {digit: by for digit, by in at.terms if digit.var in (along, across)}
+        whole = {Digit(along, 1, along.extent): row, Digit(across, 1, row): 1}
+        if terms != whole or self._tiling.across != row:
+            return 1
+        rest = Sum.of({digit: by for digit, by in at.terms if digit not in terms}, at.number)
+        found = gcd(rest.multiple(along, 1), rows * row, along.extent * row)
+        return gcd(found, VECTOR_BYTES // tensor.dtype.itemsize)
+
     def _fetch(self, each: _Staged) -> list[str]:
         """Read a tensor's part of the tile into registers."""
-        kind, at = MEMORY[each.tensor.dtype], each.at.code(self._names)
+        kind, at = MEMORY[each.tensor.dtype], self._address(each)
         items = self._tiling.along * self._tiling.across // each.wide
         pointer = f"p{self._places[each.tensor.name]}"
         read = f"x{each.name}[i] = load<{each.wide}>({pointer} + ({at}));"
@@ -426,7 +455,7 @@ class _TileWriter(_Writer):
 
     def _send(self, each: _Staged) -> list[str]:
         """Write a result's part of the tile from shared memory."""
-        kind, at = MEMORY[each.tensor.dtype], each.at.code(self._names)
+        kind, at = MEMORY[each.tensor.dtype], self._address(each)
         pointer = f"p{self._places[each.tensor.name]}"
         write = f"store<{each.wide}>({pointer} + ({at}), x);"
         if each.wide == 1:
@@ -436,26 +465,34 @@ class _TileWriter(_Writer):
 
     def _pieces(self, each: _Staged, *, out: bool) -> list[str]:
         """A vector to shared memory, or from there, in as few pieces as its pitch allows."""
-        pitch, kind, wide = each.pitch, MEMORY[each.tensor.dtype], each.wide
-        piece = gcd(wide, pitch.group, pitch.row)
-        lanes = self._tiling.lanes
+        lanes, pitch, wide = self._tiling.lanes, each.pitch, each.wide
+        vector = "x" if out else f"x{each.name}[i]"
+        if each.flat and not pitch.padded:
+            return _copy(each, vector, "f", wide, out=out)
         where = f"q / {lanes}u * {pitch.group}u + q % {lanes}u * {pitch.row}u + n"
         if lanes == 1:
             where = f"q * {pitch.group}u + n"
-        vector = "x" if out else f"x{each.name}[i]"
-        lines = [f"const u32 w = {where};"]
-        for start in range(0, wide, piece):
-            here = f"{each.name} + w + {start}"
-            if piece == 1:
-                to, of = f"{vector}.at[{start}]", f"{each.name}[w + {start}]"
-                lines.append(f"{to} = {of};" if out else f"{of} = {to};")
-            elif out:
-                part = f"*(vec<{kind}, {piece}>*)&{vector}.at[{start}]"
-                lines.append(f"{part} = load<{piece}>({here});")
-            else:
-                part = f"*(const vec<{kind}, {piece}>*)&{vector}.at[{start}]"
-                lines.append(f"store<{piece}>({here}, {part});")
-        return lines
+        if not each.flat:
+            piece = gcd(wide, pitch.group, pitch.row)
+            return [f"const u32 w = {where};", *_copy(each, vector, "w", piece, out=out)]
+        row = self._tiles.across.extent
+        to, of = f"{vector}.at[j]", f"{each.name}[{where}]"
+        return [
+            "#pragma unroll",
+            f"for (int j = 0; j < {wide}; ++j) {{",
+            f"  const u32 q = (f + j) / {row}u, n = (f + j) % {row}u;",
+            f"  {to} = {of};" if out else f"  {of} = {to};",
+            "}",
+        ]
+
+    def _address(self, each: _Staged) -> str:
+        """Where a vector of the other layout begins, in global memory."""
+        if not each.flat:
+            return each.at.code(self._names)
+        across = self._tiles.across
+        terms = {digit: by for digit, by in each.at.terms if digit.var != across}
+        names = {**self._names, self._tiles.rows.inner: "k0"}
+        return f"{Sum.of(terms, each.at.number).code(names)} + f"
 
     def _slot(self, each: _Staged) -> str:
         """The element of a lane in shared memory."""
@@ -524,3 +561,20 @@ class _TileWriter(_Writer):
                 self._each_lane(f"put({to}, ({REGISTER[tensor.dtype]}){code.text});")
             else:
                 self._store(tensor, f"p{self._places[name]}", at, code.text)
+
+
+def _copy(each: _Staged, vector: str, at: str, piece: int, *, out: bool) -> list[str]:
+    """A vector to shared memory, or from there, in pieces."""
+    kind, lines = MEMORY[each.tensor.dtype], []
+    for start in range(0, each.wide, piece):
+        here = f"{at} + {start}" if start else at
+        if piece == 1:
+            to, of = f"{vector}.at[{start}]", f"{each.name}[{here}]"
+            lines.append(f"{to} = {of};" if out else f"{of} = {to};")
+        elif out:
+            part = f"*(vec<{kind}, {piece}>*)&{vector}.at[{start}]"
+            lines.append(f"{part} = load<{piece}>({each.name} + {here});")
+        else:
+            part = f"*(const vec<{kind}, {piece}>*)&{vector}.at[{start}]"
+            lines.append(f"store<{piece}>({each.name} + {here}, {part});")
+    return lines
