@@ -9,6 +9,7 @@ the same way back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from .write import (
     NAME,
     SMALL,
     VECTOR_BYTES,
+    WARP,
     Refused,
     Rows,
     Schedule,
@@ -37,6 +39,10 @@ SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
 HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 256
+LEAST_SIDE = 3  # elements, of a layout that is changed in tiles
+LEAST_AREA = 1024
+LEAST_PART = 16  # the part of all bytes that lies in the other layout is at least one of so many
+MOST_AREA = 1 << 15  # elements of a tile
 MOST_ALONG = 1024  # elements of a tile along a side
 #: Elements along each side of a tile, by the bytes of the widest element.
 WANTED = {1: 128, 2: 64, 4: 64, 8: 32}
@@ -247,8 +253,11 @@ def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
     """The tiling of a region that should run in tiles, None for one that rows suit as well."""
     try:
         tiles = tiles_of(spec, rows)
-        # Rows gather runs of so few elements without a loss, and small parts do not count.
-        if tiles.rows.inner.extent <= 8 or tiles.other * 16 < tiles.bytes:
+        sides = tiles.rows.inner.extent, tiles.across.extent
+        # Of small matrices the rows that share a sector are read at the same time.
+        if min(sides) < LEAST_SIDE or sides[0] * sides[1] < LEAST_AREA:
+            return None
+        if tiles.other * LEAST_PART < tiles.bytes:
             return None
         tiling = tiling_for(tiles, processors)
         write(spec, tiling, tiles)
@@ -257,12 +266,27 @@ def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
     return tiling
 
 
+def tilings(tiles: Tiles, processors: int) -> list[Tiling]:
+    """Tilings that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    first = tiling_for(tiles, processors)
+    found = {first: None}
+    sides = (16, 32, 64, 128)
+    for along, across, threads in itertools.product(sides, sides, (128, 256)):
+        width = tiles.width * along * across * 9 // 8
+        fits = along <= tiles.rows.inner.extent and across <= tiles.across.extent
+        if fits and along % first.lanes == 0 and along * across >= 1024 and width <= SHARED_BYTES:
+            found[Tiling(first.lanes, along, across, threads)] = None
+    return list(found)
+
+
 def write(spec: GraphSpec, tiling: Tiling, tiles: Tiles | None = None) -> Source:
     """The kernel of a region in tiles. Raises :class:`Refused`."""
     tiles = tiles or tiles_of(spec)
-    lanes = tiling.lanes
-    if lanes < 1 or tiling.along % lanes or tiles.rows.inner.extent % lanes:
+    lanes, sides = tiling.lanes, (tiling.along, tiling.across)
+    if min(lanes, *sides) < 1 or tiling.along % lanes or tiles.rows.inner.extent % lanes:
         raise Refused(f"{lanes} lanes of {tiling.along} elements")
+    if sides[0] * sides[1] > MOST_AREA or not WARP <= tiling.threads <= 1024:
+        raise Refused(f"tiles of {sides[0]} by {sides[1]} for {tiling.threads} threads")
     while True:
         try:
             return _TileWriter(spec, replace(tiling, lanes=lanes), tiles).source()

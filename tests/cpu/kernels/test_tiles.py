@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import cudnngraph as cg
+from cudnngraph.backend.plan import KERNEL, Choice
+from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import tiles
+from cudnngraph.kernels import kernel, tiles
 from cudnngraph.kernels.tiles import Tiling
-from cudnngraph.kernels.write import Refused
+from cudnngraph.kernels.write import Refused, Schedule, rows_of
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 
@@ -85,7 +87,7 @@ def check(spec: GraphSpec, tiling: Tiling | None = None) -> host_kernels.Source:
 
 
 def test_images_turn_channels_last() -> None:
-    for shape in [(2, 64, 8, 8), (1, 40, 7, 7), (2, 33, 15, 13), (3, 3, 20, 20)]:
+    for shape in [(2, 64, 8, 8), (1, 40, 7, 7), (2, 33, 15, 13), (3, 3, 20, 20), (3, 3, 9, 7)]:
         for dtype in (torch.float32, torch.float16):
             g = cg.Graph("turned")
             x = g.input("x", shape, dtype)
@@ -131,6 +133,55 @@ def test_keys_are_transposed_for_heads() -> None:
     heads = g.transpose(g.reshape(x, (2, 70, 4, 16)), 1, 2)
     g.output("k", g.transpose(heads * 0.25, 2, 3), layout="contiguous")
     check(g.spec())
+
+
+def test_slices_and_concatenations_beside_the_other_layout() -> None:
+    for dim, dtype in ((1, torch.float16), (3, torch.float32)):
+        g = cg.Graph("joined")
+        parts = [
+            g.input(name, shape, dtype, layout="channels_last")
+            for name, shape in (("a", (2, 24, 9, 14)), ("b", (2, 24, 9, 14)))
+        ]
+        x = g.input("x", (2, 80, 9, 30), dtype)
+        y = g.concat([*parts, parts[0]] if dim == 1 else parts, dim)
+        shape = y.shape
+        x = g.slice(g.slice(x, 1, 4, 4 + shape[1]), 3, 1, 1 + shape[3])
+        g.output("y", x + y, layout="channels_last")
+        check(g.spec())
+
+
+def test_random_tilings_are_right() -> None:
+    g = cg.Graph("residual")
+    x = g.input("x", (2, 48, 5, 7), torch.float16)
+    y = g.input("y", (2, 48, 5, 7), torch.float16, layout="channels_last")
+    g.output("z", x + y, layout="channels_last")
+    spec = g.spec()
+    for tiling in (Tiling(1, 7, 9, 32), Tiling(2, 12, 35, 96), Tiling(8, 16, 64, 256)):
+        check(spec, tiling)
+    for lanes, along, across, threads in ((0, 8, 8, 64), (3, 8, 8, 64), (8, 8, 0, 64)):
+        with pytest.raises(Refused):
+            tiles.write(spec, Tiling(lanes, along, across, threads))
+    with pytest.raises(Refused):
+        tiles.write(spec, Tiling(8, 48, 1000, 256))
+
+
+def test_the_rule_takes_tiles_where_layouts_differ() -> None:
+    def rule(shape: Sequence[int], layout: str) -> Tiling | None:
+        g = cg.Graph("ruled")
+        x = g.input("x", shape, torch.float16)
+        g.output("y", x.relu(), layout=layout)
+        return tiles.by_rule(g.spec(), rows_of(g.spec()), 132)
+
+    assert rule((32, 256, 56, 56), "channels_last") == Tiling(8, 64, 64)
+    assert rule((32, 256, 56, 56), "contiguous") is None
+    assert rule((1000, 4, 2, 2), "channels_last") is None
+
+
+def test_choices_say_which_pattern_they_are_of() -> None:
+    for schedule in (Schedule(4, 64, 2, 3), Tiling(8, 64, 32, 128)):
+        assert kernel.schedule_of(kernel.choice_of(schedule)) == schedule
+    with pytest.raises(NotSupported):
+        kernel.schedule_of(Choice(KERNEL, (("lanes", 4),)))
 
 
 def region_of(seed: int) -> GraphSpec:
