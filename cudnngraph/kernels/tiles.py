@@ -10,7 +10,7 @@ the same way back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
@@ -75,12 +75,36 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Where a part of a join is: ``first <= at < until``, None for up to the end."""
+
+    at: Sum
+    first: int
+    until: int | None
+
+    def tests(self, names: Mapping[Var, str]) -> list[str]:
+        """C++ for it."""
+        code, found = self.at.code(names), []
+        if self.first:
+            found.append(f"{code} >= {self.first}u")
+        if self.until is not None:
+            found.append(f"{code} < {self.until}u")
+        return found
+
+    def whole(self, var: Var, lanes: int) -> bool:
+        """Whether lanes along ``var`` are all within it or all outside."""
+        slope = self.at.slope(var, lanes)
+        borders = gcd(self.at.multiple(var, lanes), self.first, self.until or 0)
+        return slope == 0 or (slope == 1 and borders % lanes == 0)
+
+
+@dataclass(frozen=True)
 class _Access:
-    """A tensor that is read or written, and where; ``parted`` if within a join."""
+    """A tensor that is read or written, where, and in which parts of joins."""
 
     tensor: TensorSpec
     at: Sum
-    parted: bool
+    parts: tuple[_Part, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -88,7 +112,12 @@ class _Access:
 
 
 def tiles_of(spec: GraphSpec, rows: Rows | None = None) -> Tiles:
-    """How the elements of a region are counted for tiles. Raises :class:`Refused`."""
+    """How the elements of a region are best counted for tiles. Raises :class:`Refused`."""
+    return min(ways(spec, rows), key=_slowness)
+
+
+def ways(spec: GraphSpec, rows: Rows | None = None) -> list[Tiles]:
+    """All ways to count the elements of a region for tiles. Raises :class:`Refused`."""
     rows = rows or rows_of(spec)
     if rows.reductions:
         raise Refused("tiles are for regions without reductions")
@@ -97,7 +126,7 @@ def tiles_of(spec: GraphSpec, rows: Rows | None = None) -> Tiles:
     found = [tiles for main in rows.outputs for tiles in _by_main(spec, rows, main[1])]
     if not found:
         raise Refused("nothing lies in another layout than the results")
-    return min(found, key=_slowness)
+    return found
 
 
 def _slowness(tiles: Tiles) -> float:
@@ -166,29 +195,36 @@ def _in_memory(tensor: TensorSpec, count: Sum) -> Index:
 def _accesses(spec: GraphSpec, rows: Rows) -> list[_Access]:
     """All reads and writes of a region, each place of a tensor once. Raises :class:`Refused`."""
     writer = _Writer(spec, Schedule(1, 1), rows, 0)
-    found = {}
-    stack: list[tuple[Value, Index, bool]] = []
+    found: dict[_Access, None] = {}
+    stack: list[tuple[Value, Index, tuple[_Part, ...]]] = []
     for value, tensor, index in rows.outputs:
-        access = _Access(tensor, place(index, tensor.stride), False)
-        found[tensor.name, access.at, False] = access
-        stack.append((value, index, False))
+        found[_Access(tensor, place(index, tensor.stride))] = None
+        stack.append((value, index, ()))
     seen = set()
     while stack:
-        value, index, parted = stack.pop()
-        if (id(value), index, parted) in seen:
+        value, index, parts = stack.pop()
+        if (id(value), index, parts) in seen:
             continue
-        seen.add((id(value), index, parted))
+        seen.add((id(value), index, parts))
         if isinstance(value, Read):
-            at = place(index, value.tensor.stride)
-            found[value.tensor.name, at, parted] = _Access(value.tensor, at, parted)
-        parted = parted or isinstance(value, Join)
-        stack += [(*below, parted) for below in writer._below(value, index)]
-    return list(found.values())
+            found[_Access(value.tensor, place(index, value.tensor.stride), parts)] = None
+        below = writer._below(value, index)
+        if isinstance(value, Join):
+            start = 0
+            for operand, inside in below:
+                until = start + operand.shape[value.dim]
+                last = until == value.shape[value.dim]
+                part = _Part(index[value.dim], start, None if last else until)
+                stack.append((operand, inside, (*parts, part)))
+                start = until
+        else:
+            stack += [(*each, parts) for each in below]
+    return list(found)
 
 
 def _side(access: _Access, var: Var) -> tuple[int, int] | None:
     """The digit of the counter of results along which a tensor lies, None if it is the fastest."""
-    if access.parted or access.tensor.numel <= SMALL:
+    if access.tensor.numel <= SMALL:
         return None
     terms = [(by, digit) for digit, by in access.at.terms if digit.var == var]
     if not terms:
@@ -201,7 +237,7 @@ def _side(access: _Access, var: Var) -> tuple[int, int] | None:
 
 def _is_other(access: _Access, along: Var, across: Var) -> bool:
     """Whether a tensor lies across the results and goes through shared memory."""
-    if access.parted or access.tensor.numel <= SMALL:
+    if access.tensor.numel <= SMALL:
         return False
     terms = [(by, digit) for digit, by in access.at.terms]
     if not terms or not any(digit.var == along for _, digit in terms):
@@ -303,7 +339,8 @@ class _Staged:
     at: Sum
     wide: int  # elements of a vector of global memory
     pitch: Pitch
-    flat: bool = False  # whole rows, one behind the other: vectors go on from row to row
+    parts: tuple[_Part, ...]
+    flat: bool  # whole rows, one behind the other: vectors go on from row to row
 
     @property
     def size(self) -> int:
@@ -319,11 +356,11 @@ class _TileWriter(_Writer):
         self._tiling = tiling
         self._tiles = tiles
         self._names[tiles.across] = "m"
-        self._staged: dict[tuple[str, Sum], _Staged] = {}
+        self._staged: dict[_Access, _Staged] = {}
         self._early: list[str] = []  # within the loop that reads ahead
         self._arrays: list[str] = []  # what it reads into
         self._held = 0  # bytes of a thread
-        self._branch = 0
+        self._within: tuple[_Part, ...] = ()  # of joins, in which this is
 
     # -- the whole ----------------------------------------------------------------------------
 
@@ -421,22 +458,24 @@ class _TileWriter(_Writer):
                 tests.append(f"k0 * {row}u + f < {end}u")
         elif tested:
             where.append("const u32 k = k0 + q, m = m0 + n;")
-            tests += self._bounds()
+            tests += [*self._bounds(), *(t for part in each.parts for t in part.tests(self._names))]
         return self._loop(self._tiling.along * self._tiling.across // wide, where, tests, body)
 
     # -- through shared memory ----------------------------------------------------------------
 
     def _stage(self, tensor: TensorSpec, at: Sum) -> _Staged:
         """Room in shared memory for a tensor's part of the tile."""
-        found = self._staged.get((tensor.name, at))
+        access = _Access(tensor, at, self._within)
+        found = self._staged.get(access)
         if found is None:
             tiling, size = self._tiling, tensor.dtype.itemsize
             wide, run = self._wide(tensor, at), self._run(tensor, at)
             flat = run > wide
             wide = max(run, wide)
             pitch = pitch_of(size, tiling.along, tiling.across, tiling.lanes, wide, flat)
-            found = _Staged(f"s{len(self._staged)}", tensor, at, wide, pitch, flat)
-            self._staged[tensor.name, at] = found
+            name = f"s{len(self._staged)}"
+            found = _Staged(name, tensor, at, wide, pitch, self._within, flat)
+            self._staged[access] = found
         return found
 
     def _wide(self, tensor: TensorSpec, at: Sum) -> int:
@@ -445,6 +484,7 @@ class _TileWriter(_Writer):
         wide = VECTOR_BYTES // tensor.dtype.itemsize
         while wide > 1:
             whole = across.extent % wide == 0 and self._tiling.across % wide == 0
+            whole = whole and all(part.whole(across, wide) for part in self._within)
             if whole and at.slope(across, wide) == 1 and at.multiple(across, wide) % wide == 0:
                 return wide
             wide //= 2
@@ -456,7 +496,7 @@ class _TileWriter(_Writer):
         rows, row = self._tiling.along, across.extent
         terms = {digit: by for digit, by in at.terms if digit.var in (along, across)}
         whole = {Digit(along, 1, along.extent): row, Digit(across, 1, row): 1}
-        if terms != whole or self._tiling.across != row:
+        if terms != whole or self._tiling.across != row or self._within:
             return 1
         rest = Sum.of({digit: by for digit, by in at.terms if digit not in terms}, at.number)
         found = gcd(rest.multiple(along, 1), rows * row, along.extent * row)
@@ -526,15 +566,15 @@ class _TileWriter(_Writer):
     # -- values -------------------------------------------------------------------------------
 
     @contextmanager
-    def _inner(self) -> Iterator[None]:
-        self._branch += 1
-        with super()._inner():
+    def _inner(self, along: Sum, first: int, until: int | None) -> Iterator[None]:
+        parts = self._within
+        self._within = (*parts, _Part(along, first, until))
+        with super()._inner(along, first, until):
             yield
-        self._branch -= 1
+        self._within = parts
 
     def _other(self, tensor: TensorSpec, at: Sum) -> bool:
-        access = _Access(tensor, at, bool(self._branch))
-        return _is_other(access, self._tiles.rows.inner, self._tiles.across)
+        return _is_other(_Access(tensor, at), self._tiles.rows.inner, self._tiles.across)
 
     def _read(self, value: Read, index: Index) -> _Code:
         tensor, at = value.tensor, place(index, value.tensor.stride)
@@ -545,7 +585,7 @@ class _TileWriter(_Writer):
         held = self._steps(self._tiling.along * self._tiling.across // self._tiling.lanes)
         held *= self._tiling.lanes * tensor.dtype.itemsize
         fits = self._held + held <= HELD_BYTES
-        if self._branch or not fits or not self._beside(at):
+        if self._within or not fits or not self._beside(at):
             return super()._read(value, index)
         self._held += held
         return self._read_ahead(value, at)
