@@ -23,7 +23,7 @@ from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
 from . import tiles
-from .tiles import Tiling
+from .tiling import Tiling, tiles_of
 from .write import NAME, Refused, Rows, Schedule, Source, rows_of, schedule_for, write
 
 #: The knobs of a choice by the pattern that they are the schedule of.
@@ -64,7 +64,7 @@ def source_of(
 ) -> Source:
     """The text of a region's kernel by a schedule of any pattern. Raises :class:`Refused`."""
     if isinstance(schedule, Tiling):
-        return tiles.write(spec, schedule, tiles.tiles_of(spec, rows))
+        return tiles.write(spec, schedule, tiles_of(spec, rows))
     return write(spec, schedule, rows, most_blocks)
 
 

@@ -9,20 +9,19 @@ the same way back.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ..ir.spec import GraphSpec, TensorSpec, memory_order
+from ..ir.spec import GraphSpec, TensorSpec
 from .banks import Pitch, pitch_of
-from .index import Digit, Sum, Var, counter, place
+from .index import Digit, Sum, place
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
-from .tape import Index, Join, Read, Value
+from .tape import Index, Read
+from .tiling import SHARED_BYTES, Access, Part, Tiles, Tiling, is_other, tiles_of, tiling_for
 from .write import (
     NAME,
-    SMALL,
     VECTOR_BYTES,
     WARP,
     Refused,
@@ -32,257 +31,13 @@ from .write import (
     _Code,
     _Narrower,
     _Writer,
-    rows_of,
 )
 
-SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
-HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
-MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
-THREADS = 256
 LEAST_SIDE = 3  # elements, of a layout that is changed in tiles
 LEAST_AREA = 1024
 LEAST_PART = 16  # the part of all bytes that lies in the other layout is at least one of so many
+HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
 MOST_AREA = 1 << 15  # elements of a tile
-MOST_ALONG = 1024  # elements of a tile along a side
-#: Elements along each side of a tile, by the bytes of the widest element.
-WANTED = {1: 128, 2: 64, 4: 64, 8: 32}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a region is dealt out in tiles: elements that lie side by side in the results for a
-    thread, elements of a tile along the results and across them, threads of a block."""
-
-    lanes: int
-    along: int
-    across: int
-    threads: int = THREADS
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the elements of a region are counted for tiles.
-
-    ``rows.inner`` counts along the results, ``across`` along the other layout, and ``rows.row``
-    what is left.
-    """
-
-    rows: Rows
-    across: Var
-    other: int  # bytes that lie in the other layout, and go through shared memory
-    bytes: int  # that are read and written in all
-    width: int  # bytes of an element of all that goes through shared memory
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Where a part of a join is: ``first <= at < until``, None for up to the end."""
-
-    at: Sum
-    first: int
-    until: int | None
-
-    def tests(self, names: Mapping[Var, str]) -> list[str]:
-        """C++ for it."""
-        code, found = self.at.code(names), []
-        if self.first:
-            found.append(f"{code} >= {self.first}u")
-        if self.until is not None:
-            found.append(f"{code} < {self.until}u")
-        return found
-
-    def whole(self, var: Var, lanes: int) -> bool:
-        """Whether lanes along ``var`` are all within it or all outside."""
-        slope = self.at.slope(var, lanes)
-        borders = gcd(self.at.multiple(var, lanes), self.first, self.until or 0)
-        return slope == 0 or (slope == 1 and borders % lanes == 0)
-
-
-@dataclass(frozen=True)
-class _Access:
-    """A tensor that is read or written, where, and in which parts of joins."""
-
-    tensor: TensorSpec
-    at: Sum
-    parts: tuple[_Part, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        return self.tensor.numel * self.tensor.dtype.itemsize
-
-
-def tiles_of(spec: GraphSpec, rows: Rows | None = None) -> Tiles:
-    """How the elements of a region are best counted for tiles. Raises :class:`Refused`."""
-    return min(ways(spec, rows), key=_slowness)
-
-
-def ways(spec: GraphSpec, rows: Rows | None = None) -> list[Tiles]:
-    """All ways to count the elements of a region for tiles. Raises :class:`Refused`."""
-    rows = rows or rows_of(spec)
-    if rows.reductions:
-        raise Refused("tiles are for regions without reductions")
-    if max(tensor.extent for tensor in spec.tensors.values()) >= MOST_ELEMENTS:
-        raise Refused("tiles of tensors that need an index of 64 bits")
-    found = [tiles for main in rows.outputs for tiles in _by_main(spec, rows, main[1])]
-    if not found:
-        raise Refused("nothing lies in another layout than the results")
-    return found
-
-
-def _slowness(tiles: Tiles) -> float:
-    """Bytes that go through shared memory, and what few elements side by side cost."""
-    return tiles.other + tiles.bytes / (2 * tiles.rows.lanes)
-
-
-def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
-    """The tiles in which a given result is written in the order of its memory."""
-    count = rows.inner.extent
-    whole = replace(rows, outputs=_indexed(rows, main, counter(rows.inner)))
-    accesses = _accesses(spec, whole)
-    votes: dict[tuple[int, int], int] = {}
-    for access in accesses:
-        side = _side(access, rows.inner)
-        if side is not None:
-            votes[side] = votes.get(side, 0) + access.bytes
-    if not votes:
-        return
-    div, mod = max(votes, key=lambda side: votes[side])
-    if count % (div * mod):
-        return
-    fast, slow = Var("k", div), Var("m", mod)
-    rest = Var("r", count // (div * mod))
-    counted = counter(fast) + counter(slow) * div + counter(rest) * (div * mod)
-    try:
-        outputs = _indexed(rows, main, counted)
-        accesses = _accesses(spec, replace(rows, row=rest, inner=fast, outputs=outputs))
-    except Refused:
-        return
-    total = sum(access.bytes for access in accesses)
-    for along, across in ((fast, slow), (slow, fast)):
-        other = [access for access in accesses if _is_other(access, along, across)]
-        if other:
-            tiled = replace(rows, row=rest, inner=along, outputs=outputs)
-            width = sum(access.tensor.dtype.itemsize for access in other)
-            yield Tiles(tiled, across, sum(access.bytes for access in other), total, width)
-
-
-def _indexed(
-    rows: Rows, main: TensorSpec, count: Sum
-) -> tuple[tuple[Value, TensorSpec, Index], ...]:
-    """The outputs of a region with their indices; ``main`` is counted in the order of its
-    memory."""
-    found: dict[tuple[int, ...], Index] = {main.shape: _in_memory(main, count)}
-    for _, tensor, _ in rows.outputs:
-        if tensor.shape not in found:
-            found[tensor.shape] = _in_memory(tensor, count)
-    return tuple((value, tensor, found[tensor.shape]) for value, tensor, _ in rows.outputs)
-
-
-def _in_memory(tensor: TensorSpec, count: Sum) -> Index:
-    """The index of the elements of a tensor in the order of its memory."""
-    order = memory_order(tensor.shape, tensor.stride)
-    found: dict[int, Sum] = {}
-    div = tensor.numel
-    for dim in order:
-        div //= tensor.shape[dim]
-        cut = count.cut(div, tensor.shape[dim])
-        if cut is None:
-            raise Refused("a tile that cuts through a dim of a result")
-        found[dim] = cut
-    return tuple(found[dim] for dim in range(len(order)))
-
-
-def _accesses(spec: GraphSpec, rows: Rows) -> list[_Access]:
-    """All reads and writes of a region, each place of a tensor once. Raises :class:`Refused`."""
-    writer = _Writer(spec, Schedule(1, 1), rows, 0)
-    found: dict[_Access, None] = {}
-    stack: list[tuple[Value, Index, tuple[_Part, ...]]] = []
-    for value, tensor, index in rows.outputs:
-        found[_Access(tensor, place(index, tensor.stride))] = None
-        stack.append((value, index, ()))
-    seen = set()
-    while stack:
-        value, index, parts = stack.pop()
-        if (id(value), index, parts) in seen:
-            continue
-        seen.add((id(value), index, parts))
-        if isinstance(value, Read):
-            found[_Access(value.tensor, place(index, value.tensor.stride), parts)] = None
-        below = writer._below(value, index)
-        if isinstance(value, Join):
-            start = 0
-            for operand, inside in below:
-                until = start + operand.shape[value.dim]
-                last = until == value.shape[value.dim]
-                part = _Part(index[value.dim], start, None if last else until)
-                stack.append((operand, inside, (*parts, part)))
-                start = until
-        else:
-            stack += [(*each, parts) for each in below]
-    return list(found)
-
-
-def _side(access: _Access, var: Var) -> tuple[int, int] | None:
-    """The digit of the counter of results along which a tensor lies, None if it is the fastest."""
-    if access.tensor.numel <= SMALL:
-        return None
-    terms = [(by, digit) for digit, by in access.at.terms if digit.var == var]
-    if not terms:
-        return None
-    by, digit = min(terms, key=lambda term: (term[0], term[1]))
-    slow = by * access.tensor.dtype.itemsize > VECTOR_BYTES
-    below = any(each.div < digit.div for _, each in terms)
-    return None if slow or not below else (digit.div, digit.mod)
-
-
-def _is_other(access: _Access, along: Var, across: Var) -> bool:
-    """Whether a tensor lies across the results and goes through shared memory."""
-    if access.tensor.numel <= SMALL:
-        return False
-    terms = [(by, digit) for digit, by in access.at.terms]
-    if not terms or not any(digit.var == along for _, digit in terms):
-        return False
-    by, digit = min(terms, key=lambda term: (term[0], term[1]))
-    return digit.var == across and digit.div == 1 and by * access.tensor.dtype.itemsize <= 16
-
-
-def tiling_for(tiles: Tiles, processors: int) -> Tiling:
-    """The tiling by rule, for a GPU with so many processors. Raises :class:`Refused`."""
-    along, across = tiles.rows.inner.extent, tiles.across.extent
-    lanes, size = tiles.rows.lanes, min(8, tiles.rows.bytes)
-    unit = max(1, 2 * VECTOR_BYTES // size)  # a sector of memory
-    wanted = WANTED[size]
-    while True:
-        area = wanted * wanted
-        if across % (unit // 8 or 1) and across <= 4 * wanted:
-            back = across  # whole, so that vectors may go on from row to row
-        else:
-            back = _extent(across, wanted, unit)
-        side = _extent(along, min(MOST_ALONG, max(wanted // 2, area // back)), max(unit, lanes))
-        if side < wanted and back < across:
-            back = _extent(across, min(MOST_ALONG, area // side), unit)
-        blocks = -(-along // side) * -(-across // back) * tiles.rows.row.extent
-        fits = side * back * tiles.width * 9 // 8 <= SHARED_BYTES
-        if wanted <= 16 or (fits and (wanted <= 32 or blocks >= 2 * processors)):
-            break
-        wanted //= 2
-    if not fits:
-        raise Refused("tiles of more tensors than shared memory holds")
-    return Tiling(lanes, side, back)
-
-
-def _extent(extent: int, wanted: int, unit: int) -> int:
-    """How many elements of a dim a tile has: all, or whole sectors with little left over."""
-    if extent <= wanted * 3 // 2:
-        return extent
-    tried = range(unit, 2 * wanted + 1, unit)
-    fit = [each for each in tried if 2 * each >= wanted]
-
-    def cost(each: int) -> float:
-        idle = -(-extent // each) * each / extent
-        return idle + 0.3 * max(0.0, wanted / each - 1) + 0.03 * max(0.0, each / wanted - 1)
-
-    return min(fit, key=cost) if fit else wanted
 
 
 def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
@@ -300,19 +55,6 @@ def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
     except Refused:
         return None
     return tiling
-
-
-def tilings(tiles: Tiles, processors: int) -> list[Tiling]:
-    """Tilings that are worth measuring, the one by rule first. Raises :class:`Refused`."""
-    first = tiling_for(tiles, processors)
-    found = {first: None}
-    sides = (16, 32, 64, 128)
-    for along, across, threads in itertools.product(sides, sides, (128, 256)):
-        width = tiles.width * along * across * 9 // 8
-        fits = along <= tiles.rows.inner.extent and across <= tiles.across.extent
-        if fits and along % first.lanes == 0 and along * across >= 1024 and width <= SHARED_BYTES:
-            found[Tiling(first.lanes, along, across, threads)] = None
-    return list(found)
 
 
 def write(spec: GraphSpec, tiling: Tiling, tiles: Tiles | None = None) -> Source:
@@ -339,7 +81,7 @@ class _Staged:
     at: Sum
     wide: int  # elements of a vector of global memory
     pitch: Pitch
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     flat: bool  # whole rows, one behind the other: vectors go on from row to row
 
     @property
@@ -356,11 +98,11 @@ class _TileWriter(_Writer):
         self._tiling = tiling
         self._tiles = tiles
         self._names[tiles.across] = "m"
-        self._staged: dict[_Access, _Staged] = {}
+        self._staged: dict[Access, _Staged] = {}
         self._early: list[str] = []  # within the loop that reads ahead
         self._arrays: list[str] = []  # what it reads into
         self._held = 0  # bytes of a thread
-        self._within: tuple[_Part, ...] = ()  # of joins, in which this is
+        self._within: tuple[Part, ...] = ()  # of joins, in which this is
 
     # -- the whole ----------------------------------------------------------------------------
 
@@ -465,7 +207,7 @@ class _TileWriter(_Writer):
 
     def _stage(self, tensor: TensorSpec, at: Sum) -> _Staged:
         """Room in shared memory for a tensor's part of the tile."""
-        access = _Access(tensor, at, self._within)
+        access = Access(tensor, at, self._within)
         found = self._staged.get(access)
         if found is None:
             tiling, size = self._tiling, tensor.dtype.itemsize
@@ -568,13 +310,13 @@ class _TileWriter(_Writer):
     @contextmanager
     def _inner(self, along: Sum, first: int, until: int | None) -> Iterator[None]:
         parts = self._within
-        self._within = (*parts, _Part(along, first, until))
+        self._within = (*parts, Part(along, first, until))
         with super()._inner(along, first, until):
             yield
         self._within = parts
 
     def _other(self, tensor: TensorSpec, at: Sum) -> bool:
-        return _is_other(_Access(tensor, at), self._tiles.rows.inner, self._tiles.across)
+        return is_other(Access(tensor, at), self._tiles.rows.inner, self._tiles.across)
 
     def _read(self, value: Read, index: Index) -> _Code:
         tensor, at = value.tensor, place(index, value.tensor.stride)

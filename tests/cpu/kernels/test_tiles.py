@@ -13,8 +13,8 @@ from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import kernel, tiles
-from cudnngraph.kernels.tiles import Tiles, Tiling
+from cudnngraph.kernels import kernel, tiles, tiling
+from cudnngraph.kernels.tiling import Tiles, Tiling
 from cudnngraph.kernels.write import Refused, Schedule, rows_of
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
@@ -32,7 +32,7 @@ MARGIN = 64  # elements before and behind a result, which nothing may write
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of few elements go through shared memory too."""
-    monkeypatch.setattr(tiles, "SMALL", 64)
+    monkeypatch.setattr(tiling, "SMALL", 64)
 
 
 def strides(shape: Sequence[int], order: Sequence[int], gap: int = 0) -> tuple[int, ...]:
@@ -55,11 +55,11 @@ def filled(spec: GraphSpec, seed: int = 0) -> list[torch.Tensor]:
 
 
 def check(
-    spec: GraphSpec, tiling: Tiling | None = None, found: Tiles | None = None
+    spec: GraphSpec, plan: Tiling | None = None, found: Tiles | None = None
 ) -> host_kernels.Source:
     """Run a region in tiles, and compare it with float64 or, where nothing is computed, exactly."""
-    found = found or tiles.tiles_of(spec)
-    source = tiles.write(spec, tiling or tiles.tiling_for(found, PROCESSORS), found)
+    found = found or tiling.tiles_of(spec)
+    source = tiles.write(spec, plan or tiling.tiling_for(found, PROCESSORS), found)
     inputs = filled(spec)
     outs, around = [], []
     for name in spec.outputs:
@@ -162,7 +162,7 @@ def test_concatenations_into_the_other_layout() -> None:
             parts.append(g.input(name, shape, dtype))
         y = g.concat([parts[0], g.concat([parts[1].relu(), parts[2]], dim)], dim)
         g.output("y", y * 0.5, layout="channels_last")
-        for found in tiles.ways(g.spec()):
+        for found in tiling.ways(g.spec()):
             source = check(g.spec(), found=found)
             assert source.text.count("__shared__") == (1 if found.rows.inner.name == "m" else 3)
 
@@ -173,8 +173,8 @@ def test_random_tilings_are_right() -> None:
     y = g.input("y", (2, 48, 5, 7), torch.float16, layout="channels_last")
     g.output("z", x + y, layout="channels_last")
     spec = g.spec()
-    for tiling in (Tiling(1, 7, 9, 32), Tiling(2, 12, 35, 96), Tiling(8, 16, 64, 256)):
-        check(spec, tiling)
+    for plan in (Tiling(1, 7, 9, 32), Tiling(2, 12, 35, 96), Tiling(8, 16, 64, 256)):
+        check(spec, plan)
     for lanes, along, across, threads in ((0, 8, 8, 64), (3, 8, 8, 64), (8, 8, 0, 64)):
         with pytest.raises(Refused):
             tiles.write(spec, Tiling(lanes, along, across, threads))
@@ -250,8 +250,8 @@ def runs(seed: int) -> bool:
     spec = region_of(seed)
     rng = random.Random(seed)
     try:
-        ways = tiles.ways(spec)
-        tiles.tiling_for(tiles.tiles_of(spec), PROCESSORS)
+        ways = tiling.ways(spec)
+        tiling.tiling_for(tiling.tiles_of(spec), PROCESSORS)
     except Refused:
         return False
     check(spec)
