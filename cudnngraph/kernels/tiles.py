@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
 from .banks import Pitch, pitch_of
 from .index import Digit, Sum, place
@@ -33,9 +34,6 @@ from .write import (
     _Writer,
 )
 
-LEAST_SIDE = 3  # elements, of a layout that is changed in tiles
-LEAST_AREA = 1024
-LEAST_PART = 16  # the part of all bytes that lies in the other layout is at least one of so many
 HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
 MOST_AREA = 1 << 15  # elements of a tile
 
@@ -44,11 +42,11 @@ def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
     """The tiling of a region that should run in tiles, None for one that rows suit as well."""
     try:
         tiles = tiles_of(spec, rows)
-        sides = tiles.rows.inner.extent, tiles.across.extent
+        sides, known = (tiles.rows.inner.extent, tiles.across.extent), rules()
         # Of small matrices the rows that share a sector are read at the same time.
-        if min(sides) < LEAST_SIDE or sides[0] * sides[1] < LEAST_AREA:
+        if min(sides) < known.tile_min_side or sides[0] * sides[1] < known.tile_min_elements:
             return None
-        if tiles.other * LEAST_PART < tiles.bytes:
+        if tiles.bytes > tiles.other * known.tile_max_bytes:
             return None
         tiling = tiling_for(tiles, processors)
         write(spec, tiling, tiles)

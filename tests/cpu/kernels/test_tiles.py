@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import kernel, tiles, tiling
+from cudnngraph.kernels import compile, kernel, tiles, tiling
 from cudnngraph.kernels.tiling import Tiles, Tiling
 from cudnngraph.kernels.write import Refused, Schedule, rows_of
 from cudnngraph.select.inputs import random_inputs
@@ -192,6 +193,45 @@ def test_the_rule_takes_tiles_where_layouts_differ() -> None:
     assert rule((32, 256, 56, 56), "channels_last") == Tiling(8, 64, 64)
     assert rule((32, 256, 56, 56), "contiguous") is None
     assert rule((1000, 4, 2, 2), "channels_last") is None
+
+
+def residual(dtype: torch.dtype, shape: Sequence[int]) -> GraphSpec:
+    """An operand of each layout."""
+    g = cg.Graph("residual")
+    x, y = (g.input("x", shape, dtype), g.input("y", shape, dtype, layout="channels_last"))
+    g.output("z", (x + y).gelu(), layout="channels_last")
+    g.output("w", x * y, layout="contiguous")
+    return g.spec()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_no_registers_are_spilled(dtype: torch.dtype) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for shape in ((32, 256, 56, 56), (64, 2048, 7, 7), (64, 3, 224, 224)):
+        spec = residual(dtype, shape)
+        plan = tiles.by_rule(spec, rows_of(spec), 132)
+        assert plan is not None
+        assert frame_bytes(compile.cubin(tiles.write(spec, plan).text, 90)) == 0
+
+
+def frame_bytes(code: bytes) -> int:
+    """The stack of a thread, by the records of a cubin's section ``.nv.info``."""
+    sections, (count, names) = (
+        struct.unpack_from("<Q", code, 40)[0],
+        struct.unpack_from("<HH", code, 60),
+    )
+    found = [struct.unpack_from("<II8xQQQ", code, sections + 64 * at) for at in range(count)]
+    for name, _, _, start, size in found:
+        at = found[names][3] + name
+        if code[at : code.index(b"\0", at)] != b".nv.info":
+            continue
+        at = start
+        while at < start + size:
+            form, kind, length = struct.unpack_from("<BBH", code, at)
+            if form == 4 and kind == 0x11:  # the size of the frame of a function
+                return int(struct.unpack_from("<II", code, at + 4)[1])
+            at += 4 + (length if form == 4 else 0)
+    raise AssertionError("a cubin without the size of a frame")
 
 
 def test_choices_say_which_pattern_they_are_of() -> None:
