@@ -16,11 +16,21 @@ from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
-from .banks import Pitch, pitch_of
+from .banks import BANK_BYTES, Pitch, pitch_of
 from .index import Digit, Sum, place
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
 from .tape import Index, Read
-from .tiling import SHARED_BYTES, Access, Part, Tiles, Tiling, is_other, tiles_of, tiling_for
+from .tiling import (
+    MOST_STEPS,
+    SHARED_BYTES,
+    Access,
+    Part,
+    Tiles,
+    Tiling,
+    is_other,
+    tiles_of,
+    tiling_for,
+)
 from .write import (
     NAME,
     VECTOR_BYTES,
@@ -35,7 +45,7 @@ from .write import (
 )
 
 HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
-MOST_AREA = 1 << 15  # elements of a tile
+UNROLLED = 16  # steps of a loop that are written out
 
 
 def by_rule(spec: GraphSpec, rows: Rows, processors: int) -> Tiling | None:
@@ -61,7 +71,8 @@ def write(spec: GraphSpec, tiling: Tiling, tiles: Tiles | None = None) -> Source
     lanes, sides = tiling.lanes, (tiling.along, tiling.across)
     if min(lanes, *sides) < 1 or tiling.along % lanes or tiles.rows.inner.extent % lanes:
         raise Refused(f"{lanes} lanes of {tiling.along} elements")
-    if sides[0] * sides[1] > MOST_AREA or not WARP <= tiling.threads <= 1024:
+    steps = -(-sides[0] * sides[1] // lanes // max(1, tiling.threads))
+    if steps > 2 * MOST_STEPS or not WARP <= tiling.threads <= 1024:
         raise Refused(f"tiles of {sides[0]} by {sides[1]} for {tiling.threads} threads")
     while True:
         try:
@@ -161,9 +172,10 @@ class _TileWriter(_Writer):
         inside = [*place, *body]
         if tests:
             inside = [*place, f"if ({' && '.join(tests)}) {{", *("  " + line for line in body), "}"]
+        steps = self._steps(items)
         return [
-            "#pragma unroll",
-            f"for (int i = 0; i < {self._steps(items)}; ++i) {{",
+            "#pragma unroll" if steps <= UNROLLED or "[i]" in "".join(body) else "#pragma unroll 4",
+            f"for (int i = 0; i < {steps}; ++i) {{",
             f"  const u32 e = threadIdx.x + i * {threads}u;",
             *("  " + line for line in inside),
             "}",
@@ -242,20 +254,35 @@ class _TileWriter(_Writer):
         found = gcd(rest.multiple(along, 1), rows * row, along.extent * row)
         return gcd(found, VECTOR_BYTES // tensor.dtype.itemsize)
 
+    def _held_by(self, each: _Staged) -> bool:
+        """Whether registers hold a thread's share of it, so that all of it is read at once."""
+        steps = self._steps(self._tiling.along * self._tiling.across // each.wide)
+        return steps * max(BANK_BYTES, each.wide * each.tensor.dtype.itemsize) <= HELD_BYTES
+
     def _fetch(self, each: _Staged) -> list[str]:
         """Read a tensor's part of the tile into registers."""
-        kind, at = MEMORY[each.tensor.dtype], self._address(each)
-        items = self._tiling.along * self._tiling.across // each.wide
-        pointer = f"p{self._places[each.tensor.name]}"
-        read = f"x{each.name}[i] = load<{each.wide}>({pointer} + ({at}));"
+        if not self._held_by(each):
+            return []
+        kind, vector = MEMORY[each.tensor.dtype], f"x{each.name}"
+        steps = self._steps(self._tiling.along * self._tiling.across // each.wide)
+        array = f"vec<{kind}, {each.wide}> {vector}[{steps}];"
+        return [array, *self._by_other(each, [self._load(each, f"{vector}[i]")], tested=True)]
+
+    def _load(self, each: _Staged, vector: str) -> str:
+        """Read one vector of the other layout."""
+        at, pointer = self._address(each), f"p{self._places[each.tensor.name]}"
         if each.wide == 1:
-            read = f"x{each.name}[i].at[0] = {pointer}[{at}];"
-        array = f"vec<{kind}, {each.wide}> x{each.name}[{self._steps(items)}];"
-        return [array, *self._by_other(each, [read], tested=True)]
+            return f"{vector}.at[0] = {pointer}[{at}];"
+        return f"{vector} = load<{each.wide}>({pointer} + ({at}));"
 
     def _keep(self, each: _Staged) -> list[str]:
-        """Write it from there to shared memory."""
-        return self._by_other(each, self._pieces(each, out=False), tested=False)
+        """Write it from there to shared memory; what registers do not hold is read here too."""
+        if self._held_by(each):
+            pieces = self._pieces(each, f"x{each.name}[i]", out=False)
+            return self._by_other(each, pieces, tested=False)
+        whole = f"vec<{MEMORY[each.tensor.dtype]}, {each.wide}> x;"
+        body = [whole, self._load(each, "x"), *self._pieces(each, "x", out=False)]
+        return self._by_other(each, body, tested=True)
 
     def _send(self, each: _Staged) -> list[str]:
         """Write a result's part of the tile from shared memory."""
@@ -264,13 +291,12 @@ class _TileWriter(_Writer):
         write = f"store<{each.wide}>({pointer} + ({at}), x);"
         if each.wide == 1:
             write = f"{pointer}[{at}] = x.at[0];"
-        body = [f"vec<{kind}, {each.wide}> x;", *self._pieces(each, out=True), write]
+        body = [f"vec<{kind}, {each.wide}> x;", *self._pieces(each, "x", out=True), write]
         return self._by_other(each, body, tested=True)
 
-    def _pieces(self, each: _Staged, *, out: bool) -> list[str]:
+    def _pieces(self, each: _Staged, vector: str, *, out: bool) -> list[str]:
         """A vector to shared memory, or from there, in as few pieces as its pitch allows."""
         lanes, pitch, wide = self._tiling.lanes, each.pitch, each.wide
-        vector = "x" if out else f"x{each.name}[i]"
         if each.flat and not pitch.padded:
             return _copy(each, vector, "f", wide, out=out)
         where = f"q / {lanes}u * {pitch.group}u + q % {lanes}u * {pitch.row}u + n"
@@ -323,7 +349,8 @@ class _TileWriter(_Writer):
             self._each_lane(f"{made.text} = get({self._slot(self._stage(tensor, at))});")
             return made
         held = self._steps(self._tiling.along * self._tiling.across // self._tiling.lanes)
-        held *= self._tiling.lanes * tensor.dtype.itemsize
+        wide = self._vector(tensor.dtype, at)
+        held *= self._tiling.lanes // wide * max(BANK_BYTES, wide * tensor.dtype.itemsize)
         fits = self._held + held <= HELD_BYTES
         if self._within or not fits or not self._beside(at):
             return super()._read(value, index)

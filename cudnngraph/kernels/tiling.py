@@ -5,7 +5,6 @@ One side of a tile counts along the memory of some tensors, the other side along
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -16,6 +15,7 @@ from .tape import Index, Join, Read, Value
 from .write import (
     SMALL,
     VECTOR_BYTES,
+    WARP,
     Refused,
     Rows,
     Schedule,
@@ -26,6 +26,7 @@ from .write import (
 SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 256
+MOST_STEPS = 32  # of a thread through a tile
 MOST_ALONG = 1024  # elements of a tile along a side
 #: Elements along each side of a tile, by the bytes of the widest element.
 WANTED = {1: 128, 2: 64, 4: 64, 8: 32}
@@ -231,27 +232,57 @@ def is_other(access: Access, along: Var, across: Var) -> bool:
 
 def tiling_for(tiles: Tiles, processors: int) -> Tiling:
     """The tiling by rule, for a GPU with so many processors. Raises :class:`Refused`."""
-    along, across = tiles.rows.inner.extent, tiles.across.extent
-    lanes, size = tiles.rows.lanes, min(8, tiles.rows.bytes)
-    unit = max(1, 2 * VECTOR_BYTES // size)  # a sector of memory
-    wanted = WANTED[size]
+    wanted = WANTED[min(8, tiles.rows.bytes)]
     while True:
-        area = wanted * wanted
-        if across % (unit // 8 or 1) and across <= 4 * wanted:
-            back = across  # whole, so that vectors may go on from row to row
-        else:
-            back = _extent(across, wanted, unit)
-        side = _extent(along, min(MOST_ALONG, max(wanted // 2, area // back)), max(unit, lanes))
-        if side < wanted and back < across:
-            back = _extent(across, min(MOST_ALONG, area // side), unit)
-        blocks = -(-along // side) * -(-across // back) * tiles.rows.row.extent
-        fits = side * back * tiles.width * 9 // 8 <= SHARED_BYTES
-        if wanted <= 16 or (fits and (wanted <= 32 or blocks >= 2 * processors)):
-            break
+        found = _near(tiles, wanted, wanted)
+        enough = wanted <= 32 or _blocks(tiles, found) >= 2 * processors
+        if _fits(tiles, found) and enough:
+            return found
+        if wanted <= 16:
+            raise Refused("tiles of more tensors than shared memory holds")
         wanted //= 2
-    if not fits:
-        raise Refused("tiles of more tensors than shared memory holds")
-    return Tiling(lanes, side, back)
+
+
+def tilings(tiles: Tiles, processors: int) -> list[Tiling]:
+    """Tilings that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    found = {tiling_for(tiles, processors): None}
+    wanted = WANTED[min(8, tiles.rows.bytes)]
+    for along, across in ((2, 1), (1, 2), (2, 2), (1, 1), (0.5, 1), (1, 0.5), (0.5, 0.5)):
+        each = _near(tiles, int(along * wanted), int(across * wanted))
+        for tried in (each, replace(each, threads=min(each.threads, 128))):
+            if _fits(tiles, tried):
+                found[tried] = None
+    return list(found)
+
+
+def _near(tiles: Tiles, wanted_along: int, wanted_across: int) -> Tiling:
+    """A tiling of about so many elements along each side; if one is short, of more of the other."""
+    along, across = tiles.rows.inner.extent, tiles.across.extent
+    lanes, size = gcd(along, max(1, VECTOR_BYTES // tiles.rows.bytes)), min(8, tiles.rows.bytes)
+    unit = max(1, 2 * VECTOR_BYTES // size)  # a sector of memory
+    area = wanted_along * wanted_across
+    if across % (unit // 8 or 1) and across <= 4 * wanted_across:
+        back = across  # whole, so that vectors may go on from row to row
+    else:
+        back = _extent(across, wanted_across, unit)
+    most = min(MOST_ALONG, max(wanted_along // 2, area // back))
+    side = _extent(along, most, max(unit, lanes))
+    if side < wanted_along and back < across:
+        back = _extent(across, min(MOST_ALONG, area // side), unit)
+    threads = -(-side * back // lanes // WARP) * WARP
+    return Tiling(lanes, side, back, max(WARP, min(THREADS, threads)))
+
+
+def _blocks(tiles: Tiles, tiling: Tiling) -> int:
+    sides = -(-tiles.rows.inner.extent // tiling.along), -(-tiles.across.extent // tiling.across)
+    return sides[0] * sides[1] * tiles.rows.row.extent
+
+
+def _fits(tiles: Tiles, tiling: Tiling) -> bool:
+    """Whether shared memory holds it, padding included, and registers what a thread reads."""
+    if tiling.along * tiling.across > MOST_STEPS * tiling.threads * tiling.lanes:
+        return False
+    return tiling.along * tiling.across * tiles.width * 9 // 8 <= SHARED_BYTES
 
 
 def _extent(extent: int, wanted: int, unit: int) -> int:
@@ -266,16 +297,3 @@ def _extent(extent: int, wanted: int, unit: int) -> int:
         return idle + 0.3 * max(0.0, wanted / each - 1) + 0.03 * max(0.0, each / wanted - 1)
 
     return min(fit, key=cost) if fit else wanted
-
-
-def tilings(tiles: Tiles, processors: int) -> list[Tiling]:
-    """Tilings that are worth measuring, the one by rule first. Raises :class:`Refused`."""
-    first = tiling_for(tiles, processors)
-    found = {first: None}
-    sides = (16, 32, 64, 128)
-    for along, across, threads in itertools.product(sides, sides, (128, 256)):
-        width = tiles.width * along * across * 9 // 8
-        fits = along <= tiles.rows.inner.extent and across <= tiles.across.extent
-        if fits and along % first.lanes == 0 and along * across >= 1024 and width <= SHARED_BYTES:
-            found[Tiling(first.lanes, along, across, threads)] = None
-    return list(found)
