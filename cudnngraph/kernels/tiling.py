@@ -5,13 +5,14 @@ One side of a tile counts along the memory of some tensors, the other side along
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .index import Sum, Var, counter, place
-from .tape import Index, Join, Read, Value
+from .tape import Index, Join, Read, Value, View
 from .write import (
     SMALL,
     VECTOR_BYTES,
@@ -19,6 +20,7 @@ from .write import (
     Refused,
     Rows,
     Schedule,
+    _reachable,
     _Writer,
     rows_of,
 )
@@ -26,6 +28,7 @@ from .write import (
 SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 256
+MOST_PERMUTED = 4  # dims of an output that another one may be a transposed one of
 MOST_STEPS = 32  # of a thread through a tile
 MOST_ALONG = 1024  # elements of a tile along a side
 #: Elements along each side of a tile, by the bytes of the widest element.
@@ -54,6 +57,7 @@ class Tiles:
     rows: Rows
     across: Var
     other: int  # bytes that lie in the other layout, and go through shared memory
+    stray: int  # bytes that lie neither way
     bytes: int  # that are read and written in all
     width: int  # bytes of an element of all that goes through shared memory
 
@@ -107,21 +111,28 @@ def ways(spec: GraphSpec, rows: Rows | None = None) -> list[Tiles]:
         raise Refused("tiles are for regions without reductions")
     if max(tensor.extent for tensor in spec.tensors.values()) >= MOST_ELEMENTS:
         raise Refused("tiles of tensors that need an index of 64 bits")
-    found = [tiles for main in rows.outputs for tiles in _by_main(spec, rows, main[1])]
+    found: list[Tiles] = []
+    if any(_side(access, rows.inner) for access in _accesses(spec, rows)):
+        mains: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        for at, (_, tensor, _) in enumerate(rows.outputs):
+            mains.setdefault((tensor.shape, memory_order(tensor.shape, tensor.stride)), at)
+        found = [tiles for main in mains.values() for tiles in _by_main(spec, rows, main)]
     if not found:
         raise Refused("nothing lies in another layout than the results")
     return found
 
 
 def _slowness(tiles: Tiles) -> float:
-    """Bytes that go through shared memory, and what few elements side by side cost."""
-    return tiles.other + tiles.bytes / (2 * tiles.rows.lanes)
+    """Bytes that move, those through shared memory and those one by one more than once."""
+    one_by_one = 4 * tiles.stray + tiles.bytes / (2 * tiles.rows.lanes)
+    return tiles.bytes + tiles.other + one_by_one
 
 
-def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
+def _by_main(spec: GraphSpec, rows: Rows, main: int) -> Iterator[Tiles]:
     """The tiles in which a given result is written in the order of its memory."""
     count = rows.inner.extent
-    whole = replace(rows, outputs=_indexed(rows, main, counter(rows.inner)))
+    orders = _orders(spec, rows, main)
+    whole = replace(rows, outputs=_indexed(rows, main, orders, counter(rows.inner)))
     accesses = _accesses(spec, whole)
     votes: dict[tuple[int, int], int] = {}
     for access in accesses:
@@ -137,7 +148,7 @@ def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
     rest = Var("r", count // (div * mod))
     counted = counter(fast) + counter(slow) * div + counter(rest) * (div * mod)
     try:
-        outputs = _indexed(rows, main, counted)
+        outputs = _indexed(rows, main, orders, counted)
         accesses = _accesses(spec, replace(rows, row=rest, inner=fast, outputs=outputs))
     except Refused:
         return
@@ -147,19 +158,62 @@ def _by_main(spec: GraphSpec, rows: Rows, main: TensorSpec) -> Iterator[Tiles]:
         if other:
             tiled = replace(rows, row=rest, inner=along, outputs=outputs)
             width = sum(access.tensor.dtype.itemsize for access in other)
-            yield Tiles(tiled, across, sum(access.bytes for access in other), total, width)
+            stray = sum(each.bytes for each in accesses if _strays(each, along, across))
+            moved = sum(access.bytes for access in other)
+            yield Tiles(tiled, across, moved, stray, total, width)
+
+
+def _orders(spec: GraphSpec, rows: Rows, main: int) -> list[tuple[int, ...] | None]:
+    """For each output which dims of the main one's its own are, None for no dims of it.
+
+    An output that is a transposed one of the same values is written from what they are read for.
+    """
+    tensor, count = rows.outputs[main][1], counter(rows.inner)
+    rank, index = len(tensor.shape), _in_memory(tensor, count)
+    known = set(_accesses_of(spec, rows, main, index))
+    found: list[tuple[int, ...] | None] = []
+    for at, (value, form, _) in enumerate(rows.outputs):
+        tried: list[tuple[int, ...] | None] = [None]
+        if form.shape == tensor.shape:
+            tried = [tuple(range(rank))]
+        viewed = any(isinstance(each, View) for each in _reachable([value]))
+        if at != main and viewed and len(form.shape) == rank <= MOST_PERMUTED:
+            orders = itertools.permutations(range(rank))
+            tried += [o for o in orders if form.shape == tuple(tensor.shape[dim] for dim in o)]
+        found.append(tried[0])
+        least = None
+        for order in tried if len(tried) > 1 else ():
+            try:
+                reads = _accesses_of(spec, rows, at, _ordered(form, index, order, count))
+            except Refused:
+                continue
+            more = sum(read.bytes for read in reads if read not in known)
+            if least is None or more < least:
+                least, found[-1] = more, order
+    return found
+
+
+def _accesses_of(spec: GraphSpec, rows: Rows, at: int, index: Index) -> list[Access]:
+    """What one output reads and writes. Raises :class:`Refused`."""
+    value, tensor, _ = rows.outputs[at]
+    return _accesses(spec, replace(rows, outputs=((value, tensor, index),)))
 
 
 def _indexed(
-    rows: Rows, main: TensorSpec, count: Sum
+    rows: Rows, main: int, orders: Sequence[tuple[int, ...] | None], count: Sum
 ) -> tuple[tuple[Value, TensorSpec, Index], ...]:
     """The outputs of a region with their indices; ``main`` is counted in the order of its
     memory."""
-    found: dict[tuple[int, ...], Index] = {main.shape: _in_memory(main, count)}
-    for _, tensor, _ in rows.outputs:
-        if tensor.shape not in found:
-            found[tensor.shape] = _in_memory(tensor, count)
-    return tuple((value, tensor, found[tensor.shape]) for value, tensor, _ in rows.outputs)
+    index = _in_memory(rows.outputs[main][1], count)
+    return tuple(
+        (value, tensor, _ordered(tensor, index, order, count))
+        for (value, tensor, _), order in zip(rows.outputs, orders, strict=True)
+    )
+
+
+def _ordered(tensor: TensorSpec, index: Index, order: tuple[int, ...] | None, count: Sum) -> Index:
+    """The index of a tensor by dims of another one's, or in the order of its own memory."""
+    return _in_memory(tensor, count) if order is None else tuple(index[dim] for dim in order)
 
 
 def _in_memory(tensor: TensorSpec, count: Sum) -> Index:
@@ -217,6 +271,17 @@ def _side(access: Access, var: Var) -> tuple[int, int] | None:
     slow = by * access.tensor.dtype.itemsize > VECTOR_BYTES
     below = any(each.div < digit.div for _, each in terms)
     return None if slow or not below else (digit.div, digit.mod)
+
+
+def _strays(access: Access, along: Var, across: Var) -> bool:
+    """Whether a tensor is read or written element by element."""
+    if access.tensor.numel <= SMALL or is_other(access, along, across):
+        return False
+    terms = [(by, digit) for digit, by in access.at.terms]
+    if not any(digit.var == along for _, digit in terms):
+        return False
+    by, digit = min(terms, key=lambda term: (term[0], term[1]))
+    return digit.var != along or digit.div != 1 or by > 1
 
 
 def is_other(access: Access, along: Var, across: Var) -> bool:

@@ -154,6 +154,24 @@ def test_slices_and_concatenations_beside_the_other_layout() -> None:
         check(g.spec())
 
 
+def test_results_that_are_transposed_ones_of_each_other_are_read_once() -> None:
+    for shape in ((1, 72, 40), (2, 56, 56)):
+        g = cg.Graph("twice")
+        y = g.input("x", shape, torch.float32).relu()
+        g.output("y", y, dtype=torch.float16)
+        g.output("z", g.transpose(y, 1, 2), dtype=torch.float16, layout="contiguous")
+        source = check(g.spec())
+        assert source.text.count("__shared__") == 1  # of z
+        assert source.text.count("(p0 +") == 1
+
+
+def test_a_matrix_and_its_transposed_one() -> None:
+    g = cg.Graph("symmetric")
+    x = g.input("x", (2, 77, 77), torch.float32)
+    g.output("y", (x + g.transpose(x, 1, 2)) * 0.5)
+    check(g.spec())
+
+
 def test_concatenations_into_the_other_layout() -> None:
     for dim, dtype in ((1, torch.float16), (3, torch.float32), (2, torch.float16)):
         g = cg.Graph("joined")
@@ -271,7 +289,7 @@ def region_of(seed: int) -> GraphSpec:
         kind = rng.choice([short, torch.float32, torch.bool, torch.int8, torch.float8_e4m3fn])
         if kind == torch.float8_e4m3fn and rng.random() < 0.7:
             kind = short
-        x = g.input(f"x{number}", of, kind, stride=layout(of))
+        x = viewed(g, rng, f"x{number}", of, kind)
         if kind == torch.bool:
             x = g.where(x, 0.5, 2.0) if total is None else g.where(x, total, 1.5)
             total = x if total is None else total
@@ -289,9 +307,43 @@ def region_of(seed: int) -> GraphSpec:
     g.output("y", total, stride=layout(shape), dtype=rng.choice(FLOATS))
     if rng.random() < 0.4:
         g.output("z", total * 2.0, stride=layout(shape), dtype=rng.choice(FLOATS))
+    if rng.random() < 0.3:
+        z = g.permute(total, rng.sample(dims, rank))
+        assert z.shape is not None
+        g.output("t", z, stride=layout(z.shape), dtype=rng.choice(FLOATS))
     if rng.random() < 0.2:
         g.output("q", g.quantize(total, dtype=torch.int8), stride=layout(shape))
     return g.spec()
+
+
+def viewed(
+    g: cg.Graph, rng: random.Random, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> cg.Value:
+    """An input of a random layout; or parts of one that are joined, turned or cut out."""
+    dims = list(range(len(shape)))
+
+    def given(name: str, shape: Sequence[int]) -> cg.Value:
+        gap = rng.choice([0, 0, 0, 1, 8])
+        stride = strides(shape, rng.sample(dims, len(dims)), gap)
+        return g.input(name, shape, dtype, stride=stride)
+
+    what, dim = rng.random(), rng.choice(dims)
+    if what < 0.2:
+        order = rng.sample(dims, len(dims))
+        x = given(name, [shape[order.index(at)] for at in dims])
+        return g.permute(x, order)
+    if what < 0.4 and shape[dim] > 1:
+        border = rng.randrange(1, shape[dim])
+        parts = [
+            given(f"{name}_{at}", [*shape[:dim], extent, *shape[dim + 1 :]])
+            for at, extent in enumerate((border, shape[dim] - border))
+        ]
+        return g.concat(parts, dim)
+    if what < 0.6:
+        start = rng.randrange(9)
+        x = given(name, [*shape[:dim], shape[dim] + start + 3, *shape[dim + 1 :]])
+        return g.slice(x, dim, start, start + shape[dim])
+    return given(name, shape)
 
 
 def runs(seed: int) -> bool:
