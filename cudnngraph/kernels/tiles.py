@@ -1,10 +1,16 @@
-"""Tiles: a pattern for regions that change the layout, through shared memory.
+"""Write tiles: a pattern for regions that change the layout, through shared memory.
 
-Where an operand lies along another dim in memory than the results do, rows read one of both sides
-element by element. A tile has two sides instead: ``along`` runs as the results do, ``across`` as
-the operands of the other layout do. Those are copied to shared memory in the order of their own
-memory. Then the ops are computed in the order of the results. A result of the other layout takes
-the same way back.
+Rows read or write one element at a time where a tensor lies along another dim than the others do. A
+tile has two sides instead: ``along`` runs as some of the tensors do, ``across`` as the others do. A
+block of threads
+
+1. reads its part of the inputs of the other layout, in the order of their own memory, and writes it
+   to shared memory;
+2. computes the ops in the order of the first layout, and writes the results that have it;
+3. writes the results of the other layout from shared memory, in the order of their own memory.
+
+Which layout is the first is decided by :mod:`.tiling`: the one that leaves fewer bytes to shared
+memory.
 """
 
 from __future__ import annotations
@@ -100,7 +106,12 @@ class _Staged:
 
 
 class _TileWriter(_Writer):
-    """The text of one kernel of tiles, as far as it is written."""
+    """The text of one kernel of tiles, as far as it is written.
+
+    Names in it: block ``k0, m0, r`` (where its tile begins along, across and besides), step ``i``,
+    item ``e`` (a thread's vector of the tile), ``q`` and ``n`` (the item's row and column, along
+    and across or the other way round), ``k`` and ``m`` (the element along and across), lane ``j``.
+    """
 
     def __init__(self, spec: GraphSpec, tiling: Tiling, tiles: Tiles) -> None:
         super().__init__(spec, Schedule(tiling.lanes, tiling.threads), tiles.rows, 0)
@@ -140,10 +151,10 @@ class _TileWriter(_Writer):
             f"const u32 r = blockIdx.x / {sides[0] * sides[1]}u;",
             *(line for each in reads for line in self._fetch(each)),
             *self._arrays,
-            *(self._by_result(self._early) if self._early else []),
+            *(self._by_first(self._early) if self._early else []),
             *(line for each in reads for line in self._keep(each)),
             "__syncthreads();",
-            *self._by_result(body),
+            *self._by_first(body),
             *(["__syncthreads();"] if writes else []),
             *(line for each in writes for line in self._send(each)),
         ]
@@ -190,8 +201,8 @@ class _TileWriter(_Writer):
             found.append(f"m < {self._tiles.across.extent}u")
         return found
 
-    def _by_result(self, body: list[str]) -> list[str]:
-        """A loop over the tile in the order of the results."""
+    def _by_first(self, body: list[str]) -> list[str]:
+        """A loop over the tile in the order of the first layout."""
         lanes, along = self._tiling.lanes, self._tiling.along // self._tiling.lanes
         where = [
             f"const u32 q = e % {along}u, n = e / {along}u;",
@@ -358,14 +369,14 @@ class _TileWriter(_Writer):
         return self._read_ahead(value, at)
 
     def _beside(self, at: Sum) -> bool:
-        """Whether elements lie side by side along the results."""
+        """Whether elements lie side by side along the tile."""
         inner, lanes = self._rows.inner, self._tiling.lanes
         if lanes > 1:
             return at.slope(inner, lanes) == 1
         return any(digit.var == inner and digit.div == by == 1 for digit, by in at.terms)
 
     def _read_ahead(self, value: Read, at: Sum) -> _Code:
-        """Read what lies along the results before the threads meet."""
+        """Read what lies along the tile before the threads meet."""
         lanes, kind = self._tiling.lanes, MEMORY[value.tensor.dtype]
         wide = self._vector(value.tensor.dtype, at)
         steps = self._steps(self._tiling.along * self._tiling.across // lanes)
@@ -382,7 +393,7 @@ class _TileWriter(_Writer):
         return made
 
     def _written(self) -> None:
-        """What is written: along the results at once, else to shared memory."""
+        """What is written: to memory along the tile, else to shared memory."""
         for (value, tensor, index), name in zip(
             self._rows.outputs, self._spec.outputs, strict=True
         ):

@@ -37,8 +37,8 @@ WANTED = {1: 128, 2: 64, 4: 64, 8: 32}
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a region is dealt out in tiles: elements that lie side by side in the results for a
-    thread, elements of a tile along the results and across them, threads of a block."""
+    """How a region is dealt out in tiles: elements that lie side by side for a thread, elements of
+    a tile along the first layout and across it, threads of a block."""
 
     lanes: int
     along: int
@@ -50,8 +50,8 @@ class Tiling:
 class Tiles:
     """How the elements of a region are counted for tiles.
 
-    ``rows.inner`` counts along the results, ``across`` along the other layout, and ``rows.row``
-    what is left.
+    ``rows.inner`` counts along the layout in which the ops are computed, ``across`` along the
+    other one, and ``rows.row`` what is left.
     """
 
     rows: Rows
@@ -285,7 +285,7 @@ def _strays(access: Access, along: Var, across: Var) -> bool:
 
 
 def is_other(access: Access, along: Var, across: Var) -> bool:
-    """Whether a tensor lies across the results and goes through shared memory."""
+    """Whether a tensor lies in the other layout and goes through shared memory."""
     if access.tensor.numel <= SMALL:
         return False
     terms = [(by, digit) for digit, by in access.at.terms]
