@@ -20,8 +20,8 @@ from cudnngraph.backend.plan import Choice, Plan
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels.kernel import schedule_of
-from cudnngraph.kernels.write import Source, write
+from cudnngraph.kernels import patterns
+from cudnngraph.kernels.write import Source
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.process import PROCESS
@@ -47,7 +47,7 @@ def no_plan(part: GraphSpec) -> NoReturn:
 
 def source_of(spec: GraphSpec, choice: Choice, processors: int = PROCESSORS) -> Source:
     """The kernel of a step."""
-    return write(spec, schedule_of(choice), most_blocks=16 * processors)
+    return patterns.source(spec, choice, 16 * processors)
 
 
 def selection(spec: GraphSpec, processors: int = PROCESSORS) -> Selection:

@@ -19,7 +19,7 @@ from ..device import files
 from ..errors import NotSupported
 from ..explain import draw
 from ..explain.text import age_text, bytes_text, clean, ops_of, plan_text, time_text
-from ..kernels import kernel
+from ..kernels import patterns
 from ..kernels.write import own_part
 from . import records
 from .records import COLUMNS, FIELDS, CacheError, Stored, UsageError, parse_filter
@@ -179,7 +179,7 @@ def _sources(record: PlanRecord) -> dict[int, str]:
         for number, step in enumerate(check_graph(record)[1], 1):
             if step.kind == "kernel" and step.choice is not None:
                 with contextlib.suppress(NotSupported):
-                    found[number] = own_part(kernel.source(step.spec, step.choice).text)
+                    found[number] = own_part(patterns.source(step.spec, step.choice).text)
     return found
 
 

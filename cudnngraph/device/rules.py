@@ -187,6 +187,24 @@ class DeviceRules:
         "from where on linear interpolation is two matmuls, which take longer below",
         alternative="torch's interpolation",
     )
+    tile_min_side: int = _measured(
+        3,
+        "elements along a dim",
+        "the shortest dim that a generated kernel turns through shared memory (an estimate)",
+        alternative="kernels of rows",
+    )
+    tile_min_elements: int = _measured(
+        1 << 10,
+        "elements of two dims",
+        "from where on generated kernels turn two dims through shared memory (an estimate)",
+        alternative="kernels of rows",
+    )
+    tile_max_bytes: int = _measured(
+        16,
+        "times the bytes of the other layout",
+        "how much a kernel may read and write that runs in tiles (an estimate)",
+        alternative="kernels of rows",
+    )
 
 
 TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}

@@ -29,7 +29,7 @@ from ..device.rules import planning_for
 from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
-from ..kernels import kernel
+from ..kernels import patterns
 from ..kernels.write import own_part
 from ..ops.table import is_default
 from ..policy import Policy
@@ -266,7 +266,7 @@ class _Walk:
 
     def generate(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """Stands for the kernels of parts, which nothing compiles here."""
-        self._sources += [(part, kernel.source(part, choice).text) for part, choice in parts]
+        self._sources += [(part, patterns.source(part, choice).text) for part, choice in parts]
         return [cast(Plan, _Proposal(choice, 0)) for _, choice in parts]
 
     def step(self, chosen: StepPlan) -> PlannedStep:

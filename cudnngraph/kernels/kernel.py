@@ -18,41 +18,15 @@ from typing import Any
 import torch
 
 from ..backend import env
-from ..backend.plan import KERNEL, Choice, Plan, refuse_during_capture
+from ..backend.plan import Choice, Plan, refuse_during_capture
 from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
-from .write import NAME, Refused, Schedule, Source, rows_of, schedule_for, write
+from . import patterns
+from .write import NAME
 
-_KNOBS = ("lanes", "team", "rows", "chunks")
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
-
-
-def choice_of(schedule: Schedule) -> Choice:
-    """The name of a kernel for a given region."""
-    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in _KNOBS))
-
-
-def schedule_of(choice: Choice) -> Schedule:
-    """The schedule that a choice names. Raises :class:`NotSupported`."""
-    if tuple(name for name, _ in choice.knobs) != _KNOBS or min(v for _, v in choice.knobs) < 0:
-        raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
-    return Schedule(**dict(choice.knobs))
-
-
-def by_rule(spec: GraphSpec, processors: int) -> Choice:
-    """The choice for a region by rule. Raises :class:`Refused`."""
-    rows = rows_of(spec)
-    return choice_of(schedule_for(rows, processors))
-
-
-def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
-    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
-    try:
-        return write(spec, schedule_of(choice), most_blocks=most_blocks)
-    except Refused as reason:
-        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
 
 
 class Kernel(Plan):
@@ -132,7 +106,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
     capability = env.capability(device_index)
-    made = source(spec, choice, _most_blocks(device_index))
+    made = patterns.source(spec, choice, _most_blocks(device_index))
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),

@@ -570,14 +570,16 @@ class _Writer:
             last = number_ == len(borders)
             test = "" if last else f"if ({along.code(self._names)} < {borders[number_]}u) "
             self._lines.append(f"{'else ' if number_ else ''}{test}{{")
-            with self._inner():
+            first = borders[number_ - 1] if number_ else 0
+            with self._inner(along, first, None if last else borders[number_]):
                 self._assign(made, self._at(operand, part).text)
             self._lines.append("}")
         return made
 
     @contextmanager
-    def _inner(self) -> Iterator[None]:
-        """Within a branch: what is computed there is not known behind it."""
+    def _inner(self, along: Sum, first: int, until: int | None) -> Iterator[None]:
+        """Within a branch, where ``along`` is in a range: what is computed there is not known
+        behind it."""
         known = dict(self._known)
         yield
         self._known = known

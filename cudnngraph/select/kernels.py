@@ -12,19 +12,8 @@ from dataclasses import dataclass, field
 
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
-from ..kernels import kernel
-from ..kernels.kernel import choice_of, schedule_of
-from ..kernels.write import (
-    MOST_KEPT,
-    MOST_THREADS,
-    WARP,
-    Refused,
-    Rows,
-    Schedule,
-    rows_of,
-    schedule_for,
-    write,
-)
+from ..kernels import kernel, patterns
+from ..kernels.write import Refused
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 
@@ -73,63 +62,18 @@ class Kernels:
         if len(nodes) > MOST_NODES:
             return "a region of too many ops"
         try:
-            return self.of(subgraph_of(graph, nodes))
+            return patterns.by_rule(subgraph_of(graph, nodes), self._processors)
         except Refused as reason:
             return str(reason)
-
-    def of(self, spec: GraphSpec) -> Choice:
-        """The choice by rule for a step. Raises :class:`Refused`."""
-        rows = rows_of(spec)
-        schedule = schedule_for(rows, self._processors)
-        why = why_slow(rows, schedule, self._processors)
-        if why is not None:
-            raise Refused(why)
-        write(spec, schedule, rows)
-        return choice_of(schedule)
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
         if self._why_none is not None:
             return []
         try:
-            first = self.of(spec)
-            rows = rows_of(spec)
+            return patterns.choices(spec, self._processors)
         except Refused:
             return []
-        return list(dict.fromkeys([first, *map(choice_of, variants(rows, schedule_of(first)))]))
-
-
-def variants(rows: Rows, by_rule: Schedule) -> list[Schedule]:
-    """Schedules beside the one by rule: fewer lanes, and other teams."""
-    lanes = [by_rule.lanes, by_rule.lanes // 2]
-    if not rows.reductions:
-        lanes.append(rows.lanes)
-        threads = (by_rule.team // 2, by_rule.team, by_rule.team * 2)
-        return [Schedule(many, team) for many in lanes if many for team in threads]
-    found = []
-    for many in lanes:
-        for team in (by_rule.team // 2, by_rule.team, by_rule.team * 2):
-            if not many or not WARP <= team <= MOST_THREADS:
-                continue
-            chunks = -(-rows.inner.extent // (many * team))
-            resident = chunks if chunks * many <= MOST_KEPT else 0
-            found += [
-                Schedule(many, team, together, resident)
-                for together in (1, 2, 4)
-                if together * team <= max(team, 2 * 128)
-            ]
-    return found
-
-
-def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
-    """Why a region should not be one kernel of rows, or None."""
-    if not rows.reductions:
-        return None
-    if not schedule.chunks and rows.row.extent < processors:
-        return "few long rows: one team of threads would read each alone"
-    if rows.strided:
-        return "rows that lie across memory"
-    return None
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:

@@ -28,7 +28,7 @@ import cudnngraph as cg
 from cudnngraph.device import files
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
-from cudnngraph.kernels import kernel
+from cudnngraph.kernels import kernel, patterns
 from cudnngraph.runtime.compile import compile as compile_spec
 from cudnngraph.select.inputs import random_inputs
 from cudnngraph.settings import override
@@ -378,7 +378,7 @@ def said_costs() -> str:
         g = cg.Graph("costs")
         x = g.input("x", (64, 64 + 8 * number), F16)
         g.output("y", g.add(g.relu(x), x))
-        choice = kernel.by_rule(g.spec(), kernel.processors(0))
+        choice = patterns.by_rule(g.spec(), kernel.processors(0))
         start = time.perf_counter()
         made = kernel.build(g.spec(), choice, 0)
         built.append(1e3 * (time.perf_counter() - start))

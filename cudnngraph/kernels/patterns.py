@@ -1,0 +1,126 @@
+"""The patterns of generated kernels: by which one a region runs, and by which schedule.
+
+A pattern is a schedule type with a module that writes kernels by it. A choice names a schedule: its
+knobs are the schedule's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..backend.plan import KERNEL, Choice
+from ..errors import NotSupported
+from ..ir.spec import GraphSpec
+from . import tiles
+from .tiling import Tiling, tiles_of, tilings
+from .write import (
+    MOST_KEPT,
+    MOST_THREADS,
+    WARP,
+    Refused,
+    Rows,
+    Schedule,
+    Source,
+    rows_of,
+    schedule_for,
+    write,
+)
+
+Pattern = Schedule | Tiling
+
+#: The knobs of a choice by the pattern that they are the schedule of.
+_KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
+    Schedule: ("lanes", "team", "rows", "chunks"),
+    Tiling: ("lanes", "along", "across", "threads"),
+}
+
+
+def choice_of(schedule: Pattern) -> Choice:
+    """The name of a kernel for a given region."""
+    names = _KNOBS[type(schedule)]
+    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in names))
+
+
+def schedule_of(choice: Choice) -> Pattern:
+    """The schedule that a choice names. Raises :class:`NotSupported`."""
+    names = tuple(name for name, _ in choice.knobs)
+    for kind, known in _KNOBS.items():
+        if names == known and min(value for _, value in choice.knobs) >= 0:
+            return kind(**dict(choice.knobs))
+    raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
+
+
+def by_rule(spec: GraphSpec, processors: int) -> Choice:
+    """The choice for a region by rule, on a GPU with so many processors. Raises :class:`Refused`.
+
+    It is known to be written.
+    """
+    rows = rows_of(spec)
+    tiling = tiles.by_rule(spec, rows, processors)
+    if tiling is not None:
+        return choice_of(tiling)
+    schedule = schedule_for(rows, processors)
+    why = _why_slow(rows, schedule, processors)
+    if why is not None:
+        raise Refused(why)
+    write(spec, schedule, rows)
+    return choice_of(schedule)
+
+
+def choices(spec: GraphSpec, processors: int) -> list[Choice]:
+    """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    found: dict[Choice, None] = {by_rule(spec, processors): None}
+    with suppress(Refused):
+        rows = rows_of(spec)
+        with suppress(Refused):
+            tilings_ = tilings(tiles_of(spec, rows), processors)
+            found |= dict.fromkeys(map(choice_of, tilings_))
+        schedule = schedule_for(rows, processors)
+        if _why_slow(rows, schedule, processors) is None:
+            found |= dict.fromkeys(map(choice_of, _schedules(rows, schedule)))
+    return list(found)
+
+
+def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
+    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
+    schedule = schedule_of(choice)
+    try:
+        if isinstance(schedule, Tiling):
+            return tiles.write(spec, schedule)
+        return write(spec, schedule, most_blocks=most_blocks)
+    except Refused as reason:
+        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+
+
+def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
+    """Schedules of rows: that by rule, fewer lanes, and other teams."""
+    lanes = [by_rule.lanes, by_rule.lanes // 2]
+    teams = (by_rule.team, by_rule.team // 2, by_rule.team * 2)
+    if not rows.reductions:
+        lanes.append(rows.lanes)
+        return [Schedule(many, team) for many in lanes if many for team in teams]
+    found = [by_rule]
+    for many in filter(None, lanes):
+        for team in teams:
+            if not WARP <= team <= MOST_THREADS:
+                continue
+            chunks = -(-rows.inner.extent // (many * team))
+            resident = chunks if chunks * many <= MOST_KEPT else 0
+            found += [
+                Schedule(many, team, together, resident)
+                for together in (1, 2, 4)
+                if together * team <= max(team, 256)
+            ]
+    return found
+
+
+def _why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
+    """Why a region should not be one kernel of rows, or None."""
+    if not rows.reductions:
+        return None
+    if not schedule.chunks and rows.row.extent < processors:
+        return "few long rows: one team of threads would read each alone"
+    if rows.strided:
+        return "rows that lie across memory"
+    return None
