@@ -12,13 +12,14 @@ from contextlib import suppress
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import tiles
+from . import depthwise, tiles
+from .depthwise import Strips
+from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import (
     MOST_KEPT,
     MOST_THREADS,
     WARP,
-    Refused,
     Rows,
     Schedule,
     Source,
@@ -27,12 +28,13 @@ from .write import (
     write,
 )
 
-Pattern = Schedule | Tiling
+Pattern = Schedule | Tiling | Strips
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Schedule: ("lanes", "team", "rows", "chunks"),
     Tiling: ("lanes", "along", "across", "threads"),
+    Strips: ("lanes", "wide", "high", "vectors", "blocks"),
 }
 
 
@@ -56,6 +58,10 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 
     It is known to be written.
     """
+    if depthwise.has_depthwise(spec):
+        strips = depthwise.strips(spec, processors)[0]
+        depthwise.write(spec, strips)
+        return choice_of(strips)
     rows = rows_of(spec)
     tiling = tiles.by_rule(spec, rows, processors)
     if tiling is not None:
@@ -71,6 +77,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
     found: dict[Choice, None] = {by_rule(spec, processors): None}
+    if depthwise.has_depthwise(spec):
+        return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
     with suppress(Refused):
         rows = rows_of(spec)
         with suppress(Refused):
@@ -86,6 +94,8 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
     """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
     schedule = schedule_of(choice)
     try:
+        if isinstance(schedule, Strips):
+            return depthwise.write(spec, schedule)
         if isinstance(schedule, Tiling):
             return tiles.write(spec, schedule)
         return write(spec, schedule, most_blocks=most_blocks)

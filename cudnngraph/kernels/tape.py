@@ -20,6 +20,10 @@ Index = tuple[Sum, ...]
 Kind = Literal["sum", "max", "min"]
 
 
+class Refused(Exception):
+    """A region that is no kernel, with the reason."""
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A value of a kernel: its shape, and the C++ type of an element in a register."""
@@ -74,6 +78,20 @@ class Join(Value):
 
     operands: tuple[Value, ...]
     dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Depthwise(Value):
+    """A convolution of each channel by taps of its own, or for ``transposed`` its gradient.
+
+    ``operands`` are x (N, C, H, W) and the taps (C, 1, R, S); ``padding`` is that in front.
+    """
+
+    operands: tuple[Value, Value]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    transposed: bool
 
 
 def broadcast(index: Index, shape: Sequence[int]) -> Index:

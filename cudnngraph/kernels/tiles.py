@@ -25,7 +25,7 @@ from ..ir.spec import GraphSpec, TensorSpec
 from .banks import BANK_BYTES, Pitch, pitch_of
 from .index import Digit, Sum, place
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
-from .tape import Index, Read
+from .tape import Index, Read, Refused
 from .tiling import (
     MOST_STEPS,
     SHARED_BYTES,
@@ -41,7 +41,6 @@ from .write import (
     NAME,
     VECTOR_BYTES,
     WARP,
-    Refused,
     Rows,
     Schedule,
     Source,

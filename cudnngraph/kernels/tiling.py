@@ -12,12 +12,11 @@ from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .index import Sum, Var, counter, place
-from .tape import Index, Join, Read, Value, View
+from .tape import Index, Join, Read, Refused, Value, View
 from .write import (
     SMALL,
     VECTOR_BYTES,
     WARP,
-    Refused,
     Rows,
     Schedule,
     _reachable,

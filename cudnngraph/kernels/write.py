@@ -20,19 +20,15 @@ from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
 from .index import Sum, Var, counter, digits, place, reshaped
 from .rules import RULES
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
-from .tape import Index, Join, Map, Number, Read, Reduce, Value, View, broadcast
+from .tape import Depthwise, Index, Join, Map, Number, Read, Reduce, Refused, Value, View, broadcast
 
 NAME = "cudnngraph_kernel"
-_ARGS = "struct Args"
+ARGS = "struct Args"
 WARP = 32
 VECTOR_BYTES = 16
 MOST_THREADS = 1024  # of a block, by CUDA
 MOST_KEPT = 64  # elements of a row that a thread keeps in registers
 SMALL = 4096  # elements, which may lie anyhow
-
-
-class Refused(Exception):
-    """A region that is no kernel, with the reason."""
 
 
 class _Narrower(Exception):
@@ -67,7 +63,7 @@ class Source:
 
 def own_part(text: str) -> str:
     """The text of a kernel without the functions that all of them have; "" for ""."""
-    return text[max(0, text.find(_ARGS)) :]
+    return text[max(0, text.find(ARGS)) :]
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
 
 def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
-    if isinstance(value, (Map, Join)):
+    if isinstance(value, (Map, Join, Depthwise)):
         return value.operands
     return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 
@@ -150,6 +146,8 @@ def rows_of(spec: GraphSpec) -> Rows:
     if any(tensor.dtype not in MEMORY for tensor in tensors):
         raise Refused("an output is of a dtype that kernels do not write")
     reachable = _reachable(values)
+    if any(isinstance(value, Depthwise) for value in reachable):
+        raise Refused("a depthwise convolution, which is no kernel of rows")
     reductions = [value for value in reachable if isinstance(value, Reduce)]
     widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(reachable))))
     if not reductions:
@@ -330,7 +328,7 @@ class _Writer:
             for kind in [MEMORY[self._spec.tensors[name].dtype]]
         ]
         head = [
-            f"{_ARGS} {{ void* p[{len(self._places)}]; }};",
+            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
             f'extern "C" __global__ void __launch_bounds__({plan.threads})',
             f"{NAME}(const __grid_constant__ Args a) {{",
             *pointers,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
-from ..kernels.write import Refused
+from ..kernels.tape import Refused
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 

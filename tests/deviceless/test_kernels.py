@@ -19,7 +19,8 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels.cubin import Resources, resources
 from cudnngraph.kernels.rules import RULES
-from cudnngraph.kernels.write import Refused, rows_of, schedule_for, write
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.kernels.write import rows_of, schedule_for, write
 from tests import chunks, generated
 from tests.samples import F64, Case, enumerate_cases
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...ir.spec import Node, TensorSpec
 from ..scalars import RULES as POINTWISE
 from ..tape import Value
-from . import norm, shape, softmax
+from . import conv, norm, shape, softmax
 from .pointwise import Operands, pointwise
 
 Rule = Callable[[Node, Operands, TensorSpec], tuple[Value, ...]]
@@ -19,6 +19,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("reshape", "permute", "transpose", "slice"), shape.view),
     "expand": shape.expand,
     "concat": shape.concat,
+    "conv": conv.depthwise,
+    "conv_transpose": conv.depthwise,
     "layer_norm": norm.layer_norm,
     "rms_norm": norm.rms_norm,
     "normalize": norm.normalize,

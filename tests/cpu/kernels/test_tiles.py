@@ -15,8 +15,9 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile, patterns, tiles, tiling
 from cudnngraph.kernels.cubin import resources
+from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.tiling import Tiles, Tiling
-from cudnngraph.kernels.write import Refused, Schedule, rows_of
+from cudnngraph.kernels.write import Schedule, rows_of
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 

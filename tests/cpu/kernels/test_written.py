@@ -18,7 +18,8 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import scalars
 from cudnngraph.kernels.rules import RULES
-from cudnngraph.kernels.write import Refused, Schedule, Source, rows_of, schedule_for, write
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.kernels.write import Schedule, Source, rows_of, schedule_for, write
 from cudnngraph.runtime.executable import Executable
 from cudnngraph.select.decision import StepPlan
 from tests import chunks, generated, host_kernels, numerics, random_graphs
