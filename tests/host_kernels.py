@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cudnngraph.kernels.scalars import PRELUDE
-from cudnngraph.kernels.write import NAME, Source
+from cudnngraph.kernels.write import Source
 
 HOST = r"""
 #include <cmath>
@@ -95,13 +95,15 @@ D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 RUN = r"""
 static Args* given;
+static char* workspace;
+static void (*call)();
 static void thread(u32 me) {
   threadIdx.x = me;
-  KERNEL(*given);
+  call();
   fibers[me].done = true;
 }
-extern "C" void run(Args* args, u32 blocks, u32 threads) {
-  given = args;
+static void launch(void (*function)(), u32 blocks, u32 threads) {
+  call = function;
   gridDim.x = blocks;
   fibers.resize(threads);
   for (u32 b = 0; b < blocks; ++b) {
@@ -127,7 +129,7 @@ extern "C" void run(Args* args, u32 blocks, u32 threads) {
     }
   }
 }
-""".replace("KERNEL", NAME)
+"""
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="cudnngraph-kernels-")
 
@@ -138,7 +140,7 @@ def run(source: Source, tensors: Sequence[torch.Tensor]) -> None:
     if compiler is None:
         pytest.skip("no g++")
     assert PRELUDE in source.text
-    text = source.text.replace(PRELUDE, HOST) + RUN
+    text = source.text.replace(PRELUDE, HOST) + RUN + _launches(source)
     place = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
     library = place.with_suffix(".so")
     if not library.exists():
@@ -148,4 +150,18 @@ def run(source: Source, tensors: Sequence[torch.Tensor]) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stderr[:4000]}\n{source.text[len(PRELUDE) :]}"
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    ctypes.CDLL(str(library)).run(pointers, source.blocks, source.threads)
+    # what a kernel finds in its workspace is whatever was there
+    workspace = torch.full((source.workspace_bytes // 4 + 64,), float("nan"))
+    start = -(-workspace.data_ptr() // 256) * 256
+    ctypes.CDLL(str(library)).run(pointers, ctypes.c_void_p(start))
+
+
+def _launches(source: Source) -> str:
+    """A function that launches those of a kernel in order."""
+    workspace = ", workspace" if source.several else ""
+    lines = [
+        f"  launch([] {{ {each.name}(*given{workspace}); }}, {each.blocks}, {each.threads});"
+        for each in source.launches
+    ]
+    head = 'extern "C" void run(Args* args, char* w) {\n  given = args;\n  workspace = w;'
+    return "\n".join([head, *lines, "}", ""])

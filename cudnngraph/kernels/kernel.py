@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -22,28 +22,59 @@ from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
-from .write import NAME, Refused, Schedule, rows_of, schedule_for, write
+from . import split
+from .split import Split
+from .write import WARP, Refused, Schedule, Source, rows_of, schedule_for, write
 
-_KNOBS = ("lanes", "team", "rows", "chunks")
+#: The knobs of a choice by the pattern that they are the schedule of.
+_KNOBS: Mapping[type[Schedule | Split], tuple[str, ...]] = {
+    Schedule: ("lanes", "team", "rows", "chunks"),
+    Split: ("threads", "blocks", "columns"),
+}
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
 
-def choice_of(schedule: Schedule) -> Choice:
+def choice_of(schedule: Schedule | Split) -> Choice:
     """The name of a kernel for a given region."""
-    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in _KNOBS))
+    names = _KNOBS[type(schedule)]
+    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in names))
 
 
-def schedule_of(choice: Choice) -> Schedule:
+def schedule_of(choice: Choice) -> Schedule | Split:
     """The schedule that a choice names. Raises :class:`NotSupported`."""
-    if tuple(name for name, _ in choice.knobs) != _KNOBS or min(v for _, v in choice.knobs) < 0:
-        raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
-    return Schedule(**dict(choice.knobs))
+    names, values = tuple(name for name, _ in choice.knobs), dict(choice.knobs)
+    if min(values.values(), default=-1) >= 0:
+        if names == _KNOBS[Schedule]:
+            return Schedule(**values)
+        if names == _KNOBS[Split] and values["threads"] % WARP == 0 < min(values.values()):
+            return Split(**values)
+    raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
 
 
 def by_rule(spec: GraphSpec, processors: int) -> Choice:
-    """The choice for a region by rule. Raises :class:`Refused`."""
-    rows = rows_of(spec)
-    return choice_of(schedule_for(rows, processors))
+    """The choice for a region by rule. Raises :class:`Refused`.
+
+    One launch of rows where these fill the GPU, else reductions that blocks share out.
+    """
+    try:
+        rows = rows_of(spec)
+        schedule = schedule_for(rows, processors)
+        if split.why_slow(rows, schedule, processors) is None:
+            write(spec, schedule, rows)
+            return choice_of(schedule)
+    except Refused:
+        if not split.reduces(spec):
+            raise
+    shared = split.split_for(processors)
+    split.write(spec, shared)
+    return choice_of(shared)
+
+
+def source_of(spec: GraphSpec, schedule: Schedule | Split, most_blocks: int = 0) -> Source:
+    """The text of a region's kernel by a schedule of any pattern. Raises :class:`Refused`."""
+    if isinstance(schedule, Split):
+        return split.write(spec, schedule)
+    return write(spec, schedule, most_blocks=most_blocks)
 
 
 class Kernel(Plan):
@@ -56,17 +87,19 @@ class Kernel(Plan):
         self.verified = None
         self.choice = choice
         self.device_index = device_index
-        self.workspace_bytes = 0
+        self.workspace_bytes = int(head["workspace"])
         self.added = ()
         self._code, self._head = code, head
-        self._blocks, self._threads = int(head["blocks"]), int(head["threads"])
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
             error, self._module = driver.cuModuleLoadData(code)
             _check(error)
-            error, self._function = driver.cuModuleGetFunction(self._module, NAME.encode())
-            _check(error)
+            self._launches = []
+            for name, blocks, threads in head["launches"]:
+                error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
+                _check(error)
+                self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
 
@@ -75,19 +108,28 @@ class Kernel(Plan):
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
-        launch, function = _driver().cuLaunchKernel, self._function
-        blocks, threads, index = self._blocks, self._threads, self.device_index
+        launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
-        parameters = array("Q", [0])
+        scratch = array("Q", [0])
+        parameters = array("Q", [0, scratch.buffer_info()[0]])  # a function of one launch takes one
         where = parameters.buffer_info()[0]
+        function, blocks, threads = launches[0]
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            parameters[0] = address
+            parameters[0], scratch[0] = address, workspace
             (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_of(index), where, 0)
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
-        return call
+        def call_all(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
+            parameters[0], scratch[0] = address, workspace
+            stream = stream_of(index)
+            for function, blocks, threads in launches:
+                (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+                if error:
+                    raise RuntimeError(f"a generated kernel was not launched: {error!r}")
+
+        return call_all if len(launches) > 1 else call
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """See :class:`Plan`."""
@@ -95,7 +137,8 @@ class Kernel(Plan):
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on torch's current stream."""
-        self._call(*pointers.buffer_info(), workspace, handle, 0)
+        address, count = pointers.buffer_info()
+        self._call(address, count, workspace, handle, 0)
 
     def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
         """See :class:`Plan`."""
@@ -123,7 +166,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     refuse_during_capture()
     capability = env.capability(device_index)
     try:
-        source = write(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
+        source = source_of(spec, schedule_of(choice), _most_blocks(device_index))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
     head = {
@@ -131,8 +174,8 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "choice": str(choice),
         "text": _digest(source.text),
         "capability": capability,
-        "blocks": source.blocks,
-        "threads": source.threads,
+        "launches": [[each.name, each.blocks, each.threads] for each in source.launches],
+        "workspace": source.workspace_bytes,
     }
     return Kernel(compiler.cubin(source.text, capability), head, choice, device_index)
 

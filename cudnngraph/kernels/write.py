@@ -54,12 +54,32 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A launch of a function of a kernel's text."""
+
+    name: str
+    blocks: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class Source:
-    """A kernel: its text, and the numbers of blocks and threads that it is launched with."""
+    """A kernel: its text, and the numbers of blocks and threads that it is launched with.
+
+    One of several launches has these in ``several``, in order, and its functions take the address
+    of a workspace behind those of the tensors.
+    """
 
     text: str
     blocks: int
     threads: int
+    several: tuple[Launch, ...] = ()
+    workspace_bytes: int = 0
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The launches in order."""
+        return self.several or (Launch(NAME, self.blocks, self.threads),)
 
 
 @dataclass(frozen=True)
@@ -137,8 +157,11 @@ def rows_of(spec: GraphSpec) -> Rows:
     """How the elements of a region are counted. Raises :class:`Refused`."""
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
-    values = tape_of(spec)
-    tensors = [spec.tensors[name] for name in spec.outputs]
+    return rows_of_values(tape_of(spec), [spec.tensors[name] for name in spec.outputs])
+
+
+def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Rows:
+    """How the elements of values are counted that go to tensors. Raises :class:`Refused`."""
     if any(tensor.dtype not in MEMORY for tensor in tensors):
         raise Refused("an output is of a dtype that kernels do not write")
     reachable = _reachable(values)
@@ -275,9 +298,13 @@ def write(
         try:
             return _Writer(spec, schedule, rows, most_blocks).source()
         except _Narrower:
-            half = schedule.lanes // 2
-            chunks = schedule.chunks * 2 if rows.reductions else 1
-            schedule = Schedule(half, schedule.team, schedule.rows, chunks)
+            schedule = narrower(rows, schedule)
+
+
+def narrower(rows: Rows, schedule: Schedule) -> Schedule:
+    """The schedule with half the lanes."""
+    chunks = schedule.chunks * 2 if rows.reductions else 1
+    return Schedule(schedule.lanes // 2, schedule.team, schedule.rows, chunks)
 
 
 @dataclass(frozen=True)
@@ -311,11 +338,7 @@ class _Writer:
 
     def source(self) -> Source:
         """Write it."""
-        plan, rows = self._plan, self._rows
-        body: list[str] = []
-        for reductions in rows.reductions:
-            body += self._pass(lambda reductions=reductions: self._reduced(reductions))
-        body += self._pass(self._written)
+        lines, blocks = self.lines()
         pointers = [
             f"  {'const ' * (at < len(self._spec.inputs))}{kind}* const p{at} = ({kind}*)a.p[{at}];"
             for name, at in self._places.items()
@@ -323,32 +346,41 @@ class _Writer:
         ]
         head = [
             f"struct Args {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({plan.threads})',
+            f'extern "C" __global__ void __launch_bounds__({self._plan.threads})',
             f"{NAME}(const __grid_constant__ Args a) {{",
             *pointers,
         ]
+        text = "\n".join(
+            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
+            + ["  " + line for line in lines]
+            + ["}", ""]
+        )
+        return Source(text, blocks, self._plan.threads)
+
+    def lines(self) -> tuple[list[str], int]:
+        """The lines of the function behind its pointers, and the number of blocks."""
+        plan, rows = self._plan, self._rows
+        body: list[str] = []
+        for reductions in rows.reductions:
+            body += self._pass(lambda reductions=reductions: self._reduced(reductions))
+        body += self._pass(self._written)
+        head: list[str] = []
         if self._many:
             blocks = -(-rows.row.extent // plan.rows)
             head += [
-                f"  const u32 t = threadIdx.x % {plan.team}u;",
-                f"  u32 r = blockIdx.x * {plan.rows}u + threadIdx.x / {plan.team}u;",
+                f"const u32 t = threadIdx.x % {plan.team}u;",
+                f"u32 r = blockIdx.x * {plan.rows}u + threadIdx.x / {plan.team}u;",
             ]
             if rows.row.extent % plan.rows:
                 head += [
-                    f"  const bool mine = r < {rows.row.extent}u;",
-                    f"  if (!mine) r = {rows.row.extent - 1}u;",
+                    f"const bool mine = r < {rows.row.extent}u;",
+                    f"if (!mine) r = {rows.row.extent - 1}u;",
                 ]
         else:
             blocks = self._chunks
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
-        text = "\n".join(
-            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
-            + ["  " + line for line in self._declared]
-            + ["  " + line for line in body]
-            + ["}", ""]
-        )
-        return Source(text, blocks, plan.threads)
+        return [*head, *self._declared, *body], blocks
 
     def _pass(self, fill: object) -> list[str]:
         """A loop over the chunks of a row, and what follows it."""
@@ -449,11 +481,10 @@ class _Writer:
 
     def _written(self) -> None:
         """What is written in the last pass."""
-        for (value, tensor, index), name in zip(
-            self._rows.outputs, self._spec.outputs, strict=True
-        ):
+        for value, tensor, index in self._rows.outputs:
             code = self._at(value, index)
-            self._store(tensor, f"p{self._places[name]}", place(index, tensor.stride), code.text)
+            at = place(index, tensor.stride)
+            self._store(tensor, f"p{self._places[tensor.name]}", at, code.text)
 
     # -- values -------------------------------------------------------------------------------
 

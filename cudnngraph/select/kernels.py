@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
-from ..kernels.kernel import choice_of
-from ..kernels.write import Refused, Rows, Schedule, rows_of, schedule_for, write
+from ..kernels.kernel import by_rule
+from ..kernels.write import Refused
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 
@@ -57,24 +57,7 @@ class Kernels:
 
     def of(self, spec: GraphSpec) -> Choice:
         """The choice by rule for a step. Raises :class:`Refused`."""
-        rows = rows_of(spec)
-        schedule = schedule_for(rows, self._processors)
-        why = why_slow(rows, schedule, self._processors)
-        if why is not None:
-            raise Refused(why)
-        write(spec, schedule, rows)
-        return choice_of(schedule)
-
-
-def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
-    """Why a region should not be one kernel of rows, or None."""
-    if not rows.reductions:
-        return None
-    if not schedule.chunks and rows.row.extent < processors:
-        return "few long rows: one team of threads would read each alone"
-    if rows.strided:
-        return "rows that lie across memory"
-    return None
+        return by_rule(spec, self._processors)
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:

@@ -1,0 +1,477 @@
+"""Functions over two variables: blocks share out long reductions, or what is computed behind them.
+
+A thread has one variable and goes through the other one. Across memory, threads and their lanes lie
+along columns, and each goes down its columns. Along memory, the threads of a block go through a
+part of one row. What the loop does not change is computed before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
+from .index import Sum, Var, counter, digits, place
+from .scalars import number
+from .tape import Index, Join, Mean, Reduce, Squares, Value
+from .write import VECTOR_BYTES, WARP, Refused, Rows, Schedule, _Code, _speeds, _Writer
+
+LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
+LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
+MOST_SHARED = 40 << 10  # bytes of a block, to leave some of the 48 KiB for sums over a team
+
+#: What a reduction starts with, and the name of how two numbers of it become one.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "sum": ("0.0f", "Add"),
+    "max": (number(float("-inf")), "Larger"),
+    "min": (number(float("inf")), "Smaller"),
+}
+
+
+@dataclass(frozen=True)
+class Space:
+    """The elements of a value of which dims are reduced, counted by a row and a place in it.
+
+    ``run`` elements that lie side by side are reduced together; columns of a block are whole runs.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    row: Var
+    inner: Var
+    index: Index
+    across: bool  # threads lie along columns, and the loop goes over rows
+    run: int
+    lanes: int
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """The shape of what the elements are reduced to."""
+        return tuple(1 if dim in self.dims else n for dim, n in enumerate(self.shape))
+
+    @property
+    def kept(self) -> Index:
+        """The index of the result that an element is reduced into."""
+        return tuple(Sum() if dim in self.dims else each for dim, each in enumerate(self.index))
+
+
+def space_of(value: Value, dims: Sequence[int], most_lanes: int) -> Space:
+    """How the elements of a value are counted of which dims are reduced."""
+    shape, speed = value.shape, _speeds(value)
+    order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -speed[d])
+    beside = list(order)
+    while beside and beside[-1] in dims:
+        beside.pop()
+    run = numel(shape[dim] for dim in order[len(beside) :])
+    slow = [dim for dim in beside if dim in dims]
+    across = bool(slow) and run < LONG_RUN * most_lanes
+    down = slow if across else [dim for dim in beside if dim not in dims]
+    along = [dim for dim in order if dim not in down]
+    dense = 1
+    for dim in reversed(along):
+        if speed[dim] != dense:
+            break
+        dense *= shape[dim]
+    row = Var("r", numel(shape[dim] for dim in down))
+    inner = Var("k", numel(shape[dim] for dim in along))
+    index = dict(zip(down, digits(counter(row), [shape[d] for d in down]), strict=True))
+    index |= dict(zip(along, digits(counter(inner), [shape[d] for d in along]), strict=True))
+    whole = tuple(index.get(dim, Sum()) for dim in range(len(shape)))
+    return Space(shape, tuple(dims), row, inner, whole, across, run, gcd(dense, most_lanes))
+
+
+def lanes_of(widest: int) -> int:
+    """The most lanes for elements of so many bytes."""
+    return VECTOR_BYTES // min(4, max(1, widest))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks and threads for a space: ``wide`` threads side by side, ``deep`` lines of these; a
+    chunk is ``per`` rows, or vectors of a row, and one block's."""
+
+    wide: int
+    deep: int
+    chunks: int
+    per: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block: whole warps, the last of which may be partly idle."""
+        return round_up(self.wide * self.deep, WARP)
+
+
+def grid_of(space: Space, threads: int, blocks: int, columns: int) -> Grid:
+    """The grid with about so many threads of a block, and blocks; a block across memory has about
+    so many threads side by side."""
+    vectors = -(-space.inner.extent // space.lanes)
+    if not space.across:
+        while threads > WARP and vectors <= threads // 2:
+            threads //= 2
+        per, chunks = _shared_out(vectors, threads, blocks // space.row.extent)
+        return Grid(threads, 1, chunks, per, space.row.extent * chunks)
+    unit = space.run // gcd(space.run, space.lanes)
+
+    def use(wide: int) -> tuple[float, int]:
+        deep = min(max(1, threads // wide), space.row.extent)
+        return round(vectors / round_up(vectors, wide) * wide * deep / threads, 2), wide
+
+    most = max(1, columns // unit)
+    wide = max((unit * many for many in range(1, most + 1)), key=use)
+    deep = min(max(1, threads // wide), space.row.extent)
+    beside = -(-vectors // wide)
+    per, chunks = _shared_out(space.row.extent, deep, blocks // beside)
+    return Grid(wide, deep, chunks, per, beside * chunks)
+
+
+def _shared_out(count: int, step: int, chunks: int) -> tuple[int, int]:
+    """The length and the number of chunks of whole steps, none of them empty or very short."""
+    chunks = max(1, min(chunks, count // (step * LEAST_STEPS)))
+    per = round_up(-(-count // chunks), step)
+    return per, -(-count // per)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What a loop gathers of one value: a reduction, or the mean and the squares around it."""
+
+    values: tuple[Value, ...]
+
+    @property
+    def operand(self) -> Value:
+        """The value that is reduced."""
+        last = self.values[-1]
+        assert isinstance(last, Reduce)
+        return last.of if isinstance(last, Squares) and self.moments else last.operand
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are reduced."""
+        last = self.values[-1]
+        assert isinstance(last, Reduce)
+        return last.dims
+
+    @property
+    def moments(self) -> bool:
+        """Whether it is a mean and squares, gathered as Welford does."""
+        return isinstance(self.values[0], Mean)
+
+    @property
+    def parts(self) -> int:
+        """The numbers of a partial result: of moments the count, the mean and the squares."""
+        return 3 if self.moments else 1
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """The C++ type, what it starts with, and the name of how two become one."""
+        if self.moments:
+            return "Moments", "Moments(0.0f, 0.0f, 0.0f)", "Merged"
+        (value,) = self.values
+        assert isinstance(value, Reduce)
+        return ("float", *KINDS[value.kind])
+
+
+#: The numbers of a partial result, of what C++ names.
+PARTS = {1: ("{}",), 3: ("{}.count", "{}.mean", "{}.squares")}
+
+
+class GridFunction(_Writer):
+    """The lines of a function over a space, for a grid."""
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        space: Space,
+        grid: Grid,
+        outputs: Sequence[tuple[Value, TensorSpec, Index]],
+    ) -> None:
+        rows = Rows(space.row, space.inner, tuple(outputs), (), 4)
+        super().__init__(spec, Schedule(space.lanes, grid.threads), rows, 0)
+        self._space, self._grid = space, grid
+        self._loop = space.row if space.across else space.inner
+        self._before: list[str] = []
+        self._moves = True  # what the loop does not change goes before it
+        self._found: dict[int, str] = {}  # C++ for what was reduced, behind the loop
+
+    def applied(self) -> list[str]:
+        """The function that writes outputs of the space."""
+        self._written()
+        return self._loops()
+
+    def reduced(
+        self, gathers: Sequence[Gather], partial: Sequence[Sequence[TensorSpec]] = ()
+    ) -> list[str]:
+        """The function that reduces. Each chunk writes to the tensors of partial results; where
+        there are none, the outputs are computed from the results."""
+        names = [self._gathered(each) for each in gathers]
+        body = self._loops()
+        if self._space.across:
+            return body + self._down_columns(gathers, names, partial)
+        return body + self._along_row(gathers, names, partial)
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def _loops(self) -> list[str]:
+        """Where a thread is, what it computes once, and its loop."""
+        space, grid, lanes = self._space, self._grid, self._plan.lanes
+        head = [
+            f"const u32 chunk = blockIdx.x % {grid.chunks}u, number = blockIdx.x / {grid.chunks}u;"
+        ]
+        if space.across:
+            idle = f" || y >= {grid.deep}u" if grid.threads > grid.wide * grid.deep else ""
+            head += [
+                f"const u32 x = threadIdx.x % {grid.wide}u, y = threadIdx.x / {grid.wide}u;",
+                f"const u32 base = number * {grid.wide * lanes}u;",
+                f"u32 k = base + x * {lanes}u;",
+                f"u32 end = (chunk + 1) * {grid.per}u;",
+                f"if (end > {space.row.extent}u) end = {space.row.extent}u;",
+                f"if (k >= {space.inner.extent}u{idle}) k = end = 0;",
+            ]
+            loop = f"for (u32 r = chunk * {grid.per}u + y; r < end; r += {grid.deep}u) {{"
+        else:
+            length = space.inner.extent
+            head += [
+                "const u32 r = number;",
+                f"u32 end = (chunk + 1) * {grid.per * lanes}u;",
+                f"if (end > {length}u) end = {length}u;",
+            ]
+            first = f"(chunk * {grid.per}u + threadIdx.x) * {lanes}u"
+            loop = f"for (u32 k = {first}; k < end; k += {grid.wide * lanes}u) {{"
+        inside = ["  " + line for line in self._lines]
+        return [*head, *self._before, f"#pragma unroll {LEAST_STEPS}", loop, *inside, "}"]
+
+    def _at(self, value: Value, index: Index) -> _Code:
+        if id(value) in self._found:
+            if index != self._space.kept:
+                raise Refused("the result of a reduction is asked for elsewhere than it is found")
+            return _Code(self._found[id(value)], 0)
+        if not self._moves or any(self._loop in part.vars() for part in index):
+            return super()._at(value, index)
+        lines, self._lines, self._moves = self._lines, self._before, False
+        made = super()._at(value, index)
+        self._lines, self._moves = lines, True
+        return made
+
+    def _joined(self, value: Join, index: Index) -> _Code:
+        """Within a branch nothing is moved before the loop: only there it may be read."""
+        moves, self._moves = self._moves, False
+        made = super()._joined(value, index)
+        self._moves = moves
+        return made
+
+    # -- reductions ---------------------------------------------------------------------------
+
+    def _gathered(self, gather: Gather) -> list[str]:
+        """Lines of the loop that gather; the names of what each lane of a thread gathers."""
+        code = self._at(gather.operand, self._space.index).text
+        start = gather.kind[1] if gather.parts == 1 else "0.0f"
+        names = [self._new() for _ in range(gather.parts)]
+        lanes = self._plan.lanes
+        for name in names[-2:]:
+            self._before.append(f"float {name}[{lanes}];")
+            self._before.append(f"for (int j = 0; j < {lanes}; ++j) {name}[j] = {start};")
+        if not gather.moments:
+            (name,) = names
+            self._each_lane(f"{name}[j] = {gather.kind[2]}::of({name}[j], {code});")
+            return [f"{name}[j]"]
+        count, mean, squares = names
+        share, apart = self._new(), self._new()
+        self._before.append(f"float {count} = 0.0f;")
+        self._lines += [f"{count} += 1.0f;", f"const float {share} = 1.0f / {count};"]
+        self._each_lane(
+            f"{{ const float {apart} = {code} - {mean}[j]; {mean}[j] += {apart} * {share}; "
+            f"{squares}[j] += {apart} * ({code} - {mean}[j]); }}"
+        )
+        return [count, f"{mean}[j]", f"{squares}[j]"]
+
+    def _along_row(
+        self,
+        gathers: Sequence[Gather],
+        names: Sequence[Sequence[str]],
+        partial: Sequence[Sequence[TensorSpec]],
+    ) -> list[str]:
+        """Reduce over the block; one thread writes."""
+        body, results = [], []
+        for gather, parts in zip(gathers, names, strict=True):
+            kind, start, combine = gather.kind
+            made = self._new()
+            each = _whole(gather, parts)
+            body += [
+                f"{kind} {made} = {start};",
+                "#pragma unroll",
+                f"for (int j = 0; j < {self._plan.lanes}; ++j) "
+                f"{made} = {combine}::of({made}, {each});",
+                f"{made} = {_team(gather, self._grid.threads)}({made});",
+            ]
+            results.append(made)
+        lines = self._finish(gathers, results, partial, self._names)
+        return [*body, "if (threadIdx.x == 0) {", *("  " + line for line in lines), "}"]
+
+    def _down_columns(
+        self,
+        gathers: Sequence[Gather],
+        names: Sequence[Sequence[str]],
+        partial: Sequence[Sequence[TensorSpec]],
+    ) -> list[str]:
+        """Reduce over the threads that have the same columns, then over runs of columns."""
+        grid, lanes, run = self._grid, self._plan.lanes, self._space.run
+        columns, runs = grid.wide * lanes, grid.wide * lanes // run
+        share = 1  # threads for a run
+        while share < WARP and share * 4 < run:
+            share *= 2
+        shared = [
+            f"__shared__ float s{at}[{columns * grid.deep}];" for at in range(_parts(gathers))
+        ]
+        first, down, over, results = [], [], [], []
+        at = 0
+        for gather, parts in zip(gathers, names, strict=True):
+            kind, start, combine = gather.kind
+            buffers = [f"s{at + part}" for part in range(gather.parts)]
+            at += gather.parts
+            element = _whole(gather, [f"{buffer}[{{}}]" for buffer in buffers])
+            first += [
+                f"{buffer}[(y * {lanes}u + j) * {grid.wide}u + x] = {part};"
+                for buffer, part in zip(buffers, parts, strict=True)
+            ]
+            made = self._new()
+            step = element.format(
+                *[f"(line * {lanes}u + lane) * {grid.wide}u + i % {grid.wide}u"] * 3
+            )
+            down += [
+                f"{kind} {made} = {start};",
+                f"for (u32 line = 0; line < {grid.deep}u; ++line)",
+                f"  {made} = {combine}::of({made}, {step});",
+                *(
+                    f"{buffer}[i] = {part.format(made)};"
+                    for buffer, part in zip(buffers, PARTS[gather.parts], strict=True)
+                ),
+            ]
+            made = self._new()
+            step = element.format(*[f"c % {lanes}u * {grid.wide}u + c / {lanes}u"] * 3)
+            over += [
+                f"{kind} {made} = {start};",
+                f"if (there) for (u32 c = i * {run}u + q; c < i * {run}u + {run}u; c += {share}u)",
+                f"  {made} = {combine}::of({made}, {step});",
+                f"{made} = {_team(gather, share)}({made});" if share > 1 else "",
+            ]
+            results.append(made)
+        names_of = {**self._names, self._space.inner: "column"}
+        lines = self._finish(gathers, results, partial, names_of)
+        idle = f"if (y < {grid.deep}u) " if grid.threads > grid.wide * grid.deep else ""
+        body = [
+            *shared,
+            "#pragma unroll",
+            f"for (u32 j = 0; j < {lanes}u; ++j) {idle}{{ {' '.join(first)} }}",
+            "__syncthreads();",
+        ]
+        if grid.deep > 1:
+            body += [
+                f"for (u32 i = threadIdx.x; i < {columns}u; i += {grid.threads}u) {{",
+                f"  const u32 lane = i / {grid.wide}u;",
+                *("  " + line for line in down),
+                "}",
+                "__syncthreads();",
+            ]
+        teams = grid.threads // share
+        return [
+            *body,
+            f"for (u32 first = 0; first < {runs}u; first += {teams}u) {{",
+            f"  const u32 i = first + threadIdx.x / {share}u, q = threadIdx.x % {share}u;",
+            f"  const u32 column = base + i * {run}u;",
+            f"  const bool there = i < {runs}u && column < {self._space.inner.extent}u;",
+            *("  " + line for line in over),
+            "  if (there && q == 0) {",
+            *("    " + line for line in lines),
+            "  }",
+            "}",
+        ]
+
+    def _finish(
+        self,
+        gathers: Sequence[Gather],
+        results: Sequence[str],
+        partial: Sequence[Sequence[TensorSpec]],
+        names: Mapping[Var, str],
+    ) -> list[str]:
+        """What is written of one result: the numbers of its chunk, or the outputs."""
+        kept = place(self._space.kept, contiguous_strides(self._space.kept_shape)).code(names)
+        if partial:
+            return [
+                f"p{self._places[to.name]}[({kept}) * {self._grid.chunks}u + chunk] = {part};"
+                for gather, made, tensors in zip(gathers, results, partial, strict=True)
+                for to, code in zip(tensors, PARTS[gather.parts], strict=True)
+                for part in [code.format(made)]
+            ]
+        for gather, made in zip(gathers, results, strict=True):
+            codes = [code.format(made) for code in PARTS[gather.parts]][-len(gather.values) :]
+            self._found |= {id(v): code for v, code in zip(gather.values, codes, strict=True)}
+        self._lines, self._known, self._moves = [], {}, False
+        self._plan, self._names = Schedule(1, self._plan.team), dict(names)
+        self._written()
+        return self._lines
+
+
+def _parts(gathers: Sequence[Gather]) -> int:
+    return sum(gather.parts for gather in gathers)
+
+
+def shared_bytes(space: Space, gathers: Sequence[Gather], threads: int) -> int:
+    """The shared memory of a block down columns."""
+    return 4 * _parts(gathers) * space.lanes * threads if space.across else 0
+
+
+def _whole(gather: Gather, parts: Sequence[str]) -> str:
+    """C++ for a partial result of its numbers."""
+    return f"Moments({', '.join(parts)})" if gather.moments else parts[0]
+
+
+def _team(gather: Gather, threads: int) -> str:
+    """The name of the reduction over threads."""
+    return f"moments<{threads}>" if gather.moments else f"team<{gather.kind[2]}, {threads}>"
+
+
+#: Counts, means and sums of squared differences from them, of parts that are put together.
+MOMENTS = r"""
+struct Moments {
+  float count, mean, squares;
+  D_ Moments(float c, float m, float s) : count(c), mean(m), squares(s) {}
+};
+struct Merged {
+  static D_ Moments of(Moments a, Moments b) {
+    if (a.count == 0.0f) return b;
+    if (b.count == 0.0f) return a;
+    const float count = a.count + b.count, apart = b.mean - a.mean, part = b.count / count;
+    return Moments(count, a.mean + apart * part,
+                   a.squares + b.squares + apart * apart * a.count * part);
+  }
+};
+template <int T> static D_ Moments moments(Moments x) {
+#pragma unroll
+  for (int at = (T < 32 ? T : 32) / 2; at; at /= 2) {
+    const float count = __shfl_xor_sync(~0u, x.count, at);
+    const float mean = __shfl_xor_sync(~0u, x.mean, at);
+    x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
+  }
+  if (T > 32) {
+    __shared__ float parts[3][32];
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+      parts[0][threadIdx.x / 32] = x.count;
+      parts[1][threadIdx.x / 32] = x.mean;
+      parts[2][threadIdx.x / 32] = x.squares;
+    }
+    __syncthreads();
+    const int from = threadIdx.x % (T > 32 ? T / 32 : 1);
+    x = Moments(parts[0][from], parts[1][from], parts[2][from]);
+#pragma unroll
+    for (int at = T / 64; at; at /= 2) {
+      const float count = __shfl_xor_sync(~0u, x.count, at);
+      const float mean = __shfl_xor_sync(~0u, x.mean, at);
+      x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
+    }
+  }
+  return x;
+}
+""".replace("D_", "__device__ __forceinline__")

@@ -1,0 +1,459 @@
+"""Kernels of several launches: reductions that blocks share out, and what is computed behind them.
+
+A region is taken apart at its reductions. A stage computes those that wait for no others: in rows
+where these lie well in memory and fill the GPU, else by a grid of blocks that each reduce a chunk
+(:mod:`~cudnngraph.kernels.grid`). Partial results stand in a workspace; one more launch puts them
+together, in the same order at every run. It computes what has one number for each result too, such
+as one over a deviation. What is left is read by the next stage, or written elementwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
+from .grid import (
+    MOMENTS,
+    MOST_SHARED,
+    Gather,
+    GridFunction,
+    Space,
+    grid_of,
+    lanes_of,
+    shared_bytes,
+    space_of,
+)
+from .index import reshaped
+from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .tape import (
+    Index,
+    Join,
+    Map,
+    Mean,
+    Read,
+    Reduce,
+    Squares,
+    Value,
+    View,
+    add,
+    count_of,
+    mul,
+    reduced,
+    reshape,
+    sliced,
+    sub,
+    times,
+)
+from .write import (
+    NAME,
+    TEAM,
+    VECTOR_BYTES,
+    WARP,
+    Launch,
+    Refused,
+    Rows,
+    Schedule,
+    Source,
+    _Narrower,
+    _Writer,
+    narrower,
+    operands_of,
+    rows_of_values,
+    schedule_for,
+    tape_of,
+)
+
+BLOCKS_OF_A_PROCESSOR = 4  # of a launch that shares out reductions
+LONG_ROW = 1 << 14  # elements: rows that blocks share out where there are fewer than processors
+MOST_LAUNCHES = 8
+MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
+ALIGNED = 256  # bytes, of tensors in the workspace
+
+Outputs = Sequence[tuple[Value, TensorSpec]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How reductions are shared out: threads of a block, about how many blocks, and about how many
+    threads of a block lie side by side across memory."""
+
+    threads: int
+    blocks: int
+    columns: int
+
+    @property
+    def processors(self) -> int:
+        """The number of multiprocessors that the blocks are for."""
+        return max(1, self.blocks // BLOCKS_OF_A_PROCESSOR)
+
+
+def split_for(processors: int) -> Split:
+    """The schedule by rule, for a GPU with so many processors."""
+    return Split(256, BLOCKS_OF_A_PROCESSOR * processors, WARP)
+
+
+def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
+    """Why a region should not be one kernel of rows, or None."""
+    if not rows.reductions:
+        return None
+    if rows.row.extent < processors and (not schedule.chunks or rows.inner.extent > LONG_ROW):
+        return "few long rows: one team of threads would read each alone"
+    return "rows that lie across memory" if rows.strided else None
+
+
+def reduces(spec: GraphSpec) -> bool:
+    """Whether a region reduces anything. Raises :class:`Refused`."""
+    return bool(_reductions(tape_of(spec)))
+
+
+def write(spec: GraphSpec, split: Split) -> Source:
+    """The kernel of a region with reductions. Raises :class:`Refused`."""
+    if any(tensor.numel == 0 for tensor in spec.tensors.values()):
+        raise Refused("a tensor is empty")
+    if any(tensor.extent >= MOST_ELEMENTS for tensor in spec.tensors.values()):
+        raise Refused("a tensor that needs an index of 64 bits")
+    lanes = VECTOR_BYTES
+    while True:
+        try:
+            return _Composer(spec, split, lanes).source()
+        except _Narrower:
+            lanes //= 2
+
+
+class _Composer:
+    """The functions of one kernel, as far as they are written."""
+
+    def __init__(self, spec: GraphSpec, split: Split, lanes: int) -> None:
+        self._spec, self._split, self._lanes = spec, split, lanes
+        self._held: dict[str, tuple[TensorSpec, int]] = {}  # of the workspace, with offsets
+        self._bytes = 0
+        self._texts: list[str] = []
+        self._launches: list[Launch] = []
+        self._spaces: list[Space] = []
+
+    def source(self) -> Source:
+        """Write the functions."""
+        spec = self._spec
+        tensors = [spec.tensors[name] for name in spec.outputs]
+        pending: Outputs = list(zip(tape_of(spec), tensors, strict=True))
+        if any(tensor.dtype not in MEMORY for _, tensor in pending):
+            raise Refused("an output is of a dtype that kernels do not write")
+        plain: list[tuple[Value, TensorSpec]] = []
+        while pending:
+            waiting = [each for each in pending if _reductions(each[:1])]
+            plain += [each for each in pending if each not in waiting]
+            left = [group for group in _groups(waiting) if not self._rows(group)]
+            pending = self._staged([each for group in left for each in group])
+        if not self._launches:
+            raise Refused("nothing is reduced")
+        for count in dict.fromkeys(tensor.numel for _, tensor in plain):
+            self._plain([each for each in plain if each[1].numel == count])
+        if len(self._launches) > MOST_LAUNCHES:
+            raise Refused("a kernel of too many launches")
+        places = len(spec.inputs) + len(spec.outputs)
+        args = f"struct Args {{ void* p[{places}]; }};"
+        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, args, *self._texts])
+        first = self._launches[0]
+        return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
+
+    # -- functions ----------------------------------------------------------------------------
+
+    def _around(self) -> GraphSpec:
+        """All tensors that a function may read and write."""
+        spec = self._spec
+        names = (*spec.inputs, *spec.outputs)
+        tensors = {name: spec.tensors[name] for name in names}
+        tensors |= {name: tensor for name, (tensor, _) in self._held.items()}
+        return GraphSpec(spec.name, tensors, (), (*names, *self._held), ())
+
+    def _new(self, shape: Sequence[int]) -> TensorSpec:
+        """A tensor of the workspace."""
+        name = f"{NAME} {len(self._held)}"
+        made = TensorSpec(name, tuple(shape), contiguous_strides(shape), torch.float32)
+        self._held[name] = made, self._bytes
+        self._bytes = round_up(self._bytes + 4 * made.numel, ALIGNED)
+        return made
+
+    def _add(self, lines: Sequence[str], blocks: int, threads: int) -> None:
+        """A function of lines, with the pointers that it needs."""
+        name = f"{NAME}_{len(self._launches)}"
+        body = "\n".join("  " + line for line in lines if line)
+        used = set(map(int, re.findall(r"\bp(\d+)\b", body)))
+        pointers = []
+        for at, tensor in enumerate(self._around().tensors.values()):
+            if at in used:
+                kind = MEMORY[tensor.dtype]
+                held = self._held.get(tensor.name)
+                where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
+                pointers.append(f"  {kind}* const p{at} = ({kind}*){where};")
+        head = [
+            f'extern "C" __global__ void __launch_bounds__({threads})',
+            f"{name}(const __grid_constant__ Args a, char* const w) {{",
+        ]
+        self._texts.append("\n".join([*head, *pointers, body, "}", ""]))
+        self._launches.append(Launch(name, blocks, threads))
+
+    def _rows(self, outputs: Outputs, always: bool = False) -> bool:
+        """Whether a function of rows writes the outputs, which is added then."""
+        try:
+            rows = rows_of_values([value for value, _ in outputs], [to for _, to in outputs])
+            schedule = schedule_for(rows, self._split.processors)
+            if not always and why_slow(rows, schedule, self._split.processors):
+                return False
+            most = 4 * self._split.blocks
+            while True:
+                try:
+                    lines, blocks = _Writer(self._around(), schedule, rows, most).lines()
+                    break
+                except _Narrower:
+                    schedule = narrower(rows, schedule)
+        except Refused:
+            if always:
+                raise
+            return False
+        self._add(lines, blocks, schedule.threads)
+        return True
+
+    def _plain(self, outputs: Outputs) -> None:
+        """A function that writes outputs of one size, of which nothing is reduced any more."""
+        for space in self._spaces:
+            found = [_indexed(space.index, space.shape, to) for _, to in outputs]
+            given = [
+                (*each, index)
+                for each, index in zip(outputs, found, strict=True)
+                if index is not None
+            ]
+            if space.across and len(given) == len(outputs):
+                grid = grid_of(space, self._split.threads, 2 * self._split.blocks, WARP)
+                lines = GridFunction(self._around(), space, grid, given).applied()
+                return self._add(lines, grid.blocks, grid.threads)
+        self._rows(outputs, always=True)
+        return None
+
+    # -- stages -------------------------------------------------------------------------------
+
+    def _staged(self, outputs: Outputs) -> Outputs:
+        """Compute the reductions that wait for no others; what is left of the outputs."""
+        by: dict[int, Value] = {}
+        written: set[int] = set()
+        for gathers in _gathers([value for value, _ in outputs]) if outputs else ():
+            stage = _stage(gathers, outputs)
+            held, parts = len(self._held), (len(self._texts), self._bytes)
+            try:
+                made = self._computed(gathers, stage)
+            except Refused:  # one number for each result alone: any index is asked of those later
+                for name in list(self._held)[held:]:
+                    del self._held[name]
+                self._bytes = parts[1]
+                del self._texts[parts[0] :], self._launches[parts[0] :]
+                stage = [(value, None) for gather in gathers for value in gather.values]
+                made = self._computed(gathers, stage)
+            by |= made
+            written |= {id(to) for _, to in stage if to is not None}
+        left = [(value, to) for value, to in outputs if id(to) not in written]
+        return [(_replaced(value, by), to) for value, to in left]
+
+    def _computed(
+        self, gathers: Sequence[Gather], stage: Sequence[tuple[Value, TensorSpec | None]]
+    ) -> dict[int, Value]:
+        """Functions that compute values of one number for each result; those that go to no output
+        are held in the workspace, by which they are replaced."""
+        given = [(value, to or self._new(value.shape)) for value, to in stage]
+        found: dict[int, Value] = {
+            id(value): Read(value.shape, to)
+            for (value, to), (_, out) in zip(given, stage, strict=True)
+            if out is None
+        }
+        if self._rows(given):
+            return found
+        split, first = self._split, gathers[0]
+        lanes = min(self._lanes, lanes_of(_widest([each.operand for each in gathers])))
+        space = space_of(first.operand, first.dims, lanes)
+        threads = split.threads
+        while threads > WARP and shared_bytes(space, gathers, threads) > MOST_SHARED:
+            threads //= 2
+        grid = grid_of(space, threads, split.blocks, split.columns)
+        self._spaces.append(space)
+        if grid.chunks == 1:
+            indices = [_indexed(space.kept, space.kept_shape, to) for _, to in given]
+            outputs = [
+                (*each, index)
+                for each, index in zip(given, indices, strict=True)
+                if index is not None
+            ]
+            if len(outputs) < len(given):
+                raise Refused("a view of a reduction's results that no plain index says")
+            lines = GridFunction(self._around(), space, grid, outputs).reduced(gathers)
+            self._add(lines, grid.blocks, grid.threads)
+            return found
+        shape = (*space.kept_shape, grid.chunks)
+        partial = [[self._new(shape) for _ in range(each.parts)] for each in gathers]
+        lines = GridFunction(self._around(), space, grid, ()).reduced(gathers, partial)
+        self._add(lines, grid.blocks, grid.threads)
+        by: dict[int, Value] = {}
+        for gather, tensors in zip(gathers, partial, strict=True):
+            by |= _together(gather, [Read(shape, tensor) for tensor in tensors])
+        self._rows([(_replaced(value, by), to) for value, to in given], always=True)
+        return found
+
+
+def _indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index | None:
+    """The index into a tensor of as many elements, None if no plain index says it."""
+    found = reshaped(index, shape, to.shape) if numel(shape) == to.numel else None
+    return None if found is None else tuple(found)
+
+
+def _together(gather: Gather, parts: Sequence[Value]) -> dict[int, Value]:
+    """The values of what was gathered from partial results, which stand along the last dim."""
+    last = gather.values[-1]
+    assert isinstance(last, Reduce)
+    shape, rank = last.shape, len(last.shape)
+    if not gather.moments:
+        return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
+    counts, means, squares = parts
+    share = 1.0 / count_of(gather.operand, gather.dims)
+    first = sliced(means, rank, 0, (*shape, 1), 1)
+    apart = sub(means, first)
+    middle = times(reduced("sum", mul(counts, apart), (rank,)), share)
+    rest = sub(apart, middle)
+    total = reduced("sum", add(squares, mul(counts, mul(rest, rest))), (rank,))
+    made = (reshape(add(first, middle), shape), reshape(total, shape))
+    return {id(value): each for value, each in zip(gather.values, made, strict=True)}
+
+
+# -- the tape -----------------------------------------------------------------------------------
+
+
+def _reachable(values: Iterable[Value], until: Iterable[int] = ()) -> list[Value]:
+    """The values that others are made of, operands first; not what those in ``until`` are of."""
+    found: dict[int, Value] = {}
+    ends = set(until)
+    stack = [(value, False) for value in values]
+    while stack:
+        value, done = stack.pop()
+        if done:
+            found.setdefault(id(value), value)
+        elif id(value) not in found:
+            stack.append((value, True))
+            if id(value) not in ends:
+                stack += [(operand, False) for operand in operands_of(value)]
+    return list(found.values())
+
+
+def _reductions(values: Iterable[Value]) -> list[Reduce]:
+    return [value for value in _reachable(values) if isinstance(value, Reduce)]
+
+
+def _widest(values: Iterable[Value]) -> int:
+    """The bytes of the widest element among the largest tensors that are read for values."""
+    reads = [value.tensor for value in _reachable(values) if isinstance(value, Read)]
+    most = max((tensor.numel for tensor in reads), default=0)
+    return max((t.dtype.itemsize for t in reads if t.numel == most), default=4)
+
+
+def _groups(outputs: Outputs) -> list[Outputs]:
+    """The outputs in groups that share no reductions."""
+    groups: list[tuple[set[int], list[tuple[Value, TensorSpec]]]] = []
+    for value, to in outputs:
+        ids, together = set(map(id, _reductions([value]))), [(value, to)]
+        for other in [each for each in groups if each[0] & ids]:
+            groups.remove(other)
+            ids |= other[0]
+            together = [*other[1], *together]
+        groups.append((ids, together))
+    return [each for _, each in groups]
+
+
+def _gathers(values: Sequence[Value]) -> list[list[Gather]]:
+    """The reductions that wait for no others, together where one loop gathers them."""
+    reach = _reachable(values)
+    clean = {id(value): not _reductions(operands_of(value)) for value in reach}
+    users: dict[int, list[Value]] = {}
+    for value in reach:
+        for operand in operands_of(value):
+            users.setdefault(id(operand), []).append(value)
+    found: dict[int, Gather] = {}
+    gone: set[int] = set()
+    for value in reach:
+        if isinstance(value, Squares) and clean[id(value.middle.sum)]:
+            found[id(value)] = Gather((value.middle, value))
+            if all(user is value.middle for user in users[id(value.middle.sum)]):
+                gone.add(id(value.middle.sum))
+        elif isinstance(value, Reduce) and clean[id(value)]:
+            found[id(value)] = Gather((value,))
+    together: dict[tuple[object, ...], list[Gather]] = {}
+    for at, gather in found.items():
+        if at not in gone:
+            together.setdefault((gather.operand.shape, gather.dims), []).append(gather)
+    if not together:
+        raise Refused("reductions that wait for each other")
+    return list(together.values())
+
+
+def _stage(gathers: Sequence[Gather], outputs: Outputs) -> list[tuple[Value, TensorSpec | None]]:
+    """What a stage computes: values of one number for each result, with the output each goes to,
+    None for one that other values are made of."""
+    targets = {id(value): value for gather in gathers for value in gather.values}
+    count = numel(gathers[0].values[-1].shape)
+    reach = _reachable([value for value, _ in outputs], targets)
+    waits: dict[int, bool] = {}  # whether it is made of any reduction
+    small: set[int] = set()
+    for value in reach:
+        below = operands_of(value)
+        waits[id(value)] = (
+            id(value) in targets
+            or isinstance(value, Reduce)
+            or any(waits.get(id(each), False) for each in below)
+        )
+        if id(value) in targets:
+            small.add(id(value))
+        elif isinstance(value, (Map, View)) and value.type == "float" and waits[id(value)]:
+            ready = all(id(each) in small or not waits[id(each)] for each in below)
+            if ready and numel(value.shape) == count:
+                small.add(id(value))
+    used = {
+        id(each)
+        for value in reach
+        if id(value) not in small and id(value) not in targets
+        for each in operands_of(value)
+    }
+    held: list[tuple[Value, TensorSpec | None]] = [
+        (value, None) for value in reach if id(value) in small and id(value) in used
+    ]
+    return held + [(value, to) for value, to in outputs if id(value) in small]
+
+
+def _replaced(value: Value, by: Mapping[int, Value]) -> Value:
+    """The value with others in place of some that it is made of."""
+    made = dict(by)
+    for each in _reachable([value], by):
+        if id(each) in made:
+            continue
+        below = operands_of(each)
+        fresh = tuple(made[id(operand)] for operand in below)
+        if all(old is new for old, new in zip(below, fresh, strict=True)):
+            made[id(each)] = each
+        elif isinstance(each, Mean):
+            total = fresh[0]
+            made[id(each)] = (
+                replace(each, operands=fresh, sum=total)
+                if isinstance(total, Reduce)
+                else Map(each.shape, fresh, each.code)
+            )
+        elif isinstance(each, (Map, Join)):
+            made[id(each)] = replace(each, operands=fresh)
+        elif isinstance(each, Squares):
+            middle = made[id(each.middle)]
+            made[id(each)] = (
+                replace(each, operand=fresh[0], of=made[id(each.of)], middle=middle)
+                if isinstance(middle, Mean)
+                else Reduce(each.shape, fresh[0], each.dims, each.kind)
+            )
+        else:
+            assert isinstance(each, (Reduce, View))
+            made[id(each)] = replace(each, operand=fresh[0])
+    return made[id(value)]
