@@ -74,6 +74,7 @@ MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
 
 Outputs = Sequence[tuple[Value, TensorSpec]]
+_Function = tuple[list[str], int, int]  # lines, blocks, threads
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,7 @@ class _Composer:
         while pending:
             waiting = [each for each in pending if _reductions(each[:1])]
             plain += [each for each in pending if each not in waiting]
-            left = [group for group in _groups(waiting) if not self._rows(group)]
-            pending = self._staged([each for group in left for each in group])
+            pending = self._staged(self._of_groups(_groups(waiting)))
         if not self._launches:
             raise Refused("nothing is reduced")
         for count in dict.fromkeys(tensor.numel for _, tensor in plain):
@@ -199,24 +199,50 @@ class _Composer:
 
     def _rows(self, outputs: Outputs, always: bool = False) -> bool:
         """Whether a function of rows writes the outputs, which is added then."""
+        made = self._of_rows(outputs, always)
+        if made is not None:
+            self._add(*made)
+        return made is not None
+
+    def _of_rows(self, outputs: Outputs, always: bool = False) -> _Function | None:
+        """The function of rows that writes the outputs, None where there should be none."""
         try:
             rows = rows_of_values([value for value, _ in outputs], [to for _, to in outputs])
             schedule = schedule_for(rows, self._split.processors)
             if not always and why_slow(rows, schedule, self._split.processors):
-                return False
+                return None
             most = 4 * self._split.blocks
             while True:
                 try:
                     lines, blocks = _Writer(self._around(), schedule, rows, most).lines()
-                    break
+                    return lines, blocks, schedule.threads
                 except _Narrower:
                     schedule = narrower(rows, schedule)
         except Refused:
             if always:
                 raise
-            return False
-        self._add(lines, blocks, schedule.threads)
-        return True
+            return None
+
+    def _of_groups(self, groups: Sequence[Outputs]) -> Outputs:
+        """Functions of rows for groups of outputs, as few as can be; the outputs left over."""
+        left: list[tuple[Value, TensorSpec]] = []
+        found: list[tuple[Outputs, _Function]] = []
+        for group in groups:
+            for at, (others, _) in enumerate(found):
+                together = [*others, *group]
+                made = self._of_rows(together)
+                if made is not None:
+                    found[at] = together, made
+                    break
+            else:
+                made = self._of_rows(group)
+                if made is None:
+                    left += group
+                else:
+                    found.append((group, made))
+        for _, made in found:
+            self._add(*made)
+        return left
 
     def _plain(self, outputs: Outputs) -> None:
         """A function that writes outputs of one size, of which nothing is reduced any more."""

@@ -497,7 +497,8 @@ class _Writer:
         name, lanes = self._new(), f"[{self._plan.lanes}]" if by == 2 else ""
         kept = self._many and self._resident
         many = f"[{self._chunks}]" if kept and by else ""
-        (self._declared if kept else self._lines).append(f"{type} {name}{many}{lanes};")
+        whole = kept or (self._many and not by)  # what is known of a row stays known
+        (self._declared if whole else self._lines).append(f"{type} {name}{many}{lanes};")
         return _Code(name + ("[c]" if many else "") + ("[j]" if lanes else ""), by)
 
     def _each_lane(self, line: str) -> None:

@@ -86,8 +86,12 @@ def instance_norm_backward(node: Node, operands: Operands, result: TensorSpec) -
     dx = mul(inverse, sub(dy, pull))
     if weight is None:
         return (dx,)
-    sums = (reshape(reduced("sum", each, (0,)), weight.shape) for each in (product, total))
-    return (mul(dx, _channels(weight, rank)), *sums)
+    sums = (
+        (product, total)
+        if x.shape[0] == 1
+        else (reduced("sum", each, (0,)) for each in (product, total))
+    )
+    return (mul(dx, _channels(weight, rank)), *(reshape(each, weight.shape) for each in sums))
 
 
 def batch_norm_train(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
