@@ -19,6 +19,7 @@ from .write import VECTOR_BYTES, WARP, Refused, Rows, Schedule, _Code, _speeds, 
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
 LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
+MOSTLY = 0.85  # of the threads that could be busy: with these the widest block is taken
 MOST_SHARED = 40 << 10  # bytes of a block, to leave some of the 48 KiB for sums over a team
 
 #: What a reduction starts with, and the name of how two numbers of it become one.
@@ -103,32 +104,36 @@ class Grid:
         return round_up(self.wide * self.deep, WARP)
 
 
-def grid_of(space: Space, threads: int, blocks: int, columns: int) -> Grid:
+def grid_of(
+    space: Space, threads: int, blocks: int, columns: int, steps: int | None = None
+) -> Grid:
     """The grid with about so many threads of a block, and blocks; a block across memory has about
-    so many threads side by side."""
+    so many threads side by side. ``steps`` are the fewest of a loop that is shared out."""
+    least = LEAST_STEPS if steps is None else steps
     vectors = -(-space.inner.extent // space.lanes)
     if not space.across:
         while threads > WARP and vectors <= threads // 2:
             threads //= 2
-        per, chunks = _shared_out(vectors, threads, blocks // space.row.extent)
+        per, chunks = _shared_out(vectors, threads, blocks // space.row.extent, least)
         return Grid(threads, 1, chunks, per, space.row.extent * chunks)
     unit = space.run // gcd(space.run, space.lanes)
 
-    def use(wide: int) -> tuple[float, int]:
+    def use(wide: int) -> float:
         deep = min(max(1, threads // wide), space.row.extent)
-        return round(vectors / round_up(vectors, wide) * wide * deep / threads, 2), wide
+        return vectors / round_up(vectors, wide) * wide * deep
 
-    most = max(1, columns // unit)
-    wide = max((unit * many for many in range(1, most + 1)), key=use)
+    widths = [unit * many for many in range(1, max(1, columns // unit) + 1)]
+    enough = MOSTLY * max(map(use, widths))
+    wide = max(each for each in widths if use(each) >= enough)
     deep = min(max(1, threads // wide), space.row.extent)
     beside = -(-vectors // wide)
-    per, chunks = _shared_out(space.row.extent, deep, blocks // beside)
+    per, chunks = _shared_out(space.row.extent, deep, blocks // beside, least)
     return Grid(wide, deep, chunks, per, beside * chunks)
 
 
-def _shared_out(count: int, step: int, chunks: int) -> tuple[int, int]:
+def _shared_out(count: int, step: int, chunks: int, least: int) -> tuple[int, int]:
     """The length and the number of chunks of whole steps, none of them empty or very short."""
-    chunks = max(1, min(chunks, count // (step * LEAST_STEPS)))
+    chunks = max(1, min(chunks, count // (step * least)))
     per = round_up(-(-count // chunks), step)
     return per, -(-count // per)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
 from .grid import (
     MOMENTS,
@@ -67,8 +68,7 @@ from .write import (
     tape_of,
 )
 
-BLOCKS_OF_A_PROCESSOR = 4  # of a launch that shares out reductions
-LONG_ROW = 1 << 14  # elements: rows that blocks share out where there are fewer than processors
+THREADS = 256  # of a block
 MOST_LAUNCHES = 8
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
@@ -89,19 +89,29 @@ class Split:
     @property
     def processors(self) -> int:
         """The number of multiprocessors that the blocks are for."""
-        return max(1, self.blocks // BLOCKS_OF_A_PROCESSOR)
+        return max(1, self.blocks // rules().kernel_blocks_per_sm)
 
 
 def split_for(processors: int) -> Split:
     """The schedule by rule, for a GPU with so many processors."""
-    return Split(256, BLOCKS_OF_A_PROCESSOR * processors, WARP)
+    return Split(THREADS, rules().kernel_blocks_per_sm * processors, WARP)
+
+
+def variants(by_rule: Split) -> list[Split]:
+    """Schedules to measure beside the one by rule: other threads, blocks and columns."""
+    return [
+        *(replace(by_rule, threads=threads) for threads in (THREADS // 2, 2 * THREADS)),
+        *(replace(by_rule, blocks=blocks) for blocks in (by_rule.blocks // 2, 2 * by_rule.blocks)),
+        *(replace(by_rule, columns=columns) for columns in (WARP // 2, 2 * WARP)),
+    ]
 
 
 def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     """Why a region should not be one kernel of rows, or None."""
     if not rows.reductions:
         return None
-    if rows.row.extent < processors and (not schedule.chunks or rows.inner.extent > LONG_ROW):
+    long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
+    if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"
     return "rows that lie across memory" if rows.strided else None
 
@@ -254,7 +264,8 @@ class _Composer:
                 if index is not None
             ]
             if space.across and len(given) == len(outputs):
-                grid = grid_of(space, self._split.threads, 2 * self._split.blocks, WARP)
+                split = self._split
+                grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
                 lines = GridFunction(self._around(), space, grid, given).applied()
                 return self._add(lines, grid.blocks, grid.threads)
         self._rows(outputs, always=True)

@@ -16,6 +16,7 @@ from math import gcd
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
 from .index import Sum, Var, counter, digits, place, reshaped
 from .rules import RULES
@@ -92,7 +93,7 @@ class Rows:
     outputs: tuple[tuple[Value, TensorSpec, Index], ...]
     reductions: tuple[tuple[Reduce, ...], ...]  # by the pass that computes them
     bytes: int  # of an element, the widest
-    strided: bool = False  # the elements of a row do not lie side by side in memory
+    strided: bool = False  # too few elements of a row lie side by side in memory
 
     @property
     def lanes(self) -> int:
@@ -237,8 +238,13 @@ def _with_reductions(
         tuple(each for each in reductions if level[id(each)] == number + 1)
         for number in range(max(level.values()))
     )
-    beside = min((speed[dim] for dim in cut if shape[dim] > 1), default=1)
-    strided = beside != 1 and numel(shape) > SMALL
+    run = 1  # elements of a row that lie side by side
+    for dim in [dim for dim in reversed(cut) if shape[dim] > 1]:
+        if speed[dim] != run:
+            break
+        run *= shape[dim]
+    short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
+    strided = short and numel(shape) > SMALL
     return Rows(row, inner, tuple(outputs), passes, widest, strided)
 
 
