@@ -12,10 +12,21 @@ from dataclasses import dataclass
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
-from .index import Sum, Var, counter, digits, place
+from .index import Sum, Var, place
 from .scalars import number
 from .tape import Index, Join, Mean, Reduce, Squares, Value
-from .write import VECTOR_BYTES, WARP, Refused, Rows, Schedule, _Code, _speeds, _Writer
+from .write import (
+    VECTOR_BYTES,
+    WARP,
+    Refused,
+    Rows,
+    Schedule,
+    _Code,
+    _Writer,
+    counted,
+    parts_of,
+    run_of,
+)
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
 LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
@@ -59,27 +70,23 @@ class Space:
 
 def space_of(value: Value, dims: Sequence[int], most_lanes: int) -> Space:
     """How the elements of a value are counted of which dims are reduced."""
-    shape, speed = value.shape, _speeds(value)
-    order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -speed[d])
+    shape, order = value.shape, parts_of(value)
     beside = list(order)
-    while beside and beside[-1] in dims:
+    while beside and beside[-1].dim in dims:
         beside.pop()
-    run = numel(shape[dim] for dim in order[len(beside) :])
-    slow = [dim for dim in beside if dim in dims]
+    run = numel(part.extent for part in order[len(beside) :])
+    slow = [part for part in beside if part.dim in dims]
     across = bool(slow) and run < LONG_RUN * most_lanes
-    down = slow if across else [dim for dim in beside if dim not in dims]
-    along = [dim for dim in order if dim not in down]
-    dense = 1
-    for dim in reversed(along):
-        if speed[dim] != dense:
-            break
-        dense *= shape[dim]
-    row = Var("r", numel(shape[dim] for dim in down))
-    inner = Var("k", numel(shape[dim] for dim in along))
-    index = dict(zip(down, digits(counter(row), [shape[d] for d in down]), strict=True))
-    index |= dict(zip(along, digits(counter(inner), [shape[d] for d in along]), strict=True))
-    whole = tuple(index.get(dim, Sum()) for dim in range(len(shape)))
-    return Space(shape, tuple(dims), row, inner, whole, across, run, gcd(dense, most_lanes))
+    down = slow if across else [part for part in beside if part.dim not in dims]
+    along = [part for part in order if part not in down]
+    row = Var("r", numel(part.extent for part in down))
+    inner = Var("k", numel(part.extent for part in along))
+    index = dict.fromkeys(range(len(shape)), Sum())
+    for parts, var in ((down, row), (along, inner)):
+        for dim, each in counted(parts, var).items():
+            index[dim] = index[dim] + each
+    lanes = gcd(run_of(along), most_lanes)
+    return Space(shape, tuple(dims), row, inner, tuple(index.values()), across, run, lanes)
 
 
 def lanes_of(widest: int) -> int:

@@ -28,7 +28,7 @@ from .grid import (
     shared_bytes,
     space_of,
 )
-from .index import reshaped
+from .index import place, reshaped
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .tape import (
     Index,
@@ -262,6 +262,7 @@ class _Composer:
                 (*each, index)
                 for each, index in zip(outputs, found, strict=True)
                 if index is not None
+                and place(index, each[1].stride).slope(space.inner, space.lanes) == 1
             ]
             if space.across and len(given) == len(outputs):
                 split = self._split

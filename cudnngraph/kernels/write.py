@@ -212,13 +212,12 @@ def _with_reductions(
     shape = main.operand.shape
     count = numel(shape[dim] for dim in main.dims)
     row, inner = Var("r", numel(shape) // count), Var("k", count)
-    speed = _speeds(main.operand)
-    kept = sorted((d for d in range(len(shape)) if d not in main.dims), key=lambda d: -speed[d])
-    cut = sorted(main.dims, key=lambda d: -speed[d])
-    index = dict(zip(kept, digits(counter(row), [shape[d] for d in kept]), strict=True))
-    index |= dict(zip(cut, digits(counter(inner), [shape[d] for d in cut]), strict=True))
-    whole = tuple(index[dim] for dim in range(len(shape)))
-    alone = tuple(Sum() if dim in main.dims else index[dim] for dim in range(len(shape)))
+    parts = parts_of(main.operand)
+    cut = [part for part in parts if part.dim in main.dims]
+    index = counted([part for part in parts if part.dim not in main.dims], row)
+    index |= counted(cut, inner)
+    whole = tuple(index.get(dim, Sum()) for dim in range(len(shape)))
+    alone = tuple(Sum() if dim in main.dims else each for dim, each in enumerate(whole))
     outputs = []
     for value, tensor in zip(values, tensors, strict=True):
         if tensor.numel == numel(shape):
@@ -238,18 +237,26 @@ def _with_reductions(
         tuple(each for each in reductions if level[id(each)] == number + 1)
         for number in range(max(level.values()))
     )
-    run = 1  # elements of a row that lie side by side
-    for dim in [dim for dim in reversed(cut) if shape[dim] > 1]:
-        if speed[dim] != run:
-            break
-        run *= shape[dim]
+    run = run_of(cut)
     short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
     strided = short and numel(shape) > SMALL
     return Rows(row, inner, tuple(outputs), passes, widest, strided)
 
 
-def _speeds(value: Value) -> list[int]:
-    """For each dim how far apart its elements lie in the largest tensor that is read for it."""
+@dataclass(frozen=True)
+class Part:
+    """The digit ``(i // div) % extent`` of the index along a dim; ``step`` is how far apart in
+    memory its neighbours lie."""
+
+    dim: int
+    div: int
+    extent: int
+    step: int
+
+
+def parts_of(value: Value) -> list[Part]:
+    """The dims of a value in parts that lie evenly in the largest tensor that is read for it, those
+    farthest apart first."""
     rank = len(value.shape)
     names = [Var(f"d{dim}", extent) for dim, extent in enumerate(value.shape)]
     index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
@@ -266,11 +273,38 @@ def _speeds(value: Value) -> list[int]:
             stack += [] if source is None else [(at.operand, source)]
         elif isinstance(at, Join):
             stack += [(each, where) for each in at.operands]
-    found = [rank - dim for dim in range(rank)]
-    steps = {name: [by for digit, by in best[1].terms if digit.var == name] for name in names}
-    if all(steps[name] for name in names if name.extent > 1):
-        found = [min(steps[name], default=0) for name in names]
+    found: list[Part] = []
+    for dim, name in enumerate(names):
+        terms = sorted(
+            (digit.div, digit.mod, by) for digit, by in best[1].terms if digit.var == name
+        )
+        parts = [Part(dim, div, mod, by) for div, mod, by in terms]
+        ends = [1, *(part.div * part.extent for part in parts)]
+        if name.extent > 1 and ends != [*(part.div for part in parts), name.extent]:
+            plain = [Part(dim, 1, n, rank - dim) for dim, n in enumerate(value.shape) if n > 1]
+            return plain  # it is not read once and whole: in row-major order
+        found += parts
+    return sorted(found, key=lambda part: -part.step)
+
+
+def counted(parts: Sequence[Part], var: Var) -> dict[int, Sum]:
+    """The index along each dim that parts are of, which a variable counts, the last one fastest."""
+    found: dict[int, Sum] = {}
+    for part, digit in zip(
+        parts, digits(counter(var), [each.extent for each in parts]), strict=True
+    ):
+        found[part.dim] = found.get(part.dim, Sum()) + digit * part.div
     return found
+
+
+def run_of(parts: Sequence[Part]) -> int:
+    """How many elements lie side by side in memory, of parts in its order."""
+    run = 1
+    for part in reversed(parts):
+        if part.step != run:
+            break
+        run *= part.extent
+    return run
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:
@@ -464,11 +498,11 @@ class _Writer:
         extents = [each.operand.shape[dim] for dim in each.dims]
         if numel(extents) != self._rows.inner.extent:
             raise Refused("reductions over rows of several lengths")
-        speed = _speeds(each.operand)
-        order = sorted(each.dims, key=lambda dim: -speed[dim])
-        cut = digits(counter(self._rows.inner), [each.operand.shape[dim] for dim in order])
-        inner = dict(zip(order, cut, strict=True))
-        return tuple(inner.get(dim, index) for dim, index in enumerate(kept))
+        parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
+        inner = counted(parts, self._rows.inner)
+        return tuple(
+            inner.get(dim, Sum()) if dim in each.dims else index for dim, index in enumerate(kept)
+        )
 
     def _source(self, view: View, index: Index) -> Index:
         found = view.source(index)

@@ -66,6 +66,12 @@ def group_norm(at: Images) -> list[cg.Value]:
     return [g.silu(y) if at.rng.random() < 0.7 else y]
 
 
+def group_norm_of_the_builder(at: Images) -> list[cg.Value]:
+    """As :meth:`Graph.group_norm` declares it: by views and an instance norm."""
+    vectors = (at.vector("weight", at.dtype), at.vector("bias", at.dtype))
+    return [at.graph.silu(at.graph.group_norm(at.image("x"), at.groups, *vectors))]
+
+
 def instance_norm(at: Images) -> list[cg.Value]:
     g, x = at.graph, at.image("x")
     stats = at.rng.random() < 0.5
@@ -136,6 +142,7 @@ def norm_behind_a_norm(at: Images) -> list[cg.Value]:
 
 REGIONS = (
     group_norm,
+    group_norm_of_the_builder,
     instance_norm,
     batch_norm_train,
     batch_norm_backward,
