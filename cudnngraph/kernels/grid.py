@@ -8,7 +8,7 @@ part of one row. What the loop does not change is computed before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
@@ -212,12 +212,24 @@ class GridFunction(_Writer):
         self._written()
         return self._loops()
 
+    def _write(self, outputs: Sequence[tuple[Value, TensorSpec, Index]]) -> None:
+        rows, self._rows = self._rows, replace(self._rows, outputs=tuple(outputs))
+        self._written()
+        self._rows = rows
+
     def reduced(
-        self, gathers: Sequence[Gather], partial: Sequence[Sequence[TensorSpec]] = ()
+        self,
+        gathers: Sequence[Gather],
+        beside: Sequence[tuple[Value, TensorSpec, Index]] = (),
+        partial: Sequence[Sequence[TensorSpec]] = (),
     ) -> list[str]:
-        """The function that reduces. Each chunk writes to the tensors of partial results; where
-        there are none, the outputs are computed from the results."""
+        """The function that reduces, and writes what it reads for that ``beside``.
+
+        Each chunk writes to the tensors of partial results; where there are none, the outputs are
+        computed from the results.
+        """
         names = [self._gathered(each) for each in gathers]
+        self._write(beside)
         body = self._loops()
         if self._space.across:
             return body + self._down_columns(gathers, names, partial)

@@ -145,6 +145,7 @@ class _Composer:
         self._texts: list[str] = []
         self._launches: list[Launch] = []
         self._spaces: list[Space] = []
+        self._left: list[tuple[Value, TensorSpec]] = []  # outputs of which nothing is reduced
 
     def source(self) -> Source:
         """Write the functions."""
@@ -153,15 +154,14 @@ class _Composer:
         pending: Outputs = list(zip(tape_of(spec), tensors, strict=True))
         if any(tensor.dtype not in MEMORY for _, tensor in pending):
             raise Refused("an output is of a dtype that kernels do not write")
-        plain: list[tuple[Value, TensorSpec]] = []
         while pending:
             waiting = [each for each in pending if _reductions(each[:1])]
-            plain += [each for each in pending if each not in waiting]
+            self._left += [each for each in pending if each not in waiting]
             pending = self._staged(self._of_groups(_groups(waiting)))
         if not self._launches:
             raise Refused("nothing is reduced")
-        for count in dict.fromkeys(tensor.numel for _, tensor in plain):
-            self._plain([each for each in plain if each[1].numel == count])
+        for count in dict.fromkeys(tensor.numel for _, tensor in self._left):
+            self._plain([each for each in self._left if each[1].numel == count])
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
@@ -250,20 +250,24 @@ class _Composer:
                     left += group
                 else:
                     found.append((group, made))
-        for _, made in found:
+        for others, made in found:
+            for each in self._sharing([value for value, _ in others]):
+                more = self._of_rows([*others, each])
+                if more is not None:
+                    others, made = [*others, each], more
+                    self._left.remove(each)
             self._add(*made)
         return left
+
+    def _sharing(self, values: Sequence[Value]) -> Outputs:
+        """The outputs of which nothing is reduced that read a large tensor of other values too."""
+        large = _largest(values)
+        return [each for each in self._left if large & _largest(each[:1])]
 
     def _plain(self, outputs: Outputs) -> None:
         """A function that writes outputs of one size, of which nothing is reduced any more."""
         for space in self._spaces:
-            found = [_indexed(space.index, space.shape, to) for _, to in outputs]
-            given = [
-                (*each, index)
-                for each, index in zip(outputs, found, strict=True)
-                if index is not None
-                and place(index, each[1].stride).slope(space.inner, space.lanes) == 1
-            ]
+            given = _placed(space, outputs)
             if space.across and len(given) == len(outputs):
                 split = self._split
                 grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
@@ -281,12 +285,13 @@ class _Composer:
         for gathers in _gathers([value for value, _ in outputs]) if outputs else ():
             stage = _stage(gathers, outputs)
             held, parts = len(self._held), (len(self._texts), self._bytes)
+            plain = list(self._left)
             try:
                 made = self._computed(gathers, stage)
             except Refused:  # one number for each result alone: any index is asked of those later
                 for name in list(self._held)[held:]:
                     del self._held[name]
-                self._bytes = parts[1]
+                self._bytes, self._left = parts[1], plain
                 del self._texts[parts[0] :], self._launches[parts[0] :]
                 stage = [(value, None) for gather in gathers for value in gather.values]
                 made = self._computed(gathers, stage)
@@ -316,6 +321,8 @@ class _Composer:
             threads //= 2
         grid = grid_of(space, threads, split.blocks, split.columns)
         self._spaces.append(space)
+        beside = _placed(space, self._sharing([each.operand for each in gathers]))
+        self._left = [each for each in self._left if all(each[1] is not to for _, to, _ in beside)]
         if grid.chunks == 1:
             indices = [_indexed(space.kept, space.kept_shape, to) for _, to in given]
             outputs = [
@@ -325,12 +332,12 @@ class _Composer:
             ]
             if len(outputs) < len(given):
                 raise Refused("a view of a reduction's results that no plain index says")
-            lines = GridFunction(self._around(), space, grid, outputs).reduced(gathers)
+            lines = GridFunction(self._around(), space, grid, outputs).reduced(gathers, beside)
             self._add(lines, grid.blocks, grid.threads)
             return found
         shape = (*space.kept_shape, grid.chunks)
         partial = [[self._new(shape) for _ in range(each.parts)] for each in gathers]
-        lines = GridFunction(self._around(), space, grid, ()).reduced(gathers, partial)
+        lines = GridFunction(self._around(), space, grid, ()).reduced(gathers, beside, partial)
         self._add(lines, grid.blocks, grid.threads)
         by: dict[int, Value] = {}
         for gather, tensors in zip(gathers, partial, strict=True):
@@ -343,6 +350,16 @@ def _indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index | None
     """The index into a tensor of as many elements, None if no plain index says it."""
     found = reshaped(index, shape, to.shape) if numel(shape) == to.numel else None
     return None if found is None else tuple(found)
+
+
+def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Index]]:
+    """The outputs that a loop over a space can write as they lie, with their indices."""
+    found = [(value, to, _indexed(space.index, space.shape, to)) for value, to in outputs]
+    return [
+        (value, to, index)
+        for value, to, index in found
+        if index is not None and place(index, to.stride).slope(space.inner, space.lanes) == 1
+    ]
 
 
 def _together(gather: Gather, parts: Sequence[Value]) -> dict[int, Value]:
@@ -386,11 +403,16 @@ def _reductions(values: Iterable[Value]) -> list[Reduce]:
     return [value for value in _reachable(values) if isinstance(value, Reduce)]
 
 
+def _largest(values: Iterable[Value]) -> set[TensorSpec]:
+    """The largest tensors that are read for values."""
+    reads = {value.tensor for value in _reachable(values) if isinstance(value, Read)}
+    most = max((tensor.numel for tensor in reads), default=0)
+    return {tensor for tensor in reads if tensor.numel == most}
+
+
 def _widest(values: Iterable[Value]) -> int:
     """The bytes of the widest element among the largest tensors that are read for values."""
-    reads = [value.tensor for value in _reachable(values) if isinstance(value, Read)]
-    most = max((tensor.numel for tensor in reads), default=0)
-    return max((t.dtype.itemsize for t in reads if t.numel == most), default=4)
+    return max((tensor.dtype.itemsize for tensor in _largest(values)), default=4)
 
 
 def _groups(outputs: Outputs) -> list[Outputs]:

@@ -274,6 +274,16 @@ def test_one_loop_gathers_what_is_reduced_alike() -> None:
     assert len(source.launches) == 3  # dx by rows; both sums of columns, and these put together
 
 
+def test_what_is_summed_up_is_written_by_the_same_loop() -> None:
+    g = cg.Graph("bias")
+    dy, y = (g.input(name, (4096, 512), torch.bfloat16) for name in ("dy", "y"))
+    dx = g.relu_backward(dy, y)
+    g.output("dx", dx)
+    g.output("sum", g.reduction(dx, (0,)))
+    source = split.write(g.spec(), split.split_for(132))
+    assert len(source.launches) == 2  # sums of chunks and dx; sums of these
+
+
 @pytest.mark.usefixtures("small_as_large")
 def test_nan_and_infinity_are_passed_on_as_torch_does() -> None:
     g = cg.Graph("reduced")
