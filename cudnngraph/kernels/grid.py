@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
+from .gather import PARTS, Gather, team, whole
 from .index import Sum, Var, place
-from .scalars import number
-from .tape import Index, Join, Mean, Reduce, Squares, Value
+from .parts import counted, parts_of, run_of
+from .tape import Index, Join, Value
 from .write import (
     VECTOR_BYTES,
     WARP,
@@ -23,22 +24,12 @@ from .write import (
     Schedule,
     _Code,
     _Writer,
-    counted,
-    parts_of,
-    run_of,
 )
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
 LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
 MOSTLY = 0.85  # of the threads that could be busy: with these the widest block is taken
 MOST_SHARED = 40 << 10  # bytes of a block, to leave some of the 48 KiB for sums over a team
-
-#: What a reduction starts with, and the name of how two numbers of it become one.
-KINDS: Mapping[str, tuple[str, str]] = {
-    "sum": ("0.0f", "Add"),
-    "max": (number(float("-inf")), "Larger"),
-    "min": (number(float("inf")), "Smaller"),
-}
 
 
 @dataclass(frozen=True)
@@ -143,50 +134,6 @@ def _shared_out(count: int, step: int, chunks: int, least: int) -> tuple[int, in
     chunks = max(1, min(chunks, count // (step * least)))
     per = round_up(-(-count // chunks), step)
     return per, -(-count // per)
-
-
-@dataclass(frozen=True)
-class Gather:
-    """What a loop gathers of one value: a reduction, or the mean and the squares around it."""
-
-    values: tuple[Value, ...]
-
-    @property
-    def operand(self) -> Value:
-        """The value that is reduced."""
-        last = self.values[-1]
-        assert isinstance(last, Reduce)
-        return last.of if isinstance(last, Squares) and self.moments else last.operand
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dims that are reduced."""
-        last = self.values[-1]
-        assert isinstance(last, Reduce)
-        return last.dims
-
-    @property
-    def moments(self) -> bool:
-        """Whether it is a mean and squares, gathered as Welford does."""
-        return isinstance(self.values[0], Mean)
-
-    @property
-    def parts(self) -> int:
-        """The numbers of a partial result: of moments the count, the mean and the squares."""
-        return 3 if self.moments else 1
-
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        """The C++ type, what it starts with, and the name of how two become one."""
-        if self.moments:
-            return "Moments", "Moments(0.0f, 0.0f, 0.0f)", "Merged"
-        (value,) = self.values
-        assert isinstance(value, Reduce)
-        return ("float", *KINDS[value.kind])
-
-
-#: The numbers of a partial result, of what C++ names.
-PARTS = {1: ("{}",), 3: ("{}.count", "{}.mean", "{}.squares")}
 
 
 class GridFunction(_Writer):
@@ -321,13 +268,13 @@ class GridFunction(_Writer):
         for gather, parts in zip(gathers, names, strict=True):
             kind, start, combine = gather.kind
             made = self._new()
-            each = _whole(gather, parts)
+            each = whole(gather, parts)
             body += [
                 f"{kind} {made} = {start};",
                 "#pragma unroll",
                 f"for (int j = 0; j < {self._plan.lanes}; ++j) "
                 f"{made} = {combine}::of({made}, {each});",
-                f"{made} = {_team(gather, self._grid.threads)}({made});",
+                f"{made} = {team(gather, self._grid.threads)}({made});",
             ]
             results.append(made)
         lines = self._finish(gathers, results, partial, self._names)
@@ -354,7 +301,7 @@ class GridFunction(_Writer):
             kind, start, combine = gather.kind
             buffers = [f"s{at + part}" for part in range(gather.parts)]
             at += gather.parts
-            element = _whole(gather, [f"{buffer}[{{}}]" for buffer in buffers])
+            element = whole(gather, [f"{buffer}[{{}}]" for buffer in buffers])
             first += [
                 f"{buffer}[(y * {lanes}u + j) * {grid.wide}u + x] = {part};"
                 for buffer, part in zip(buffers, parts, strict=True)
@@ -378,7 +325,7 @@ class GridFunction(_Writer):
                 f"{kind} {made} = {start};",
                 f"if (there) for (u32 c = i * {run}u + q; c < i * {run}u + {run}u; c += {share}u)",
                 f"  {made} = {combine}::of({made}, {step});",
-                f"{made} = {_team(gather, share)}({made});" if share > 1 else "",
+                f"{made} = {team(gather, share)}({made});" if share > 1 else "",
             ]
             results.append(made)
         names_of = {**self._names, self._space.inner: "column"}
@@ -444,58 +391,3 @@ def _parts(gathers: Sequence[Gather]) -> int:
 def shared_bytes(space: Space, gathers: Sequence[Gather], threads: int) -> int:
     """The shared memory of a block down columns."""
     return 4 * _parts(gathers) * space.lanes * threads if space.across else 0
-
-
-def _whole(gather: Gather, parts: Sequence[str]) -> str:
-    """C++ for a partial result of its numbers."""
-    return f"Moments({', '.join(parts)})" if gather.moments else parts[0]
-
-
-def _team(gather: Gather, threads: int) -> str:
-    """The name of the reduction over threads."""
-    return f"moments<{threads}>" if gather.moments else f"team<{gather.kind[2]}, {threads}>"
-
-
-#: Counts, means and sums of squared differences from them, of parts that are put together.
-MOMENTS = r"""
-struct Moments {
-  float count, mean, squares;
-  D_ Moments(float c, float m, float s) : count(c), mean(m), squares(s) {}
-};
-struct Merged {
-  static D_ Moments of(Moments a, Moments b) {
-    if (a.count == 0.0f) return b;
-    if (b.count == 0.0f) return a;
-    const float count = a.count + b.count, apart = b.mean - a.mean, part = b.count / count;
-    return Moments(count, a.mean + apart * part,
-                   a.squares + b.squares + apart * apart * a.count * part);
-  }
-};
-template <int T> static D_ Moments moments(Moments x) {
-#pragma unroll
-  for (int at = (T < 32 ? T : 32) / 2; at; at /= 2) {
-    const float count = __shfl_xor_sync(~0u, x.count, at);
-    const float mean = __shfl_xor_sync(~0u, x.mean, at);
-    x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
-  }
-  if (T > 32) {
-    __shared__ float parts[3][32];
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-      parts[0][threadIdx.x / 32] = x.count;
-      parts[1][threadIdx.x / 32] = x.mean;
-      parts[2][threadIdx.x / 32] = x.squares;
-    }
-    __syncthreads();
-    const int from = threadIdx.x % (T > 32 ? T / 32 : 1);
-    x = Moments(parts[0][from], parts[1][from], parts[2][from]);
-#pragma unroll
-    for (int at = T / 64; at; at /= 2) {
-      const float count = __shfl_xor_sync(~0u, x.count, at);
-      const float mean = __shfl_xor_sync(~0u, x.mean, at);
-      x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
-    }
-  }
-  return x;
-}
-""".replace("D_", "__device__ __forceinline__")

@@ -10,17 +10,16 @@ as one over a deviation. What is left is read by the next stage, or written elem
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
+from .gather import MOMENTS, Gather
 from .grid import (
-    MOMENTS,
     MOST_SHARED,
-    Gather,
     GridFunction,
     Space,
     grid_of,
@@ -30,25 +29,18 @@ from .grid import (
 )
 from .index import place, reshaped
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
-from .tape import (
-    Index,
-    Join,
-    Map,
-    Mean,
-    Read,
-    Reduce,
-    Squares,
-    Value,
-    View,
-    add,
-    count_of,
-    mul,
-    reduced,
-    reshape,
-    sliced,
-    sub,
-    times,
+from .stages import (
+    Outputs,
+    gathers_of,
+    groups_of,
+    largest_reads,
+    put_together,
+    reductions_of,
+    replaced,
+    stage_of,
+    widest_read,
 )
+from .tape import Index, Read, Value
 from .write import (
     NAME,
     TEAM,
@@ -62,7 +54,6 @@ from .write import (
     _Narrower,
     _Writer,
     narrower,
-    operands_of,
     rows_of_values,
     schedule_for,
     tape_of,
@@ -73,7 +64,6 @@ MOST_LAUNCHES = 8
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
 
-Outputs = Sequence[tuple[Value, TensorSpec]]
 _Function = tuple[list[str], int, int]  # lines, blocks, threads
 
 
@@ -118,7 +108,7 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
 
 def reduces(spec: GraphSpec) -> bool:
     """Whether a region reduces anything. Raises :class:`Refused`."""
-    return bool(_reductions(tape_of(spec)))
+    return bool(reductions_of(tape_of(spec)))
 
 
 def write(spec: GraphSpec, split: Split) -> Source:
@@ -155,9 +145,9 @@ class _Composer:
         if any(tensor.dtype not in MEMORY for _, tensor in pending):
             raise Refused("an output is of a dtype that kernels do not write")
         while pending:
-            waiting = [each for each in pending if _reductions(each[:1])]
+            waiting = [each for each in pending if reductions_of(each[:1])]
             self._left += [each for each in pending if each not in waiting]
-            pending = self._staged(self._of_groups(_groups(waiting)))
+            pending = self._staged(self._of_groups(groups_of(waiting)))
         if not self._launches:
             raise Refused("nothing is reduced")
         for count in dict.fromkeys(tensor.numel for _, tensor in self._left):
@@ -261,8 +251,8 @@ class _Composer:
 
     def _sharing(self, values: Sequence[Value]) -> Outputs:
         """The outputs of which nothing is reduced that read a large tensor of other values too."""
-        large = _largest(values)
-        return [each for each in self._left if large & _largest(each[:1])]
+        large = largest_reads(values)
+        return [each for each in self._left if large & largest_reads(each[:1])]
 
     def _plain(self, outputs: Outputs) -> None:
         """A function that writes outputs of one size, of which nothing is reduced any more."""
@@ -282,8 +272,8 @@ class _Composer:
         """Compute the reductions that wait for no others; what is left of the outputs."""
         by: dict[int, Value] = {}
         written: set[int] = set()
-        for gathers in _gathers([value for value, _ in outputs]) if outputs else ():
-            stage = _stage(gathers, outputs)
+        for gathers in gathers_of([value for value, _ in outputs]) if outputs else ():
+            stage = stage_of(gathers, outputs)
             held, parts = len(self._held), (len(self._texts), self._bytes)
             plain = list(self._left)
             try:
@@ -298,7 +288,7 @@ class _Composer:
             by |= made
             written |= {id(to) for _, to in stage if to is not None}
         left = [(value, to) for value, to in outputs if id(to) not in written]
-        return [(_replaced(value, by), to) for value, to in left]
+        return replaced(left, by)
 
     def _computed(
         self, gathers: Sequence[Gather], stage: Sequence[tuple[Value, TensorSpec | None]]
@@ -314,7 +304,7 @@ class _Composer:
         if self._rows(given):
             return found
         split, first = self._split, gathers[0]
-        lanes = min(self._lanes, lanes_of(_widest([each.operand for each in gathers])))
+        lanes = min(self._lanes, lanes_of(widest_read([each.operand for each in gathers])))
         space = space_of(first.operand, first.dims, lanes)
         threads = split.threads
         while threads > WARP and shared_bytes(space, gathers, threads) > MOST_SHARED:
@@ -341,8 +331,8 @@ class _Composer:
         self._add(lines, grid.blocks, grid.threads)
         by: dict[int, Value] = {}
         for gather, tensors in zip(gathers, partial, strict=True):
-            by |= _together(gather, [Read(shape, tensor) for tensor in tensors])
-        self._rows([(_replaced(value, by), to) for value, to in given], always=True)
+            by |= put_together(gather, [Read(shape, tensor) for tensor in tensors])
+        self._rows(replaced(given, by), always=True)
         return found
 
 
@@ -360,160 +350,3 @@ def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Ind
         for value, to, index in found
         if index is not None and place(index, to.stride).slope(space.inner, space.lanes) == 1
     ]
-
-
-def _together(gather: Gather, parts: Sequence[Value]) -> dict[int, Value]:
-    """The values of what was gathered from partial results, which stand along the last dim."""
-    last = gather.values[-1]
-    assert isinstance(last, Reduce)
-    shape, rank = last.shape, len(last.shape)
-    if not gather.moments:
-        return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
-    counts, means, squares = parts
-    share = 1.0 / count_of(gather.operand, gather.dims)
-    first = sliced(means, rank, 0, (*shape, 1), 1)
-    apart = sub(means, first)
-    middle = times(reduced("sum", mul(counts, apart), (rank,)), share)
-    rest = sub(apart, middle)
-    total = reduced("sum", add(squares, mul(counts, mul(rest, rest))), (rank,))
-    made = (reshape(add(first, middle), shape), reshape(total, shape))
-    return {id(value): each for value, each in zip(gather.values, made, strict=True)}
-
-
-# -- the tape -----------------------------------------------------------------------------------
-
-
-def _reachable(values: Iterable[Value], until: Iterable[int] = ()) -> list[Value]:
-    """The values that others are made of, operands first; not what those in ``until`` are of."""
-    found: dict[int, Value] = {}
-    ends = set(until)
-    stack = [(value, False) for value in values]
-    while stack:
-        value, done = stack.pop()
-        if done:
-            found.setdefault(id(value), value)
-        elif id(value) not in found:
-            stack.append((value, True))
-            if id(value) not in ends:
-                stack += [(operand, False) for operand in operands_of(value)]
-    return list(found.values())
-
-
-def _reductions(values: Iterable[Value]) -> list[Reduce]:
-    return [value for value in _reachable(values) if isinstance(value, Reduce)]
-
-
-def _largest(values: Iterable[Value]) -> set[TensorSpec]:
-    """The largest tensors that are read for values."""
-    reads = {value.tensor for value in _reachable(values) if isinstance(value, Read)}
-    most = max((tensor.numel for tensor in reads), default=0)
-    return {tensor for tensor in reads if tensor.numel == most}
-
-
-def _widest(values: Iterable[Value]) -> int:
-    """The bytes of the widest element among the largest tensors that are read for values."""
-    return max((tensor.dtype.itemsize for tensor in _largest(values)), default=4)
-
-
-def _groups(outputs: Outputs) -> list[Outputs]:
-    """The outputs in groups that share no reductions."""
-    groups: list[tuple[set[int], list[tuple[Value, TensorSpec]]]] = []
-    for value, to in outputs:
-        ids, together = set(map(id, _reductions([value]))), [(value, to)]
-        for other in [each for each in groups if each[0] & ids]:
-            groups.remove(other)
-            ids |= other[0]
-            together = [*other[1], *together]
-        groups.append((ids, together))
-    return [each for _, each in groups]
-
-
-def _gathers(values: Sequence[Value]) -> list[list[Gather]]:
-    """The reductions that wait for no others, together where one loop gathers them."""
-    reach = _reachable(values)
-    clean = {id(value): not _reductions(operands_of(value)) for value in reach}
-    users: dict[int, list[Value]] = {}
-    for value in reach:
-        for operand in operands_of(value):
-            users.setdefault(id(operand), []).append(value)
-    found: dict[int, Gather] = {}
-    gone: set[int] = set()
-    for value in reach:
-        if isinstance(value, Squares) and clean[id(value.middle.sum)]:
-            found[id(value)] = Gather((value.middle, value))
-            if all(user is value.middle for user in users[id(value.middle.sum)]):
-                gone.add(id(value.middle.sum))
-        elif isinstance(value, Reduce) and clean[id(value)]:
-            found[id(value)] = Gather((value,))
-    together: dict[tuple[object, ...], list[Gather]] = {}
-    for at, gather in found.items():
-        if at not in gone:
-            together.setdefault((gather.operand.shape, gather.dims), []).append(gather)
-    if not together:
-        raise Refused("reductions that wait for each other")
-    return list(together.values())
-
-
-def _stage(gathers: Sequence[Gather], outputs: Outputs) -> list[tuple[Value, TensorSpec | None]]:
-    """What a stage computes: values of one number for each result, with the output each goes to,
-    None for one that other values are made of."""
-    targets = {id(value): value for gather in gathers for value in gather.values}
-    count = numel(gathers[0].values[-1].shape)
-    reach = _reachable([value for value, _ in outputs], targets)
-    waits: dict[int, bool] = {}  # whether it is made of any reduction
-    small: set[int] = set()
-    for value in reach:
-        below = operands_of(value)
-        waits[id(value)] = (
-            id(value) in targets
-            or isinstance(value, Reduce)
-            or any(waits.get(id(each), False) for each in below)
-        )
-        if id(value) in targets:
-            small.add(id(value))
-        elif isinstance(value, (Map, View)) and value.type == "float" and waits[id(value)]:
-            ready = all(id(each) in small or not waits[id(each)] for each in below)
-            if ready and numel(value.shape) == count:
-                small.add(id(value))
-    used = {
-        id(each)
-        for value in reach
-        if id(value) not in small and id(value) not in targets
-        for each in operands_of(value)
-    }
-    held: list[tuple[Value, TensorSpec | None]] = [
-        (value, None) for value in reach if id(value) in small and id(value) in used
-    ]
-    return held + [(value, to) for value, to in outputs if id(value) in small]
-
-
-def _replaced(value: Value, by: Mapping[int, Value]) -> Value:
-    """The value with others in place of some that it is made of."""
-    made = dict(by)
-    for each in _reachable([value], by):
-        if id(each) in made:
-            continue
-        below = operands_of(each)
-        fresh = tuple(made[id(operand)] for operand in below)
-        if all(old is new for old, new in zip(below, fresh, strict=True)):
-            made[id(each)] = each
-        elif isinstance(each, Mean):
-            total = fresh[0]
-            made[id(each)] = (
-                replace(each, operands=fresh, sum=total)
-                if isinstance(total, Reduce)
-                else Map(each.shape, fresh, each.code)
-            )
-        elif isinstance(each, (Map, Join)):
-            made[id(each)] = replace(each, operands=fresh)
-        elif isinstance(each, Squares):
-            middle = made[id(each.middle)]
-            made[id(each)] = (
-                replace(each, operand=fresh[0], of=made[id(each.of)], middle=middle)
-                if isinstance(middle, Mean)
-                else Reduce(each.shape, fresh[0], each.dims, each.kind)
-            )
-        else:
-            assert isinstance(each, (Reduce, View))
-            made[id(each)] = replace(each, operand=fresh[0])
-    return made[id(value)]
