@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from cudnngraph.kernels.scalars import PRELUDE
-from cudnngraph.kernels.write import NAME, Source
+from cudnngraph.kernels.write import Source
 
 HOST = r"""
 #include <cmath>
@@ -137,6 +137,7 @@ D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 RUN = r"""
 static void (*kernel)(void*);
 static void* given;
+static char* workspace;
 static void thread(u32 me) {
   kernel(given);
   fibers[me].done = true;
@@ -199,10 +200,15 @@ static int launch(void (*what)(void*), void* args, u32 blocks, u32 threads, int 
 ENTRY = r"""
 namespace k%d {
 %s
-static void call(void* a) { %s(*(Args*)a); }
-}
-extern "C" int run_%d(void* args, u32 blocks, u32 threads, int how) {
-  return launch(k%d::call, args, blocks, threads, how);
+%s}
+"""
+
+#: A function of a kernel; those of several take a workspace.
+CALL = r"""
+static void call_%(name)s(void* a) { %(name)s(*(Args*)a%(workspace)s); }
+extern "C" int run_%(at)d_%(name)s(void* args, char* w, u32 blocks, u32 threads, int how) {
+  workspace = w;
+  return launch(call_%(name)s, args, blocks, threads, how);
 }
 """
 
@@ -210,14 +216,14 @@ MEETINGS = ("__syncthreads", "__shfl")
 WRONG = ("", "a vector does not lie at a multiple of its size", "threads meet at different points")
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="cudnngraph-kernels-")
-_known: dict[str, Any] = {}  # the call of a kernel by its text, or why it does not compile
-_asked: dict[str, None] = {}  # texts to compile
+_known: dict[str, Any] = {}  # the calls of a kernel by its text, or why it does not compile
+_asked: dict[str, Source] = {}  # what is to be compiled
 
 
 def expect(source: Source) -> Source:
     """Compile a kernel with the next one that is run."""
     if source.text not in _known:
-        _asked[source.text] = None
+        _asked[source.text] = source
     return source
 
 
@@ -229,27 +235,35 @@ def run(source: Source, tensors: Sequence[torch.Tensor], *, backwards: bool = Fa
     """
     expect(source)
     if source.text not in _known:
-        texts = tuple(_asked)
+        sources = tuple(_asked.values())
         _asked.clear()
-        _compile(texts)
+        _compile(sources)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     meets = any(name in source.text for name in MEETINGS)
     how = backwards + 2 * meets
-    call = _known[source.text]
-    assert not isinstance(call, str), f"{call[:4000]}\n{source.text[len(PRELUDE) :]}"
-    wrong = call(pointers, source.blocks, source.threads, how)
-    assert not wrong, f"{WRONG[wrong]}\n{source.text[len(PRELUDE) :]}"
+    calls = _known[source.text]
+    assert not isinstance(calls, str), f"{calls[:4000]}\n{source.text[len(PRELUDE) :]}"
+    # What a kernel finds in its workspace is whatever was there.
+    room = torch.full((source.workspace_bytes // 4 + 64,), float("nan"))
+    scratch = ctypes.c_void_p(-(-room.data_ptr() // 256) * 256)
+    for each in source.launches:
+        wrong = calls[each.name](pointers, scratch, each.blocks, each.threads, how)
+        assert not wrong, f"{WRONG[wrong]}\n{source.text[len(PRELUDE) :]}"
 
 
-def _compile(texts: Sequence[str]) -> None:
+def _compile(sources: Sequence[Source]) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
     parts = [HOST, RUN]
-    for at, text in enumerate(texts):
-        assert PRELUDE in text
-        own = text.replace(PRELUDE, "").replace('extern "C" ', "")
-        parts.append(ENTRY % (at, own, NAME, at, at))
+    for at, source in enumerate(sources):
+        assert PRELUDE in source.text
+        own = source.text.replace(PRELUDE, "").replace('extern "C" ', "")
+        scratch = ", workspace" if source.several else ""
+        calls = (
+            CALL % {"at": at, "name": each.name, "workspace": scratch} for each in source.launches
+        )
+        parts.append(ENTRY % (at, own, "".join(dict.fromkeys(calls))))
     whole = "".join(parts)
     place = Path(_FOLDER.name) / hashlib.sha256(whole.encode()).hexdigest()[:16]
     library = place.with_suffix(".so")
@@ -257,13 +271,16 @@ def _compile(texts: Sequence[str]) -> None:
     flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=fast"]
     command = [compiler, *flags, str(place.with_suffix(".cpp")), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and len(texts) > 1:  # the others, and which one it is
-        half = len(texts) // 2
-        for some in (texts[:half], texts[half:]):
+    if done.returncode and len(sources) > 1:  # the others, and which one it is
+        half = len(sources) // 2
+        for some in (sources[:half], sources[half:]):
             _compile(some)
         return
     if done.returncode:
-        _known[texts[0]] = done.stderr
+        _known[sources[0].text] = done.stderr
         return
     loaded = ctypes.CDLL(str(library))
-    _known.update({text: getattr(loaded, f"run_{at}") for at, text in enumerate(texts)})
+    for at, source in enumerate(sources):
+        _known[source.text] = {
+            each.name: getattr(loaded, f"run_{at}_{each.name}") for each in source.launches
+        }

@@ -205,6 +205,25 @@ class DeviceRules:
         "how much a kernel may read and write that runs in tiles (an estimate)",
         alternative="kernels of rows",
     )
+    kernel_blocks_per_sm: int = _measured(
+        4,
+        "blocks for each multiprocessor",
+        "into how many a generated kernel shares out a reduction (an estimate)",
+        alternative="twice or half as many",
+    )
+    kernel_long_row: int = _measured(
+        1 << 15,
+        "elements of a row",
+        "from where on a generated kernel shares out rows that are fewer than multiprocessors "
+        "(an estimate)",
+        alternative="one block for each row",
+    )
+    kernel_min_run_bytes: int = _measured(
+        16,
+        "bytes side by side",
+        "how much of a row has to lie together for a generated kernel of rows (an estimate)",
+        alternative="a kernel that goes down columns",
+    )
 
 
 TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}

@@ -24,7 +24,6 @@ from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
 from . import patterns
-from .write import NAME
 
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
@@ -39,17 +38,19 @@ class Kernel(Plan):
         self.verified = None
         self.choice = choice
         self.device_index = device_index
-        self.workspace_bytes = 0
+        self.workspace_bytes = int(head["workspace"])
         self.added = ()
         self._code, self._head = code, head
-        self._blocks, self._threads = int(head["blocks"]), int(head["threads"])
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
             error, self._module = driver.cuModuleLoadData(code)
             _check(error)
-            error, self._function = driver.cuModuleGetFunction(self._module, NAME.encode())
-            _check(error)
+            self._launches = []
+            for name, blocks, threads in head["launches"]:
+                error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
+                _check(error)
+                self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
 
@@ -58,19 +59,28 @@ class Kernel(Plan):
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
-        launch, function = _driver().cuLaunchKernel, self._function
-        blocks, threads, index = self._blocks, self._threads, self.device_index
+        launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
-        parameters = array("Q", [0])
+        scratch = array("Q", [0])
+        parameters = array("Q", [0, scratch.buffer_info()[0]])  # a function of one launch takes one
         where = parameters.buffer_info()[0]
+        function, blocks, threads = launches[0]
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            parameters[0] = address
+            parameters[0], scratch[0] = address, workspace
             (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_of(index), where, 0)
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
-        return call
+        def call_all(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
+            parameters[0], scratch[0] = address, workspace
+            stream = stream_of(index)
+            for function, blocks, threads in launches:
+                (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+                if error:
+                    raise RuntimeError(f"a generated kernel was not launched: {error!r}")
+
+        return call_all if len(launches) > 1 else call
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """See :class:`Plan`."""
@@ -112,8 +122,8 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "choice": str(choice),
         "text": _digest(made.text),
         "capability": capability,
-        "blocks": made.blocks,
-        "threads": made.threads,
+        "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
+        "workspace": made.workspace_bytes,
     }
     return Kernel(compiler.cubin(made.text, capability), head, choice, device_index)
 

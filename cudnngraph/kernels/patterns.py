@@ -12,8 +12,9 @@ from contextlib import suppress
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, tiles
+from . import depthwise, split, tiles
 from .depthwise import Strips
+from .split import Split
 from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import (
@@ -28,14 +29,17 @@ from .write import (
     write,
 )
 
-Pattern = Schedule | Tiling | Strips
+Pattern = Schedule | Split | Tiling | Strips
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Schedule: ("lanes", "team", "rows", "chunks"),
+    Split: ("threads", "blocks", "columns"),
     Tiling: ("lanes", "along", "across", "threads"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
 }
+
+_MAY_BE_0 = ("chunks", "vectors")
 
 
 def choice_of(schedule: Pattern) -> Choice:
@@ -46,10 +50,11 @@ def choice_of(schedule: Pattern) -> Choice:
 
 def schedule_of(choice: Choice) -> Pattern:
     """The schedule that a choice names. Raises :class:`NotSupported`."""
-    names = tuple(name for name, _ in choice.knobs)
+    names, values = tuple(name for name, _ in choice.knobs), dict(choice.knobs)
     for kind, known in _KNOBS.items():
-        if names == known and min(value for _, value in choice.knobs) >= 0:
-            return kind(**dict(choice.knobs))
+        least = min((v for name, v in values.items() if name not in _MAY_BE_0), default=0)
+        if names == known and least > 0 <= min(values.values()):
+            return kind(**values)
     raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
 
 
@@ -62,16 +67,21 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         strips = depthwise.strips(spec, processors)[0]
         depthwise.write(spec, strips)
         return choice_of(strips)
-    rows = rows_of(spec)
-    tiling = tiles.by_rule(spec, rows, processors)
-    if tiling is not None:
-        return choice_of(tiling)
-    schedule = schedule_for(rows, processors)
-    why = _why_slow(rows, schedule, processors)
-    if why is not None:
-        raise Refused(why)
-    write(spec, schedule, rows)
-    return choice_of(schedule)
+    try:
+        rows = rows_of(spec)
+        tiling = tiles.by_rule(spec, rows, processors)
+        if tiling is not None:
+            return choice_of(tiling)
+        schedule = schedule_for(rows, processors)
+        if split.why_slow(rows, schedule, processors) is None:
+            write(spec, schedule, rows)
+            return choice_of(schedule)
+    except Refused:
+        if not split.reduces(spec):
+            raise
+    shared = split.split_for(processors)
+    split.write(spec, shared)
+    return choice_of(shared)
 
 
 def choices(spec: GraphSpec, processors: int) -> list[Choice]:
@@ -82,11 +92,14 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     with suppress(Refused):
         rows = rows_of(spec)
         with suppress(Refused):
-            tilings_ = tilings(tiles_of(spec, rows), processors)
-            found |= dict.fromkeys(map(choice_of, tilings_))
+            turned = tilings(tiles_of(spec, rows), processors)
+            found |= dict.fromkeys(map(choice_of, turned))
         schedule = schedule_for(rows, processors)
-        if _why_slow(rows, schedule, processors) is None:
+        if split.why_slow(rows, schedule, processors) is None:
             found |= dict.fromkeys(map(choice_of, _schedules(rows, schedule)))
+    if split.reduces(spec):
+        shared = split.split_for(processors)
+        found |= dict.fromkeys(map(choice_of, (shared, *split.variants(shared))))
     return list(found)
 
 
@@ -96,6 +109,8 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
     try:
         if isinstance(schedule, Strips):
             return depthwise.write(spec, schedule)
+        if isinstance(schedule, Split):
+            return split.write(spec, schedule)
         if isinstance(schedule, Tiling):
             return tiles.write(spec, schedule)
         return write(spec, schedule, most_blocks=most_blocks)
@@ -123,14 +138,3 @@ def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
                 if together * team <= max(team, 256)
             ]
     return found
-
-
-def _why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
-    """Why a region should not be one kernel of rows, or None."""
-    if not rows.reductions:
-        return None
-    if not schedule.chunks and rows.row.extent < processors:
-        return "few long rows: one team of threads would read each alone"
-    if rows.strided:
-        return "rows that lie across memory"
-    return None

@@ -8,6 +8,7 @@ that it is made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,6 +62,21 @@ class Reduce(Value):
     operand: Value
     dims: tuple[int, ...]
     kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Mean(Map):
+    """The mean over ``sum.dims``: a map of the sum, known as what it is."""
+
+    sum: Reduce
+
+
+@dataclass(frozen=True, eq=False)
+class Squares(Reduce):
+    """The sum of the squared differences of ``of`` from its mean."""
+
+    of: Value
+    middle: Mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +162,31 @@ def reduced(kind: Kind, x: Value, dims: Sequence[int]) -> Reduce:
     return Reduce(shape, x, tuple(dims), kind)
 
 
-def mean(x: Value, dims: Sequence[int]) -> Map:
+def count_of(x: Value, dims: Sequence[int]) -> int:
+    """How many elements a reduction over dims takes together."""
+    return math.prod(x.shape[dim] for dim in dims)
+
+
+def mean(x: Value, dims: Sequence[int]) -> Mean:
     """The mean over dims, which stay with extent 1."""
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
+    total = reduced("sum", x, dims)
+    made = _over(total, count_of(x, dims))
+    return Mean(made.shape, made.operands, made.code, total)
+
+
+def variance(x: Value, middle: Mean) -> Map:
+    """The mean of the squared differences of x from its mean."""
+    centred = sub(x, middle)
+    shape, dims = middle.shape, middle.sum.dims
+    squares = Squares(shape, mul(centred, centred), dims, "sum", x, middle)
+    return _over(squares, count_of(x, dims))
+
+
+def _over(x: Value, count: int) -> Map:
+    """x divided by a count: one rounding less than by the inverse."""
     from .scalars import number
 
-    return mapped(lambda total: f"({total} / {number(count)})", reduced("sum", x, dims))
+    return mapped(lambda total: f"({total} / {number(count)})", x)
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:

@@ -38,6 +38,7 @@ from .tiling import (
     tiling_for,
 )
 from .write import (
+    ARGS,
     NAME,
     VECTOR_BYTES,
     WARP,
@@ -158,7 +159,7 @@ class _TileWriter(_Writer):
             *(line for each in writes for line in self._send(each)),
         ]
         head = [
-            f"struct Args {{ void* p[{len(self._places)}]; }};",
+            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
             f'extern "C" __global__ void __launch_bounds__({tiling.threads})',
             f"{NAME}(const __grid_constant__ Args a) {{",
         ]

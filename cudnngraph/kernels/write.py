@@ -16,8 +16,10 @@ from math import gcd
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
 from .index import Sum, Var, counter, digits, place, reshaped
+from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
 from .tape import Depthwise, Index, Join, Map, Number, Read, Reduce, Refused, Value, View, broadcast
@@ -53,12 +55,32 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A launch of a function of a kernel's text."""
+
+    name: str
+    blocks: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class Source:
-    """A kernel: its text, and the numbers of blocks and threads that it is launched with."""
+    """A kernel: its text, and the numbers of blocks and threads that it is launched with.
+
+    One of several launches has these in ``several``, in order, and its functions take the address
+    of a workspace behind those of the tensors.
+    """
 
     text: str
     blocks: int
     threads: int
+    several: tuple[Launch, ...] = ()
+    workspace_bytes: int = 0
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The launches in order."""
+        return self.several or (Launch(NAME, self.blocks, self.threads),)
 
 
 def own_part(text: str) -> str:
@@ -76,7 +98,7 @@ class Rows:
     outputs: tuple[tuple[Value, TensorSpec, Index], ...]
     reductions: tuple[tuple[Reduce, ...], ...]  # by the pass that computes them
     bytes: int  # of an element, the widest
-    strided: bool = False  # the elements of a row do not lie side by side in memory
+    strided: bool = False  # too few elements of a row lie side by side in memory
 
     @property
     def lanes(self) -> int:
@@ -141,8 +163,11 @@ def rows_of(spec: GraphSpec) -> Rows:
     """How the elements of a region are counted. Raises :class:`Refused`."""
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
-    values = tape_of(spec)
-    tensors = [spec.tensors[name] for name in spec.outputs]
+    return rows_of_values(tape_of(spec), [spec.tensors[name] for name in spec.outputs])
+
+
+def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Rows:
+    """How the elements of values are counted that go to tensors. Raises :class:`Refused`."""
     if any(tensor.dtype not in MEMORY for tensor in tensors):
         raise Refused("an output is of a dtype that kernels do not write")
     reachable = _reachable(values)
@@ -194,13 +219,12 @@ def _with_reductions(
     shape = main.operand.shape
     count = numel(shape[dim] for dim in main.dims)
     row, inner = Var("r", numel(shape) // count), Var("k", count)
-    speed = _speeds(main.operand)
-    kept = sorted((d for d in range(len(shape)) if d not in main.dims), key=lambda d: -speed[d])
-    cut = sorted(main.dims, key=lambda d: -speed[d])
-    index = dict(zip(kept, digits(counter(row), [shape[d] for d in kept]), strict=True))
-    index |= dict(zip(cut, digits(counter(inner), [shape[d] for d in cut]), strict=True))
-    whole = tuple(index[dim] for dim in range(len(shape)))
-    alone = tuple(Sum() if dim in main.dims else index[dim] for dim in range(len(shape)))
+    parts = parts_of(main.operand)
+    cut = [part for part in parts if part.dim in main.dims]
+    index = counted([part for part in parts if part.dim not in main.dims], row)
+    index |= counted(cut, inner)
+    whole = tuple(index.get(dim, Sum()) for dim in range(len(shape)))
+    alone = tuple(Sum() if dim in main.dims else each for dim, each in enumerate(whole))
     outputs = []
     for value, tensor in zip(values, tensors, strict=True):
         if tensor.numel == numel(shape):
@@ -220,34 +244,10 @@ def _with_reductions(
         tuple(each for each in reductions if level[id(each)] == number + 1)
         for number in range(max(level.values()))
     )
-    beside = min((speed[dim] for dim in cut if shape[dim] > 1), default=1)
-    strided = beside != 1 and numel(shape) > SMALL
+    run = run_of(cut)
+    short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
+    strided = short and numel(shape) > SMALL
     return Rows(row, inner, tuple(outputs), passes, widest, strided)
-
-
-def _speeds(value: Value) -> list[int]:
-    """For each dim how far apart its elements lie in the largest tensor that is read for it."""
-    rank = len(value.shape)
-    names = [Var(f"d{dim}", extent) for dim, extent in enumerate(value.shape)]
-    index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
-    best: tuple[int, Sum] = (-1, Sum())
-    stack: list[tuple[Value, Index]] = [(value, index)]
-    while stack:
-        at, where = stack.pop()
-        if isinstance(at, Read) and at.tensor.numel > best[0]:
-            best = at.tensor.numel, place(where, at.tensor.stride)
-        elif isinstance(at, Map):
-            stack += [(each, broadcast(where, each.shape)) for each in at.operands]
-        elif isinstance(at, View):
-            source = at.source(where)
-            stack += [] if source is None else [(at.operand, source)]
-        elif isinstance(at, Join):
-            stack += [(each, where) for each in at.operands]
-    found = [rank - dim for dim in range(rank)]
-    steps = {name: [by for digit, by in best[1].terms if digit.var == name] for name in names}
-    if all(steps[name] for name in names if name.extent > 1):
-        found = [min(steps[name], default=0) for name in names]
-    return found
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:
@@ -281,9 +281,13 @@ def write(
         try:
             return _Writer(spec, schedule, rows, most_blocks).source()
         except _Narrower:
-            half = schedule.lanes // 2
-            chunks = schedule.chunks * 2 if rows.reductions else 1
-            schedule = Schedule(half, schedule.team, schedule.rows, chunks)
+            schedule = narrower(rows, schedule)
+
+
+def narrower(rows: Rows, schedule: Schedule) -> Schedule:
+    """The schedule with half the lanes."""
+    chunks = schedule.chunks * 2 if rows.reductions else 1
+    return Schedule(schedule.lanes // 2, schedule.team, schedule.rows, chunks)
 
 
 @dataclass(frozen=True)
@@ -317,11 +321,7 @@ class _Writer:
 
     def source(self) -> Source:
         """Write it."""
-        plan, rows = self._plan, self._rows
-        body: list[str] = []
-        for reductions in rows.reductions:
-            body += self._pass(lambda reductions=reductions: self._reduced(reductions))
-        body += self._pass(self._written)
+        lines, blocks = self.lines()
         pointers = [
             f"  {'const ' * (at < len(self._spec.inputs))}{kind}* const p{at} = ({kind}*)a.p[{at}];"
             for name, at in self._places.items()
@@ -329,32 +329,41 @@ class _Writer:
         ]
         head = [
             f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({plan.threads})',
+            f'extern "C" __global__ void __launch_bounds__({self._plan.threads})',
             f"{NAME}(const __grid_constant__ Args a) {{",
             *pointers,
         ]
+        text = "\n".join(
+            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
+            + ["  " + line for line in lines]
+            + ["}", ""]
+        )
+        return Source(text, blocks, self._plan.threads)
+
+    def lines(self) -> tuple[list[str], int]:
+        """The lines of the function behind its pointers, and the number of blocks."""
+        plan, rows = self._plan, self._rows
+        body: list[str] = []
+        for reductions in rows.reductions:
+            body += self._pass(lambda reductions=reductions: self._reduced(reductions))
+        body += self._pass(self._written)
+        head: list[str] = []
         if self._many:
             blocks = -(-rows.row.extent // plan.rows)
             head += [
-                f"  const u32 t = threadIdx.x % {plan.team}u;",
-                f"  u32 r = blockIdx.x * {plan.rows}u + threadIdx.x / {plan.team}u;",
+                f"const u32 t = threadIdx.x % {plan.team}u;",
+                f"u32 r = blockIdx.x * {plan.rows}u + threadIdx.x / {plan.team}u;",
             ]
             if rows.row.extent % plan.rows:
                 head += [
-                    f"  const bool mine = r < {rows.row.extent}u;",
-                    f"  if (!mine) r = {rows.row.extent - 1}u;",
+                    f"const bool mine = r < {rows.row.extent}u;",
+                    f"if (!mine) r = {rows.row.extent - 1}u;",
                 ]
         else:
             blocks = self._chunks
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
-        text = "\n".join(
-            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
-            + ["  " + line for line in self._declared]
-            + ["  " + line for line in body]
-            + ["}", ""]
-        )
-        return Source(text, blocks, plan.threads)
+        return [*head, *self._declared, *body], blocks
 
     def _pass(self, fill: object) -> list[str]:
         """A loop over the chunks of a row, and what follows it."""
@@ -432,11 +441,11 @@ class _Writer:
         extents = [each.operand.shape[dim] for dim in each.dims]
         if numel(extents) != self._rows.inner.extent:
             raise Refused("reductions over rows of several lengths")
-        speed = _speeds(each.operand)
-        order = sorted(each.dims, key=lambda dim: -speed[dim])
-        cut = digits(counter(self._rows.inner), [each.operand.shape[dim] for dim in order])
-        inner = dict(zip(order, cut, strict=True))
-        return tuple(inner.get(dim, index) for dim, index in enumerate(kept))
+        parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
+        inner = counted(parts, self._rows.inner)
+        return tuple(
+            inner.get(dim, Sum()) if dim in each.dims else index for dim, index in enumerate(kept)
+        )
 
     def _source(self, view: View, index: Index) -> Index:
         found = view.source(index)
@@ -455,11 +464,10 @@ class _Writer:
 
     def _written(self) -> None:
         """What is written in the last pass."""
-        for (value, tensor, index), name in zip(
-            self._rows.outputs, self._spec.outputs, strict=True
-        ):
+        for value, tensor, index in self._rows.outputs:
             code = self._at(value, index)
-            self._store(tensor, f"p{self._places[name]}", place(index, tensor.stride), code.text)
+            at = place(index, tensor.stride)
+            self._store(tensor, f"p{self._places[tensor.name]}", at, code.text)
 
     # -- values -------------------------------------------------------------------------------
 
@@ -472,7 +480,8 @@ class _Writer:
         name, lanes = self._new(), f"[{self._plan.lanes}]" if by == 2 else ""
         kept = self._many and (self._resident or not by)  # what is one number serves all passes
         many = f"[{self._chunks}]" if kept and by else ""
-        (self._declared if kept else self._lines).append(f"{type} {name}{many}{lanes};")
+        whole = kept or (self._many and not by)  # what is known of a row stays known
+        (self._declared if whole else self._lines).append(f"{type} {name}{many}{lanes};")
         return _Code(name + ("[c]" if many else "") + ("[j]" if lanes else ""), by)
 
     def _each_lane(self, line: str) -> None:
