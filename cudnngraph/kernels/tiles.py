@@ -101,8 +101,9 @@ class _Staged:
 
     @property
     def size(self) -> int:
-        """The bytes of it."""
-        return self.pitch.elements * self.tensor.dtype.itemsize
+        """The bytes of it, with those up to the next vector."""
+        vectors = -(-self.pitch.elements * self.tensor.dtype.itemsize // VECTOR_BYTES)
+        return vectors * VECTOR_BYTES
 
 
 class _TileWriter(_Writer):

@@ -91,21 +91,25 @@ def check(
 
 
 def test_images_turn_channels_last() -> None:
-    for shape in [(2, 64, 8, 8), (1, 40, 7, 7), (2, 33, 15, 13), (3, 3, 20, 20), (3, 3, 9, 7)]:
-        for dtype in (torch.float32, torch.float16):
-            g = cg.Graph("turned")
-            x = g.input("x", shape, dtype)
-            g.output("y", x.relu(), layout="channels_last")
-            check(g.spec())
+    for shape, dtype in (
+        ((2, 64, 8, 8), torch.float16),
+        ((1, 40, 7, 7), torch.float16),
+        ((2, 33, 15, 13), torch.float32),
+        ((3, 3, 20, 20), torch.float16),
+        ((3, 3, 9, 7), torch.float32),
+    ):
+        g = cg.Graph("turned")
+        x = g.input("x", shape, dtype)
+        g.output("y", x.relu(), layout="channels_last")
+        check(g.spec())
 
 
 @pytest.mark.parametrize("dtype", COPIED, ids=str)
 def test_transposes_of_every_dtype_are_exact(dtype: torch.dtype) -> None:
-    for shape in [(2, 96, 80), (1, 61, 77)]:
-        g = cg.Graph("transposed")
-        y = g.transpose(g.input("x", shape, dtype), 1, 2)
-        g.output("y", y, layout="contiguous")
-        check(g.spec())
+    shape = (2, 96, 80) if COPIED.index(dtype) % 2 else (1, 61, 77)
+    g = cg.Graph("transposed")
+    g.output("y", g.transpose(g.input("x", shape, dtype), 1, 2), layout="contiguous")
+    check(g.spec())
 
 
 def test_residual_of_the_other_layout_with_a_bias() -> None:
@@ -220,6 +224,18 @@ def test_a_step_of_a_graph_is_a_kernel_of_tiles() -> None:
     assert plan is not None
     assert patterns.by_rule(spec, 132) == patterns.choice_of(plan)
     assert patterns.source(spec, patterns.choice_of(plan)) == tiles.write(spec, plan)
+
+
+def test_tiles_and_rows_are_measured_where_layouts_differ() -> None:
+    spec = residual(torch.float16, (2, 64, 10, 12))
+    found = patterns.choices(spec, PROCESSORS)
+    assert found[0] == patterns.by_rule(spec, PROCESSORS)
+    patterns = [type(patterns.schedule_of(choice)) for choice in found]
+    assert patterns.count(Schedule) == 1 and patterns.count(Tiling) > 3
+    for choice in found[1::3]:
+        plan = patterns.schedule_of(choice)
+        if isinstance(plan, Tiling):
+            check(spec, plan)
 
 
 def residual(dtype: torch.dtype, shape: Sequence[int]) -> GraphSpec:
@@ -345,4 +361,4 @@ def runs(seed: int) -> bool:
 
 
 def test_random_regions() -> None:
-    assert sum(map(runs, range(16))) >= 8
+    assert sum(map(runs, range(12))) >= 8
