@@ -21,7 +21,7 @@ from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
-from cudnngraph.kernels.write import Source
+from cudnngraph.kernels.source import Source
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.process import PROCESS

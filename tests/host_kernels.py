@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from cudnngraph.kernels.scalars import PRELUDE
-from cudnngraph.kernels.write import Source
+from cudnngraph.kernels.source import Source
 
 HOST = r"""
 #include <cmath>
@@ -244,11 +244,14 @@ def run(source: Source, tensors: Sequence[torch.Tensor], *, backwards: bool = Fa
     calls = _known[source.text]
     assert not isinstance(calls, str), f"{calls[:4000]}\n{source.text[len(PRELUDE) :]}"
     # What a kernel finds in its workspace is whatever was there.
-    room = torch.full((source.workspace_bytes // 4 + 64,), float("nan"))
-    scratch = ctypes.c_void_p(-(-room.data_ptr() // 256) * 256)
+    room = torch.full((source.workspace_bytes // 4 + 128,), float("nan"))
+    start = -room.data_ptr() % 256 // 4
+    scratch = ctypes.c_void_p(room[start:].data_ptr())
     for each in source.launches:
         wrong = calls[each.name](pointers, scratch, each.blocks, each.threads, how)
         assert not wrong, f"{WRONG[wrong]}\n{source.text[len(PRELUDE) :]}"
+    behind = room[start + -(-source.workspace_bytes // 4) :]
+    assert bool(behind.isnan().all()), "a kernel writes behind its workspace"
 
 
 def _compile(sources: Sequence[Source]) -> None:
@@ -269,6 +272,7 @@ def _compile(sources: Sequence[Source]) -> None:
     library = place.with_suffix(".so")
     place.with_suffix(".cpp").write_text(whole)
     flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=fast"]
+    flags += ["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"]
     command = [compiler, *flags, str(place.with_suffix(".cpp")), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and len(sources) > 1:  # the others, and which one it is

@@ -24,7 +24,7 @@ from ..errors import CudnnGraphError
 from ..explain.offline import Explanation, PlannedStep, describe, explain, refused, workspace
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec
-from ..kernels.write import own_part
+from ..kernels.source import own_part
 from .records import UsageError
 from .table import print_table
 

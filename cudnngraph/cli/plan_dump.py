@@ -20,7 +20,7 @@ from ..errors import NotSupported
 from ..explain import draw
 from ..explain.text import age_text, bytes_text, clean, ops_of, plan_text, time_text
 from ..kernels import patterns
-from ..kernels.write import own_part
+from ..kernels.source import own_part
 from . import records
 from .records import COLUMNS, FIELDS, CacheError, Stored, UsageError, parse_filter
 from .table import plain_table, print_table

@@ -30,7 +30,7 @@ from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
 from ..kernels import patterns
-from ..kernels.write import own_part
+from ..kernels.source import own_part
 from ..ops.table import is_default
 from ..policy import Policy
 from ..runtime.compile import resolve_policy

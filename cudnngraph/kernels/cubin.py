@@ -48,7 +48,7 @@ class _Section:
 
 
 def resources(cubin: bytes) -> Resources:
-    """What a cubin of one kernel needs. Raises ``ValueError`` for anything else."""
+    """What a cubin's functions need at most. Raises ``ValueError`` for what is no cubin."""
     try:
         return _resources(cubin)
     except (struct.error, IndexError, KeyError, OverflowError) as error:
@@ -60,26 +60,24 @@ def _resources(cubin: bytes) -> Resources:
         raise ValueError("not a cubin: it is no ELF file of 64 bits")
     sections = _sections(cubin)
     kernels = [each.name[6:] for each in sections if each.name.startswith(".text.")]
-    if len(kernels) != 1:
-        raise ValueError(f"a cubin of {len(kernels)} kernels")
-    (kernel,) = kernels
+    if not kernels:
+        raise ValueError("a cubin without a kernel")
     symbols = _symbols(cubin, sections)
-    registers = local = 0
+    most = {_REGISTERS: 0, _FRAME: 0}
     for section in sections:
-        if section.name not in (".nv.info", f".nv.info.{kernel}"):
+        if section.name != ".nv.info" and section.name[9:] not in kernels:
             continue
         for attribute, value in _records(cubin[section.offset : section.offset + section.size]):
-            if attribute not in (_REGISTERS, _FRAME) or len(value) != 8:
+            if attribute not in most or len(value) != 8:
                 continue
             symbol, number = struct.unpack("<II", value)
-            if symbols[symbol] == kernel:
-                registers = number if attribute == _REGISTERS else registers
-                local = number if attribute == _FRAME else local
+            if symbols[symbol] in kernels:
+                most[attribute] = max(most[attribute], number)
     sizes = {each.name: each.size for each in sections}
-    shared = sizes.get(f".nv.shared.{kernel}", 0)
+    shared = max(sizes.get(f".nv.shared.{kernel}", 0) for kernel in kernels)
     if shared and _RESERVED in sizes:
         shared -= _RESERVED_BYTES
-    return Resources(registers, local, shared)
+    return Resources(most[_REGISTERS], most[_FRAME], shared)
 
 
 def _sections(cubin: bytes) -> list[_Section]:

@@ -13,20 +13,11 @@ from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec
 from .index import Sum, Var, counter
+from .rows import VECTOR_BYTES, Rows, Schedule, reachable, tape_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .source import ARGS, NAME, Source
 from .tape import Depthwise, Index, Read, Refused, Value
-from .write import (
-    ARGS,
-    NAME,
-    VECTOR_BYTES,
-    Rows,
-    Schedule,
-    Source,
-    _Code,
-    _reachable,
-    _Writer,
-    tape_of,
-)
+from .write import Code, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
 THREADS = 256
@@ -76,7 +67,7 @@ def region_of(spec: GraphSpec) -> _Region:
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
     values = tape_of(spec)
-    convs = [value for value in _reachable(values) if isinstance(value, Depthwise)]
+    convs = [value for value in reachable(values) if isinstance(value, Depthwise)]
     if len(convs) != 1:
         raise Refused(f"{len(convs)} depthwise convolutions")
     (conv,) = convs
@@ -92,7 +83,7 @@ def region_of(spec: GraphSpec) -> _Region:
 
 def has_depthwise(spec: GraphSpec) -> bool:
     """Whether a region has a depthwise convolution. Raises :class:`Refused`."""
-    return any(isinstance(value, Depthwise) for value in _reachable(tape_of(spec)))
+    return any(isinstance(value, Depthwise) for value in reachable(tape_of(spec)))
 
 
 def strips(spec: GraphSpec, processors: int) -> list[Strips]:
@@ -141,7 +132,7 @@ def write(spec: GraphSpec, strips: Strips) -> Source:
     return _Strips(spec, strips, region).source()
 
 
-class _Strips(_Writer):
+class _Strips(Writer):
     """The text of one kernel."""
 
     def __init__(self, spec: GraphSpec, strips: Strips, region: _Region) -> None:
@@ -160,7 +151,7 @@ class _Strips(_Writer):
     def source(self) -> Source:
         """Write it."""
         conv, strips, region = self._region.conv, self._strips, self._region
-        made = _Code("made[j]", 2) if strips.lanes > 1 else _Code("made[0]", 1)
+        made = Code("made[j]", 2) if strips.lanes > 1 else Code("made[0]", 1)
         self._known[id(conv), region.index] = made
         self._written()
         count, channels, height, width = conv.shape

@@ -15,15 +15,9 @@ from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
 from .gather import PARTS, Gather, team, whole
 from .index import Sum, Var, place
 from .parts import counted, parts_of, run_of
+from .rows import VECTOR_BYTES, WARP, Rows, Schedule
 from .tape import Index, Join, Refused, Value
-from .write import (
-    VECTOR_BYTES,
-    WARP,
-    Rows,
-    Schedule,
-    _Code,
-    _Writer,
-)
+from .write import Code, Writer
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
 LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
@@ -135,7 +129,7 @@ def _shared_out(count: int, step: int, chunks: int, least: int) -> tuple[int, in
     return per, -(-count // per)
 
 
-class GridFunction(_Writer):
+class GridFunction(Writer):
     """The lines of a function over a space, for a grid."""
 
     def __init__(
@@ -212,11 +206,11 @@ class GridFunction(_Writer):
         inside = ["  " + line for line in self._lines]
         return [*head, *self._before, f"#pragma unroll {LEAST_STEPS}", loop, *inside, "}"]
 
-    def _at(self, value: Value, index: Index) -> _Code:
+    def _at(self, value: Value, index: Index) -> Code:
         if id(value) in self._found:
             if index != self._space.kept:
                 raise Refused("the result of a reduction is asked for elsewhere than it is found")
-            return _Code(self._found[id(value)], 0)
+            return Code(self._found[id(value)], 0)
         if not self._moves or any(self._loop in part.vars() for part in index):
             return super()._at(value, index)
         lines, self._lines, self._moves = self._lines, self._before, False
@@ -224,7 +218,7 @@ class GridFunction(_Writer):
         self._lines, self._moves = lines, True
         return made
 
-    def _joined(self, value: Join, index: Index) -> _Code:
+    def _joined(self, value: Join, index: Index) -> Code:
         """Within a branch nothing is moved before the loop: only there it may be read."""
         moves, self._moves = self._moves, False
         made = super()._joined(value, index)

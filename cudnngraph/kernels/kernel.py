@@ -11,7 +11,6 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
 
@@ -61,26 +60,29 @@ class Kernel(Plan):
         """A call by the address of an array of addresses, as plans have it."""
         launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
-        scratch = array("Q", [0])
-        parameters = array("Q", [0, scratch.buffer_info()[0]])  # a function of one launch takes one
-        where = parameters.buffer_info()[0]
-        function, blocks, threads = launches[0]
+        (function, blocks, threads), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            parameters[0], scratch[0] = address, workspace
-            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_of(index), where, 0)
+            where = array("Q", [address])  # of this call: several threads may launch
+            (error,) = launch(
+                *(function, blocks, 1, 1, threads, 1, 1, 0),
+                *(stream_of(index), where.buffer_info()[0], 0),
+            )
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
         def call_all(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            parameters[0], scratch[0] = address, workspace
-            stream = stream_of(index)
+            scratch, stream = array("Q", [workspace]), stream_of(index)
+            where = array("Q", [address, scratch.buffer_info()[0]])
             for function, blocks, threads in launches:
-                (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+                (error,) = launch(
+                    *(function, blocks, 1, 1, threads, 1, 1, 0, stream),
+                    *(where.buffer_info()[0], 0),
+                )
                 if error:
                     raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
-        return call_all if len(launches) > 1 else call
+        return call_all if several else call
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """See :class:`Plan`."""
@@ -152,14 +154,6 @@ def processors(device_index: int) -> int:
     return env.env_key(device_index).sm_count
 
 
-def installed() -> bool:
-    """Whether what kernels are compiled and launched with is there, as far as files say."""
-    try:
-        return find_spec("cuda.bindings.nvrtc") is not None
-    except ImportError:
-        return False
-
-
 @cache
 def why_none() -> str | None:
     """Why no kernels can be generated here, or None."""
@@ -175,6 +169,8 @@ def why_none() -> str | None:
 def _driver() -> Any:
     try:
         from cuda.bindings import driver
+
+        driver.cuLaunchKernel  # noqa: B018
     except Exception as error:
         raise NotSupported("a generated kernel", [f"cuda-python is missing: {error}"]) from None
     return driver

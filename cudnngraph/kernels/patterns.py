@@ -14,20 +14,12 @@ from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from . import depthwise, split, tiles
 from .depthwise import Strips
+from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
+from .source import Source
 from .split import Split
 from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
-from .write import (
-    MOST_KEPT,
-    MOST_THREADS,
-    WARP,
-    Rows,
-    Schedule,
-    Source,
-    rows_of,
-    schedule_for,
-    write,
-)
+from .write import write
 
 Pattern = Schedule | Split | Tiling | Strips
 

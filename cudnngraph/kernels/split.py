@@ -27,8 +27,19 @@ from .grid import (
     shared_bytes,
     space_of,
 )
-from .index import place, reshaped
+from .index import Sum, Var, place, reshaped
+from .rows import (
+    VECTOR_BYTES,
+    WARP,
+    Rows,
+    Schedule,
+    narrower,
+    rows_of_values,
+    schedule_for,
+    tape_of,
+)
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .source import ARGS, NAME, Launch, Source
 from .stages import (
     Outputs,
     gathers_of,
@@ -41,23 +52,7 @@ from .stages import (
     widest_read,
 )
 from .tape import Index, Read, Refused, Value
-from .write import (
-    ARGS,
-    NAME,
-    TEAM,
-    VECTOR_BYTES,
-    WARP,
-    Launch,
-    Rows,
-    Schedule,
-    Source,
-    _Narrower,
-    _Writer,
-    narrower,
-    rows_of_values,
-    schedule_for,
-    tape_of,
-)
+from .write import TEAM, Narrower, Writer
 
 THREADS = 256  # of a block
 MOST_LAUNCHES = 8
@@ -121,7 +116,7 @@ def write(spec: GraphSpec, split: Split) -> Source:
     while True:
         try:
             return _Composer(spec, split, lanes).source()
-        except _Narrower:
+        except Narrower:
             lanes //= 2
 
 
@@ -214,9 +209,9 @@ class _Composer:
             most = 4 * self._split.blocks
             while True:
                 try:
-                    lines, blocks = _Writer(self._around(), schedule, rows, most).lines()
+                    lines, blocks = Writer(self._around(), schedule, rows, most).lines()
                     return lines, blocks, schedule.threads
-                except _Narrower:
+                except Narrower:
                     schedule = narrower(rows, schedule)
         except Refused:
             if always:
@@ -348,5 +343,10 @@ def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Ind
     return [
         (value, to, index)
         for value, to, index in found
-        if index is not None and place(index, to.stride).slope(space.inner, space.lanes) == 1
+        if index is not None and _dense(place(index, to.stride), space.inner)
     ]
+
+
+def _dense(at: Sum, inner: Var) -> bool:
+    """Whether neighbours along a variable lie side by side."""
+    return any(digit.var == inner and digit.div == by == 1 for digit, by in at.terms)

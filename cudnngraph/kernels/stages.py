@@ -24,13 +24,13 @@ from .tape import (
     add,
     count_of,
     mul,
+    operands_of,
     reduced,
     reshape,
     sliced,
     sub,
     times,
 )
-from .write import operands_of
 
 Outputs = Sequence[tuple[Value, TensorSpec]]
 

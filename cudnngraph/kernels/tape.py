@@ -110,6 +110,13 @@ class Depthwise(Value):
     transposed: bool
 
 
+def operands_of(value: Value) -> tuple[Value, ...]:
+    """The values that a value is made of."""
+    if isinstance(value, (Map, Join, Depthwise)):
+        return value.operands
+    return (value.operand,) if isinstance(value, (Reduce, View)) else ()
+
+
 def broadcast(index: Index, shape: Sequence[int]) -> Index:
     """The index into an operand of ``shape`` that is broadcast to what ``index`` is of."""
     return tuple(

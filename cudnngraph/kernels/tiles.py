@@ -24,7 +24,9 @@ from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
 from .banks import BANK_BYTES, Pitch, pitch_of
 from .index import Digit, Sum, place
+from .rows import VECTOR_BYTES, WARP, Rows, Schedule
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
+from .source import ARGS, NAME, Source
 from .tape import Index, Read, Refused
 from .tiling import (
     MOST_STEPS,
@@ -37,18 +39,7 @@ from .tiling import (
     tiles_of,
     tiling_for,
 )
-from .write import (
-    ARGS,
-    NAME,
-    VECTOR_BYTES,
-    WARP,
-    Rows,
-    Schedule,
-    Source,
-    _Code,
-    _Narrower,
-    _Writer,
-)
+from .write import Code, Narrower, Writer
 
 HELD_BYTES = 128  # of a thread, of operands that are read before the threads meet
 UNROLLED = 16  # steps of a loop that are written out
@@ -83,7 +74,7 @@ def write(spec: GraphSpec, tiling: Tiling, tiles: Tiles | None = None) -> Source
     while True:
         try:
             return _TileWriter(spec, replace(tiling, lanes=lanes), tiles).source()
-        except _Narrower:
+        except Narrower:
             lanes //= 2
 
 
@@ -106,7 +97,7 @@ class _Staged:
         return vectors * VECTOR_BYTES
 
 
-class _TileWriter(_Writer):
+class _TileWriter(Writer):
     """The text of one kernel of tiles, as far as it is written.
 
     Names in it: block ``k0, m0, r`` (where its tile begins along, across and besides), step ``i``,
@@ -354,7 +345,7 @@ class _TileWriter(_Writer):
     def _other(self, tensor: TensorSpec, at: Sum) -> bool:
         return is_other(Access(tensor, at), self._tiles.rows.inner, self._tiles.across)
 
-    def _read(self, value: Read, index: Index) -> _Code:
+    def _read(self, value: Read, index: Index) -> Code:
         tensor, at = value.tensor, place(index, value.tensor.stride)
         if self._other(tensor, at):
             made = self._declare(value.type, self._differs(at))
@@ -376,7 +367,7 @@ class _TileWriter(_Writer):
             return at.slope(inner, lanes) == 1
         return any(digit.var == inner and digit.div == by == 1 for digit, by in at.terms)
 
-    def _read_ahead(self, value: Read, at: Sum) -> _Code:
+    def _read_ahead(self, value: Read, at: Sum) -> Code:
         """Read what lies along the tile before the threads meet."""
         lanes, kind = self._tiling.lanes, MEMORY[value.tensor.dtype]
         wide = self._vector(value.tensor.dtype, at)

@@ -12,17 +12,9 @@ from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .index import Sum, Var, counter, place
+from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, reachable, rows_of
 from .tape import Index, Join, Read, Refused, Value, View
-from .write import (
-    SMALL,
-    VECTOR_BYTES,
-    WARP,
-    Rows,
-    Schedule,
-    _reachable,
-    _Writer,
-    rows_of,
-)
+from .write import Writer
 
 SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
@@ -175,7 +167,7 @@ def _orders(spec: GraphSpec, rows: Rows, main: int) -> list[tuple[int, ...] | No
         tried: list[tuple[int, ...] | None] = [None]
         if form.shape == tensor.shape:
             tried = [tuple(range(rank))]
-        viewed = any(isinstance(each, View) for each in _reachable([value]))
+        viewed = any(isinstance(each, View) for each in reachable([value]))
         if at != main and viewed and len(form.shape) == rank <= MOST_PERMUTED:
             orders = itertools.permutations(range(rank))
             tried += [o for o in orders if form.shape == tuple(tensor.shape[dim] for dim in o)]
@@ -231,7 +223,7 @@ def _in_memory(tensor: TensorSpec, count: Sum) -> Index:
 
 def _accesses(spec: GraphSpec, rows: Rows) -> list[Access]:
     """All reads and writes of a region, each place of a tensor once. Raises :class:`Refused`."""
-    writer = _Writer(spec, Schedule(1, 1), rows, 0)
+    writer = Writer(spec, Schedule(1, 1), rows, 0)
     found: dict[Access, None] = {}
     stack: list[tuple[Value, Index, tuple[Part, ...]]] = []
     for value, tensor, index in rows.outputs:

@@ -25,7 +25,6 @@ from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
-from ..kernels import kernel
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
@@ -169,8 +168,6 @@ def compile(
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     resolved = resolve_policy(policy, options, spec)
-    if place.type == "cuda" and not kernel.installed():
-        resolved = replace(resolved, kernels=False)
     key = once(spec, ("key", resolved), graph_key, spec, resolved)
     return Executable(spec, place, resolved, key, _program(spec, place, resolved, key))
 

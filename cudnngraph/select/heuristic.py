@@ -19,7 +19,7 @@ from ..partition.cuts import cuts, subgraph_of
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from .decision import ALIAS, Decision, Selection, StepPlan
+from .decision import ALIAS, NO_KERNELS, Decision, Selection, StepPlan
 from .kernels import Item, Kernels, grown
 from .rules import why_not_cudnn, why_split
 
@@ -178,7 +178,9 @@ class _Cut:
         if self._kernels is None:
             return ()
         why = self._kernels.choice(self._graph, nodes)
-        return (Decision(GENERATED, False, why),) if isinstance(why, str) else ()
+        if not isinstance(why, str):
+            return ()
+        return (Decision(NO_KERNELS if self._kernels.why_none else GENERATED, False, why),)
 
     def _attempt(
         self, part: GraphSpec

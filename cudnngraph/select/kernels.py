@@ -41,7 +41,7 @@ class Kernels:
 
     def __init__(self, processors: int, why_none: str | None = None) -> None:
         self._processors = processors
-        self._why_none = why_none
+        self.why_none = why_none
         self._known: dict[tuple[str, ...], Choice | str] = {}
 
     @classmethod
@@ -57,8 +57,8 @@ class Kernels:
         return self._known[place]
 
     def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
-        if self._why_none is not None:
-            return self._why_none
+        if self.why_none is not None:
+            return self.why_none
         if len(nodes) > MOST_NODES:
             return "a region of too many ops"
         try:
@@ -68,7 +68,7 @@ class Kernels:
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
-        if self._why_none is not None:
+        if self.why_none is not None:
             return []
         try:
             return patterns.choices(spec, self._processors)

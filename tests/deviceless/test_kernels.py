@@ -18,9 +18,10 @@ from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.kernels.cubin import Resources, resources
+from cudnngraph.kernels.rows import rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.tape import Refused
-from cudnngraph.kernels.write import rows_of, schedule_for, write
+from cudnngraph.kernels.write import write
 from tests import chunks, generated
 from tests.samples import F64, Case, enumerate_cases
 

@@ -17,8 +17,9 @@ from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, channels_last_strides, contiguous_strides
 from cudnngraph.kernels import grid, kernel, patterns, split, write
+from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.split import Split
-from cudnngraph.kernels.write import Refused, Source
+from cudnngraph.kernels.write import Refused
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 

