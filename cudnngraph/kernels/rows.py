@@ -175,14 +175,14 @@ def _with_reductions(
     outputs = []
     for value, tensor in zip(values, tensors, strict=True):
         if tensor.numel == numel(shape):
-            found = reshaped(whole, shape, tensor.shape)
+            placed = reshaped(whole, shape, tensor.shape)
         elif tensor.numel == row.extent:
-            found = reshaped(alone, main.shape, tensor.shape)
+            placed = reshaped(alone, main.shape, tensor.shape)
         else:
             raise Refused("an output is neither of the size of a row nor of one number of each")
-        if found is None:
+        if placed is None:
             raise Refused("an output's elements are in rows that are not those of the reduction")
-        outputs.append((value, tensor, tuple(found)))
+        outputs.append((value, tensor, tuple(placed)))
     level: dict[int, int] = {}
     for value in found:
         below = max((level[id(operand)] for operand in operands_of(value)), default=0)
