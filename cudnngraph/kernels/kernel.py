@@ -63,26 +63,22 @@ class Kernel(Plan):
         (function, blocks, threads), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            where = array("Q", [address])  # of this call: several threads may launch
-            (error,) = launch(
-                *(function, blocks, 1, 1, threads, 1, 1, 0),
-                *(stream_of(index), where.buffer_info()[0], 0),
-            )
+            # Where the parameters are: the addresses, and that of the workspace, which few take. Of
+            # this call alone: several threads may launch.
+            given = array("Q", [address, 0, workspace])
+            where, _ = given.buffer_info()
+            given[1] = where + 2 * given.itemsize
+            stream = stream_of(index)
+            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+            if several and not error:
+                for each, many, wide in launches[1:]:
+                    (error,) = launch(each, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
+                    if error:
+                        break
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
-        def call_all(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            scratch, stream = array("Q", [workspace]), stream_of(index)
-            where = array("Q", [address, scratch.buffer_info()[0]])
-            for function, blocks, threads in launches:
-                (error,) = launch(
-                    *(function, blocks, 1, 1, threads, 1, 1, 0, stream),
-                    *(where.buffer_info()[0], 0),
-                )
-                if error:
-                    raise RuntimeError(f"a generated kernel was not launched: {error!r}")
-
-        return call_all if several else call
+        return call
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """See :class:`Plan`."""

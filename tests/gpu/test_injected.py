@@ -137,6 +137,7 @@ def injected(
     where the test says so, is the one."""
     monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDNNGRAPH_VERIFY", "isolated")
+    monkeypatch.setenv("CUDNNGRAPH_KERNELS", str(int(hasattr(request, "param"))))
     monkeypatch.setattr(settings, "_from_environ", None)
     monkeypatch.setattr(workers, "_pools", {})
     monkeypatch.setattr(workers, "IDLE_S", 1.0)
