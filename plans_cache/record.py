@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .fields import (
     Fields,
@@ -71,6 +71,9 @@ def checked_id(text: str) -> str:
     return text
 
 
+StepKind = Literal["cudnn", "kernel", "torch"]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A way to run a step that was considered: its time, or the reason why it was not taken.
@@ -103,7 +106,7 @@ class StepRecord:
     ops: tuple[str, ...]
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
-    kind: Literal["cudnn", "torch"]
+    kind: StepKind
     engine: int | None
     knobs: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
@@ -286,12 +289,12 @@ def _candidate(value: Any) -> Candidate:
 _CANDIDATES = list_of(_candidate)
 
 
-def _kind(value: Any) -> Literal["cudnn", "torch"]:
-    if value == "cudnn":
-        return "cudnn"
-    if value == "torch":
-        return "torch"
-    raise wrong(value, "'cudnn' or 'torch'")
+def _kind(value: Any) -> StepKind:
+    for kind in get_args(StepKind):
+        if value == kind:
+            found: StepKind = kind
+            return found
+    raise wrong(value, "'cudnn', 'kernel' or 'torch'")
 
 
 def _step(value: Any) -> StepRecord:

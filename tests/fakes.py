@@ -152,6 +152,7 @@ class World:
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(compiling, "autotune", self.autotune)
+        monkeypatch.setattr(compiling.kernel, "why_none", lambda: "no GPU would load one")
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())

@@ -22,17 +22,23 @@ from . import env, handles
 from .lowering.context import Alias, Constant, Extra
 from .lowering.driver import first_line
 
+KERNEL = 1_000_000  # the engine's id of generated kernels: cuDNN counts its own from 0
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The name of a plan for a given graph: the engine's id and the value of each knob."""
+    """The name of a plan for a given graph: the engine's id and the value of each knob.
+
+    A generated kernel is a plan too: its engine is :data:`KERNEL`, its knobs are its schedule.
+    """
 
     engine: int
     knobs: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
         knobs = " ".join(f"{name}={value}" for name, value in self.knobs)
-        return f"engine {self.engine}" + (f" ({knobs})" if knobs else "")
+        engine = "kernel" if self.engine == KERNEL else f"engine {self.engine}"
+        return engine + (f" ({knobs})" if knobs else "")
 
 
 @dataclass(frozen=True)

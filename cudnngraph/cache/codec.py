@@ -82,7 +82,7 @@ def _step(step: StepPlan) -> StepRecord:
         ops=tuple(node.op for node in spec.nodes),
         inputs=tuple((name, str(spec.tensors[name])) for name in spec.inputs),
         outputs=tuple((name, str(spec.tensors[name])) for name in spec.outputs),
-        kind="torch" if step.choice is None else "cudnn",
+        kind=step.kind,
         engine=None if step.choice is None else step.choice.engine,
         knobs=() if step.choice is None else step.choice.knobs,
         workspace_bytes=step.workspace_bytes,

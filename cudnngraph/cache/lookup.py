@@ -25,10 +25,11 @@ from plans_cache.store import Hit, PlanStore
 
 from .. import settings
 from ..backend import env
-from ..backend.candidates import UNCHECKED, replay, why_rejected
+from ..backend.candidates import UNCHECKED, why_rejected
 from ..backend.env import EnvKey
-from ..backend.plan import Choice, Plan, Verified, load
+from ..backend.plan import Choice, Plan, Verified
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
+from ..executor.plans import load, replay
 from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy

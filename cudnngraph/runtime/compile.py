@@ -25,6 +25,7 @@ from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
+from ..kernels import kernel
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
@@ -32,6 +33,7 @@ from ..select.autotune import autotune
 from ..select.decision import Selection
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
+from ..select.kernels import Kernels
 from ..select.progress import progress_bar
 from .executable import Executable
 from .first_launch import FirstRun
@@ -125,7 +127,8 @@ def _chosen(
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
                 return autotune(legal, policy, bench, tell)
         first = Builder(policy, index, kept)
-        return choose(legal, policy, first, first.expect)
+        kernels = None if kernel.why_none() else Kernels(kernel.processors(index))
+        return choose(legal, policy, first, first.expect, kernels, first.kernels)
 
     return lookup.selection_for(spec, legal, policy, key, index, build)
 

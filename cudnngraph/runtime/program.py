@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..backend import handles
-from ..backend.candidates import replay
 from ..backend.plan import Choice, Plan
 from ..executor import reference, torch_steps
+from ..executor.plans import replay
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec
 from ..ops.table import OPS

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backend.candidates import Proposals, replay
+from ..backend.candidates import Proposals
 from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US, measure
+from ..executor.plans import replay
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .config import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ..backend.plan import Choice, Plan, Verified
+from ..backend.plan import KERNEL, Choice, Plan, Verified
 from ..ir.spec import GraphSpec
 
 
@@ -35,6 +36,13 @@ class StepPlan:
     decisions: tuple[Decision, ...]
     time_us: float | None = None
     verified: Verified | None = None
+
+    @property
+    def kind(self) -> Literal["cudnn", "kernel", "torch"]:
+        """By what it runs."""
+        if self.choice is None:
+            return "torch"
+        return "kernel" if self.choice.engine == KERNEL else "cudnn"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 from plans_cache.gate import Gate
 
 from ..backend import env, handles
-from ..backend.candidates import Candidate, Outcome, Proposals, build_first, replay, why_passed_over
-from ..backend.plan import Choice, Plan, Verified, load
+from ..backend.candidates import Candidate, Outcome, Proposals, build_first, why_passed_over
+from ..backend.plan import Choice, Plan, Verified
 from ..errors import NotSupported
+from ..executor.plans import load, replay
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec
 from ..policy import Policy
@@ -99,6 +100,54 @@ class Builder:
             raise found
         return found
 
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """The kernels of regions, each checked, or why there is none."""
+        asked: dict[tuple[str, Choice], Plan | str | Future[Answer]] = {}
+        places = [(step_digest(part), choice) for part, choice in parts]
+        for place, (part, choice) in zip(places, parts, strict=True):
+            if place not in asked:
+                asked[place] = self._begun(part, choice)
+        for place, (part, choice) in zip(places, parts, strict=True):
+            found = asked[place]
+            if isinstance(found, Future):
+                asked[place] = self._kernel(part, choice, found)
+        return [found for found in map(asked.__getitem__, places) if not isinstance(found, Future)]
+
+    def _begun(self, part: GraphSpec, choice: Choice) -> Plan | str | Future[Answer]:
+        """The check of a kernel by a worker, begun, or its outcome here."""
+        why = self._kept.of(part, self._policy).get(choice)
+        if why is not None:
+            return why
+        if how(self._policy) == "isolated":
+            at_work = workers.on(self._index)
+            return at_work.check(part, self._policy, choice, gate=self._kept.gate)
+        return self._kernel(part, choice, None)
+
+    def _kernel(self, part: GraphSpec, choice: Choice, asked: Future[Answer] | None) -> Plan | str:
+        try:
+            if how(self._policy) == "off":
+                return replay(part, choice, self._index)
+            if asked is not None and how(self._policy) == "isolated":
+                try:
+                    answer = asked.result()
+                except Unusable as error:
+                    _without_workers(error)
+                else:
+                    wrong = answer.refused[0] if answer.refused else answer.wrong
+                    if wrong is not None:
+                        if not answer.refused:
+                            self._kept.add(part, self._policy, {choice: wrong})
+                        return wrong
+                    return _from_worker(part, choice, answer, self._index)
+            plan, wrong, error_ = verification.built(part, self._policy, choice, self._index)
+        except NotSupported as refusal:
+            return refusal.reasons[0]
+        if wrong is not None:
+            self._kept.add(part, self._policy, {choice: wrong})
+            return wrong
+        plan.verified = Verified.here(self._index, error_)
+        return plan
+
     def _submitted(self, part: GraphSpec) -> Future[Answer]:
         rejected = self._kept.of(part, self._policy)
         gate = self._kept.gate
@@ -141,7 +190,10 @@ def wrong_of(outcomes: Sequence[Outcome]) -> dict[Choice, str]:
 
 def had(spec: GraphSpec, outcome: Outcome, answer: Answer, device_index: int) -> Plan:
     """The plan that a worker has checked, in this process."""
-    choice = outcome.candidate.choice
+    return _from_worker(spec, outcome.candidate.choice, answer, device_index)
+
+
+def _from_worker(spec: GraphSpec, choice: Choice, answer: Answer, device_index: int) -> Plan:
     plan: Plan | None = None
     if answer.blob is not None:
         try:

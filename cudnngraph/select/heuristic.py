@@ -8,10 +8,10 @@ decisions. Nothing here touches the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..backend.candidates import Outcome
-from ..backend.plan import Plan
+from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
@@ -20,9 +20,13 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from .decision import ALIAS, Decision, Selection, StepPlan
+from .kernels import Item, Kernels, grown
 from .rules import why_not_cudnn, why_split
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
+Checked = Callable[[Sequence[tuple[GraphSpec, Choice]]], "list[Plan | str]"]
+
+GENERATED = "a kernel is generated for what lies between plans"
 
 
 def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
@@ -48,68 +52,138 @@ def choose(
     policy: Policy,
     build: Build,
     expect: Callable[[Iterable[GraphSpec]], None] = _nothing_ahead,
+    kernels: Kernels | None = None,
+    checked: Checked | None = None,
 ) -> Selection:
     """Choose for a legalized graph without measuring.
 
     ``build(spec)`` gives the first plan that the policy allows; ``expect(specs)`` is told what will
-    be asked of it soon, so that it can build several at a time. Raises :class:`NotSupported` when
+    be asked of it soon, so that it can build several at a time. ``kernels`` says which regions are
+    generated kernels, None for none; ``checked`` builds those. Raises :class:`NotSupported` when
     cuDNN refuses and ``policy.fallback`` is "error".
     """
     if policy.fallback == "error":
         plan, outcomes = build(spec)
         return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
-    steps: list[StepPlan] = []
-    built: list[Plan | None] = []
+    return _Cut(CutGraph(spec), build, expect, kernels, checked).selection()
 
-    def attempt(part: GraphSpec) -> tuple[tuple[Plan, tuple[Outcome, ...]] | None, list[Decision]]:
+
+class _Cut:
+    """A graph that is cut until every part is a plan, a kernel or a torch step."""
+
+    def __init__(
+        self,
+        graph: CutGraph,
+        build: Build,
+        expect: Callable[[Iterable[GraphSpec]], None],
+        kernels: Kernels | None,
+        checked: Checked | None,
+    ) -> None:
+        self._graph = graph
+        self._build = build
+        self._expect = expect
+        self._kernels = kernels if checked is not None else None
+        self._checked = checked
+        self._items: list[Item] = []
+        self._found: dict[Group, tuple[StepPlan, Plan | None]] = {}
+        self._earlier: dict[Group, tuple[Decision, ...]] = {}
+
+    def selection(self) -> Selection:
+        """Cut it, and choose for each part."""
+        graph = self._graph
+        parts = regions(graph)
+        self._ahead(parts)
+        whole = (Decision(f"'{graph.spec.name}' as one plan", False, "it is cut at each anchor"),)
+        for number, group in enumerate(parts):
+            self._resolve(group, whole if number == 0 else ())
+        if not parts:
+            self._resolve(compute_nodes(graph.spec.nodes), ())
+        if self._kernels is not None:
+            self._generate(self._kernels)
+        steps = [self._found[item.nodes] for item in self._items]
+        return Selection(tuple(step for step, _ in steps), tuple(plan for _, plan in steps))
+
+    def _generate(self, kernels: Kernels) -> None:
+        """Have kernels for the parts that were left open, those joined that go together; what has
+        none that passes is cut as if there were no kernels."""
+        assert self._checked is not None
+        self._items = grown(self._graph, self._items, kernels)
+        asked = [item for item in self._items if item.open]
+        parts = []
+        for item in asked:
+            choice = kernels.choice(self._graph, item.nodes)
+            assert isinstance(choice, Choice)
+            parts.append((subgraph_of(self._graph, item.nodes), choice))
+        self._kernels = None
+        for item, (part, choice), made in zip(asked, parts, self._checked(parts), strict=True):
+            earlier = self._earlier.get(item.nodes, ())
+            if isinstance(made, str):
+                refused = Decision("a generated kernel", False, made, choice)
+                at, rest = self._items.index(item), list(self._items)
+                self._items = []
+                self._resolve(item.nodes, (*earlier, refused))
+                self._items = [*rest[:at], *self._items, *rest[at + 1 :]]
+                continue
+            taken = Decision(str(choice), True, GENERATED, choice, made.workspace_bytes)
+            step = StepPlan(
+                part, choice, made.workspace_bytes, (*earlier, taken), verified=made.verified
+            )
+            self._found[item.nodes] = step, made
+
+    def _resolve(self, nodes: Group, earlier: tuple[Decision, ...]) -> None:
+        graph = self._graph
+        part = subgraph_of(graph, nodes)
+        if len(nodes) == 1 and graph.is_free(nodes[0]):
+            self._add(Item(nodes, free=True), StepPlan(part, None, 0, (*earlier, ALIAS)), None)
+            return
+        if self._is_open(nodes):
+            self._items.append(Item(nodes, open=True))
+            self._earlier[nodes] = earlier
+            return
+        found, refused = self._attempt(part)
+        if found is not None:
+            plan, outcomes = found
+            self._add(Item(nodes), _planned(part, plan, outcomes, earlier), plan)
+            return
+        below = cuts(graph, nodes)
+        if not below:
+            self._add(Item(nodes), StepPlan(part, None, 0, (*earlier, *refused)), None)
+            return
+        self._ahead(below[0])
+        for index, group in enumerate(below[0]):
+            self._resolve(group, (*earlier, *refused) if index == 0 else ())
+
+    def _add(self, item: Item, step: StepPlan, plan: Plan | None) -> None:
+        self._items.append(item)
+        self._found[item.nodes] = step, plan
+
+    def _is_open(self, nodes: Group) -> bool:
+        """Whether a kernel may run these ops."""
+        kernels = self._kernels
+        return kernels is not None and isinstance(kernels.choice(self._graph, nodes), Choice)
+
+    def _attempt(
+        self, part: GraphSpec
+    ) -> tuple[tuple[Plan, tuple[Outcome, ...]] | None, list[Decision]]:
+        """The part as one plan of cuDNN, or the reasons why there is none."""
         why = why_split(part)
         if why is None:
             try:
-                return build(part), []
+                return self._build(part), []
             except NotSupported as refusal:
                 reasons = refusal.reasons
         else:
             reasons = (why,)
         return None, [Decision(f"'{part.name}' as one plan", False, reason) for reason in reasons]
 
-    def resolve(graph: CutGraph, nodes: Group, earlier: tuple[Decision, ...]) -> None:
-        part = subgraph_of(graph, nodes)
-        if len(nodes) == 1 and graph.is_free(nodes[0]):
-            steps.append(StepPlan(part, None, 0, (*earlier, ALIAS)))
-            built.append(None)
-            return
-        found, refused = attempt(part)
-        if found is not None:
-            plan, outcomes = found
-            steps.append(_planned(part, plan, outcomes, earlier))
-            built.append(plan)
-            return
-        below = cuts(graph, nodes)
-        if below:
-            ahead(graph, below[0])
-        if not below:
-            steps.append(StepPlan(part, None, 0, (*earlier, *refused)))
-            built.append(None)
-        for index, group in enumerate(below[0] if below else ()):
-            resolve(graph, group, (*earlier, *refused) if index == 0 else ())
-
-    def ahead(graph: CutGraph, groups: Iterable[Group]) -> None:
+    def _ahead(self, groups: Iterable[Group]) -> None:
+        """Say which parts will be asked for."""
         whole = (
-            subgraph_of(graph, group)
+            subgraph_of(self._graph, group)
             for group in groups
-            if not (len(group) == 1 and graph.is_free(group[0]))
+            if not (len(group) == 1 and self._graph.is_free(group[0])) and not self._is_open(group)
         )
-        expect(part for part in whole if why_split(part) is None)
-
-    graph = CutGraph(spec)
-    parts = regions(graph)
-    ahead(graph, parts)
-    whole = [Decision(f"'{spec.name}' as one plan", False, "it is cut at each anchor")]
-    for number, group in enumerate(parts):
-        resolve(graph, group, tuple(whole) if number == 0 else ())
-    if not parts:
-        resolve(graph, compute_nodes(graph.spec.nodes), ())
-    return Selection(tuple(steps), tuple(built))
+        self._expect(part for part in whole if why_split(part) is None)
 
 
 def _planned(

@@ -18,10 +18,11 @@ import torch
 from plans_cache.gate import Gate
 
 from ..backend import env
-from ..backend.candidates import UNCHECKED, Candidate, Outcome, Proposals, replay, why_passed_over
+from ..backend.candidates import UNCHECKED, Candidate, Outcome, Proposals, why_passed_over
 from ..backend.lowering.driver import first_line
 from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
+from ..executor.plans import replay
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .trial import StepTrial
@@ -159,9 +160,17 @@ def check(
     spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, gate: Gate | None = None
 ) -> tuple[str | None, float | None]:
     """Check a choice that was made before: return what is wrong, and the error of its results."""
+    return built(spec, policy, choice, device_index, gate)[1:]
+
+
+def built(
+    spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, gate: Gate | None = None
+) -> tuple[Plan, str | None, float | None]:
+    """Build a choice and check it: return the plan, what is wrong, and the error of its results."""
     plan = replay(spec, choice, device_index)
     device = torch.device("cuda", device_index)
-    return checked(lambda: StepTrial(spec, policy, device), plan, gate or Gate(None))
+    trial = lambda: StepTrial(spec, policy, device)  # noqa: E731
+    return plan, *checked(trial, plan, gate or Gate(None))
 
 
 def checked(

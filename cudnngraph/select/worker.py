@@ -35,7 +35,7 @@ from plans_cache.gate import Gate
 
 from ..backend import env, handles
 from ..backend.candidates import Candidate, Outcome
-from ..backend.plan import Choice
+from ..backend.plan import KERNEL, Choice
 from ..errors import BackendUnavailable, NotSupported
 from ..ir import wire
 from ..ir.key import step_digest
@@ -102,8 +102,10 @@ class Worker:
         choices = [to_choice(choice) for choice in task["choices"]]
         if task["task"] == "check":
             self._tell(choices[0])
-            why, error = verification.check(spec, policy, choices[0], self._index, gate)
-            return {"wrong": why, "error": error}
+            plan, why, error = verification.built(spec, policy, choices[0], self._index, gate)
+            blob = plan.serialize() if choices[0].engine == KERNEL and why is None else None
+            text = None if blob is None else base64.b64encode(blob).decode()
+            return {"wrong": why, "error": error, "blob": text}
         if task["task"] == "first":
             return _found(
                 verification.Checks(

@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folders of cudnngraph in the order of the road; "" has the modules beside them. A folder imports
 # those before it, and its own modules in one direction. docs/layout.md says what each is for.
 FOLDERS = (
-    *("", "device", "ir", "ops", "graph", "partition", "grad", "rewrite", "backend", "executor"),
+    *(
+        "",
+        "device",
+        "ir",
+        "ops",
+        "graph",
+        "partition",
+        "grad",
+        "rewrite",
+        "backend",
+        "kernels",
+        "executor",
+    ),
     *("select", "cache", "runtime", "explain", "sweep", "functional", "models", "nn", "bench"),
     "cli",
 )

@@ -1,0 +1,186 @@
+"""A generated kernel, ready to be launched: built from a region and a schedule, or loaded.
+
+The only importer of ``cuda.bindings.driver``, and that late. A kernel has the face of a plan of
+cuDNN: a choice, addresses in an array, a launch on torch's current stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ..backend import env
+from ..backend.plan import KERNEL, Choice, Plan, refuse_during_capture
+from ..errors import NotSupported
+from ..ir import versions
+from ..ir.spec import GraphSpec
+from . import compile as compiler
+from .write import NAME, Refused, Schedule, rows_of, schedule_for, write
+
+_KNOBS = ("lanes", "team", "rows", "chunks")
+BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
+
+
+def choice_of(schedule: Schedule) -> Choice:
+    """The name of a kernel for a given region."""
+    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in _KNOBS))
+
+
+def schedule_of(choice: Choice) -> Schedule:
+    """The schedule that a choice names. Raises :class:`NotSupported`."""
+    if tuple(name for name, _ in choice.knobs) != _KNOBS or min(v for _, v in choice.knobs) < 0:
+        raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
+    return Schedule(**dict(choice.knobs))
+
+
+def by_rule(spec: GraphSpec, processors: int) -> Choice:
+    """The choice for a region by rule. Raises :class:`Refused`."""
+    rows = rows_of(spec)
+    return choice_of(schedule_for(rows, processors))
+
+
+class Kernel(Plan):
+    """A kernel that is loaded on a GPU."""
+
+    def __init__(
+        self, code: bytes, head: dict[str, Any], choice: Choice, device_index: int
+    ) -> None:
+        self.blob = None
+        self.verified = None
+        self.choice = choice
+        self.device_index = device_index
+        self.workspace_bytes = 0
+        self.added = ()
+        self._code, self._head = code, head
+        self._blocks, self._threads = int(head["blocks"]), int(head["threads"])
+        driver = _driver()
+        with torch.cuda.device(device_index):
+            torch.cuda.current_stream()  # the context is there from here on
+            error, self._module = driver.cuModuleLoadData(code)
+            _check(error)
+            error, self._function = driver.cuModuleGetFunction(self._module, NAME.encode())
+            _check(error)
+        self._call = self._native()
+        self.native = (self._call, 0)
+
+    def __del__(self) -> None:
+        """The module stays with the context: unloading it would wait for the GPU."""
+
+    def _native(self) -> Callable[[int, int, int, Any, int], None]:
+        """A call by the address of an array of addresses, as plans have it."""
+        launch, function = _driver().cuLaunchKernel, self._function
+        blocks, threads, index = self._blocks, self._threads, self.device_index
+        stream_of = torch._C._cuda_getCurrentRawStream
+        parameters = array("Q", [0])
+        where = parameters.buffer_info()[0]
+
+        def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
+            parameters[0] = address
+            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_of(index), where, 0)
+            if error:
+                raise RuntimeError(f"a generated kernel was not launched: {error!r}")
+
+        return call
+
+    def pointers(self, tensors: Sequence[int]) -> Any:
+        """See :class:`Plan`."""
+        return array("Q", tensors)
+
+    def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
+        """Launch on torch's current stream."""
+        self._call(*pointers.buffer_info(), workspace, handle, 0)
+
+    def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
+        """See :class:`Plan`."""
+        call = self._call
+        pick = itemgetter(*places) if len(places) > 1 else lambda each: (each[places[0]],)
+
+        def launch(addresses: Sequence[int], workspace: int, handle: Any) -> None:
+            pointers = array("Q", pick(addresses))
+            address, count = pointers.buffer_info()
+            call(address, count, workspace, handle, 0)
+
+        return launch
+
+    def serialize(self) -> bytes:
+        """The device code, with what it is launched with."""
+        return json.dumps(self._head).encode() + b"\n" + self._code
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
+    """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
+    refuse_during_capture()
+    capability = env.capability(device_index)
+    try:
+        source = write(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
+    except Refused as reason:
+        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+    head = {
+        "kernel": versions.LOWERING,
+        "choice": str(choice),
+        "text": _digest(source.text),
+        "capability": capability,
+        "blocks": source.blocks,
+        "threads": source.threads,
+    }
+    return Kernel(compiler.cubin(source.text, capability), head, choice, device_index)
+
+
+def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
+    """A kernel from what :meth:`Kernel.serialize` gave. Raises :class:`NotSupported`."""
+    refuse_during_capture()
+    try:
+        head, code = blob.split(b"\n", 1)
+        described = json.loads(head)
+        if described["kernel"] != versions.LOWERING or described["choice"] != str(choice):
+            raise ValueError("it is another kernel's")
+        if described["capability"] != env.capability(device_index):
+            raise ValueError("it is for another GPU")
+        return Kernel(code, described, choice, device_index)
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotSupported("a compiled kernel", [str(error)]) from None
+
+
+def _most_blocks(device_index: int) -> int:
+    return BLOCKS_OF_A_PROCESSOR * processors(device_index)
+
+
+def processors(device_index: int) -> int:
+    """The number of multiprocessors of a GPU."""
+    return env.env_key(device_index).sm_count
+
+
+@cache
+def why_none() -> str | None:
+    """Why no kernels can be generated here, or None."""
+    try:
+        compiler.nvrtc()
+        _driver()
+    except NotSupported as error:
+        return error.reasons[0]
+    return None
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except Exception as error:
+        raise NotSupported("a generated kernel", [f"cuda-python is missing: {error}"]) from None
+    return driver
+
+
+def _check(error: Any) -> None:
+    if error:
+        raise NotSupported("a generated kernel", [f"the driver does not load it: {error!r}"])

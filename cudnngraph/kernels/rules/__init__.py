@@ -1,0 +1,34 @@
+"""Rules of generated kernels by op: what an op computes, in the values of a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...ir.spec import Node, TensorSpec
+from ..scalars import RULES as POINTWISE
+from ..tape import Value
+from . import norm, shape, softmax
+from .pointwise import Operands, pointwise
+
+Rule = Callable[[Node, Operands, TensorSpec], tuple[Value, ...]]
+
+#: For each op the values of its results, in order, from those of its operands (None at an open
+#: port) and the form of its first result.
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(POINTWISE, pointwise),
+    **dict.fromkeys(("reshape", "permute", "transpose", "slice"), shape.view),
+    "expand": shape.expand,
+    "concat": shape.concat,
+    "layer_norm": norm.layer_norm,
+    "rms_norm": norm.rms_norm,
+    "normalize": norm.normalize,
+    "instance_norm": norm.instance_norm,
+    "group_affine": norm.group_affine,
+    "layer_norm_backward": norm.layer_norm_backward,
+    "rms_norm_backward": norm.rms_norm_backward,
+    "softmax": softmax.softmax,
+    "log_softmax": softmax.log_softmax,
+    "softmax_backward": softmax.softmax_backward,
+    "log_softmax_backward": softmax.log_softmax_backward,
+    "reduction": softmax.reduction,
+}

@@ -1,0 +1,66 @@
+"""Softmax and its gradients, and reductions over dims, in kernels."""
+
+from __future__ import annotations
+
+from ...ir.spec import Node, TensorSpec
+from ..tape import Kind, Value, div, mapped, mean, mul, reduced, reshape, sub
+from .pointwise import Operands
+
+
+def _shifted(x: Value, dim: int) -> Value:
+    """x less the largest of its row."""
+    return sub(x, reduced("max", x, (dim,)))
+
+
+def _exp(x: Value) -> Value:
+    return mapped(lambda a: f"expf({a})", x)
+
+
+def softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """exp(x) by its sum."""
+    (x,) = operands
+    assert x is not None
+    dim = node.attr("dim") % len(x.shape)
+    powers = _exp(_shifted(x, dim))
+    return (div(powers, reduced("sum", powers, (dim,))),)
+
+
+def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """x less the logarithm of the sum of exp(x)."""
+    (x,) = operands
+    assert x is not None
+    dim = node.attr("dim") % len(x.shape)
+    shifted = _shifted(x, dim)
+    total = reduced("sum", _exp(shifted), (dim,))
+    return (mapped(lambda a, b: f"({a} - logf({b}))", shifted, total),)
+
+
+def softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """y (dy - sum(dy y))."""
+    dy, y = operands
+    assert dy is not None and y is not None
+    dim = node.attr("dim") % len(y.shape)
+    return (mul(y, sub(dy, reduced("sum", mul(dy, y), (dim,)))),)
+
+
+def log_softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """dy - exp(y) sum(dy)."""
+    dy, y = operands
+    assert dy is not None and y is not None
+    dim = node.attr("dim") % len(y.shape)
+    return (sub(dy, mul(_exp(y), reduced("sum", dy, (dim,)))),)
+
+
+def reduction(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """sum, mean, max, min, or the largest magnitude."""
+    (x,) = operands
+    assert x is not None
+    dims, mode = node.attr("dims"), node.attr("mode")
+    if mode == "amax":
+        x = mapped(lambda a: f"fabsf({a})", x)
+    if not dims:
+        return (x,)
+    if mode == "mean":
+        return (reshape(mean(x, dims), result.shape),)
+    kinds: dict[str, Kind] = {"sum": "sum", "max": "max", "amax": "max", "min": "min"}
+    return (reshape(reduced(kinds[mode], x, dims), result.shape),)

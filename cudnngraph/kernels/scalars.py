@@ -1,0 +1,238 @@
+"""Numbers in generated kernels: how each dtype is read and written, and pointwise ops on float.
+
+All arithmetic is in float32, as the reference's; what torch does with NaN is done here. Nothing
+needs a header: NVRTC compiles without any include path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ops.pointwise import SOFTPLUS_THRESHOLD
+
+#: The C++ type of an element in memory, by dtype. Elements of 16 and 8 bits are structs of bits.
+MEMORY: Mapping[torch.dtype, str] = {
+    torch.float32: "float",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int64: "i64",
+    torch.int32: "int",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "flag",
+}
+
+#: The C++ type of a value in a register.
+REGISTER: Mapping[torch.dtype, str] = {
+    **dict.fromkeys(MEMORY, "float"),
+    torch.int64: "i64",
+    torch.int32: "int",
+    torch.int8: "int",
+    torch.uint8: "int",
+    torch.bool: "bool",
+}
+
+#: What a kernel begins with.
+PRELUDE = r"""
+typedef unsigned int u32;
+typedef long long i64;
+typedef signed char i8;
+typedef unsigned char u8;
+struct flag { u8 bits; };
+struct f16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+struct e4m3 { u8 bits; };
+struct e5m2 { u8 bits; };
+template <class T, int N> struct alignas(sizeof(T) * N) vec { T at[N]; };
+
+#define D static __device__ __forceinline__
+template <int BYTES> struct raw;
+template <> struct raw<16> { typedef uint4 type; };
+template <> struct raw<8> { typedef uint2 type; };
+template <> struct raw<4> { typedef u32 type; };
+template <> struct raw<2> { typedef unsigned short type; };
+template <int N, class T> D vec<T, N> load(const T* p) {
+  vec<T, N> x;
+  typedef typename raw<sizeof(T) * N>::type bytes;
+  *(bytes*)&x = *(const bytes*)p;
+  return x;
+}
+template <int N, class T> D void store(T* p, const vec<T, N>& x) {
+  typedef typename raw<sizeof(T) * N>::type bytes;
+  *(bytes*)p = *(const bytes*)&x;
+}
+D float bits_float(u32 x) { return __uint_as_float(x); }
+D u32 float_bits(float x) { return __float_as_uint(x); }
+
+D float get(float x) { return x; }
+D int get(int x) { return x; }
+D i64 get(i64 x) { return x; }
+D int get(i8 x) { return x; }
+D int get(u8 x) { return x; }
+D bool get(flag x) { return x.bits != 0; }
+D float get(bf16 x) { return bits_float((u32)x.bits << 16); }
+D float get(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+D void put(float& to, float x) { to = x; }
+D void put(int& to, int x) { to = x; }
+D void put(i64& to, i64 x) { to = x; }
+D void put(i8& to, int x) { to = (i8)x; }
+D void put(u8& to, int x) { to = (u8)x; }
+D void put(flag& to, bool x) { to.bits = x; }
+D void put(f16& to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
+D void put(bf16& to, float x) {
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
+  u32 b = float_bits(x);
+  to.bits = x != x ? 0x7fff : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+#endif
+}
+#if __CUDA_ARCH__ >= 890
+D float get8(u8 x, bool wide) {
+  unsigned int two;
+  if (wide) asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(two) : "h"((unsigned short)x));
+  else asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"((unsigned short)x));
+  f16 low;
+  low.bits = (unsigned short)two;
+  return get(low);
+}
+D u8 put8(float x, bool wide) {
+  unsigned short two;
+  if (wide) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+  else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+  return (u8)two;
+}
+D float get(e4m3 x) { return get8(x.bits, false); }
+D float get(e5m2 x) { return get8(x.bits, true); }
+D void put(e4m3& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc00000u) : x, false); }
+D void put(e5m2& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc00000u) : x, true); }
+#endif
+"""
+
+#: Functions of float that several ops share.
+FUNCTIONS = r"""
+D float larger(float a, float b) { return a > b || a != a ? a : b; }
+D float smaller(float a, float b) { return a < b || a != a ? a : b; }
+D float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+D float silu(float x) { return x / (1.0f + expf(-x)); }
+D float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
+D float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+D float softplus(float x, float beta) {
+  return x * beta > THRESHOLD ? x : log1pf(expf(x * beta)) / beta;
+}
+D float mish(float x) { return x * tanhf(softplus(x, 1.0f)); }
+D float elu(float x, float alpha) { return x > 0.0f || x != x ? x : alpha * expm1f(x); }
+D float gelu_backward(float dy, float x) {
+  float normal = expf(-0.5f * x * x) * 0.39894228040143268f;
+  return dy * (0.5f * (1.0f + erff(x * 0.70710678118654752f)) + x * normal);
+}
+D float gelu_tanh_backward(float dy, float x) {
+  float tanh = tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x));
+  float inner = 0.79788456080286536f * (1.0f + 0.134145f * x * x);
+  return dy * 0.5f * (1.0f + tanh + x * (1.0f - tanh * tanh) * inner);
+}
+D float silu_backward(float dy, float x) {
+  float gate = sigmoid(x);
+  return dy * gate * (1.0f + x * (1.0f - gate));
+}
+D int rounded8(float x) { return (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f); }
+""".replace("THRESHOLD", f"{float(SOFTPLUS_THRESHOLD)}f")
+
+Code = Callable[[Sequence[str], Mapping[str, Any]], str]
+
+
+def number(value: float) -> str:
+    """A number as C++ has it, to the last bit."""
+    if value != value or value in (float("inf"), float("-inf")):
+        bits = 0x7FC00000 if value != value else 0x7F800000 if value > 0 else 0xFF800000
+        return f"bits_float({bits:#x}u)"
+    return f"{float(torch.tensor(value, dtype=torch.float32)).hex()}f"
+
+
+def _call(name: str) -> Code:
+    return lambda args, attrs: f"{name}({', '.join(args)})"
+
+
+def _infix(sign: str) -> Code:
+    return lambda args, attrs: f"({args[0]} {sign} {args[1]})"
+
+
+def _clamp(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
+    (x,) = args
+    if attrs["min"] is not None:
+        x = f"larger({x}, {number(attrs['min'])})"
+    if attrs["max"] is not None:
+        x = f"smaller({x}, {number(attrs['max'])})"
+    return x
+
+
+def _leaky_relu(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
+    return f"({args[0]} > 0.0f ? {args[0]} : {args[0]} * {number(attrs['negative_slope'])})"
+
+
+def _relu_backward(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
+    slope = attrs["negative_slope"]
+    below = f"{number(slope)} * {args[0]}" if slope else "0.0f"
+    return f"({args[1]} > 0.0f ? {args[0]} : {below})"
+
+
+def _batch_norm(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
+    x, mean, var, weight, bias = args
+    made = f"({x} - {mean}) * rsqrtf({var} + {number(attrs['eps'])})"
+    if weight:
+        made += f" * {weight}"
+    return f"({made} + {bias})" if bias else f"({made})"
+
+
+def _quantize(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
+    x = f"({args[0]} / {args[1]})" if args[1] else args[0]
+    return f"rounded8({x})" if attrs["dtype"] == "int8" else x
+
+
+#: C++ for an op on single elements, from C++ for its operands ("" at an open port).
+RULES: Mapping[str, Code] = {
+    **{
+        name: _infix(sign)
+        for name, sign in {"add": "+", "sub": "-", "mul": "*", "div": "/"}.items()
+    },
+    **{"bias": _infix("+"), "scale": _infix("*"), "dequantize": _infix("*")},
+    **{
+        name: _infix(sign) for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}.items()
+    },
+    **{name: _infix(sign) for name, sign in {"gt": ">", "ge": ">=", "logical_and": "&&"}.items()},
+    "logical_or": _infix("||"),
+    "logical_not": lambda args, attrs: f"(!{args[0]})",
+    **{name: _call(name + "f") for name in ("tanh", "exp", "log", "sqrt", "rsqrt", "erf", "pow")},
+    **{name: _call(name) for name in ("sigmoid", "silu", "gelu", "gelu_tanh", "mish")},
+    **{name: _call(name) for name in ("gelu_backward", "gelu_tanh_backward", "silu_backward")},
+    "maximum": _call("larger"),
+    "minimum": _call("smaller"),
+    "abs": _call("fabsf"),
+    "relu": lambda args, attrs: f"larger({args[0]}, 0.0f)",
+    "leaky_relu": _leaky_relu,
+    "elu": lambda args, attrs: f"elu({args[0]}, {number(attrs['alpha'])})",
+    "softplus": lambda args, attrs: f"softplus({args[0]}, {number(attrs['beta'])})",
+    "clamp": _clamp,
+    "relu_backward": _relu_backward,
+    "identity": lambda args, attrs: args[0],
+    "to_float": lambda args, attrs: f"(float){args[0]}",
+    "neg": lambda args, attrs: f"(-{args[0]})",
+    "reciprocal": lambda args, attrs: f"(1.0f / {args[0]})",
+    "where": lambda args, attrs: f"({args[0]} ? {args[1]} : {args[2]})",
+    "batch_norm": _batch_norm,
+    "batch_norm_apply": lambda args, attrs: (
+        f"(({args[0]} - {args[1]}) * {args[2]} * {args[3]} + {args[4]})"
+    ),
+    "quantize": _quantize,
+}

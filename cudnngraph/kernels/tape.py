@@ -1,0 +1,168 @@
+"""What a kernel computes, in few kinds of values: tensors read, maps, reductions, views, joins.
+
+The ops of a region are written down in these by the rules of :mod:`~cudnngraph.kernels.rules`. A
+value has a shape and no memory. An element of it is asked for by an index
+(:class:`~cudnngraph.kernels.index.Sum` for each dim), and says by which indices it asks for those
+that it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..ir.spec import TensorSpec
+from ..ops.checks import broadcast_shapes
+from .index import Sum, reshaped
+
+Index = tuple[Sum, ...]
+Kind = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value of a kernel: its shape, and the C++ type of an element in a register."""
+
+    shape: tuple[int, ...]
+    type: str = field(default="float", kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Read(Value):
+    """An input of the region."""
+
+    tensor: TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Number(Value):
+    """C++ for a number."""
+
+    code: str
+
+
+@dataclass(frozen=True, eq=False)
+class Map(Value):
+    """``code`` of the elements of ``operands`` that are broadcast to the shape, as torch does."""
+
+    operands: tuple[Value, ...]
+    code: Callable[[Sequence[str]], str]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce(Value):
+    """The sum, or the largest or smallest element, over ``dims``, which stay with extent 1."""
+
+    operand: Value
+    dims: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class View(Value):
+    """The elements of another value in other places; ``source`` says of an index which one it is,
+    None if that is no sum of digits."""
+
+    operand: Value
+    source: Callable[[Index], Index | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Value):
+    """Values one behind the other along a dim."""
+
+    operands: tuple[Value, ...]
+    dim: int
+
+
+def broadcast(index: Index, shape: Sequence[int]) -> Index:
+    """The index into an operand of ``shape`` that is broadcast to what ``index`` is of."""
+    return tuple(
+        Sum() if extent == 1 else each
+        for each, extent in zip(index[len(index) - len(shape) :], shape, strict=True)
+    )
+
+
+def common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that all are broadcast to."""
+    return broadcast_shapes(shapes)
+
+
+def mapped(code: Callable[..., str], *operands: Value, type: str = "float") -> Map:
+    """A map of operands that are broadcast; ``code`` takes C++ for each."""
+    shape = common(*(each.shape for each in operands))
+    return Map(shape, operands, lambda args: code(*args), type=type)
+
+
+def add(x: Value, y: Value) -> Map:
+    """x + y."""
+    return mapped(lambda a, b: f"({a} + {b})", x, y)
+
+
+def sub(x: Value, y: Value) -> Map:
+    """x - y."""
+    return mapped(lambda a, b: f"({a} - {b})", x, y)
+
+
+def mul(x: Value, y: Value) -> Map:
+    """x * y."""
+    return mapped(lambda a, b: f"({a} * {b})", x, y)
+
+
+def div(x: Value, y: Value) -> Map:
+    """x / y."""
+    return mapped(lambda a, b: f"({a} / {b})", x, y)
+
+
+def times(x: Value, factor: float) -> Map:
+    """x times a number."""
+    from .scalars import number
+
+    return mapped(lambda a: f"({a} * {number(factor)})", x)
+
+
+def reduced(kind: Kind, x: Value, dims: Sequence[int]) -> Reduce:
+    """A reduction that keeps its dims with extent 1."""
+    shape = tuple(1 if dim in dims else extent for dim, extent in enumerate(x.shape))
+    return Reduce(shape, x, tuple(dims), kind)
+
+
+def mean(x: Value, dims: Sequence[int]) -> Map:
+    """The mean over dims, which stay with extent 1."""
+    count = 1
+    for dim in dims:
+        count *= x.shape[dim]
+    return times(reduced("sum", x, dims), 1.0 / count)
+
+
+def reshape(x: Value, shape: Sequence[int]) -> Value:
+    """The elements in row-major order in another shape."""
+    to = tuple(shape)
+
+    def source(index: Index) -> Index | None:
+        found = reshaped(index, to, x.shape)
+        return None if found is None else tuple(found)
+
+    return x if to == x.shape else View(to, x, source, type=x.type)
+
+
+def permute(x: Value, order: Sequence[int]) -> View:
+    """Dim ``order[n]`` of x as dim n."""
+    shape = tuple(x.shape[dim] for dim in order)
+    back = [list(order).index(dim) for dim in range(len(order))]
+    return View(shape, x, lambda index: tuple(index[dim] for dim in back), type=x.type)
+
+
+def sliced(x: Value, dim: int, start: int, shape: Sequence[int], step: int) -> View:
+    """Every ``step``-th element along a dim from ``start`` on."""
+
+    def source(index: Index) -> Index:
+        return (*index[:dim], index[dim] * step + start, *index[dim + 1 :])
+
+    return View(tuple(shape), x, source, type=x.type)
+
+
+def along(vector: Value, dim: int, rank: int) -> Value:
+    """A vector as a tensor of ``rank`` dims that is 1 along all but ``dim``."""
+    return reshape(vector, [vector.shape[0] if at == dim else 1 for at in range(rank)])

@@ -1,0 +1,218 @@
+"""The regions of a cut graph that run as generated kernels.
+
+Ops that a kernel may run are left open when a graph is cut. Here they grow together: what one makes
+and another one reads is one region if a kernel can run both, and nothing between them runs
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..backend.plan import Choice
+from ..ir.spec import GraphSpec
+from ..kernels.kernel import choice_of
+from ..kernels.write import Refused, Rows, Schedule, rows_of, schedule_for, write
+from ..partition.analysis import CutGraph, Group
+from ..partition.cuts import subgraph_of
+
+MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
+
+
+@dataclass
+class Item:
+    """A step of a cut: its nodes; ``open`` if a kernel may run them, ``free`` if nothing has to."""
+
+    nodes: Group
+    open: bool = False
+    free: bool = False
+    names: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.names = {name for node in self.nodes for name in node.results}
+
+
+class Kernels:
+    """Which regions are kernels on a GPU with so many processors."""
+
+    def __init__(self, processors: int) -> None:
+        self._processors = processors
+        self._known: dict[tuple[str, ...], Choice | str] = {}
+
+    def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
+        """The choice by rule for a region, or why it is no kernel."""
+        place = tuple(node.name for node in nodes)
+        if place not in self._known:
+            self._known[place] = self._chosen(graph, nodes)
+        return self._known[place]
+
+    def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
+        if len(nodes) > MOST_NODES:
+            return "a region of too many ops"
+        try:
+            return self.of(subgraph_of(graph, nodes))
+        except Refused as reason:
+            return str(reason)
+
+    def of(self, spec: GraphSpec) -> Choice:
+        """The choice by rule for a step. Raises :class:`Refused`."""
+        rows = rows_of(spec)
+        schedule = schedule_for(rows, self._processors)
+        why = why_slow(rows, schedule, self._processors)
+        if why is not None:
+            raise Refused(why)
+        write(spec, schedule, rows)
+        return choice_of(schedule)
+
+
+def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
+    """Why a region should not be one kernel of rows, or None."""
+    if not rows.reductions:
+        return None
+    if not schedule.chunks and rows.row.extent < processors:
+        return "few long rows: one team of threads would read each alone"
+    if rows.strided:
+        return "rows that lie across memory"
+    return None
+
+
+def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
+    """Items in an order that can be run, the open ones joined as far as they go together."""
+    order = list(items)
+    changed = True
+    while changed:
+        changed = False
+        home = {name: item for item in order for name in item.names}
+        for item in list(order):
+            if not item.open or item not in order:
+                continue
+            for source in _sources(item, home):
+                joined = _joined(graph, source, item, home, order, kernels)
+                if joined is not None:
+                    at = order.index(item)
+                    gone = [each for each in order if each.names & joined.names]
+                    order[at] = joined
+                    order = [each for each in order if each is joined or each not in gone]
+                    home |= dict.fromkeys(joined.names, joined)
+                    changed = True
+                    break
+    return _in_order(order)
+
+
+def _sources(item: Item, home: dict[str, Item]) -> list[Item]:
+    """The open items that an item reads from, views of them included."""
+    found: dict[int, Item] = {}
+    stack = [name for node in item.nodes for name in node.operands if name not in item.names]
+    while stack:
+        source = home.get(stack.pop())
+        if source is None or source is item:
+            continue
+        if source.open:
+            found.setdefault(id(source), source)
+        elif source.free:
+            stack += [name for node in source.nodes for name in node.operands]
+    return list(found.values())
+
+
+def _joined(
+    graph: CutGraph,
+    source: Item,
+    item: Item,
+    home: dict[str, Item],
+    order: Sequence[Item],
+    kernels: Kernels,
+) -> Item | None:
+    """Both as one, with the views between them; None if a kernel cannot run that."""
+    between = _views_between(graph, source, item, home)
+    if between is None or _path_outside(source, item, between, home, order):
+        return None
+    place = {node.name: at for at, node in enumerate(graph.spec.nodes)}
+    nodes = tuple(
+        sorted(
+            (*source.nodes, *(node for view in between for node in view.nodes), *item.nodes),
+            key=lambda node: place[node.name],
+        )
+    )
+    if isinstance(kernels.choice(graph, nodes), str):
+        return None
+    return Item(nodes, open=True)
+
+
+def _views_between(
+    graph: CutGraph, source: Item, item: Item, home: dict[str, Item]
+) -> list[Item] | None:
+    """The views by which an item reads another one; None if others read them too."""
+    found: dict[int, Item] = {}
+    stack = [name for node in item.nodes for name in node.operands]
+    while stack:
+        view = home.get(stack.pop())
+        if view is None or not view.free or id(view) in found:
+            continue
+        found[id(view)] = view
+        stack += [name for node in view.nodes for name in node.operands]
+    reaches = [view for view in found.values() if _reads(view, source, home)]
+    names = {name for view in reaches for name in view.names}
+    inside = {node.name for view in (*reaches, item) for node in view.nodes}
+    for name in names:
+        users = graph.readers.get(name, ())
+        if name in graph.spec.outputs or any(user.name not in inside for user in users):
+            return None
+    return reaches
+
+
+def _reads(view: Item, source: Item, home: dict[str, Item]) -> bool:
+    """Whether a view is one of what an item makes, by views of views too."""
+    stack = [name for node in view.nodes for name in node.operands]
+    while stack:
+        found = home.get(stack.pop())
+        if found is source:
+            return True
+        if found is not None and found.free:
+            stack += [name for node in found.nodes for name in node.operands]
+    return False
+
+
+def _path_outside(
+    source: Item, item: Item, between: Sequence[Item], home: dict[str, Item], order: Sequence[Item]
+) -> bool:
+    """Whether something elsewhere reads from one and is read by the other: it would have to run in
+    the middle of the kernel."""
+    inside = {id(source), id(item), *map(id, between)}
+    seen: set[int] = set()
+    stack = [item, *between]
+    while stack:
+        each = stack.pop()
+        for node in each.nodes:
+            for name in node.operands:
+                below = home.get(name)
+                if below is None or id(below) in inside or id(below) in seen:
+                    if below is source and id(each) not in inside:
+                        return True
+                    continue
+                seen.add(id(below))
+                stack.append(below)
+    return False
+
+
+def _in_order(items: Sequence[Item]) -> list[Item]:
+    """The items such that each follows those that it reads from, else in their order."""
+    home = {name: item for item in items for name in item.names}
+    done: dict[int, Item] = {}
+
+    def visit(root: Item) -> None:
+        stack: list[tuple[Item, bool]] = [(root, False)]
+        while stack:
+            item, ready = stack.pop()
+            if id(item) in done:
+                continue
+            if ready:
+                done[id(item)] = item
+                continue
+            stack.append((item, True))
+            below = [home.get(name) for node in item.nodes for name in node.operands]
+            stack += [(each, False) for each in below if each is not None and each is not item]
+
+    for item in items:
+        visit(item)
+    return list(done.values())
