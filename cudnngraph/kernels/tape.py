@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..ir.spec import TensorSpec
 from ..ops.checks import broadcast_shapes
@@ -74,6 +74,19 @@ class Join(Value):
 
     operands: tuple[Value, ...]
     dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Value):
+    """An image made of others' elements at places that a rule computes while the kernel runs.
+
+    ``write`` writes C++ by :class:`~cudnngraph.kernels.window.Steps` and gives the result's name.
+    It reads about ``reads`` elements of each operand. Batch and channel are the operands' own.
+    """
+
+    operands: tuple[Value, ...]
+    write: Callable[[Any], str]
+    reads: int
 
 
 def broadcast(index: Index, shape: Sequence[int]) -> Index:

@@ -20,7 +20,8 @@ from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
 from .index import Sum, Var, counter, digits, place, reshaped
 from .rules import RULES
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
-from .tape import Index, Join, Map, Number, Read, Reduce, Value, View, broadcast
+from .tape import Index, Join, Map, Number, Read, Reduce, Value, View, Window, broadcast
+from .window import Steps
 
 NAME = "cudnngraph_kernel"
 WARP = 32
@@ -114,7 +115,7 @@ def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
 
 def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
-    if isinstance(value, (Map, Join)):
+    if isinstance(value, (Map, Join, Window)):
         return value.operands
     return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 
@@ -143,6 +144,8 @@ def rows_of(spec: GraphSpec) -> Rows:
         raise Refused("an output is of a dtype that kernels do not write")
     reachable = _reachable(values)
     reductions = [value for value in reachable if isinstance(value, Reduce)]
+    if reductions and any(isinstance(value, Window) for value in reachable):
+        raise Refused("windows and reductions")
     widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(reachable))))
     if not reductions:
         count = max(tensor.numel for tensor in tensors)
@@ -495,6 +498,8 @@ class _Writer:
             made = self._read(value, index)
         elif isinstance(value, Join):
             made = self._joined(value, index)
+        elif isinstance(value, Window):
+            made = self._windowed(value, index)
         elif isinstance(value, Map):
             args = [self._at(each, broadcast(index, each.shape)) for each in value.operands]
             made = self._declare(value.type, max((each.by for each in args), default=0))
@@ -566,6 +571,14 @@ class _Writer:
                 self._assign(made, self._at(operand, part).text)
             self._lines.append("}")
         return made
+
+    def _windowed(self, value: Window, index: Index) -> _Code:
+        """What a rule writes itself. Its places are the same for all lanes, or there is one."""
+        if self._plan.lanes > 1 and any(self._differs(each) == 2 for each in index[2:]):
+            raise _Narrower
+        by = max(map(self._differs, index))
+        with self._inner():
+            return _Code(value.write(Steps(self, value, index, by)), by)
 
     @contextmanager
     def _inner(self) -> Iterator[None]:
