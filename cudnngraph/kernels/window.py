@@ -12,7 +12,7 @@ from .tape import Index, Window
 if TYPE_CHECKING:
     from .write import _Writer
 
-MOST_UNROLLED = 64  # reads of a window whose loops are unrolled
+MOST_UNROLLED = 256  # elements, lanes counted, that unrolled loops read: more are much code
 
 
 class Steps:
@@ -62,13 +62,14 @@ class Steps:
         return f"{name}[j]"
 
     @contextmanager
-    def loop(self, count: int) -> Iterator[str]:
-        """A loop that counts; what is computed within is not known behind it."""
+    def loop(self, count: int, reads: int) -> Iterator[str]:
+        """A loop that counts; what is computed within is not known behind it.
+
+        The nest of loops that it is of reads so many elements.
+        """
         name = self._writer._new()
-        if self._window.reads <= MOST_UNROLLED:
-            self.line("#pragma unroll")
-        else:
-            self.line("#pragma unroll 1")
+        lanes = self._writer._plan.lanes if self._by == 2 else 1
+        self.line(f"#pragma unroll{'' if reads * lanes <= MOST_UNROLLED else ' 1'}")
         self.line(f"for (u32 {name} = 0; {name} < {count}u; ++{name}) {{")
         with self._writer._inner():
             yield name

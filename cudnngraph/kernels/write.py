@@ -422,6 +422,8 @@ class _Writer:
             return [(value.operand, self._inside(value, index))]
         if isinstance(value, Join):
             return list(zip(value.operands, self._parts(value, index), strict=True))
+        if isinstance(value, Window):
+            raise Refused("places that windows compute")
         return []
 
     def _inside(self, each: Reduce, kept: Index) -> Index:

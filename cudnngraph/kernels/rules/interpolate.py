@@ -116,7 +116,7 @@ def interpolate(node: Node, operands: Operands, result: TensorSpec) -> tuple[Val
             lines = [_line(steps, dim, at) for dim, at in zip(dims, steps.at, strict=True)]
             places, factors = [], []
             for dim, (low, part) in zip(dims, lines, strict=True):
-                nth = stack.enter_context(steps.loop(2))
+                nth = stack.enter_context(steps.loop(2, 2 ** len(dims)))
                 places.append(steps.place(f"lesser({low} + {nth}, {dim.size - 1}u)"))
                 factors.append(steps.number("float", f"{nth} ? {part} : 1.0f - {part}"))
             steps.lanes(f"{total} += {' * '.join(factors)} * {steps.read(0, places)};")
@@ -160,11 +160,12 @@ def _line(steps: Steps, dim: Resized, at: str) -> tuple[str, str]:
 @contextmanager
 def _results(steps: Steps, dims: Sequence[Resized]) -> Iterator[tuple[list[str], list[str]]]:
     """A loop over the results that an element is part of, and its factors in them."""
+    reads = math.prod(dim.reach()[1] for dim in dims)
     with ExitStack() as stack:
         found, factors = [], []
         for dim, own in zip(dims, steps.at, strict=True):
             before, count = dim.reach()
-            nth = stack.enter_context(steps.loop(count))
+            nth = stack.enter_context(steps.loop(count, reads))
             at = steps.place(f"{own} * {dim.wanted}u / {dim.size}u - {before}u + {nth}")
             steps.line(f"if ({at} >= {dim.wanted}u) continue;")
             if dim.nearest:

@@ -192,10 +192,11 @@ def _work(value: Value, known: dict[int, int]) -> int:
 @contextmanager
 def taps(steps: Steps, dims: Sequence[Dim], windows: Sequence[str]) -> Iterator[list[str]]:
     """A loop over the elements of a window: their places."""
+    reads = math.prod(dim.taps for dim in dims)
     with ExitStack() as stack:
         places = []
         for dim, at in zip(dims, windows, strict=True):
-            nth = stack.enter_context(steps.loop(dim.taps))
+            nth = stack.enter_context(steps.loop(dim.taps, reads))
             place = steps.place(dim.tap(at, nth))
             test = dim.inside(at, place)
             if test:
@@ -205,12 +206,12 @@ def taps(steps: Steps, dims: Sequence[Dim], windows: Sequence[str]) -> Iterator[
 
 
 @contextmanager
-def windows_of(steps: Steps, dims: Sequence[Dim]) -> Iterator[list[str]]:
+def windows_of(steps: Steps, dims: Sequence[Dim], reads: int) -> Iterator[list[str]]:
     """A loop over the windows that hold an element."""
     with ExitStack() as stack:
         found = []
         for dim, at in zip(dims, steps.at, strict=True):
-            nth = stack.enter_context(steps.loop(dim.windows))
+            nth = stack.enter_context(steps.loop(dim.windows, reads))
             place = steps.place(dim.window(at, nth))
             steps.line(f"if (!({dim.holds(place, at)})) continue;")
             found.append(place)
@@ -265,15 +266,16 @@ def avg_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
     assert dy is not None
     dims = _dims(node, result.shape[2:], dy.shape[2:])
     padded = dict(node.attrs).get("count_include_pad", False)
+    reads = math.prod(dim.windows for dim in dims)
 
     def write(steps: Steps) -> str:
         total = steps.local("float", "0.0f")
-        with windows_of(steps, dims) as at:
+        with windows_of(steps, dims, reads) as at:
             divisor = steps.number("float", _divisor(dims, at, padded))
             steps.lanes(f"{total} += {steps.read(0, at)} / {divisor};")
         return total
 
-    return (window((dy,), result.shape, write, math.prod(dim.windows for dim in dims)),)
+    return (window((dy,), result.shape, write, reads),)
 
 
 def max_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -292,18 +294,18 @@ def max_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
     if not isinstance(base, Read):
         raise Refused("the maxima of what is not in memory")
     dims = _dims(node, result.shape[2:], dy.shape[2:])
+    reads = math.prod(dim.windows * dim.taps for dim in dims)
 
     def write(steps: Steps) -> str:
         total = steps.local("float", "0.0f")
         mine = steps.read(1, steps.at)
-        with windows_of(steps, dims) as at:
+        with windows_of(steps, dims, reads) as at:
             wins = steps.local("bool", "true")
             with taps(steps, dims, at) as places:
                 _compare(steps, wins, mine, places)
             steps.lanes(f"{total} += {wins} ? {steps.read(0, at)} : 0.0f;")
         return total
 
-    reads = math.prod(dim.windows for dim in dims) * math.prod(dim.taps for dim in dims)
     return (window((dy, x), result.shape, write, reads),)
 
 

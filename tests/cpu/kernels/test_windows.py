@@ -217,3 +217,20 @@ def test_windows_that_are_no_kernels() -> None:
     g.output("y", g.max_pool(g.input("x", (1, 8, 16, 16), torch.float32).gelu(), 3, 1))
     with pytest.raises(Refused, match="at some length"):
         rows_of(g.spec())
+
+
+def test_a_mean_of_whole_images_is_a_reduction() -> None:
+    g = cg.Graph("squeezed")
+    x = g.input("x", (2, 6, 7, 9), torch.float16)
+    g.output("y", g.adaptive_avg_pool(x.relu(), 1).sigmoid())
+    rows = rows_of(g.spec())
+    assert rows.reductions and rows.inner.extent == 63
+    check(g.spec())
+
+
+def test_windows_beside_reductions_are_refused() -> None:
+    g = cg.Graph("both")
+    x = g.input("x", (2, 6, 8, 8), torch.float32)
+    g.output("y", g.max_pool(x, 2).softmax(-1))
+    with pytest.raises(Refused, match="windows and reductions"):
+        rows_of(g.spec())
