@@ -168,7 +168,7 @@ def window(
         raise Refused("windows of many elements")
     for operand in operands:
         work = _work(operand, {})
-        again = reads * math.prod(shape) / math.prod(operand.shape)
+        again = reads * math.prod(shape) / max(1, math.prod(operand.shape))
         if again > 1 and again * work > rules().window_most_again:
             raise Refused("windows of what is computed at some length")
     return Window(shape, operands, write, reads)
