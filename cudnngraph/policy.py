@@ -33,6 +33,8 @@ class Policy:
     - ``workspace_limit``: most bytes of scratch memory a plan may need; None for no limit.
     - ``fallback``: "partition" cuts a graph that cuDNN refuses as one plan into smaller steps, down
       to torch ops; "error" raises ``NotSupported`` instead.
+    - ``kernels``: whether kernels are generated for ops between the plans. None: if cuda-python is
+      installed, unless the setting ``CUDNNGRAPH_KERNELS`` is 0.
     - ``exclude_engines``: engines not to use, as "eng8" or by cuDNN's own tag ("ConvFwd_eng8").
     - ``verify``: "isolated" runs every plan once on random data, between guard bytes, against the
       reference, in a process of its own, before it computes anything for you: one that is wrong,
@@ -49,6 +51,7 @@ class Policy:
     deterministic: bool = False
     workspace_limit: int | None = None
     fallback: Fallback = "partition"
+    kernels: bool | None = None
     exclude_engines: tuple[str, ...] = ()
     verify: Verify | None = None
     max_candidates: int = 12
@@ -65,8 +68,10 @@ class Policy:
             raise PolicyError(
                 f"tune={self.tune!r} is unknown; expected 'heuristic', 'autotune' or 'cached'"
             )
-        if not (self.allow_tf32 is None or isinstance(self.allow_tf32, bool)):
-            raise PolicyError(f"allow_tf32={self.allow_tf32!r}; expected True, False or None")
+        for name in ("allow_tf32", "kernels"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise PolicyError(f"{name}={value!r}; expected True, False or None")
         if not isinstance(self.deterministic, bool):
             raise PolicyError(f"deterministic={self.deterministic!r}; expected True or False")
         limit = self.workspace_limit
@@ -110,6 +115,7 @@ class PolicyOptions(TypedDict, total=False):
     deterministic: bool
     workspace_limit: int | None
     fallback: Fallback
+    kernels: bool | None
     exclude_engines: Sequence[str]
     verify: Verify | None
     max_candidates: int

@@ -40,6 +40,7 @@ class Settings:
     backend: Literal["auto", "reference"]
     tune: Literal["heuristic", "autotune", "cached"]
     verify: Literal["isolated", "inprocess", "off"]
+    kernels: bool
     check: bool
 
     @classmethod
@@ -169,6 +170,16 @@ VARIABLES: tuple[Variable, ...] = (
         "say: in processes of their own, in this one, or not at all.",
         parse=_one_of(VERIFIES),
         default=lambda environ: "isolated",
+    ),
+    Variable(
+        name="CUDNNGRAPH_KERNELS",
+        field="kernels",
+        type_text="`0`, `1`",
+        default_text="`1`",
+        meaning="`0` generates no kernels for a policy that does not say: what cuDNN has no plan "
+        "for runs as torch ops.",
+        parse=_flag,
+        default=lambda environ: True,
     ),
     Variable(
         name="CUDNNGRAPH_CHECK",

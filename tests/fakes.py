@@ -90,13 +90,16 @@ class World:
         self.loaded: list[bytes] = []
         self.replayed: list[Choice] = []
         self.measured: list[str] = []
+        self.kernels = False  # no GPU would load one
 
     def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
         self.built.append(spec.name)
         time.sleep(self.build_s)
         return builder(self.refuse)(spec)
 
-    def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
+    def autotune(
+        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, kernels: Any
+    ) -> Any:
         self.measured.append(spec.name)
         tell(1, 1)
         return heuristic.choose(spec, policy, builder(self.refuse))
@@ -140,6 +143,7 @@ class World:
         """A GPU that is not there, an empty directory, nothing in memory, counters at zero."""
         monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(self.directory))
         monkeypatch.setenv("CUDNNGRAPH_VERIFY", "off")  # its plans compute nothing
+        monkeypatch.setenv("CUDNNGRAPH_KERNELS", str(int(self.kernels)))
         monkeypatch.setattr(settings, "_from_environ", None)
         monkeypatch.setattr(STATE, "counters", Counters())
         monkeypatch.setattr(STATE, "stores", {})
@@ -152,7 +156,6 @@ class World:
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(compiling, "autotune", self.autotune)
-        monkeypatch.setattr(compiling.kernel, "why_none", lambda: "no GPU would load one")
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())

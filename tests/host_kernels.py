@@ -2,7 +2,10 @@
 
 A fiber runs up to the next point at which the threads of a block meet, then the next one does. So
 a kernel in which all threads meet at the same points computes here what it computes on a GPU, one
-thread after the other.
+thread after the other. What a GPU leaves undefined is told: threads that meet at different points,
+and vectors that do not lie at a multiple of their size.
+
+Kernels are compiled many at a time: all that were asked for since one was last run.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cudnngraph.kernels.scalars import PRELUDE
-from cudnngraph.kernels.write import NAME, Source
+from cudnngraph.kernels.source import Source
 
 HOST = r"""
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <ucontext.h>
@@ -35,39 +40,54 @@ HOST = r"""
 #define __shared__ static
 #define D static inline
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 typedef signed char i8;
 typedef unsigned char u8;
 struct Three { u32 x; };
 static Three threadIdx, blockIdx, gridDim;
-static ucontext_t scheduler;
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+enum Wrong { NOTHING, MISALIGNED, APART };
+static int wrong;
+static jmp_buf scheduler;
+static ucontext_t beginning;
+struct Fiber {
+  ucontext_t context;
+  jmp_buf at;
+  std::vector<char> stack;
+  bool begun, done;
+  int met;
+};
 static std::vector<Fiber> fibers;
 static float exchanged[1024];
-static void meet() {
+static void meet(int point) {
   u32 me = threadIdx.x;
-  swapcontext(&fibers[me].context, &scheduler);
+  fibers[me].met = point;
+  if (!_setjmp(fibers[me].at)) _longjmp(scheduler, 1);
   threadIdx.x = me;
 }
-static void __syncthreads() { meet(); }
+static void __syncthreads() { meet(1); }
 static float __shfl_xor_sync(unsigned, float x, int at) {
   exchanged[threadIdx.x] = x;
-  meet();
+  meet(2 + at);
   float y = exchanged[threadIdx.x ^ at];
-  meet();
+  meet(2 + at);
   return y;
 }
 struct flag { u8 bits; };
 struct f16 { _Float16 bits; };
 struct bf16 { unsigned short bits; };
+struct e4m3 { u8 bits; };
+struct e5m2 { u8 bits; };
 template <class T, int N> struct alignas(sizeof(T) * N) vec { T at[N]; };
 template <int N, class T> D vec<T, N> load(const T* p) {
-  if ((uintptr_t)p % sizeof(vec<T, N>)) __builtin_trap();
-  return *(const vec<T, N>*)p;
+  vec<T, N> x;
+  if ((uintptr_t)p % sizeof x) wrong = MISALIGNED;
+  memcpy(&x, p, sizeof x);
+  return x;
 }
 template <int N, class T> D void store(T* p, const vec<T, N>& x) {
-  if ((uintptr_t)p % sizeof(vec<T, N>)) __builtin_trap();
-  *(vec<T, N>*)p = x;
+  if ((uintptr_t)p % sizeof x) wrong = MISALIGNED;
+  memcpy(p, &x, sizeof x);
 }
 D float bits_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 D u32 float_bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
@@ -90,62 +110,181 @@ D void put(bf16& to, float x) {
   u32 b = float_bits(x);
   to.bits = x != x ? 0x7fff : (b + 0x7fff + ((b >> 16) & 1)) >> 16;
 }
+// 8 bits of which `fraction` are behind the point: rounded to even, beyond the largest it is that.
+D float get8(u8 x, int fraction, int bias, u8 most, u8 nan) {
+  int size = x & 0x7f, power = size >> fraction, rest = size & ((1 << fraction) - 1);
+  if (power) rest += 1 << fraction, power -= 1;
+  float y = size >= nan ? NAN : size > most ? INFINITY : ldexpf(rest, power + 1 - bias - fraction);
+  return x & 0x80 ? -y : y;
+}
+D u8 put8(float x, int fraction, int bias, u8 most, u8 nan) {
+  u8 sign = std::signbit(x) ? 0x80 : 0;
+  if (x - x != 0 || x == 0) return x == 0 ? sign : nan | sign;
+  int power;
+  frexpf(x, &power);
+  int step = (power - 1 < 1 - bias ? 1 - bias : power - 1) - fraction;
+  float units = nearbyintf(ldexpf(fabsf(x), -step));
+  int bits = (int)units + ((step + fraction - 1 + bias) << fraction);
+  return (bits > most ? most : bits) | sign;
+}
+D float get(e4m3 x) { return get8(x.bits, 3, 7, 0x7e, 0x7f); }
+D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7b, 0x7d); }
+D void put(e4m3& to, float x) { to.bits = put8(x, 3, 7, 0x7e, 0x7f); }
+D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 """
 
 RUN = r"""
-static Args* given;
+static void (*kernel)(void*);
+static void* given;
+static char* workspace;
 static void thread(u32 me) {
-  threadIdx.x = me;
-  KERNEL(*given);
+  kernel(given);
   fibers[me].done = true;
+  _longjmp(scheduler, 1);
 }
-extern "C" void run(Args* args, u32 blocks, u32 threads) {
-  given = args;
-  gridDim.x = blocks;
-  fibers.resize(threads);
-  for (u32 b = 0; b < blocks; ++b) {
-    blockIdx.x = b;
-    for (u32 t = 0; t < threads; ++t) {
-      Fiber& f = fibers[t];
-      f.stack.resize(1 << 16);
-      f.done = false;
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = f.stack.data();
-      f.context.uc_stack.ss_size = f.stack.size();
-      f.context.uc_link = &scheduler;
-      makecontext(&f.context, (void (*)())thread, 1, t);
+static void resume(u32 t) {
+  Fiber& f = fibers[t];
+  threadIdx.x = t;
+  if (_setjmp(scheduler)) return;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  swapcontext(&beginning, &f.context);
+}
+// The threads of a block from one meeting to the next, the last one first if `backwards`.
+static void block(u32 threads, bool backwards) {
+  for (u32 t = 0; t < threads; ++t) {
+    Fiber& f = fibers[t];
+    f.stack.resize(1 << 16);
+    f.begun = f.done = false;
+    f.met = 0;
+    f.context = beginning;
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = nullptr;
+    makecontext(&f.context, (void (*)())thread, 1, t);
+  }
+  for (bool left = true; left;) {
+    for (u32 n = 0; n < threads; ++n) {
+      u32 t = backwards ? threads - 1 - n : n;
+      if (!fibers[t].done) resume(t);
     }
-    for (bool left = true; left;) {
-      left = false;
-      for (u32 t = 0; t < threads; ++t)
-        if (!fibers[t].done) {
-          threadIdx.x = t;
-          swapcontext(&scheduler, &fibers[t].context);
-          left |= !fibers[t].done;
-        }
-    }
+    left = !fibers[0].done;
+    for (u32 t = 1; t < threads; ++t)
+      if (fibers[t].done != fibers[0].done || (left && fibers[t].met != fibers[0].met)) {
+        wrong = APART;
+        return;
+      }
   }
 }
-""".replace("KERNEL", NAME)
+static int launch(void (*what)(void*), void* args, u32 blocks, u32 threads, int how) {
+  kernel = what;
+  given = args;
+  wrong = NOTHING;
+  gridDim.x = blocks;
+  fibers.resize(threads);
+  getcontext(&beginning);
+  for (u32 b = 0; b < blocks && wrong == NOTHING; ++b) {
+    blockIdx.x = how & 1 ? blocks - 1 - b : b;
+    if (how & 2) block(threads, how & 1);
+    else for (u32 t = 0; t < threads; ++t) {
+      threadIdx.x = how & 1 ? threads - 1 - t : t;
+      what(args);
+    }
+  }
+  return wrong;
+}
+"""
+
+#: A kernel among others.
+ENTRY = r"""
+namespace k%d {
+%s
+%s}
+"""
+
+#: A function of a kernel; those of several take a workspace.
+CALL = r"""
+static void call_%(name)s(void* a) { %(name)s(*(Args*)a%(workspace)s); }
+extern "C" int run_%(at)d_%(name)s(void* args, char* w, u32 blocks, u32 threads, int how) {
+  workspace = w;
+  return launch(call_%(name)s, args, blocks, threads, how);
+}
+"""
+
+MEETINGS = ("__syncthreads", "__shfl")
+WRONG = ("", "a vector does not lie at a multiple of its size", "threads meet at different points")
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="cudnngraph-kernels-")
+_known: dict[str, Any] = {}  # the calls of a kernel by its text, or why it does not compile
+_asked: dict[str, Source] = {}  # what is to be compiled
 
 
-def run(source: Source, tensors: Sequence[torch.Tensor]) -> None:
-    """Run a kernel on tensors of the CPU: its inputs, then its outputs."""
+def expect(source: Source) -> Source:
+    """Compile a kernel with the next one that is run."""
+    if source.text not in _known:
+        _asked[source.text] = source
+    return source
+
+
+def run(source: Source, tensors: Sequence[torch.Tensor], *, backwards: bool = False) -> None:
+    """Run a kernel on tensors of the CPU: its inputs, then its outputs.
+
+    ``backwards`` runs the last thread first: a kernel whose threads wait for each other where they
+    have to gives the same bits.
+    """
+    expect(source)
+    if source.text not in _known:
+        sources = tuple(_asked.values())
+        _asked.clear()
+        _compile(sources)
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    meets = any(name in source.text for name in MEETINGS)
+    how = backwards + 2 * meets
+    calls = _known[source.text]
+    assert not isinstance(calls, str), f"{calls[:4000]}\n{source.text[len(PRELUDE) :]}"
+    # What a kernel finds in its workspace is whatever was there.
+    room = torch.full((source.workspace_bytes // 4 + 128,), float("nan"))
+    start = -room.data_ptr() % 256 // 4
+    scratch = ctypes.c_void_p(room[start:].data_ptr())
+    for each in source.launches:
+        wrong = calls[each.name](pointers, scratch, each.blocks, each.threads, how)
+        assert not wrong, f"{WRONG[wrong]}\n{source.text[len(PRELUDE) :]}"
+    behind = room[start + -(-source.workspace_bytes // 4) :]
+    assert bool(behind.isnan().all()), "a kernel writes behind its workspace"
+
+
+def _compile(sources: Sequence[Source]) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
-    assert PRELUDE in source.text
-    text = source.text.replace(PRELUDE, HOST) + RUN
-    place = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
+    parts = [HOST, RUN]
+    for at, source in enumerate(sources):
+        assert PRELUDE in source.text
+        own = source.text.replace(PRELUDE, "").replace('extern "C" ', "")
+        scratch = ", workspace" if source.several else ""
+        calls = (
+            CALL % {"at": at, "name": each.name, "workspace": scratch} for each in source.launches
+        )
+        parts.append(ENTRY % (at, own, "".join(dict.fromkeys(calls))))
+    whole = "".join(parts)
+    place = Path(_FOLDER.name) / hashlib.sha256(whole.encode()).hexdigest()[:16]
     library = place.with_suffix(".so")
-    if not library.exists():
-        place.with_suffix(".cpp").write_text(text)
-        flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=fast"]
-        command = [compiler, *flags, str(place.with_suffix(".cpp")), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"{done.stderr[:4000]}\n{source.text[len(PRELUDE) :]}"
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    ctypes.CDLL(str(library)).run(pointers, source.blocks, source.threads)
+    place.with_suffix(".cpp").write_text(whole)
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=fast"]
+    flags += ["-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"]
+    command = [compiler, *flags, str(place.with_suffix(".cpp")), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and len(sources) > 1:  # the others, and which one it is
+        half = len(sources) // 2
+        for some in (sources[:half], sources[half:]):
+            _compile(some)
+        return
+    if done.returncode:
+        _known[sources[0].text] = done.stderr
+        return
+    loaded = ctypes.CDLL(str(library))
+    for at, source in enumerate(sources):
+        _known[source.text] = {
+            each.name: getattr(loaded, f"run_{at}_{each.name}") for each in source.launches
+        }

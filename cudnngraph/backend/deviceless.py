@@ -148,5 +148,10 @@ def target_capability(target: str) -> int:
     return int(json.loads(_target_text(target))["deviceVer"]) // 10
 
 
+def target_processors(target: str) -> int:
+    """The number of multiprocessors of the described GPU ``target``."""
+    return int(json.loads(_target_text(target))["multiProcessorCount"])
+
+
 def _target_text(target: str) -> str:
     return (resources.files(__package__) / "targets" / f"{target}.json").read_text()

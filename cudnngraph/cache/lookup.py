@@ -32,9 +32,10 @@ from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..executor.plans import load, replay
 from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
+from ..kernels import kernel
 from ..policy import Policy
 from ..select import guard
-from ..select.decision import Selection, StepPlan
+from ..select.decision import NO_KERNELS, Selection, StepPlan
 from . import distributed
 from .codec import (
     StaleRecord,
@@ -220,8 +221,10 @@ def _look_up(
     plans = store()
     found = plans.get(id)
     useless: PlanRecord | None = None
-    if isinstance(found, Hit) and not _satisfies(found.record, policy):
+    if isinstance(found, Hit) and not _measured(found.record, policy):
         reason = "untuned: what is kept was chosen without measuring"
+    elif isinstance(found, Hit) and not _satisfies(found.record, policy):
+        reason = "without kernels: what is kept was chosen where none could be generated"
     elif isinstance(found, Hit):
         try:
             selection, tier, checked = _restore(*_parts(found), legal, policy, device_index)
@@ -292,6 +295,17 @@ def _serialized(selection: Selection, id: str) -> bytes | None:
 
 
 def _satisfies(record: PlanRecord, policy: Policy) -> bool:
+    return _measured(record, policy) and (
+        policy.tune == "cached" or not _lacks_kernels(record) or kernel.why_none() is not None
+    )
+
+
+def _lacks_kernels(record: PlanRecord) -> bool:
+    """Whether torch runs what kernels would, had they been there to choose from."""
+    return any(each.subject == NO_KERNELS for step in record.steps for each in step.candidates)
+
+
+def _measured(record: PlanRecord, policy: Policy) -> bool:
     return policy.tune != "autotune" or record.policy.get("tune") == "autotune"
 
 

@@ -1,8 +1,8 @@
 """``cudnngraph explain FILE[:NAME]``: the plans of a graph on a GPU that is not here.
 
 FILE is Python. Of it are explained: the graphs at module level, and what functions annotated to
-return a graph give; with NAME that one object or function alone. Exit codes: 0 when cuDNN has a
-plan for some step of every graph, 1 when it has none at all for one of them or cannot be asked,
+return a graph give; with NAME that one object or function alone. Exit codes: 0 when some step of
+every graph is a plan or a generated kernel, 1 when none is of one of them or cuDNN cannot be asked,
 2 when FILE cannot be run or holds no such graph.
 """
 
@@ -24,6 +24,7 @@ from ..errors import CudnnGraphError
 from ..explain.offline import Explanation, PlannedStep, describe, explain, refused, workspace
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec
+from ..kernels.source import own_part
 from .records import UsageError
 from .table import print_table
 
@@ -47,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="list the plans of a graph on a GPU that is not here",
         description="List the plans that cuDNN proposes for graphs of a Python file on a described "
         "GPU. Needs the cuDNN library, no GPU. The file is run.",
-        epilog="Exit code: 0 when cuDNN has a plan for some step of every graph; 1 when it has "
-        "none at all for one of them or cannot be asked; 2 when the file cannot be run or holds no "
+        epilog="Exit code: 0 when some step of every graph is a plan or a generated kernel; 1 when "
+        "none is of one of them or cannot be asked; 2 when the file cannot be run or holds no "
         "such graph.",
     )
     parser.add_argument(
@@ -75,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for each in explained:
             _print(each, None if args.all else SHOWN)
-    planned = [any(step.runs_on == "cuDNN" for step in each.steps) for each in explained]
+    planned = [
+        any(step.runs_on in ("cuDNN", "kernel") for step in each.steps) for each in explained
+    ]
     return 0 if all(planned) else 1
 
 
@@ -169,6 +172,8 @@ def _print(explanation: Explanation, limit: int | None) -> None:
             print(f"  {line}")
         if step.plans:
             _print_plans(step, limit)
+        for line in own_part(step.source).splitlines():
+            print(f"  {line}")
     print()
 
 

@@ -6,20 +6,25 @@ Reads records alone: it needs neither a GPU nor the cuDNN library.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plans_cache import Candidate, StepRecord
+from plans_cache import Candidate, PlanRecord, StepRecord
 
 from ..device import files
+from ..errors import NotSupported
 from ..explain import draw
 from ..explain.text import age_text, bytes_text, clean, ops_of, plan_text, time_text
+from ..kernels import patterns
+from ..kernels.source import own_part
 from . import records
 from .records import COLUMNS, FIELDS, CacheError, Stored, UsageError, parse_filter
 from .table import plain_table, print_table
+from .verify import check_graph
 
 JSON_SCHEMA = 1
 """Of the object that ``--json`` prints; raised when a field goes or changes its meaning."""
@@ -42,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--full",
         metavar="ID",
-        help="one entry with its graph as code, every candidate, and its key",
+        help="one entry with its graph as code, every candidate, generated kernels, and its key",
     )
     parser.add_argument(
         "--graph",
@@ -150,6 +155,7 @@ def _print_full(entry: Stored, as_json: bool) -> None:
     print(f"workspace {bytes_text(record.workspace_bytes)}, time {time_text(record.time_us)}")
     print()
     print("\n".join(clean(line) for line in record.graph.split("\n")))
+    sources = _sources(record)
     for number, step in enumerate(record.steps, 1):
         print(f"\nstep {number} of {len(record.steps)}: {' → '.join(ops_of(step))}")
         print(f"  {plan_text(step)}", end=", ")
@@ -157,11 +163,24 @@ def _print_full(entry: Stored, as_json: bool) -> None:
         if step.candidates:
             text = plain_table(["", "time", "", "workspace", "candidate", "reason"], _rows(step))
             print("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
+        for line in sources.get(number, "").splitlines():
+            print(f"  {line}")
     for title, pairs in (("key", record.key), ("environment", record.env)):
         print(f"\n{title} {(record.key_digest if title == 'key' else record.env_digest)[:16]}")
         for name, value in pairs:
             print(f"  {clean(name)}: {clean(value)}")
     print("\nversions " + ", ".join(f"{clean(n)} {clean(v)}" for n, v in record.versions.items()))
+
+
+def _sources(record: PlanRecord) -> dict[int, str]:
+    """The own parts of the generated kernels of a record, by the number of the step."""
+    found: dict[int, str] = {}
+    if any(step.kind == "kernel" for step in record.steps):
+        for number, step in enumerate(check_graph(record)[1], 1):
+            if step.kind == "kernel" and step.choice is not None:
+                with contextlib.suppress(NotSupported):
+                    found[number] = own_part(patterns.source(step.spec, step.choice).text)
+    return found
 
 
 def _rows(step: StepRecord) -> list[list[str]]:

@@ -86,6 +86,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     action.add_argument("--deterministic", action="store_true", help="compile(deterministic=True)")
     action.add_argument("--workspace-limit", type=int, metavar="BYTES", help="compile(…=BYTES)")
     action.add_argument("--fallback", choices=("partition", "error"), default="partition")
+    action.add_argument(
+        "--kernels",
+        action=argparse.BooleanOptionalAction,
+        help="compile(kernels=…); by default the setting CUDNNGRAPH_KERNELS, as compile",
+    )
 
     action = add(
         "verify",
@@ -281,6 +286,7 @@ def _explain_graph(
         "deterministic": args.deterministic,
         "workspace_limit": args.workspace_limit,
         "fallback": args.fallback,
+        "kernels": args.kernels,
     }
     key = graph_key(spec, resolve_policy(None, options, spec))
     same = [entry for entry in found if entry.record.key == key.components]

@@ -187,6 +187,43 @@ class DeviceRules:
         "from where on linear interpolation is two matmuls, which take longer below",
         alternative="torch's interpolation",
     )
+    tile_min_side: int = _measured(
+        3,
+        "elements along a dim",
+        "the shortest dim that a generated kernel turns through shared memory (an estimate)",
+        alternative="kernels of rows",
+    )
+    tile_min_elements: int = _measured(
+        1 << 10,
+        "elements of two dims",
+        "from where on generated kernels turn two dims through shared memory (an estimate)",
+        alternative="kernels of rows",
+    )
+    tile_max_bytes: int = _measured(
+        16,
+        "times the bytes of the other layout",
+        "how much a kernel may read and write that runs in tiles (an estimate)",
+        alternative="kernels of rows",
+    )
+    kernel_blocks_per_sm: int = _measured(
+        4,
+        "blocks for each multiprocessor",
+        "into how many a generated kernel shares out a reduction (an estimate)",
+        alternative="twice or half as many",
+    )
+    kernel_long_row: int = _measured(
+        1 << 15,
+        "elements of a row",
+        "from where on a generated kernel shares out rows that are fewer than multiprocessors "
+        "(an estimate)",
+        alternative="one block for each row",
+    )
+    kernel_min_run_bytes: int = _measured(
+        16,
+        "bytes side by side",
+        "how much of a row has to lie together for a generated kernel of rows (an estimate)",
+        alternative="a kernel that goes down columns",
+    )
     window_most_reads: int = _measured(
         256,
         "elements that are read for one",

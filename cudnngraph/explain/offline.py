@@ -8,23 +8,35 @@ is the order of the plans; nothing is measured.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from ..arguments import checked
 from ..backend import env, libraries
 from ..backend.candidates import Outcome
-from ..backend.deviceless import Listed, examine, gpu_name, propose_for, target_capability, targets
+from ..backend.deviceless import (
+    Listed,
+    examine,
+    gpu_name,
+    propose_for,
+    target_capability,
+    target_processors,
+    targets,
+)
 from ..backend.plan import Choice, Plan
 from ..device.rules import planning_for
 from ..errors import NotSupported
 from ..graph.builder import Graph
 from ..ir.spec import GraphSpec, print_spec
+from ..kernels import patterns
+from ..kernels.source import own_part
 from ..ops.table import is_default
 from ..policy import Policy
 from ..runtime.compile import resolve_policy
 from ..select import heuristic
 from ..select.decision import Decision, StepPlan
+from ..select.kernels import Kernels
 
 __all__ = ["Explanation", "ListedPlan", "PlannedStep", "explain"]
 
@@ -59,15 +71,17 @@ class ListedPlan:
 class PlannedStep:
     """One step of the graph.
 
-    ``runs_on`` is "cuDNN" (by the first plan that is allowed), "torch" (cuDNN has no plan), or
-    "unknown": cuDNN could not be asked, since its runtime-compiled engines want a CUDA driver
-    library to be there. ``refusals`` say why larger cuts, or this one, were refused.
+    ``runs_on`` is "cuDNN" (by the first plan that is allowed), "kernel" (a generated one, whose
+    CUDA C++ is ``source``), "torch" (there is neither), or "unknown": cuDNN could not be asked,
+    since its runtime-compiled engines want a CUDA driver library to be there. ``refusals`` say why
+    larger cuts, or this one, were refused.
     """
 
     spec: GraphSpec
     runs_on: str
     plans: tuple[ListedPlan, ...]
     refusals: tuple[Decision, ...]
+    source: str = ""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -122,6 +136,7 @@ class Explanation:
                         {"subject": refusal.subject, "reason": refusal.reason}
                         for refusal in step.refusals
                     ],
+                    "source": step.source,
                     "plans": [{**asdict(plan), "knobs": dict(plan.knobs)} for plan in step.plans],
                 }
                 for step in self.steps
@@ -153,6 +168,7 @@ class Explanation:
             lines.append(f"step {number} of {len(self.steps)}: {describe(step)}")
             lines += [f"  {line}" for line in refused(step)]
             lines += [f"  {line}" for line in _plan_lines(step)]
+            lines += [f"  {line}" for line in own_part(step.source).splitlines()]
         return "\n".join(lines)
 
 
@@ -161,6 +177,8 @@ def describe(step: PlannedStep) -> str:
     ops = " → ".join(step.ops)
     if step.runs_on == "unknown":
         return f"{ops}: not known, it takes a runtime-compiled engine"
+    if step.runs_on == "kernel":
+        return f"{ops}: a generated kernel"
     if step.first is None:
         return f"{ops}: torch"
     barred = sum(not plan.allowed for plan in step.plans)
@@ -218,6 +236,7 @@ class _Walk:
         self._driver = driver
         self._plans: list[tuple[GraphSpec, tuple[Listed, ...]]] = []
         self._unasked: list[tuple[GraphSpec, tuple[str, ...]]] = []
+        self._sources: list[tuple[GraphSpec, str]] = []
 
     def build(self, part: GraphSpec) -> tuple[Plan, tuple[Outcome, ...]]:
         """The first plan proposed for ``part`` that the policy allows, unbuilt."""
@@ -245,12 +264,18 @@ class _Walk:
             ],
         )
 
+    def generate(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """Stands for the kernels of parts, which nothing compiles here."""
+        self._sources += [(part, patterns.source(part, choice).text) for part, choice in parts]
+        return [cast(Plan, _Proposal(choice, 0)) for _, choice in parts]
+
     def step(self, chosen: StepPlan) -> PlannedStep:
         """The step that the walk ended with, and all that is known of its plans."""
         part = chosen.spec
         listed = next((plans for spec, plans in self._plans if spec is part), ())
         unasked = next((reasons for spec, reasons in self._unasked if spec is part), None)
-        runs_on = "cuDNN" if chosen.choice is not None else "torch"
+        runs_on = {"cudnn": "cuDNN"}.get(chosen.kind, chosen.kind)
+        source = next((text for spec, text in self._sources if spec is part), "")
         own = {str(plan.candidate.choice) for plan in listed}
         refusals = [d for d in chosen.decisions if not d.accepted and d.subject not in own]
         if unasked is not None:
@@ -268,7 +293,7 @@ class _Walk:
             )
             for rank, plan in enumerate(listed, 1)
         )
-        return PlannedStep(part, runs_on, plans, tuple(refusals))
+        return PlannedStep(part, runs_on, plans, tuple(refusals), source)
 
 
 @checked
@@ -298,7 +323,8 @@ def explain(
     driver = libraries.load_driver().usable
     walk = _Walk(target, resolved, driver)
     with planning_for(target_capability(target)):
-        selection = heuristic.heuristic(spec, resolved, walk.build)
+        kernels = Kernels(target_processors(target)) if resolved.kernels else None
+        selection = heuristic.heuristic(spec, resolved, walk.build, kernels, walk.generate)
         steps = tuple(walk.step(step) for step in selection.steps)
     return Explanation(
         spec,

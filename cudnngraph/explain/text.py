@@ -54,10 +54,11 @@ def knobs_text(knobs: Iterable[tuple[str, int]]) -> str:
 
 
 def plan_text(step: StepRecord) -> str:
-    """Return what runs a step: an engine and its knobs, or torch."""
+    """Return what runs a step: an engine or a generated kernel with its knobs, or torch."""
     if step.engine is None:
         return "torch"
-    return f"engine {step.engine}" + (f" ({knobs_text(step.knobs)})" if step.knobs else "")
+    engine = "kernel" if step.kind == "kernel" else f"engine {step.engine}"
+    return engine + (f" ({knobs_text(step.knobs)})" if step.knobs else "")
 
 
 def ops_of(step: StepRecord) -> list[str]:

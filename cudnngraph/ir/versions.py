@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Of a key. Raise it if a key is made otherwise, or if plans of the same graph compute something
 # else: no record is found any more.
-KEY = 4
+KEY = 5
 
 # Of the environment beside a key, and of what is stored under it. Raise it if the meaning of
 # either changes: no record is found any more.

@@ -149,6 +149,8 @@ class Sum:
         for digit, by in self.terms:
             text = digit.code(names[digit.var])
             parts.append(text if by == 1 else f"{text} * {by}u")
+        if self.number < 0 and parts:  # whatever the width of the variables
+            return f"{' + '.join(parts)} - {-self.number}u"
         if self.number or not parts:
             parts.append(f"{self.number}u")
         return " + ".join(parts)

@@ -17,33 +17,14 @@ from typing import Any
 import torch
 
 from ..backend import env
-from ..backend.plan import KERNEL, Choice, Plan, refuse_during_capture
+from ..backend.plan import Choice, Plan, refuse_during_capture
 from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
-from .write import NAME, Refused, Schedule, rows_of, schedule_for, write
+from . import patterns
 
-_KNOBS = ("lanes", "team", "rows", "chunks")
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
-
-
-def choice_of(schedule: Schedule) -> Choice:
-    """The name of a kernel for a given region."""
-    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in _KNOBS))
-
-
-def schedule_of(choice: Choice) -> Schedule:
-    """The schedule that a choice names. Raises :class:`NotSupported`."""
-    if tuple(name for name, _ in choice.knobs) != _KNOBS or min(v for _, v in choice.knobs) < 0:
-        raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
-    return Schedule(**dict(choice.knobs))
-
-
-def by_rule(spec: GraphSpec, processors: int) -> Choice:
-    """The choice for a region by rule. Raises :class:`Refused`."""
-    rows = rows_of(spec)
-    return choice_of(schedule_for(rows, processors))
 
 
 class Kernel(Plan):
@@ -56,17 +37,19 @@ class Kernel(Plan):
         self.verified = None
         self.choice = choice
         self.device_index = device_index
-        self.workspace_bytes = 0
+        self.workspace_bytes = int(head["workspace"])
         self.added = ()
         self._code, self._head = code, head
-        self._blocks, self._threads = int(head["blocks"]), int(head["threads"])
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
             error, self._module = driver.cuModuleLoadData(code)
             _check(error)
-            error, self._function = driver.cuModuleGetFunction(self._module, NAME.encode())
-            _check(error)
+            self._launches = []
+            for name, blocks, threads in head["launches"]:
+                error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
+                _check(error)
+                self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
 
@@ -75,19 +58,31 @@ class Kernel(Plan):
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
-        launch, function = _driver().cuLaunchKernel, self._function
-        blocks, threads, index = self._blocks, self._threads, self.device_index
+        launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
-        parameters = array("Q", [0])
-        where = parameters.buffer_info()[0]
+        (function, blocks, threads), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
-            parameters[0] = address
-            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream_of(index), where, 0)
+            where = array("Q", [address])  # of this call: several threads may launch
+            (error,) = launch(
+                *(function, blocks, 1, 1, threads, 1, 1, 0),
+                *(stream_of(index), where.buffer_info()[0], 0),
+            )
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
-        return call
+        def call_all(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
+            scratch, stream = array("Q", [workspace]), stream_of(index)
+            where = array("Q", [address, scratch.buffer_info()[0]])
+            for function, blocks, threads in launches:
+                (error,) = launch(
+                    *(function, blocks, 1, 1, threads, 1, 1, 0, stream),
+                    *(where.buffer_info()[0], 0),
+                )
+                if error:
+                    raise RuntimeError(f"a generated kernel was not launched: {error!r}")
+
+        return call_all if several else call
 
     def pointers(self, tensors: Sequence[int]) -> Any:
         """See :class:`Plan`."""
@@ -95,7 +90,8 @@ class Kernel(Plan):
 
     def execute(self, pointers: Any, workspace: int, handle: Any) -> None:
         """Launch on torch's current stream."""
-        self._call(*pointers.buffer_info(), workspace, handle, 0)
+        address, count = pointers.buffer_info()
+        self._call(address, count, workspace, handle, 0)
 
     def launcher(self, places: Sequence[int]) -> Callable[[Sequence[int], int, Any], None]:
         """See :class:`Plan`."""
@@ -122,19 +118,16 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
     capability = env.capability(device_index)
-    try:
-        source = write(spec, schedule_of(choice), most_blocks=_most_blocks(device_index))
-    except Refused as reason:
-        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+    made = patterns.source(spec, choice, _most_blocks(device_index))
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),
-        "text": _digest(source.text),
+        "text": _digest(made.text),
         "capability": capability,
-        "blocks": source.blocks,
-        "threads": source.threads,
+        "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
+        "workspace": made.workspace_bytes,
     }
-    return Kernel(compiler.cubin(source.text, capability), head, choice, device_index)
+    return Kernel(compiler.cubin(made.text, capability), head, choice, device_index)
 
 
 def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
@@ -176,6 +169,8 @@ def why_none() -> str | None:
 def _driver() -> Any:
     try:
         from cuda.bindings import driver
+
+        driver.cuLaunchKernel  # noqa: B018
     except Exception as error:
         raise NotSupported("a generated kernel", [f"cuda-python is missing: {error}"]) from None
     return driver

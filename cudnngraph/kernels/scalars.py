@@ -40,6 +40,7 @@ REGISTER: Mapping[torch.dtype, str] = {
 #: What a kernel begins with.
 PRELUDE = r"""
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 typedef signed char i8;
 typedef unsigned char u8;

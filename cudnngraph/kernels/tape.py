@@ -8,6 +8,7 @@ that it is made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,10 @@ from .index import Sum, reshaped
 
 Index = tuple[Sum, ...]
 Kind = Literal["sum", "max", "min"]
+
+
+class Refused(Exception):
+    """A region that is no kernel, with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +65,21 @@ class Reduce(Value):
 
 
 @dataclass(frozen=True, eq=False)
+class Mean(Map):
+    """The mean over ``sum.dims``: a map of the sum, known as what it is."""
+
+    sum: Reduce
+
+
+@dataclass(frozen=True, eq=False)
+class Squares(Reduce):
+    """The sum of the squared differences of ``of`` from its mean."""
+
+    of: Value
+    middle: Mean
+
+
+@dataclass(frozen=True, eq=False)
 class View(Value):
     """The elements of another value in other places; ``source`` says of an index which one it is,
     None if that is no sum of digits."""
@@ -77,6 +97,20 @@ class Join(Value):
 
 
 @dataclass(frozen=True, eq=False)
+class Depthwise(Value):
+    """A convolution of each channel by taps of its own, or for ``transposed`` its gradient.
+
+    ``operands`` are x (N, C, H, W) and the taps (C, 1, R, S); ``padding`` is that in front.
+    """
+
+    operands: tuple[Value, Value]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    transposed: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Window(Value):
     """An image made of others' elements at places that a rule computes while the kernel runs.
 
@@ -87,6 +121,13 @@ class Window(Value):
     operands: tuple[Value, ...]
     write: Callable[[Any], str]
     reads: int
+
+
+def operands_of(value: Value) -> tuple[Value, ...]:
+    """The values that a value is made of."""
+    if isinstance(value, (Map, Join, Depthwise, Window)):
+        return value.operands
+    return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 
 
 def broadcast(index: Index, shape: Sequence[int]) -> Index:
@@ -141,12 +182,31 @@ def reduced(kind: Kind, x: Value, dims: Sequence[int]) -> Reduce:
     return Reduce(shape, x, tuple(dims), kind)
 
 
-def mean(x: Value, dims: Sequence[int]) -> Map:
+def count_of(x: Value, dims: Sequence[int]) -> int:
+    """How many elements a reduction over dims takes together."""
+    return math.prod(x.shape[dim] for dim in dims)
+
+
+def mean(x: Value, dims: Sequence[int]) -> Mean:
     """The mean over dims, which stay with extent 1."""
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
-    return times(reduced("sum", x, dims), 1.0 / count)
+    total = reduced("sum", x, dims)
+    made = _over(total, count_of(x, dims))
+    return Mean(made.shape, made.operands, made.code, total)
+
+
+def variance(x: Value, middle: Mean) -> Map:
+    """The mean of the squared differences of x from its mean."""
+    centred = sub(x, middle)
+    shape, dims = middle.shape, middle.sum.dims
+    squares = Squares(shape, mul(centred, centred), dims, "sum", x, middle)
+    return _over(squares, count_of(x, dims))
+
+
+def _over(x: Value, count: int) -> Map:
+    """x divided by a count: one rounding less than by the inverse."""
+    from .scalars import number
+
+    return mapped(lambda total: f"({total} / {number(count)})", x)
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:

@@ -10,7 +10,7 @@ from .index import Sum, Var, counter
 from .tape import Index, Window
 
 if TYPE_CHECKING:
-    from .write import _Writer
+    from .write import Writer
 
 MOST_UNROLLED = 256  # elements, lanes counted, that unrolled loops read: more are much code
 
@@ -21,7 +21,7 @@ class Steps:
     ``at`` are the places of the window's own element along each spatial dim.
     """
 
-    def __init__(self, writer: _Writer, window: Window, index: Index, by: int) -> None:
+    def __init__(self, writer: Writer, window: Window, index: Index, by: int) -> None:
         self._writer = writer
         self._window = window
         self._index = index
@@ -71,8 +71,9 @@ class Steps:
         lanes = self._writer._plan.lanes if self._by == 2 else 1
         self.line(f"#pragma unroll{'' if reads * lanes <= MOST_UNROLLED else ' 1'}")
         self.line(f"for (u32 {name} = 0; {name} < {count}u; ++{name}) {{")
-        with self._writer._inner():
-            yield name
+        known = dict(self._writer._known)
+        yield name
+        self._writer._known = known
         self.line("}")
 
     def read(self, operand: int, places: Sequence[str]) -> str:

@@ -25,7 +25,6 @@ from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
-from ..kernels import kernel
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
@@ -72,6 +71,8 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
         policy = replace(policy, tune=settings.current().tune)
     if policy.verify is None:
         policy = replace(policy, verify=settings.current().verify)
+    if policy.kernels is None:
+        policy = replace(policy, kernels=settings.current().kernels)
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy
@@ -120,14 +121,14 @@ def _chosen(
     index = device.index
     kept = lookup.Rejected(index)
     legal = legalize(spec, policy)
+    kernels = Kernels.on(index) if policy.kernels else None
 
     def build() -> Selection:
         if policy.tune == "autotune":
             with progress_bar("tuning", after_s=2.0) as tell:
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
-                return autotune(legal, policy, bench, tell)
+                return autotune(legal, policy, bench, tell, kernels)
         first = Builder(policy, index, kept)
-        kernels = None if kernel.why_none() else Kernels(kernel.processors(index))
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 
     return lookup.selection_for(spec, legal, policy, key, index, build)

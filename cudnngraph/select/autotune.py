@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from ..backend.plan import Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, compute_nodes
@@ -16,28 +17,36 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
-from .decision import Selection
+from .decision import Selection, StepPlan
+from .joining import joined
+from .kernels import Kernels
 from .regions import Progress, RegionSearch
 from .search import Part, Search, of_cuts, of_others, step_plan
 
 
 def autotune(
-    spec: GraphSpec, policy: Policy, bench: Bench, progress: Progress | None = None
+    spec: GraphSpec,
+    policy: Policy,
+    bench: Bench,
+    progress: Progress | None = None,
+    kernels: Kernels | None = None,
 ) -> Selection:
     """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
     were built.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
-    search = Search(policy, bench)
+    if policy.fallback == "error":
+        kernels = None
+    search = Search(policy, bench, kernels)
+    graphs = [CutGraph(spec)]
     if policy.fallback == "error":
         roots = [_whole(search, spec)]
         anchors = 1
     else:
-        graphs = [CutGraph(spec)]
         borders = regions(graphs[0])
         if borders:
-            return RegionSearch(graphs[0], borders, policy, bench).tuned(progress)
+            return RegionSearch(graphs[0], borders, policy, bench, kernels).tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(CutGraph(other))
@@ -49,7 +58,8 @@ def autotune(
             progress(done, known)
     winner, rivals = search.settle(roots[0].spec, roots)
     bench.close()
-    steps, built = [], []
+    steps: list[StepPlan] = []
+    built: list[Plan | None] = []
     for number, (part, way) in enumerate(winner.runs.steps):
         decisions = search.decisions(part, way)
         if number == 0:
@@ -58,6 +68,10 @@ def autotune(
         plan = None if way.choice is None else bench.replay(part.spec, way.choice)
         steps.append(step_plan(part.spec, way, plan, decisions))
         built.append(plan)
+    if kernels is not None:
+        made = {name for step in steps for name in step.spec.tensors}
+        graph = next(each for each in graphs if made <= set(each.spec.tensors))
+        steps, built = joined(graph, steps, built, kernels, bench)
     return Selection.of(spec, steps, built)
 
 

@@ -13,6 +13,7 @@ import torch
 from ..backend.candidates import Proposals
 from ..backend.plan import Choice, Plan
 from ..device.timing import HEAVY_US, measure
+from ..errors import NotSupported
 from ..executor.plans import replay
 from ..ir.spec import GraphSpec
 from ..policy import Policy
@@ -35,6 +36,9 @@ class Bench(Protocol):
     def proposals(self, spec: GraphSpec) -> Any:
         """cuDNN's candidates with a ``build``, as those of
         :class:`~cudnngraph.backend.candidates.Proposals`."""
+
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """The generated kernels of steps, or why there is none."""
 
     def times_us(
         self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
@@ -89,6 +93,16 @@ class GpuBench:
     def proposals(self, spec: GraphSpec) -> Proposals:
         """See :class:`Bench`."""
         return Proposals(spec, self._policy, self._device.index, more=True)
+
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """See :class:`Bench`."""
+        return [self._kernel(spec, choice) for spec, choice in parts]
+
+    def _kernel(self, spec: GraphSpec, choice: Choice) -> Plan | str:
+        try:
+            return self.replay(spec, choice)
+        except NotSupported as refusal:
+            return refusal.reasons[0]
 
     def _trial(self, spec: GraphSpec) -> StepTrial:
         found = self._trials.get(id(spec))

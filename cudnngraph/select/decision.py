@@ -69,4 +69,7 @@ class Selection:
         return cls(tuple(steps), tuple(built), channels_last=not tensors <= set(spec.tensors))
 
 
+#: The subject of a decision that was made where no kernels could be generated.
+NO_KERNELS = "generated kernels"
+
 ALIAS = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")

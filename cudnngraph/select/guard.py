@@ -369,6 +369,14 @@ class GuardedBench(GpuBench):
         self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
         return self._isolated[-1]
 
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """See :class:`~cudnngraph.select.bench.Bench`; each is checked."""
+        made = Builder(self._policy, self._device.index, self._kept).kernels(parts)
+        for (spec, _), plan in zip(parts, made, strict=True):
+            if not isinstance(plan, str):
+                self._passed[step_digest(spec), plan.choice] = plan
+        return made
+
     def close(self) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         for each in self._isolated:

@@ -19,14 +19,15 @@ from ..partition.cuts import cuts, subgraph_of
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from .decision import ALIAS, Decision, Selection, StepPlan
+from .decision import ALIAS, NO_KERNELS, Decision, Selection, StepPlan
 from .kernels import Item, Kernels, grown
 from .rules import why_not_cudnn, why_split
 
 Build = Callable[[GraphSpec], "tuple[Plan, tuple[Outcome, ...]]"]
 Checked = Callable[[Sequence[tuple[GraphSpec, Choice]]], "list[Plan | str]"]
 
-GENERATED = "a kernel is generated for what lies between plans"
+GENERATED = "a generated kernel"
+BETWEEN = "a kernel is generated for what lies between plans"
 
 
 def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
@@ -42,9 +43,17 @@ def by_torch(spec: GraphSpec) -> Selection | None:
     return Selection((step,), (None,))
 
 
-def heuristic(spec: GraphSpec, policy: Policy, build: Build) -> Selection:
+def heuristic(
+    spec: GraphSpec,
+    policy: Policy,
+    build: Build,
+    kernels: Kernels | None = None,
+    checked: Checked | None = None,
+) -> Selection:
     """Choose for a graph as it was declared: :func:`by_torch`, or :func:`choose`."""
-    return by_torch(spec) or choose(legalize(spec, policy), policy, build)
+    return by_torch(spec) or choose(
+        legalize(spec, policy), policy, build, kernels=kernels, checked=checked
+    )
 
 
 def choose(
@@ -84,6 +93,7 @@ class _Cut:
         self._expect = expect
         self._kernels = kernels if checked is not None else None
         self._checked = checked
+        self._open = True  # ops that a kernel may run are left open
         self._items: list[Item] = []
         self._found: dict[Group, tuple[StepPlan, Plan | None]] = {}
         self._earlier: dict[Group, tuple[Decision, ...]] = {}
@@ -114,17 +124,17 @@ class _Cut:
             choice = kernels.choice(self._graph, item.nodes)
             assert isinstance(choice, Choice)
             parts.append((subgraph_of(self._graph, item.nodes), choice))
-        self._kernels = None
+        self._open = False
         for item, (part, choice), made in zip(asked, parts, self._checked(parts), strict=True):
             earlier = self._earlier.get(item.nodes, ())
             if isinstance(made, str):
-                refused = Decision("a generated kernel", False, made, choice)
+                refused = Decision(GENERATED, False, made, choice)
                 at, rest = self._items.index(item), list(self._items)
                 self._items = []
                 self._resolve(item.nodes, (*earlier, refused))
                 self._items = [*rest[:at], *self._items, *rest[at + 1 :]]
                 continue
-            taken = Decision(str(choice), True, GENERATED, choice, made.workspace_bytes)
+            taken = Decision(str(choice), True, BETWEEN, choice, made.workspace_bytes)
             step = StepPlan(
                 part, choice, made.workspace_bytes, (*earlier, taken), verified=made.verified
             )
@@ -147,7 +157,8 @@ class _Cut:
             return
         below = cuts(graph, nodes)
         if not below:
-            self._add(Item(nodes), StepPlan(part, None, 0, (*earlier, *refused)), None)
+            made = (*earlier, *refused, *self._why_no_kernel(nodes))
+            self._add(Item(nodes), StepPlan(part, None, 0, made), None)
             return
         self._ahead(below[0])
         for index, group in enumerate(below[0]):
@@ -159,8 +170,17 @@ class _Cut:
 
     def _is_open(self, nodes: Group) -> bool:
         """Whether a kernel may run these ops."""
-        kernels = self._kernels
+        kernels = self._kernels if self._open else None
         return kernels is not None and isinstance(kernels.choice(self._graph, nodes), Choice)
+
+    def _why_no_kernel(self, nodes: Group) -> tuple[Decision, ...]:
+        """The reason why a torch step is no kernel, where kernels are generated."""
+        if self._kernels is None:
+            return ()
+        why = self._kernels.choice(self._graph, nodes)
+        if not isinstance(why, str):
+            return ()
+        return (Decision(NO_KERNELS if self._kernels.why_none else GENERATED, False, why),)
 
     def _attempt(
         self, part: GraphSpec

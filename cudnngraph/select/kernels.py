@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
-from ..kernels.kernel import choice_of
-from ..kernels.write import Refused, Rows, Schedule, rows_of, schedule_for, write
+from ..kernels import kernel, patterns
+from ..kernels.tape import Refused
 from ..partition.analysis import CutGraph, Group
 from ..partition.cuts import subgraph_of
 
@@ -34,11 +34,20 @@ class Item:
 
 
 class Kernels:
-    """Which regions are kernels on a GPU with so many processors."""
+    """Which regions are kernels on a GPU with so many processors.
 
-    def __init__(self, processors: int) -> None:
+    ``why_none`` says why none can be generated at all.
+    """
+
+    def __init__(self, processors: int, why_none: str | None = None) -> None:
         self._processors = processors
+        self.why_none = why_none
         self._known: dict[tuple[str, ...], Choice | str] = {}
+
+    @classmethod
+    def on(cls, device_index: int) -> Kernels:
+        """Those of a GPU of this machine."""
+        return cls(kernel.processors(device_index), kernel.why_none())
 
     def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
         """The choice by rule for a region, or why it is no kernel."""
@@ -48,33 +57,23 @@ class Kernels:
         return self._known[place]
 
     def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
+        if self.why_none is not None:
+            return self.why_none
         if len(nodes) > MOST_NODES:
             return "a region of too many ops"
         try:
-            return self.of(subgraph_of(graph, nodes))
+            return patterns.by_rule(subgraph_of(graph, nodes), self._processors)
         except Refused as reason:
             return str(reason)
 
-    def of(self, spec: GraphSpec) -> Choice:
-        """The choice by rule for a step. Raises :class:`Refused`."""
-        rows = rows_of(spec)
-        schedule = schedule_for(rows, self._processors)
-        why = why_slow(rows, schedule, self._processors)
-        if why is not None:
-            raise Refused(why)
-        write(spec, schedule, rows)
-        return choice_of(schedule)
-
-
-def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
-    """Why a region should not be one kernel of rows, or None."""
-    if not rows.reductions:
-        return None
-    if not schedule.chunks and rows.row.extent < processors:
-        return "few long rows: one team of threads would read each alone"
-    if rows.strided:
-        return "rows that lie across memory"
-    return None
+    def choices(self, spec: GraphSpec) -> list[Choice]:
+        """The choices for a step that are worth measuring, that by rule first; empty for none."""
+        if self.why_none is not None:
+            return []
+        try:
+            return patterns.choices(spec, self._processors)
+        except Refused:
+            return []
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:

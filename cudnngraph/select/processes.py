@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import BackendUnavailable
 
 LIMIT_S = 60.0  # of one attempt
-START_S = 60.0
+START_S = 180.0  # torch may come from a slow disk, and many processes start at once
 WITH_SERVER = "ended with what forked it"
 
 

@@ -23,6 +23,8 @@ from .config import (
     IN_CONTEXT_VARIANTS,
 )
 from .decision import ALIAS, Decision, Selection, StepPlan
+from .joining import joined
+from .kernels import Kernels
 from .search import Contender, Part, Search, StepSearch, Variant, of_cuts, of_others, step_plan
 
 Progress = Callable[[int, int], None]
@@ -61,8 +63,14 @@ class RegionSearch:
     """
 
     def __init__(
-        self, graph: CutGraph, borders: Sequence[Group], policy: Policy, bench: Bench
+        self,
+        graph: CutGraph,
+        borders: Sequence[Group],
+        policy: Policy,
+        bench: Bench,
+        kernels: Kernels | None,
     ) -> None:
+        self._kernels = kernels
         self._graph = graph
         self._borders = borders
         self._policy = policy
@@ -79,6 +87,8 @@ class RegionSearch:
             digest = step_digest(spec)
             if digest not in begun:
                 begun[digest] = self._begun(spec, group)
+        for search, _ in begun.values():
+            search.try_kernels(search.order)
         found: dict[str, _Region] = {}
         places: list[_PlacedStep] = []
         for spec, group in regions:
@@ -102,12 +112,14 @@ class RegionSearch:
             for spec, group in regions
             if found[step_digest(spec)].dense is not None
         )
-        built = tuple(self._plan(place) for place in places)
-        return Selection(tuple(steps), built, dense=dense)
+        built = [self._plan(place) for place in places]
+        if self._kernels is not None:
+            steps, built = joined(self._graph, steps, built, self._kernels, self._bench)
+        return Selection(tuple(steps), tuple(built), dense=dense)
 
     def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
         """The search of a region and its roots, with every part opened."""
-        search = Search(self._policy, self._bench, self._steps)
+        search = Search(self._policy, self._bench, self._kernels, self._steps)
         roots = [search.part(self._graph, group)]
         dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there

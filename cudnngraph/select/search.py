@@ -42,6 +42,7 @@ from .config import (
 )
 from .decision import ALIAS, Decision, StepPlan
 from .dropout_probe import has_seeded_dropout
+from .kernels import Kernels
 from .rules import why_split
 
 
@@ -66,6 +67,8 @@ class StepSearch:
     proposals: Any = None
     ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
+    opened: bool = False  # asked for what can run it
+    kernels: list[Choice] | None = None  # generated kernels to try, None before they are known
     built: int = 0
     in_vain: int = 0
     compared: bool = False  # its fastest ways, side by side
@@ -152,10 +155,15 @@ class Search:
     """The tree of parts and what is known of them."""
 
     def __init__(
-        self, policy: Policy, bench: Bench, steps: dict[str, StepSearch] | None = None
+        self,
+        policy: Policy,
+        bench: Bench,
+        kernels: Kernels | None = None,
+        steps: dict[str, StepSearch] | None = None,
     ) -> None:
         self._policy = policy
         self._bench = bench
+        self._kernels = kernels
         self._steps: dict[str, StepSearch] = {} if steps is None else steps  # by digest
         self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
         self.order: list[Part] = []
@@ -200,8 +208,9 @@ class Search:
     def open(self, part: Part) -> None:
         """Ask cuDNN for the candidates of a part, and time torch where it is a single op."""
         step = part.step
-        if step.proposals is not None or step.ways or step.lost:
+        if step.opened or step.ways:
             return
+        step.opened = True
         subject = f"'{step.spec.name}' as one plan"
         # fallback="error" means one plan or none, so a slow one is not split.
         why = None if self._policy.fallback == "error" else why_split(step.spec)
@@ -219,6 +228,27 @@ class Search:
             if step.proposals is not None and has_seeded_dropout(step.spec):
                 time_us = math.inf  # torch drops others: forward and backward have to agree
             step.ways.append(Variant(1 << 20, None, None, 0, time_us))
+
+    def try_kernels(self, parts: Sequence[Part]) -> None:
+        """Build, check and time the generated kernels of the parts, several at a time."""
+        if self._kernels is None:
+            return
+        asked: list[tuple[StepSearch, Choice]] = []
+        for step in {id(part.step): part.step for part in parts}.values():
+            if step.kernels is not None or ALIAS in step.lost:
+                continue
+            step.kernels = self._kernels.choices(step.spec)
+            asked += [(step, choice) for choice in step.kernels]
+        built = self._bench.kernels([(step.spec, choice) for step, choice in asked])
+        for (step, choice), plan in zip(asked, built, strict=True):
+            if isinstance(plan, str):
+                step.lost.append(Decision(str(choice), False, plan, choice))
+                continue
+            (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
+            if isinstance(time_us, str):
+                step.lost.append(Decision(str(choice), False, time_us, choice))
+                continue
+            step.add(Variant(0, plan, choice, plan.workspace_bytes, time_us))
 
     def advance(self, step: StepSearch) -> bool:
         """Build and time the next candidate; False when there is none left to try."""
@@ -258,6 +288,7 @@ class Search:
         """Try plans until nothing can win any more or the time is up; yields (done, known)."""
         for part in self.order:  # all of them first: what builds elsewhere has begun then
             self.open(part)
+        self.try_kernels(self.order)
         for part in self.order:
             self.advance(part.step)
             yield self.progress()

@@ -179,18 +179,19 @@ def test_few_modules_stand_beside_the_folders() -> None:
 
 
 @pytest.mark.parametrize("path", _files("cudnngraph"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_the_backend_imports_cudnn_or_cuda(path: Path) -> None:
-    if path.relative_to(ROOT).parts[1] == "backend":
-        return
+def test_only_the_backend_imports_cudnn_and_only_kernels_cuda_too(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[1]
     roots = {module.split(".")[0] for module, _ in _imports(path)}
-    assert not roots & {"cudnn", "cuda"}
+    assert folder == "backend" or "cudnn" not in roots
+    assert folder in ("backend", "kernels") or "cuda" not in roots
 
 
-def test_the_backend_imports_cudnn_late() -> None:
-    """The rule above is not empty: the backend does import it, inside a function."""
+@pytest.mark.parametrize("folder", ["backend", "kernels"])
+def test_they_import_it_late(folder: str) -> None:
+    """The rule above is not empty: both do import it, inside a function."""
     found = [
         late
-        for path in _files("cudnngraph/backend")
+        for path in _files(f"cudnngraph/{folder}")
         for module, late in _imports(path)
         if module.split(".")[0] in ("cudnn", "cuda")
     ]

@@ -35,6 +35,7 @@ def test_the_defaults_ask_for_nothing_special() -> None:
         "deterministic": False,
         "workspace_limit": None,
         "fallback": "partition",
+        "kernels": None,
         "exclude_engines": (),
         "verify": None,
         "max_candidates": 12,

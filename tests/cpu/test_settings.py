@@ -43,6 +43,7 @@ def test_defaults_follow_the_xdg_cache_home() -> None:
         backend="auto",
         tune="heuristic",
         verify="isolated",
+        kernels=True,
         check=False,
     )
 
@@ -76,6 +77,7 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_BACKEND": "Reference",
         "CUDNNGRAPH_TUNE": "Autotune",
         "CUDNNGRAPH_VERIFY": "InProcess",
+        "CUDNNGRAPH_KERNELS": "0",
         "CUDNNGRAPH_CHECK": "1",
     }
     want = Settings(
@@ -84,6 +86,7 @@ def test_every_variable_is_read() -> None:
         backend="reference",
         tune="autotune",
         verify="inprocess",
+        kernels=False,
         check=True,
     )
     assert Settings.from_environ(environ) == want

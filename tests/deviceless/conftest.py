@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.errors import BackendUnavailable
 from tests import coverage
@@ -75,6 +76,14 @@ def _library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     except BackendUnavailable as error:
         pytest.skip(f"the deviceless tier needs cuDNN: {error}")
     yield
+
+
+@pytest.fixture(autouse=True)
+def _plans_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What cuDNN makes of graphs is asked without the kernels that would take its place, but by
+    tests with the mark ``generated``."""
+    with settings.override(kernels=request.node.get_closest_marker("generated") is not None):
+        yield
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph import settings
-from cudnngraph.backend.plan import Choice
+from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.cache import lookup
 from cudnngraph.ir.key import step_digest
 from cudnngraph.select import guard, processes, workers
@@ -127,9 +127,14 @@ def works() -> None:
 
 @pytest.fixture
 def injected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Path, server: Server
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: Path,
+    server: Server,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Injected]:
-    """An empty cache but for a record that nobody has checked; its plan is the one."""
+    """An empty cache but for a record that nobody has checked; its plan, or its generated kernel
+    where the test says so, is the one."""
     monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDNNGRAPH_VERIFY", "isolated")
     monkeypatch.setattr(settings, "_from_environ", None)
@@ -137,7 +142,7 @@ def injected(
     monkeypatch.setattr(workers, "IDLE_S", 1.0)
     monkeypatch.setattr(guard, "_in_process", "")
     again()
-    graph = conv_bias_relu()
+    graph = getattr(request, "param", conv_bias_relu)()
     unchecked = graph.compile("cuda", tune="heuristic", verify="off")
     first = next(step for step in unchecked.steps if step.choice is not None)
     assert first.choice is not None and first.verified is None
@@ -171,6 +176,26 @@ def test_another_plan_is_taken_and_this_one_is_not_tried_again(
     injected.forget()
     injected.is_right(injected.graph.compile("cuda", tune=tune, **EFFORT))
     assert injected.attempts == tried, "not tried again"
+
+
+def gate() -> cg.Graph:
+    """A graph that is one generated kernel."""
+    g = cg.Graph("gate")
+    x = g.input("x", (512, 640), torch.float16)
+    g.output("y", g.mul(g.slice(x, 1, 0, 320), g.gelu(g.slice(x, 1, 320, 640))))
+    return g
+
+
+@pytest.mark.parametrize("injected", [gate], indirect=True)
+@pytest.mark.parametrize("does", ["is wrong", "writes outside", "is misaligned", "aborts"])
+@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
+def test_a_generated_kernel_is_not_taken_either(
+    tune: Any, does: str, injected: Injected, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert injected.choice.engine == KERNEL
+    test_another_plan_is_taken_and_this_one_is_not_tried_again(
+        tune, does, injected, monkeypatch, record_property
+    )
 
 
 @pytest.mark.parametrize("does", REASONS)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...ir.spec import Node, TensorSpec
 from ..scalars import RULES as POINTWISE
 from ..tape import Value
-from . import interpolate, norm, shape, softmax, window
+from . import conv, interpolate, norm, shape, softmax, window
 from .pointwise import Operands, pointwise
 
 Rule = Callable[[Node, Operands, TensorSpec], tuple[Value, ...]]
@@ -19,10 +19,15 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("reshape", "permute", "transpose", "slice"), shape.view),
     "expand": shape.expand,
     "concat": shape.concat,
+    "conv": conv.depthwise,
+    "conv_transpose": conv.depthwise,
     "layer_norm": norm.layer_norm,
     "rms_norm": norm.rms_norm,
     "normalize": norm.normalize,
     "instance_norm": norm.instance_norm,
+    "instance_norm_backward": norm.instance_norm_backward,
+    "batch_norm_train": norm.batch_norm_train,
+    "batch_norm_backward": norm.batch_norm_backward,
     "group_affine": norm.group_affine,
     "layer_norm_backward": norm.layer_norm_backward,
     "rms_norm_backward": norm.rms_norm_backward,

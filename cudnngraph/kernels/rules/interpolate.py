@@ -12,7 +12,7 @@ import torch
 
 from ...ir.spec import Node, TensorSpec
 from ..scalars import number
-from ..tape import Index, Value, View
+from ..tape import Index, Refused, Value, View
 from .pointwise import Operands
 from .window import window
 
@@ -82,8 +82,6 @@ def _float(value: float) -> torch.Tensor:
 
 
 def _dims(node: Node, image: Sequence[int], wanted: Sequence[int]) -> list[Resized]:
-    from ..write import Refused
-
     mode, scales = node.attr("mode"), node.attr("scale_factor") or (None,) * len(image)
     if mode == "bicubic":
         raise Refused("no kernel is generated for bicubic interpolation")

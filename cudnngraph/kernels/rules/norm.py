@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from ...ir.spec import Node, TensorSpec
 from ..scalars import number
-from ..tape import Value, add, along, mapped, mean, mul, reduced, reshape, sub
+from ..tape import Value, add, along, count_of, mapped, mean, mul, reduced, reshape, sub, times
+from ..tape import variance as variance_of
 from .pointwise import Operands
 
 
@@ -18,9 +19,8 @@ def _inverse(variance: Value, eps: float) -> Value:
 def _normal(x: Value, dims: Sequence[int], eps: float) -> tuple[Value, Value, Value]:
     """x with mean 0 and variance 1 over dims, its mean, and one over its deviation."""
     middle = mean(x, dims)
-    centred = sub(x, middle)
-    inverse = _inverse(mean(mul(centred, centred), dims), eps)
-    return mul(centred, inverse), middle, inverse
+    inverse = _inverse(variance_of(x, middle), eps)
+    return mul(sub(x, middle), inverse), middle, inverse
 
 
 def _scaled(y: Value, weight: Value | None, bias: Value | None) -> Value:
@@ -72,6 +72,73 @@ def instance_norm(node: Node, operands: Operands, result: TensorSpec) -> tuple[V
 
 def _column(vector: Value | None, rank: int) -> Value | None:
     return along(vector, 1, rank) if vector is not None and len(vector.shape) == 1 else vector
+
+
+def instance_norm_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """Results dx, dweight and dbias; the sums of an image serve all three."""
+    dy, x, middle, inverse = _all(operands[:4])
+    rank, weight = len(x.shape), operands[4]
+    dims = tuple(range(2, rank))
+    normal = mul(sub(x, middle), inverse)
+    total, product = reduced("sum", dy, dims), reduced("sum", mul(dy, normal), dims)
+    count = count_of(x, dims)
+    pull = add(times(total, 1.0 / count), mul(normal, times(product, 1.0 / count)))
+    dx = mul(inverse, sub(dy, pull))
+    if weight is None:
+        return (dx,)
+    sums = (
+        (product, total)
+        if x.shape[0] == 1
+        else (reduced("sum", each, (0,)) for each in (product, total))
+    )
+    return (mul(dx, _channels(weight, rank)), *(reshape(each, weight.shape) for each in sums))
+
+
+def batch_norm_train(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """Results y, mean, inv_std, and the running statistics that follow."""
+    x, weight, bias, running_mean, running_var = operands
+    assert x is not None and weight is not None and bias is not None
+    rank = len(x.shape)
+    dims = tuple(dim for dim in range(rank) if dim != 1)
+    middle = mean(x, dims)
+    variance = variance_of(x, middle)
+    inverse = _inverse(variance, node.attr("eps"))
+    y = add(
+        mul(mul(sub(x, middle), inverse), _channels(weight, rank)),
+        _channels(bias, rank),
+    )
+    vector = (x.shape[1],)
+    found = (y, reshape(middle, vector), reshape(inverse, vector))
+    if running_mean is None or running_var is None:
+        return found
+    count, momentum = count_of(x, dims), node.attr("momentum")
+    unbiased = times(variance, count / (count - 1))
+    following = (
+        add(times(old, 1.0 - momentum), times(reshape(now, old.shape), momentum))
+        for old, now in ((running_mean, middle), (running_var, unbiased))
+    )
+    return (*found, *following)
+
+
+def batch_norm_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """Results dx, dweight and dbias."""
+    dy, x, *vectors = _all(operands)
+    rank, shape = len(x.shape), vectors[0].shape
+    weight, middle, inverse = (_channels(each, rank) for each in vectors)
+    dims = tuple(dim for dim in range(rank) if dim != 1)
+    normal = mul(sub(x, middle), inverse)
+    dbias, dweight = reduced("sum", dy, dims), reduced("sum", mul(dy, normal), dims)
+    share = 1.0 / count_of(x, dims)
+    pull = add(times(dbias, share), mul(normal, times(dweight, share)))
+    dx = mul(mul(weight, inverse), sub(dy, pull))
+    return dx, reshape(dweight, shape), reshape(dbias, shape)
+
+
+def _channels(vector: Value, rank: int) -> Value:
+    """A number for each channel, along dim 1 of a rank."""
+    return reshape(
+        vector, [count_of(vector, range(len(vector.shape))) if at == 1 else 1 for at in range(rank)]
+    )
 
 
 def group_affine(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec
 from ..scalars import number
-from ..tape import Map, Read, Value, View, Window, mean
+from ..tape import Map, Read, Refused, Value, View, Window, mean, operands_of
 from .pointwise import Operands
 
 if TYPE_CHECKING:
@@ -162,8 +162,6 @@ def window(
     reads: int,
 ) -> Window:
     """A window that is no too long way to compute what it is of. Raises Refused."""
-    from ..write import Refused
-
     if reads > rules().window_most_reads:
         raise Refused("windows of many elements")
     for operand in operands:
@@ -176,8 +174,6 @@ def window(
 
 def _work(value: Value, known: dict[int, int]) -> int:
     """About how many pointwise ops an element of a value takes."""
-    from ..write import operands_of
-
     if id(value) in known:
         return 0
     known[id(value)] = 0
@@ -284,8 +280,6 @@ def max_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
     That is the last NaN, else the first of the largest. The windows are searched again for every
     element: indices that a forward would keep take more memory than that takes time.
     """
-    from ..write import Refused
-
     dy, x = operands
     assert dy is not None and x is not None
     base = x

@@ -13,7 +13,11 @@ import cudnngraph as cg
 from cudnngraph.errors import GraphError
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels.write import Refused, Schedule, Source, rows_of, write
+from cudnngraph.kernels import patterns
+from cudnngraph.kernels.rows import Schedule, rows_of
+from cudnngraph.kernels.source import Source
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.kernels.write import write
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
 
@@ -228,9 +232,17 @@ def test_a_mean_of_whole_images_is_a_reduction() -> None:
     check(g.spec())
 
 
+def test_windows_go_in_rows_where_the_layout_changes() -> None:
+    g = cg.Graph("turned")
+    x = g.input("x", (2, 64, 32, 32), torch.float16)
+    g.output("y", g.max_pool(x, 2), layout="channels_last")
+    assert isinstance(patterns.schedule_of(patterns.by_rule(g.spec(), 4)), Schedule)
+    check(g.spec())
+
+
 def test_windows_beside_reductions_are_refused() -> None:
     g = cg.Graph("both")
     x = g.input("x", (2, 6, 8, 8), torch.float32)
     g.output("y", g.max_pool(x, 2).softmax(-1))
     with pytest.raises(Refused, match="windows and reductions"):
-        rows_of(g.spec())
+        patterns.by_rule(g.spec(), 132)

@@ -195,7 +195,10 @@ WRONG: list[tuple[Callable[[Json], Any], str]] = [
     ),
     (put("steps", {}), "record.steps: dict, expected a list"),
     (put("steps.0", None), "record.steps[0]: NoneType, expected an object"),
-    (put("steps.0.kind", "cuda"), "record.steps[0].kind: 'cuda', expected 'cudnn' or 'torch'"),
+    (
+        put("steps.0.kind", "cuda"),
+        "record.steps[0].kind: 'cuda', expected 'cudnn', 'kernel' or 'torch'",
+    ),
     (put("steps.0.kind", "torch"), "record.steps[0]: kind 'torch' with engine 3"),
     (put("steps.0.engine", None), "record.steps[0]: kind 'cudnn' with engine None"),
     (put("steps.0.engine", -1), "record.steps[0].engine: -1, expected an integer >= 0"),

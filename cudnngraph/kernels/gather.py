@@ -1,0 +1,119 @@
+"""What a loop gathers of a value: one reduction, or a mean and the squares around it.
+
+Partial results of chunks are put together in a fixed order. Those of a mean and its squares are
+counts, means and squares, which Welford's update keeps exact far from zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .scalars import number
+from .tape import Mean, Reduce, Squares, Value
+
+#: What a reduction starts with, and the name of how two numbers of it become one.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "sum": ("0.0f", "Add"),
+    "max": (number(float("-inf")), "Larger"),
+    "min": (number(float("inf")), "Smaller"),
+}
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What a loop gathers of one value: a reduction, or the mean and the squares around it."""
+
+    values: tuple[Value, ...]
+
+    @property
+    def operand(self) -> Value:
+        """The value that is reduced."""
+        last = self.values[-1]
+        assert isinstance(last, Reduce)
+        return last.of if isinstance(last, Squares) and self.moments else last.operand
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are reduced."""
+        last = self.values[-1]
+        assert isinstance(last, Reduce)
+        return last.dims
+
+    @property
+    def moments(self) -> bool:
+        """Whether it is a mean and squares, gathered as Welford does."""
+        return isinstance(self.values[0], Mean)
+
+    @property
+    def parts(self) -> int:
+        """The numbers of a partial result: of moments the count, the mean and the squares."""
+        return 3 if self.moments else 1
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """The C++ type, what it starts with, and the name of how two become one."""
+        if self.moments:
+            return "Moments", "Moments(0.0f, 0.0f, 0.0f)", "Merged"
+        (value,) = self.values
+        assert isinstance(value, Reduce)
+        return ("float", *KINDS[value.kind])
+
+
+#: The numbers of a partial result, of what C++ names.
+PARTS = {1: ("{}",), 3: ("{}.count", "{}.mean", "{}.squares")}
+
+
+def whole(gather: Gather, parts: Sequence[str]) -> str:
+    """C++ for a partial result of its numbers."""
+    return f"Moments({', '.join(parts)})" if gather.moments else parts[0]
+
+
+def team(gather: Gather, threads: int) -> str:
+    """The name of the reduction over threads."""
+    return f"moments<{threads}>" if gather.moments else f"team<{gather.kind[2]}, {threads}>"
+
+
+#: Counts, means and sums of squared differences from them, of parts that are put together.
+MOMENTS = r"""
+struct Moments {
+  float count, mean, squares;
+  D_ Moments(float c, float m, float s) : count(c), mean(m), squares(s) {}
+};
+struct Merged {
+  static D_ Moments of(Moments a, Moments b) {
+    if (a.count == 0.0f) return b;
+    if (b.count == 0.0f) return a;
+    const float count = a.count + b.count, apart = b.mean - a.mean, part = b.count / count;
+    return Moments(count, a.mean + apart * part,
+                   a.squares + b.squares + apart * apart * a.count * part);
+  }
+};
+template <int T> static D_ Moments moments(Moments x) {
+#pragma unroll
+  for (int at = (T < 32 ? T : 32) / 2; at; at /= 2) {
+    const float count = __shfl_xor_sync(~0u, x.count, at);
+    const float mean = __shfl_xor_sync(~0u, x.mean, at);
+    x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
+  }
+  if (T > 32) {
+    __shared__ float parts[3][32];
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+      parts[0][threadIdx.x / 32] = x.count;
+      parts[1][threadIdx.x / 32] = x.mean;
+      parts[2][threadIdx.x / 32] = x.squares;
+    }
+    __syncthreads();
+    const int from = threadIdx.x % (T > 32 ? T / 32 : 1);
+    x = Moments(parts[0][from], parts[1][from], parts[2][from]);
+#pragma unroll
+    for (int at = T / 64; at; at /= 2) {
+      const float count = __shfl_xor_sync(~0u, x.count, at);
+      const float mean = __shfl_xor_sync(~0u, x.mean, at);
+      x = Merged::of(x, Moments(count, mean, __shfl_xor_sync(~0u, x.squares, at)));
+    }
+  }
+  return x;
+}
+""".replace("D_", "__device__ __forceinline__")

@@ -1,0 +1,132 @@
+"""The patterns of generated kernels: by which one a region runs, and by which schedule.
+
+A pattern is a schedule type with a module that writes kernels by it. A choice names a schedule: its
+knobs are the schedule's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..backend.plan import KERNEL, Choice
+from ..errors import NotSupported
+from ..ir.spec import GraphSpec
+from . import depthwise, split, tiles
+from .depthwise import Strips
+from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
+from .source import Source
+from .split import Split
+from .tape import Refused
+from .tiling import Tiling, tiles_of, tilings
+from .write import write
+
+Pattern = Schedule | Split | Tiling | Strips
+
+#: The knobs of a choice by the pattern that they are the schedule of.
+_KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
+    Schedule: ("lanes", "team", "rows", "chunks"),
+    Split: ("threads", "blocks", "columns"),
+    Tiling: ("lanes", "along", "across", "threads"),
+    Strips: ("lanes", "wide", "high", "vectors", "blocks"),
+}
+
+_MAY_BE_0 = ("chunks", "vectors")
+
+
+def choice_of(schedule: Pattern) -> Choice:
+    """The name of a kernel for a given region."""
+    names = _KNOBS[type(schedule)]
+    return Choice(KERNEL, tuple((name, getattr(schedule, name)) for name in names))
+
+
+def schedule_of(choice: Choice) -> Pattern:
+    """The schedule that a choice names. Raises :class:`NotSupported`."""
+    names, values = tuple(name for name, _ in choice.knobs), dict(choice.knobs)
+    for kind, known in _KNOBS.items():
+        least = min((v for name, v in values.items() if name not in _MAY_BE_0), default=0)
+        if names == known and least > 0 <= min(values.values()):
+            return kind(**values)
+    raise NotSupported("a generated kernel", [f"{choice} is no schedule"])
+
+
+def by_rule(spec: GraphSpec, processors: int) -> Choice:
+    """The choice for a region by rule, on a GPU with so many processors. Raises :class:`Refused`.
+
+    It is known to be written.
+    """
+    if depthwise.has_depthwise(spec):
+        strips = depthwise.strips(spec, processors)[0]
+        depthwise.write(spec, strips)
+        return choice_of(strips)
+    try:
+        rows = rows_of(spec)
+        tiling = tiles.by_rule(spec, rows, processors)
+        if tiling is not None:
+            return choice_of(tiling)
+        schedule = schedule_for(rows, processors)
+        if split.why_slow(rows, schedule, processors) is None:
+            write(spec, schedule, rows)
+            return choice_of(schedule)
+    except Refused:
+        if not split.reduces(spec):
+            raise
+    shared = split.split_for(processors)
+    split.write(spec, shared)
+    return choice_of(shared)
+
+
+def choices(spec: GraphSpec, processors: int) -> list[Choice]:
+    """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    found: dict[Choice, None] = {by_rule(spec, processors): None}
+    if depthwise.has_depthwise(spec):
+        return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
+    with suppress(Refused):
+        rows = rows_of(spec)
+        with suppress(Refused):
+            turned = tilings(tiles_of(spec, rows), processors)
+            found |= dict.fromkeys(map(choice_of, turned))
+        schedule = schedule_for(rows, processors)
+        if split.why_slow(rows, schedule, processors) is None:
+            found |= dict.fromkeys(map(choice_of, _schedules(rows, schedule)))
+    if split.reduces(spec):
+        shared = split.split_for(processors)
+        found |= dict.fromkeys(map(choice_of, (shared, *split.variants(shared))))
+    return list(found)
+
+
+def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
+    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
+    schedule = schedule_of(choice)
+    try:
+        if isinstance(schedule, Strips):
+            return depthwise.write(spec, schedule)
+        if isinstance(schedule, Split):
+            return split.write(spec, schedule)
+        if isinstance(schedule, Tiling):
+            return tiles.write(spec, schedule)
+        return write(spec, schedule, most_blocks=most_blocks)
+    except Refused as reason:
+        raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+
+
+def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
+    """Schedules of rows: that by rule, fewer lanes, and other teams."""
+    lanes = [by_rule.lanes, by_rule.lanes // 2]
+    teams = (by_rule.team, by_rule.team // 2, by_rule.team * 2)
+    if not rows.reductions:
+        lanes.append(rows.lanes)
+        return [Schedule(many, team) for many in lanes if many for team in teams]
+    found = [by_rule]
+    for many in filter(None, lanes):
+        for team in teams:
+            if not WARP <= team <= MOST_THREADS:
+                continue
+            chunks = -(-rows.inner.extent // (many * team))
+            resident = chunks if chunks * many <= MOST_KEPT else 0
+            found += [
+                Schedule(many, team, together, resident)
+                for together in (1, 2, 4)
+                if together * team <= max(team, 256)
+            ]
+    return found

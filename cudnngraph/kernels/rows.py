@@ -1,0 +1,224 @@
+"""The elements of a region counted in rows, and the schedules of kernels of rows.
+
+A region is written down as values (:mod:`~cudnngraph.kernels.tape`). What is reduced together is a
+row; where nothing is reduced, all elements are one long row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from ..device.rules import rules
+from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
+from .index import Sum, Var, counter, digits, reshaped
+from .parts import counted, parts_of, run_of
+from .rules import RULES
+from .scalars import MEMORY, REGISTER, number
+from .tape import Depthwise, Index, Number, Read, Reduce, Refused, Value, Window, operands_of
+
+WARP = 32
+VECTOR_BYTES = 16
+MOST_THREADS = 1024  # of a block, by CUDA
+MOST_KEPT = 64  # elements of a row that a thread keeps in registers
+SMALL = 4096  # elements, which may lie anyhow
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the work is dealt out: elements that lie side by side for a thread, threads that share a
+    row, rows of a block, and chunks of a row that a thread has (0: as many as there are, one after
+    the other)."""
+
+    lanes: int
+    team: int
+    rows: int = 1
+    chunks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return self.team * self.rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the elements of a region are counted: rows, elements of a row, and the index of each
+    output in these."""
+
+    row: Var
+    inner: Var
+    outputs: tuple[tuple[Value, TensorSpec, Index], ...]
+    reductions: tuple[tuple[Reduce, ...], ...]  # by the pass that computes them
+    bytes: int  # of an element, the widest
+    strided: bool = False  # too few elements of a row lie side by side in memory
+
+    @property
+    def lanes(self) -> int:
+        """The most lanes that a schedule may have: a row is a whole number of them."""
+        most = VECTOR_BYTES // min(4, max(1, self.bytes))
+        return gcd(self.inner.extent, most)
+
+
+def tape_of(spec: GraphSpec) -> list[Value]:
+    """The values of the outputs. Raises :class:`Refused`."""
+    values: dict[str, Value] = {}
+    for name in spec.inputs:
+        tensor = spec.tensors[name]
+        if tensor.dtype not in MEMORY:
+            raise Refused(f"'{name}' is {str(tensor.dtype).removeprefix('torch.')}")
+        values[name] = Read(tensor.shape, tensor, type=REGISTER[tensor.dtype])
+    for node in spec.nodes:
+        if node.op == "constant":
+            values[node.results[0]] = Number((), number(float(node.attr("value"))))
+            continue
+        _add(values, node, spec)
+    return [values[name] for name in spec.outputs]
+
+
+def _add(values: dict[str, Value], node: Node, spec: GraphSpec) -> None:
+    rule = RULES.get(node.op)
+    if rule is None:
+        raise Refused(f"no kernel is generated for {node.op}")
+    operands = [None if name is None else values[name] for name in node.inputs]
+    made = rule(node, operands, spec.tensors[node.results[0]])
+    for name, value in zip(node.outputs, made, strict=False):
+        if name is None:
+            continue
+        tensor = spec.tensors[name]
+        if value.shape != tensor.shape:
+            raise Refused(f"the rule of {node.op} makes {value.shape} of '{name}' {tensor.shape}")
+        values[name] = value
+
+
+def reachable(values: Iterable[Value]) -> list[Value]:
+    """The values that others are made of, operands first."""
+    found: dict[int, Value] = {}
+    stack = [(value, False) for value in values]
+    while stack:
+        value, done = stack.pop()
+        if done:
+            found.setdefault(id(value), value)
+        elif id(value) not in found:
+            stack.append((value, True))
+            stack += [(operand, False) for operand in operands_of(value)]
+    return list(found.values())
+
+
+def rows_of(spec: GraphSpec) -> Rows:
+    """How the elements of a region are counted. Raises :class:`Refused`."""
+    if any(tensor.numel == 0 for tensor in spec.tensors.values()):
+        raise Refused("a tensor is empty")
+    return rows_of_values(tape_of(spec), [spec.tensors[name] for name in spec.outputs])
+
+
+def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Rows:
+    """How the elements of values are counted that go to tensors. Raises :class:`Refused`."""
+    if any(tensor.dtype not in MEMORY for tensor in tensors):
+        raise Refused("an output is of a dtype that kernels do not write")
+    found = reachable(values)
+    if any(isinstance(value, Depthwise) for value in found):
+        raise Refused("a depthwise convolution, which is no kernel of rows")
+    reductions = [value for value in found if isinstance(value, Reduce)]
+    if reductions and any(isinstance(value, Window) for value in found):
+        raise Refused("windows and reductions")
+    widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(found))))
+    if not reductions:
+        count = max(tensor.numel for tensor in tensors)
+        if any(tensor.numel != count for tensor in tensors):
+            raise Refused("outputs of several sizes")
+        inner = Var("k", count)
+        main = in_memory(tensors[0], counter(inner))
+        outputs = tuple(
+            (
+                value,
+                tensor,
+                main if tensor.shape == tensors[0].shape else in_memory(tensor, counter(inner)),
+            )
+            for value, tensor in zip(values, tensors, strict=True)
+        )
+        return Rows(Var("r", 1), inner, outputs, (), widest)
+    return _with_reductions(values, tensors, found, reductions, widest)
+
+
+def _tensor(read: Read) -> TensorSpec:
+    return read.tensor
+
+
+def _reads(values: Iterable[Value]) -> list[Read]:
+    return [value for value in values if isinstance(value, Read)]
+
+
+def in_memory(tensor: TensorSpec, count: Sum) -> Index:
+    """The index of the elements of a tensor in the order of its memory."""
+    order = memory_order(tensor.shape, tensor.stride)
+    found = digits(count, [tensor.shape[dim] for dim in order])
+    return tuple(found[order.index(dim)] for dim in range(len(order)))
+
+
+def _with_reductions(
+    values: Sequence[Value],
+    tensors: Sequence[TensorSpec],
+    found: Sequence[Value],
+    reductions: Sequence[Reduce],
+    widest: int,
+) -> Rows:
+    main = max(reductions, key=lambda each: numel(each.operand.shape))
+    shape = main.operand.shape
+    count = numel(shape[dim] for dim in main.dims)
+    row, inner = Var("r", numel(shape) // count), Var("k", count)
+    parts = parts_of(main.operand)
+    cut = [part for part in parts if part.dim in main.dims]
+    index = counted([part for part in parts if part.dim not in main.dims], row)
+    index |= counted(cut, inner)
+    whole = tuple(index.get(dim, Sum()) for dim in range(len(shape)))
+    alone = tuple(Sum() if dim in main.dims else each for dim, each in enumerate(whole))
+    outputs = []
+    for value, tensor in zip(values, tensors, strict=True):
+        if tensor.numel == numel(shape):
+            placed = reshaped(whole, shape, tensor.shape)
+        elif tensor.numel == row.extent:
+            placed = reshaped(alone, main.shape, tensor.shape)
+        else:
+            raise Refused("an output is neither of the size of a row nor of one number of each")
+        if placed is None:
+            raise Refused("an output's elements are in rows that are not those of the reduction")
+        outputs.append((value, tensor, tuple(placed)))
+    level: dict[int, int] = {}
+    for value in found:
+        below = max((level[id(operand)] for operand in operands_of(value)), default=0)
+        level[id(value)] = below + isinstance(value, Reduce)
+    passes = tuple(
+        tuple(each for each in reductions if level[id(each)] == number + 1)
+        for number in range(max(level.values()))
+    )
+    run = run_of(cut)
+    short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
+    strided = short and numel(shape) > SMALL
+    return Rows(row, inner, tuple(outputs), passes, widest, strided)
+
+
+def schedule_for(rows: Rows, processors: int) -> Schedule:
+    """The schedule by rule, for a GPU with so many processors."""
+    lanes = rows.lanes
+    if not rows.reductions:
+        while lanes > 1 and rows.inner.extent // lanes < processors * 1024:
+            lanes //= 2
+        return Schedule(lanes, 256)
+    parts = rows.inner.extent // lanes
+    team = WARP
+    while team < MOST_THREADS and parts > team * max(1, 8 // lanes) * 2:
+        team *= 2
+    chunks = -(-parts // team)
+    if chunks * lanes > MOST_KEPT // 2 and team < MOST_THREADS:
+        team *= 2
+        chunks = -(-parts // team)
+    small = max(1, 128 // team)
+    return Schedule(lanes, team, small, chunks if chunks * lanes <= MOST_KEPT else 0)
+
+
+def narrower(rows: Rows, schedule: Schedule) -> Schedule:
+    """The schedule with half the lanes."""
+    chunks = schedule.chunks * 2 if rows.reductions else 1
+    return Schedule(schedule.lanes // 2, schedule.team, schedule.rows, chunks)

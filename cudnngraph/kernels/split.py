@@ -1,0 +1,355 @@
+"""Kernels of several launches: reductions that blocks share out, and what is computed behind them.
+
+A region is taken apart at its reductions. A stage computes those that wait for no others: in rows
+where these lie well in memory and fill the GPU, else by a grid of blocks that each reduce a chunk
+(:mod:`~cudnngraph.kernels.grid`). Partial results stand in a workspace; one more launch puts them
+together, in the same order at every run. It computes what has one number for each result too, such
+as one over a deviation. What is left is read by the next stage, or written elementwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..device.rules import rules
+from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
+from .gather import MOMENTS, Gather
+from .grid import (
+    MOST_SHARED,
+    GridFunction,
+    Space,
+    grid_of,
+    lanes_of,
+    shared_bytes,
+    space_of,
+)
+from .index import Sum, Var, place, reshaped
+from .rows import (
+    VECTOR_BYTES,
+    WARP,
+    Rows,
+    Schedule,
+    narrower,
+    reachable,
+    rows_of_values,
+    schedule_for,
+    tape_of,
+)
+from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .source import ARGS, NAME, Launch, Source
+from .stages import (
+    Outputs,
+    gathers_of,
+    groups_of,
+    largest_reads,
+    put_together,
+    reductions_of,
+    replaced,
+    stage_of,
+    widest_read,
+)
+from .tape import Index, Read, Refused, Value, Window
+from .write import TEAM, Narrower, Writer
+
+THREADS = 256  # of a block
+MOST_LAUNCHES = 8
+MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
+ALIGNED = 256  # bytes, of tensors in the workspace
+
+_Function = tuple[list[str], int, int]  # lines, blocks, threads
+
+
+@dataclass(frozen=True)
+class Split:
+    """How reductions are shared out: threads of a block, about how many blocks, and about how many
+    threads of a block lie side by side across memory."""
+
+    threads: int
+    blocks: int
+    columns: int
+
+    @property
+    def processors(self) -> int:
+        """The number of multiprocessors that the blocks are for."""
+        return max(1, self.blocks // rules().kernel_blocks_per_sm)
+
+
+def split_for(processors: int) -> Split:
+    """The schedule by rule, for a GPU with so many processors."""
+    return Split(THREADS, rules().kernel_blocks_per_sm * processors, WARP)
+
+
+def variants(by_rule: Split) -> list[Split]:
+    """Schedules to measure beside the one by rule: other threads, blocks and columns."""
+    return [
+        *(replace(by_rule, threads=threads) for threads in (THREADS // 2, 2 * THREADS)),
+        *(replace(by_rule, blocks=blocks) for blocks in (by_rule.blocks // 2, 2 * by_rule.blocks)),
+        *(replace(by_rule, columns=columns) for columns in (WARP // 2, 2 * WARP)),
+    ]
+
+
+def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
+    """Why a region should not be one kernel of rows, or None."""
+    if not rows.reductions:
+        return None
+    long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
+    if long and rows.row.extent < processors:
+        return "few long rows: one team of threads would read each alone"
+    return "rows that lie across memory" if rows.strided else None
+
+
+def reduces(spec: GraphSpec) -> bool:
+    """Whether a region reduces anything. Raises :class:`Refused`."""
+    return bool(reductions_of(tape_of(spec)))
+
+
+def write(spec: GraphSpec, split: Split) -> Source:
+    """The kernel of a region with reductions. Raises :class:`Refused`."""
+    if any(tensor.numel == 0 for tensor in spec.tensors.values()):
+        raise Refused("a tensor is empty")
+    if any(tensor.extent >= MOST_ELEMENTS for tensor in spec.tensors.values()):
+        raise Refused("a tensor that needs an index of 64 bits")
+    if any(isinstance(value, Window) for value in reachable(tape_of(spec))):
+        raise Refused("windows and reductions")
+    lanes = VECTOR_BYTES
+    while True:
+        try:
+            return _Composer(spec, split, lanes).source()
+        except Narrower:
+            lanes //= 2
+
+
+class _Composer:
+    """The functions of one kernel, as far as they are written."""
+
+    def __init__(self, spec: GraphSpec, split: Split, lanes: int) -> None:
+        self._spec, self._split, self._lanes = spec, split, lanes
+        self._held: dict[str, tuple[TensorSpec, int]] = {}  # of the workspace, with offsets
+        self._bytes = 0
+        self._texts: list[str] = []
+        self._launches: list[Launch] = []
+        self._spaces: list[Space] = []
+        self._left: list[tuple[Value, TensorSpec]] = []  # outputs of which nothing is reduced
+
+    def source(self) -> Source:
+        """Write the functions."""
+        spec = self._spec
+        tensors = [spec.tensors[name] for name in spec.outputs]
+        pending: Outputs = list(zip(tape_of(spec), tensors, strict=True))
+        if any(tensor.dtype not in MEMORY for _, tensor in pending):
+            raise Refused("an output is of a dtype that kernels do not write")
+        while pending:
+            waiting = [each for each in pending if reductions_of(each[:1])]
+            self._left += [each for each in pending if each not in waiting]
+            pending = self._staged(self._of_groups(groups_of(waiting)))
+        if not self._launches:
+            raise Refused("nothing is reduced")
+        for count in dict.fromkeys(tensor.numel for _, tensor in self._left):
+            self._plain([each for each in self._left if each[1].numel == count])
+        if len(self._launches) > MOST_LAUNCHES:
+            raise Refused("a kernel of too many launches")
+        places = len(spec.inputs) + len(spec.outputs)
+        args = f"{ARGS} {{ void* p[{places}]; }};"
+        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, args, *self._texts])
+        first = self._launches[0]
+        return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
+
+    # -- functions ----------------------------------------------------------------------------
+
+    def _around(self) -> GraphSpec:
+        """All tensors that a function may read and write."""
+        spec = self._spec
+        names = (*spec.inputs, *spec.outputs)
+        tensors = {name: spec.tensors[name] for name in names}
+        tensors |= {name: tensor for name, (tensor, _) in self._held.items()}
+        return GraphSpec(spec.name, tensors, (), (*names, *self._held), ())
+
+    def _new(self, shape: Sequence[int]) -> TensorSpec:
+        """A tensor of the workspace."""
+        name = f"{NAME} {len(self._held)}"
+        made = TensorSpec(name, tuple(shape), contiguous_strides(shape), torch.float32)
+        self._held[name] = made, self._bytes
+        self._bytes = round_up(self._bytes + 4 * made.numel, ALIGNED)
+        return made
+
+    def _add(self, lines: Sequence[str], blocks: int, threads: int) -> None:
+        """A function of lines, with the pointers that it needs."""
+        name = f"{NAME}_{len(self._launches)}"
+        body = "\n".join("  " + line for line in lines if line)
+        used = set(map(int, re.findall(r"\bp(\d+)\b", body)))
+        pointers = []
+        for at, tensor in enumerate(self._around().tensors.values()):
+            if at in used:
+                kind = MEMORY[tensor.dtype]
+                held = self._held.get(tensor.name)
+                where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
+                pointers.append(f"  {kind}* const p{at} = ({kind}*){where};")
+        head = [
+            f'extern "C" __global__ void __launch_bounds__({threads})',
+            f"{name}(const __grid_constant__ Args a, char* const w) {{",
+        ]
+        self._texts.append("\n".join([*head, *pointers, body, "}", ""]))
+        self._launches.append(Launch(name, blocks, threads))
+
+    def _rows(self, outputs: Outputs, always: bool = False) -> bool:
+        """Whether a function of rows writes the outputs, which is added then."""
+        made = self._of_rows(outputs, always)
+        if made is not None:
+            self._add(*made)
+        return made is not None
+
+    def _of_rows(self, outputs: Outputs, always: bool = False) -> _Function | None:
+        """The function of rows that writes the outputs, None where there should be none."""
+        try:
+            rows = rows_of_values([value for value, _ in outputs], [to for _, to in outputs])
+            schedule = schedule_for(rows, self._split.processors)
+            if not always and why_slow(rows, schedule, self._split.processors):
+                return None
+            most = 4 * self._split.blocks
+            while True:
+                try:
+                    lines, blocks = Writer(self._around(), schedule, rows, most).lines()
+                    return lines, blocks, schedule.threads
+                except Narrower:
+                    schedule = narrower(rows, schedule)
+        except Refused:
+            if always:
+                raise
+            return None
+
+    def _of_groups(self, groups: Sequence[Outputs]) -> Outputs:
+        """Functions of rows for groups of outputs, as few as can be; the outputs left over."""
+        left: list[tuple[Value, TensorSpec]] = []
+        found: list[tuple[Outputs, _Function]] = []
+        for group in groups:
+            for at, (others, _) in enumerate(found):
+                together = [*others, *group]
+                made = self._of_rows(together)
+                if made is not None:
+                    found[at] = together, made
+                    break
+            else:
+                made = self._of_rows(group)
+                if made is None:
+                    left += group
+                else:
+                    found.append((group, made))
+        for others, made in found:
+            for each in self._sharing([value for value, _ in others]):
+                more = self._of_rows([*others, each])
+                if more is not None:
+                    others, made = [*others, each], more
+                    self._left.remove(each)
+            self._add(*made)
+        return left
+
+    def _sharing(self, values: Sequence[Value]) -> Outputs:
+        """The outputs of which nothing is reduced that read a large tensor of other values too."""
+        large = largest_reads(values)
+        return [each for each in self._left if large & largest_reads(each[:1])]
+
+    def _plain(self, outputs: Outputs) -> None:
+        """A function that writes outputs of one size, of which nothing is reduced any more."""
+        for space in self._spaces:
+            given = _placed(space, outputs)
+            if space.across and len(given) == len(outputs):
+                split = self._split
+                grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
+                lines = GridFunction(self._around(), space, grid, given).applied()
+                return self._add(lines, grid.blocks, grid.threads)
+        self._rows(outputs, always=True)
+        return None
+
+    # -- stages -------------------------------------------------------------------------------
+
+    def _staged(self, outputs: Outputs) -> Outputs:
+        """Compute the reductions that wait for no others; what is left of the outputs."""
+        by: dict[int, Value] = {}
+        written: set[int] = set()
+        for gathers in gathers_of([value for value, _ in outputs]) if outputs else ():
+            stage = stage_of(gathers, outputs)
+            held, parts = len(self._held), (len(self._texts), self._bytes)
+            plain = list(self._left)
+            try:
+                made = self._computed(gathers, stage)
+            except Refused:  # one number for each result alone: any index is asked of those later
+                for name in list(self._held)[held:]:
+                    del self._held[name]
+                self._bytes, self._left = parts[1], plain
+                del self._texts[parts[0] :], self._launches[parts[0] :]
+                stage = [(value, None) for gather in gathers for value in gather.values]
+                made = self._computed(gathers, stage)
+            by |= made
+            written |= {id(to) for _, to in stage if to is not None}
+        left = [(value, to) for value, to in outputs if id(to) not in written]
+        return replaced(left, by)
+
+    def _computed(
+        self, gathers: Sequence[Gather], stage: Sequence[tuple[Value, TensorSpec | None]]
+    ) -> dict[int, Value]:
+        """Functions that compute values of one number for each result; those that go to no output
+        are held in the workspace, by which they are replaced."""
+        given = [(value, to or self._new(value.shape)) for value, to in stage]
+        found: dict[int, Value] = {
+            id(value): Read(value.shape, to)
+            for (value, to), (_, out) in zip(given, stage, strict=True)
+            if out is None
+        }
+        if self._rows(given):
+            return found
+        split, first = self._split, gathers[0]
+        lanes = min(self._lanes, lanes_of(widest_read([each.operand for each in gathers])))
+        space = space_of(first.operand, first.dims, lanes)
+        threads = split.threads
+        while threads > WARP and shared_bytes(space, gathers, threads) > MOST_SHARED:
+            threads //= 2
+        grid = grid_of(space, threads, split.blocks, split.columns)
+        self._spaces.append(space)
+        beside = _placed(space, self._sharing([each.operand for each in gathers]))
+        self._left = [each for each in self._left if all(each[1] is not to for _, to, _ in beside)]
+        if grid.chunks == 1:
+            indices = [_indexed(space.kept, space.kept_shape, to) for _, to in given]
+            outputs = [
+                (*each, index)
+                for each, index in zip(given, indices, strict=True)
+                if index is not None
+            ]
+            if len(outputs) < len(given):
+                raise Refused("a view of a reduction's results that no plain index says")
+            lines = GridFunction(self._around(), space, grid, outputs).reduced(gathers, beside)
+            self._add(lines, grid.blocks, grid.threads)
+            return found
+        shape = (*space.kept_shape, grid.chunks)
+        partial = [[self._new(shape) for _ in range(each.parts)] for each in gathers]
+        lines = GridFunction(self._around(), space, grid, ()).reduced(gathers, beside, partial)
+        self._add(lines, grid.blocks, grid.threads)
+        by: dict[int, Value] = {}
+        for gather, tensors in zip(gathers, partial, strict=True):
+            by |= put_together(gather, [Read(shape, tensor) for tensor in tensors])
+        self._rows(replaced(given, by), always=True)
+        return found
+
+
+def _indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index | None:
+    """The index into a tensor of as many elements, None if no plain index says it."""
+    found = reshaped(index, shape, to.shape) if numel(shape) == to.numel else None
+    return None if found is None else tuple(found)
+
+
+def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Index]]:
+    """The outputs that a loop over a space can write as they lie, with their indices."""
+    found = [(value, to, _indexed(space.index, space.shape, to)) for value, to in outputs]
+    return [
+        (value, to, index)
+        for value, to, index in found
+        if index is not None and _dense(place(index, to.stride), space.inner)
+    ]
+
+
+def _dense(at: Sum, inner: Var) -> bool:
+    """Whether neighbours along a variable lie side by side."""
+    return any(digit.var == inner and digit.div == by == 1 for digit, by in at.terms)

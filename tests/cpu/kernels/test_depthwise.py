@@ -1,0 +1,119 @@
+"""Kernels of depthwise convolutions, run on the CPU against float64, and compiled."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.executor import reference
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import compile, depthwise, patterns
+from cudnngraph.kernels.cubin import resources
+from cudnngraph.kernels.depthwise import Strips
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.select.inputs import random_inputs
+from tests import host_kernels, numerics
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SEEDS = range(48)
+
+
+def drawn(rng: random.Random) -> GraphSpec:
+    """A depthwise convolution, or the gradient of one, with more or less behind it."""
+    g = cg.Graph("depthwise")
+    dtype, kernel = rng.choice(DTYPES), (rng.choice((1, 2, 3, 5, 7)), rng.choice((1, 3, 4, 5, 7)))
+    shape = (
+        rng.randint(1, 2),
+        rng.choice((1, 3, 8, 12, 24)),
+        rng.randint(1, 11),
+        rng.randint(1, 13),
+    )
+    layout = rng.choice(("channels_last", "contiguous"))
+    options: dict[str, Any] = {
+        "stride": (rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3))),
+        "padding": (rng.randint(0, 3), rng.randint(0, 3)),
+        "dilation": (rng.choice((1, 1, 2)), rng.choice((1, 1, 2))),
+        "groups": shape[1],
+    }
+    x = g.input("x", shape, dtype, layout=layout)
+    w = g.input("w", (shape[1], 1, *kernel), dtype, layout=rng.choice(("channels_last", layout)))
+    y = g.conv_transpose(x, w, **options) if rng.random() < 0.4 else g.conv(x, w, **options)
+    if rng.random() < 0.7:
+        y = g.bias(y, g.input("b", (shape[1],), dtype))
+        if rng.random() < 0.5:
+            y = g.silu(y)
+        if y.spec is not None and rng.random() < 0.4:
+            y = g.add(y, g.input("r", y.spec.shape, dtype, layout=layout))
+    g.output("y", y, dtype=dtype, layout=rng.choice((layout, "channels_last")))
+    return g.spec()
+
+
+def graphs() -> list[tuple[int, GraphSpec]]:
+    """Those of the seeds that are graphs: a window may be larger than an image."""
+    found = []
+    for seed in SEEDS:
+        try:
+            found.append((seed, drawn(random.Random(seed))))
+        except cg.GraphError:
+            continue
+    return found
+
+
+def test_random_ones_are_right_by_every_schedule() -> None:
+    cases = []
+    for seed, spec in graphs():
+        choices = patterns.choices(spec, 2)
+        taken = random.Random(seed).sample(choices, min(2, len(choices)))
+        for choice in dict.fromkeys((choices[0], *taken)):
+            try:
+                source = patterns.source(spec, choice)
+            except cg.NotSupported:
+                continue
+            cases.append((seed, spec, choice, host_kernels.expect(source)))
+    assert len(cases) > 60
+    for seed, spec, choice, source in cases:
+        inputs = random_inputs(spec, torch.device("cpu"), seed)
+        outputs = [spec.tensors[name].empty(torch.device("cpu")) for name in spec.outputs]
+        host_kernels.run(source, [*inputs, *outputs])
+        wanted = reference.run(spec, inputs, torch.float64)
+        for out, want in zip(outputs, wanted, strict=True):
+            what = f"seed {seed}, {choice}"
+            numerics.check(out, want, spec.tensors["x"].dtype, what=what)
+
+
+@pytest.mark.parametrize("size", [3, 5, 7])
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+def test_no_registers_are_spilled(size: int, layout: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    g = cg.Graph("depthwise")
+    x = g.input("x", (64, 96, 56, 56), torch.float16, layout=layout)
+    w = g.input("w", (96, 1, size, size), torch.float16, layout=layout)
+    y = g.conv(x, w, padding=size // 2, groups=96)
+    g.output("y", g.silu(g.bias(y, g.input("b", (96,), torch.float16))))
+    source = patterns.source(g.spec(), patterns.by_rule(g.spec(), 132))
+    assert resources(compile.cubin(source.text, 90)).local_bytes == 0
+
+
+def test_what_no_such_kernel_has_is_refused() -> None:
+    g = cg.Graph("dense")
+    x, w = g.input("x", (1, 4, 8, 8), torch.float16), g.input("w", (4, 4, 3, 3), torch.float16)
+    g.output("y", g.conv(x, w))
+    with pytest.raises(Refused, match="but for depthwise ones of images"):
+        patterns.by_rule(g.spec(), 132)
+
+    g = cg.Graph("computed")
+    x, w = g.input("x", (1, 4, 8, 8), torch.float16), g.input("w", (4, 1, 3, 3), torch.float16)
+    y = g.conv(g.relu(x), w, groups=4)
+    g.output("y", y)
+    with pytest.raises(Refused, match="of what is computed in the region"):
+        patterns.by_rule(g.spec(), 132)
+
+    g = cg.Graph("schedules")
+    x, w = g.input("x", (1, 4, 8, 8), torch.float16), g.input("w", (4, 1, 3, 3), torch.float16)
+    g.output("y", g.conv(x, w, groups=4))
+    with pytest.raises(Refused, match="3 lanes"):
+        depthwise.write(g.spec(), Strips(3, 4, 1, 0, 8))

@@ -1,0 +1,82 @@
+"""What runs kernels on the CPU: it tells what a GPU leaves undefined, and rounds as one does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.kernels.rows import Schedule
+from cudnngraph.kernels.scalars import PRELUDE
+from cudnngraph.kernels.source import Source
+from cudnngraph.kernels.write import write
+from cudnngraph.ops.quantize import saturated
+from tests import host_kernels
+
+ADD_UP = """
+struct Args { void* p[2]; };
+extern "C" __global__ void cudnngraph_kernel(const __grid_constant__ Args a) {
+  __shared__ float parts[64];
+  const float* x = (const float*)a.p[0];
+  float* y = (float*)a.p[1];
+  parts[threadIdx.x] = x[threadIdx.x];
+  MEET
+  float sum = 0.0f;
+  for (int at = 0; at < 64; ++at) sum += parts[at];
+  y[threadIdx.x] = sum;
+}
+"""
+
+
+def added_up(meet: str) -> Source:
+    return Source(PRELUDE + ADD_UP.replace("MEET", meet) + "// __syncthreads", 1, 64)
+
+
+def test_threads_that_do_not_wait_for_each_other_are_told() -> None:
+    x, one, other = torch.arange(64.0), torch.zeros(64), torch.zeros(64)
+    right, early = added_up("__syncthreads();"), added_up("")
+    for source in (right, early):
+        host_kernels.run(source, [x, one])
+        host_kernels.run(source, [x, other], backwards=True)
+        assert torch.equal(one, other) == (source is right)
+    for apart in ("if (threadIdx.x < 32) __syncthreads();", "if (x[0] < threadIdx.x) return;"):
+        with pytest.raises(AssertionError, match="meet at different points"):
+            host_kernels.run(added_up(f"{apart} __syncthreads();"), [x, one])
+
+
+def test_a_vector_at_an_odd_place_is_told() -> None:
+    spec = graph_of_relu().spec()
+    source = write(spec, Schedule(4, 32))
+    memory = torch.randn(65)
+    out = torch.empty(64)
+    host_kernels.run(source, [memory[:64], out])
+    assert torch.equal(out, memory[:64].relu())
+    with pytest.raises(AssertionError, match="multiple of its size"):
+        host_kernels.run(source, [memory[1:], out])
+
+
+def graph_of_relu() -> cg.Graph:
+    g = cg.Graph("relu")
+    g.output("y", g.relu(g.input("x", (64,), torch.float32)))
+    return g
+
+
+def test_eight_bits_are_rounded_as_torch_does() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        g = cg.Graph("wide")
+        one = g.input("one", (1,), torch.float32)
+        g.output("y", g.dequantize(g.input("x", (1, 256), dtype), one))
+        out, given = torch.empty(1, 256), every.view(dtype)[None]
+        host_kernels.run(write(g.spec(), Schedule(1, 32)), [torch.ones(1), given, out])
+        assert torch.equal(out.nan_to_num(7.0), given.float().nan_to_num(7.0))
+        g = cg.Graph("narrow")
+        g.output("y", g.quantize(g.input("x", (4096,), torch.float32), dtype=dtype))
+        x = torch.randn(4096) * torch.logspace(-6, 6, 4096, base=10.0)
+        x[:8] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 464.0, 61440.0])
+        made = torch.zeros(4096, dtype=dtype)
+        host_kernels.run(write(g.spec(), Schedule(1, 32)), [x, made])
+        want = saturated(x, dtype)
+        assert torch.equal(made.float().nan_to_num(7.0), want.float().nan_to_num(7.0))

@@ -1,0 +1,172 @@
+"""Generated kernels are compiled by NVRTC for every GPU that they are meant for, and spill nothing.
+
+What the samples run as on a large GPU, as one kernel and as kernels among other steps, is compiled
+for an H100; one kernel with each op for all GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.errors import NotSupported
+from cudnngraph.ir.canonical import canonical
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import compile as compiler
+from cudnngraph.kernels.cubin import Resources, resources
+from cudnngraph.kernels.rows import rows_of, schedule_for
+from cudnngraph.kernels.rules import RULES
+from cudnngraph.kernels.tape import Refused
+from cudnngraph.kernels.write import write
+from tests import chunks, generated
+from tests.samples import F64, Case, enumerate_cases
+
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+FP8_FROM = 89
+PROCESSORS = 132
+PARTS = 4
+CASES = [case for case in enumerate_cases() if case.dtype != F64 and not case.drawn]
+
+
+@pytest.fixture(autouse=True)
+def _nvrtc() -> None:
+    try:
+        compiler.nvrtc()
+    except NotSupported as missing:
+        pytest.skip(str(missing))
+
+
+def kernels(case: Case) -> Iterator[tuple[GraphSpec, str]]:
+    """The regions of a sample that are kernels, with their texts."""
+    spec = case.build().spec()
+    try:
+        rows = rows_of(spec)
+        yield spec, write(spec, schedule_for(rows, PROCESSORS), rows).text
+    except Refused:
+        pass
+    for step in generated.selection(canonical(spec), PROCESSORS).steps:
+        if step.kind == "kernel":
+            assert step.choice is not None
+            yield step.spec, generated.source_of(step.spec, step.choice, PROCESSORS).text
+
+
+def eight_bits(spec: GraphSpec) -> bool:
+    return any(
+        tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+        for tensor in spec.tensors.values()
+    )
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_kernel_of_the_samples_compiles_and_spills_nothing(part: int) -> None:
+    seen: set[str] = set()
+
+    def test(case: Case) -> None:
+        for spec, text in kernels(case):
+            if text not in seen:
+                seen.add(text)
+                found = resources(compiler.cubin(text, 90))
+                assert found.local_bytes == 0, (spec, found)
+
+    chunks.check(test, CASES[part::PARTS])
+    assert len(seen) > 100
+
+
+def some_with_every_op() -> list[tuple[GraphSpec, str]]:
+    """Kernels of samples in which every op is found that has a rule."""
+    found: list[tuple[GraphSpec, str]] = []
+    seen: set[str] = set()
+    for case in CASES:
+        for spec, text in kernels(case):
+            new = {node.op for node in spec.nodes if node.op in RULES} - seen
+            if new:
+                found.append((spec, text))
+                seen |= new
+    assert set(RULES) - seen <= {"layer_norm_backward", "rms_norm_backward"}
+    return found
+
+
+def test_a_kernel_with_each_op_compiles_for_every_gpu() -> None:
+    known = set(compiler.nvrtc().nvrtcGetSupportedArchs()[1])
+    assert {80, 90} <= known
+    for spec, text in some_with_every_op():
+        for capability in known & set(CAPABILITIES):
+            if eight_bits(spec) and capability < FP8_FROM:
+                with pytest.raises(NotSupported, match="error"):
+                    compiler.cubin(text, capability)
+            else:
+                assert resources(compiler.cubin(text, capability)).local_bytes == 0
+
+
+@pytest.mark.parametrize("op", ("softmax", "log_softmax", "layer_norm", "rms_norm", "mean"))
+def test_usual_rows_spill_nothing(op: str) -> None:
+    """Up to 32768 elements, and what is read again for each pass. Rows of 65536 spill."""
+    for extent in (64, 1000, 4096, 16384, 32768, 200_000):
+        for dtype in (torch.float16, torch.float32):
+            spec = rows(op, extent, dtype)
+            text = write(spec, schedule_for(rows_of(spec), PROCESSORS)).text
+            found = resources(compiler.cubin(text, 90))
+            assert found.local_bytes == 0, (op, extent, dtype, found)
+
+
+def rows(op: str, extent: int, dtype: torch.dtype) -> GraphSpec:
+    g = cg.Graph(op)
+    x = g.input("x", (512, extent), dtype)
+    vectors = [g.input(name, (extent,), dtype) for name in ("weight", "bias")]
+    made = {
+        "softmax": lambda: g.softmax(x, 1),
+        "log_softmax": lambda: g.log_softmax(x, 1),
+        "layer_norm": lambda: g.layer_norm(x, *vectors),
+        "rms_norm": lambda: g.rms_norm(x, vectors[0]),
+        "mean": lambda: g.reduction(x, (1,), "mean", keepdim=True),
+    }[op]()
+    g.output("y", made)
+    g.drop_unused_inputs()
+    return g.spec()
+
+
+# -- what is read from a cubin ---------------------------------------------------------------------
+
+HUNGRY = """
+extern "C" __global__ void __launch_bounds__(1024) cudnngraph_kernel(float* p, int n) {
+  __shared__ float shared[SHARED];
+  float own[OWN];
+  for (int i = 0; i < OWN; ++i) own[i] = p[i * n + threadIdx.x];
+  shared[threadIdx.x % SHARED] = own[n];
+  __syncthreads();
+  for (int i = 0; i < OWN; ++i) p[i * n] = own[(i * n) % OWN] + shared[i % SHARED];
+}
+"""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_cubin_says_what_the_assembler_said(capability: int) -> None:
+    for shared, own in ((1, 1), (300, 20), (5000, 200)):
+        text = HUNGRY.replace("SHARED", str(shared)).replace("OWN", str(own))
+        code, log = compiled(text, capability)
+        (registers,) = re.findall(r"Used (\d+) registers", log)
+        (frame,) = re.findall(r"(\d+) bytes stack frame", log)
+        (wanted,) = re.findall(r"(\d+) bytes smem", log)
+        assert resources(code) == Resources(int(registers), int(frame), int(wanted))
+        assert resources(code).shared_bytes == 4 * shared
+
+
+def compiled(text: str, capability: int) -> tuple[bytes, str]:
+    """The device code, and what the assembler says of it."""
+    nvrtc = compiler.nvrtc()
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
+    options = [f"--gpu-architecture=sm_{capability}".encode(), b"--ptxas-options=-v"]
+    nvrtc.nvrtcCompileProgram(program, len(options), options)
+    found = []
+    for size_of, get in (
+        (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN),
+        (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog),
+    ):
+        data = bytes(size_of(program)[1])
+        get(program, data)
+        found.append(data)
+    return found[0], found[1].decode()
