@@ -47,7 +47,9 @@ class Rank(World):
         self.before_build()
         return self._first(spec)
 
-    def autotune(self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any) -> Any:
+    def autotune(
+        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, kernels: Any
+    ) -> Any:
         self.measured.append(spec.name)
         return heuristic.choose(spec, policy, self._first)
 

@@ -16,7 +16,7 @@ from cudnngraph.device import rules
 from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec, channels_last_strides, contiguous_strides
-from cudnngraph.kernels import grid, kernel, patterns, split, write
+from cudnngraph.kernels import grid, kernel, patterns, rows, split, write
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.split import Split
 from cudnngraph.kernels.write import Refused
@@ -197,7 +197,7 @@ def check(spec: GraphSpec, source: Source, inputs: list[torch.Tensor], far: bool
 @pytest.fixture
 def small_as_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What few threads would do alone is shared out too, so that small tensors test it."""
-    monkeypatch.setattr(write, "SMALL", 0)
+    monkeypatch.setattr(rows, "SMALL", 0)
     monkeypatch.setattr(grid, "LEAST_STEPS", 1)
     with rules.changed(kernel_long_row=16):
         yield
