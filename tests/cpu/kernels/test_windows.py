@@ -212,6 +212,13 @@ def test_nan_and_infinity_are_where_torch_has_them() -> None:
             check(spec, inputs)
 
 
+def test_an_empty_batch_is_refused() -> None:
+    g = cg.Graph("empty")
+    g.output("y", g.max_pool(g.input("x", (0, 8, 16, 16), torch.float32), 2))
+    with pytest.raises(Refused, match="empty"):
+        patterns.by_rule(g.spec(), 4)
+
+
 def test_windows_that_are_no_kernels() -> None:
     g = cg.Graph("large")
     g.output("y", g.avg_pool(g.input("x", (1, 8, 64, 64), torch.float32), 32))
@@ -238,6 +245,23 @@ def test_windows_go_in_rows_where_the_layout_changes() -> None:
     g.output("y", g.max_pool(x, 2), layout="channels_last")
     assert isinstance(patterns.schedule_of(patterns.by_rule(g.spec(), 4)), Schedule)
     check(g.spec())
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_what_is_resized_is_added_behind_a_depthwise_convolution(order: str) -> None:
+    g = cg.Graph("added")
+    x = g.input("x", (2, 16, 10, 12), torch.bfloat16, layout=order)
+    w = g.input("w", (16, 1, 3, 3), torch.bfloat16)
+    z = g.input("z", (2, 16, 5, 6), torch.bfloat16, layout=order)
+    up = g.interpolate(z, scale_factor=2, mode="bilinear")
+    g.output("y", g.conv(x, w, padding=1, groups=16) + up)
+    spec = g.spec()
+    inputs = random_inputs(spec, torch.device("cpu"))
+    out = spec.tensors[spec.outputs[0]].empty("cpu").fill_(7)
+    choice = patterns.by_rule(spec, 4)
+    host_kernels.run(patterns.source(spec, choice, 64), [*inputs, out])
+    (want,) = reference.run(spec, inputs, torch.float64)
+    assert numerics.relative_error(out, want) <= numerics.bound(torch.bfloat16)
 
 
 def test_windows_beside_reductions_are_refused() -> None:
