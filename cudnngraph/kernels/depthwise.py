@@ -8,7 +8,7 @@ lie apart in memory a thread has one channel, and reads the taps where they are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from ..ir.spec import GraphSpec, TensorSpec
@@ -21,6 +21,9 @@ from .write import Code, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
 THREADS = 256
+HELD = 96  # numbers of a thread: sums, and a row of what is convolved
+BLOCKS = 8  # of a multiprocessor, which share out all places
+MEASURED = 4  # schedules of each number of lanes
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,33 @@ def has_depthwise(spec: GraphSpec) -> bool:
 
 
 def strips(spec: GraphSpec, processors: int) -> list[Strips]:
-    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`."""
+    """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`.
+
+    By rule a thread reads as little as it can for a place, while its sums and a row of what it
+    reads stay in registers.
+    """
     region = region_of(spec)
     _, channels, height, width = region.conv.shape
-    size = region.taps.shape[2] * region.taps.shape[3]
+    rows, columns = region.taps.shape[2:]
     strided = region.conv.transposed and max(region.conv.stride) > 1
     step = region.conv.stride[1] if strided else 1
-    most = region.lanes if size <= 9 else min(4, region.lanes)
-    found: dict[Strips, None] = {}
-    for lanes in dict.fromkeys((most, max(1, most // 2), region.lanes)):
+    found: dict[Strips, float] = {}
+    for lanes in {region.lanes, max(1, region.lanes // 2), max(1, region.lanes // 4)}:
         vectors = _vectors(channels // lanes) if region.lanes > 1 else 0
-        for wanted, high in ((4, 2), (4, 1), (8, 1), (8, 2), (2, 2)):
-            wide = _even(width, wanted, step, region.taps.shape[3])
-            rows = 1 if strided else min(high, height)
-            blocks = 4 * processors
-            found[Strips(lanes, wide, rows, vectors, blocks)] = None
-            found[Strips(lanes, wide, rows, vectors, 4 * blocks)] = None
-    return list(found)
+        for wanted in (2, 4, 8):
+            wide = _even(width, wanted, step, columns)
+            for high in {1, 1 if strided else min(2, height), 1 if strided else min(4, height)}:
+                held = lanes * (high * wide + (wide - 1) * region.steps[1] + columns)
+                read = (rows + high - 1) / high * (wide + columns - 1) / wide
+                cost = read * (1 if held <= HELD else held / HELD) / min(2, lanes)
+                found[Strips(lanes, wide, high, vectors, BLOCKS * processors)] = cost
+    ranked = sorted(found, key=lambda each: (found[each], -each.lanes))
+    tried = [
+        each
+        for lanes in dict.fromkeys(each.lanes for each in ranked)
+        for each in [each for each in ranked if each.lanes == lanes][:MEASURED]
+    ]
+    return [*tried, *(replace(each, blocks=4 * each.blocks) for each in tried[:2])]
 
 
 def _vectors(count: int) -> int:

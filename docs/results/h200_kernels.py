@@ -259,8 +259,11 @@ def measure(row: Row, tunes: Sequence[str], modes: Sequence[str]) -> None:
     if row.name.startswith("AdamW"):
         given = [each.abs() + 0.1 for each in given]
     half = row.bytes // 2
-    source, target = (torch.empty(half, dtype=torch.uint8, device=CUDA) for _ in range(2))
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    source, target = (torch.ones(half // 4, device=CUDA) for _ in range(2))
+    calls: dict[str, Callable[[], object]] = {
+        "copy by the driver": lambda: target.copy_(source),
+        "copy by a kernel": lambda: torch.neg(source, out=target),
+    }
     calls["eager"] = lambda: row.eager(*given)
     wanted = row.eager(*(each.double() if each.is_floating_point() else each for each in given))
     for tune in tunes:
@@ -269,8 +272,9 @@ def measure(row: Row, tunes: Sequence[str], modes: Sequence[str]) -> None:
             exe = row.graph.compile(CUDA, tune=tune, budget_s=4.0)
             row.times[f"{tune} built s"] = time.perf_counter() - start
             made = exe(*given)
-            row.steps = " | ".join(
-                f"{step.kind}: {' '.join(n.op for n in step.spec.nodes if n.op != 'constant')}"
+            row.steps += f" {tune}: " + ", ".join(
+                f"{step.choice or 'torch'}: "
+                f"{' '.join(n.op for n in step.spec.nodes if n.op != 'constant')}"
                 for step in exe.steps
             )
             for a, b in zip(_all(made), _all(wanted), strict=True):
@@ -292,6 +296,7 @@ def measure(row: Row, tunes: Sequence[str], modes: Sequence[str]) -> None:
         except Exception as error:
             row.error += f"{mode}: {type(error).__name__} "
     row.times |= times_us({name: captured(call) for name, call in calls.items()})
+    row.times["copy"] = min(row.times[f"copy by {each}"] for each in ("the driver", "a kernel"))
 
 
 def _all(made: Any) -> list[torch.Tensor]:
