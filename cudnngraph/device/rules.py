@@ -224,6 +224,18 @@ class DeviceRules:
         "how much of a row has to lie together for a generated kernel of rows (an estimate)",
         alternative="a kernel that goes down columns",
     )
+    window_most_reads: int = _measured(
+        256,
+        "elements that are read for one",
+        "how large the windows of a generated kernel may be (an estimate)",
+        alternative="torch's pooling or interpolation",
+    )
+    window_most_again: int = _measured(
+        32,
+        "pointwise ops for each element",
+        "how much a kernel of windows may compute again that lie over each other (an estimate)",
+        alternative="two kernels",
+    )
 
 
 TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}

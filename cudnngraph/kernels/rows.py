@@ -16,7 +16,7 @@ from .index import Sum, Var, counter, digits, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import MEMORY, REGISTER, number
-from .tape import Depthwise, Index, Number, Read, Reduce, Refused, Value, operands_of
+from .tape import Depthwise, Index, Number, Read, Reduce, Refused, Value, Window, operands_of
 
 WARP = 32
 VECTOR_BYTES = 16
@@ -121,6 +121,8 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
     if any(isinstance(value, Depthwise) for value in found):
         raise Refused("a depthwise convolution, which is no kernel of rows")
     reductions = [value for value in found if isinstance(value, Reduce)]
+    if reductions and any(isinstance(value, Window) for value in found):
+        raise Refused("windows and reductions")
     widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(found))))
     if not reductions:
         count = max(tensor.numel for tensor in tensors)

@@ -123,6 +123,8 @@ D void put(e5m2& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc0000
 FUNCTIONS = r"""
 D float larger(float a, float b) { return a > b || a != a ? a : b; }
 D float smaller(float a, float b) { return a < b || a != a ? a : b; }
+D u32 lesser(u32 a, u32 b) { return a < b ? a : b; }
+D u32 greater(u32 a, u32 b) { return a > b ? a : b; }
 D float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 D float silu(float x) { return x / (1.0f + expf(-x)); }
 D float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }

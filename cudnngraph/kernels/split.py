@@ -34,6 +34,7 @@ from .rows import (
     Rows,
     Schedule,
     narrower,
+    reachable,
     rows_of_values,
     schedule_for,
     tape_of,
@@ -51,7 +52,7 @@ from .stages import (
     stage_of,
     widest_read,
 )
-from .tape import Index, Read, Refused, Value
+from .tape import Index, Read, Refused, Value, Window
 from .write import TEAM, Narrower, Writer
 
 THREADS = 256  # of a block
@@ -112,6 +113,8 @@ def write(spec: GraphSpec, split: Split) -> Source:
         raise Refused("a tensor is empty")
     if any(tensor.extent >= MOST_ELEMENTS for tensor in spec.tensors.values()):
         raise Refused("a tensor that needs an index of 64 bits")
+    if any(isinstance(value, Window) for value in reachable(tape_of(spec))):
+        raise Refused("windows and reductions")
     lanes = VECTOR_BYTES
     while True:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..ir.spec import TensorSpec
 from ..ops.checks import broadcast_shapes
@@ -110,9 +110,22 @@ class Depthwise(Value):
     transposed: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Window(Value):
+    """An image made of others' elements at places that a rule computes while the kernel runs.
+
+    ``write`` writes C++ by :class:`~cudnngraph.kernels.window.Steps` and gives the result's name.
+    It reads about ``reads`` elements of each operand. Batch and channel are the operands' own.
+    """
+
+    operands: tuple[Value, ...]
+    write: Callable[[Any], str]
+    reads: int
+
+
 def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
-    if isinstance(value, (Map, Join, Depthwise)):
+    if isinstance(value, (Map, Join, Depthwise, Window)):
         return value.operands
     return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 

@@ -32,8 +32,10 @@ from .tape import (
     Refused,
     Value,
     View,
+    Window,
     broadcast,
 )
+from .window import Steps
 
 
 class Narrower(Exception):
@@ -208,6 +210,8 @@ class Writer:
             return [(value.operand, self._inside(value, index))]
         if isinstance(value, Join):
             return list(zip(value.operands, self._parts(value, index), strict=True))
+        if isinstance(value, Window):
+            raise Refused("places that windows compute")
         return []
 
     def _inside(self, each: Reduce, kept: Index) -> Index:
@@ -284,6 +288,8 @@ class Writer:
             made = self._read(value, index)
         elif isinstance(value, Join):
             made = self._joined(value, index)
+        elif isinstance(value, Window):
+            made = self._windowed(value, index)
         elif isinstance(value, Map):
             args = [self._at(each, broadcast(index, each.shape)) for each in value.operands]
             made = self._declare(value.type, max((each.by for each in args), default=0))
@@ -355,6 +361,16 @@ class Writer:
             with self._inner(along, first, None if last else borders[number_]):
                 self._assign(made, self._at(operand, part).text)
             self._lines.append("}")
+        return made
+
+    def _windowed(self, value: Window, index: Index) -> Code:
+        """What a rule writes itself. Its places are the same for all lanes, or there is one."""
+        if self._plan.lanes > 1 and any(self._differs(each) == 2 for each in index[2:]):
+            raise Narrower
+        by = max(map(self._differs, index))
+        known = dict(self._known)
+        made = Code(value.write(Steps(self, value, index, by)), by)
+        self._known = known
         return made
 
     @contextmanager
