@@ -1,7 +1,8 @@
 """Records of what each sample graph runs as on an H200, and their table in docs/support.md.
 
 ``docs/coverage.json`` says it of every case that is not float64, and of its gradient: "plan" (one
-of cuDNN's), "steps" (several plans), "both" (plans and torch steps) or "torch". The tests that ask
+of cuDNN's), "steps" (several plans), "both" (plans and torch steps) or "torch", without generated
+kernels; under "left", which ops torch runs with them, and why. The tests that ask
 the real cuDNN library write it, and hold it, case by case: where cuDNN takes more than the file
 says, or less, one fails. :func:`table` counts the cases of each row of :data:`ROWS`; a case is in
 the last row whose pattern finds its name.
@@ -13,7 +14,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,15 +51,27 @@ def read() -> dict[str, Any]:
     return known
 
 
-def write(planned: Iterable[tuple[str, str, str]], cudnn: int) -> None:
-    """Put (case, "forward" or "gradient", what it runs as) into the file, and drop old cases."""
+def write(
+    planned: Iterable[tuple[str, str, str]],
+    left: Iterable[tuple[str, str, Mapping[str, str]]],
+    cudnn: int,
+) -> None:
+    """Put (case, "forward" or "gradient", what it runs as) into the file, and what is left to torch
+    of it, and drop old cases."""
     made: dict[str, Any] = {"cudnn": cudnn, "forward": {}, "gradient": {}}
+    torch: dict[str, dict[str, Any]] = {"forward": {}, "gradient": {}}
     if PATH.exists():
         made |= {of: dict(read()[of]) for of in ("forward", "gradient")}
+        torch |= {of: dict(cases) for of, cases in read().get("left", {}).items()}
     for case, of, outcome in planned:
         made[of][case] = outcome
+    for case, of, ops in left:
+        torch[of][case] = dict(ops)
     for of, cases in expected().items():
         made[of] = {case: made[of][case] for case in sorted(cases & set(made[of]))}
+        here = sorted(cases & set(torch[of]))
+        torch[of] = {case: torch[of][case] for case in here if torch[of][case]}
+    made["left"] = torch
     PATH.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
@@ -186,6 +199,29 @@ def _grids() -> Iterator[tuple[Sequence[Case], Sequence[Case]]]:
     ):
         graphs, derived = (importlib.import_module(name).CASES for name in names)
         yield graphs, derived
+
+
+def left_table() -> str:
+    """How many graphs have torch steps, before and after, and one line for each reason why."""
+    known = read()
+    before = [kind for of in ("forward", "gradient") for kind in known[of].values()]
+    after = [ops for of in ("forward", "gradient") for ops in known["left"][of].values()]
+    count = sum(kind in ("both", "torch") for kind in before)
+    reasons: dict[str, Counter[str]] = {}
+    for ops in after:
+        for op, why in ops.items():
+            reasons.setdefault(why, Counter())[op] += 1
+    lines = [
+        f"Of {len(before)} graphs and gradients {count} have torch steps where cuDNN alone is "
+        f"asked, and {len(after)} where kernels are generated too. What is left, and why:",
+        "",
+        "| Why | Ops, with the number of graphs |",
+        "|---|---|",
+    ]
+    for why, found in sorted(reasons.items(), key=lambda each: -sum(each[1].values())):
+        told = ", ".join(f"`{op}` {many}" for op, many in found.most_common())
+        lines.append(f"| {why} | {told} |")
+    return "\n".join(lines) + "\n"
 
 
 def table() -> str:

@@ -127,7 +127,8 @@ class Rejected:
     def id(self, spec: GraphSpec, policy: Policy) -> str | None:
         """The id of a step in this environment; None if it has no key."""
         try:
-            return entry_id(graph_key(spec, policy).digest, self._env)
+            # A plan does the same whatever else the policy lets steps be.
+            return entry_id(graph_key(spec, replace(policy, kernels=None)).digest, self._env)
         except UnkeyableError:
             return None
 

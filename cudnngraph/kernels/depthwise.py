@@ -158,6 +158,7 @@ class _Strips(Writer):
         )
         rows = Rows(Var("r", 1), region.channel, outputs, (), 1)
         super().__init__(spec, Schedule(strips.lanes, team), rows, 0)
+        self._once = None
         self._names = {var: var.name for part in region.index for var in part.vars()}
         self._names[region.channel] = "k"
 

@@ -141,6 +141,7 @@ class GridFunction(Writer):
     ) -> None:
         rows = Rows(space.row, space.inner, tuple(outputs), (), 4)
         super().__init__(spec, Schedule(space.lanes, grid.threads), rows, 0)
+        self._once = None
         self._space, self._grid = space, grid
         self._loop = space.row if space.across else space.inner
         self._before: list[str] = []

@@ -107,6 +107,7 @@ class _TileWriter(Writer):
 
     def __init__(self, spec: GraphSpec, tiling: Tiling, tiles: Tiles) -> None:
         super().__init__(spec, Schedule(tiling.lanes, tiling.threads), tiles.rows, 0)
+        self._once = None
         self._tiling = tiling
         self._tiles = tiles
         self._names[tiles.across] = "m"

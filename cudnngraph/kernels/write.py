@@ -82,6 +82,7 @@ class Writer:
         self._places = {name: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
         self._known: dict[tuple[int, Index], Code] = {}
         self._declared: list[str] = []  # for the whole row
+        self._once: set[str] | None = set()  # what is computed before all rows; None for nothing
         self._lines: list[str] = []
         self._count = 0
         self._many = bool(rows.reductions)
@@ -262,6 +263,14 @@ class Writer:
         (self._declared if whole else self._lines).append(f"{type} {name}{many}{lanes};")
         return Code(name + ("[c]" if many else "") + ("[j]" if lanes else ""), by)
 
+    def _before_all(self, type: str, code: str) -> Code:
+        """A number that is the same for all elements: the loop over them need not compute it."""
+        name = self._new()
+        self._declared.append(f"const {type} {name} = {code};")
+        assert self._once is not None
+        self._once.add(name)
+        return Code(name, 0)
+
     def _each_lane(self, line: str) -> None:
         if self._plan.lanes == 1:
             self._lines.append(line.replace("[j]", "[0]").replace("(k + j)", "k"))
@@ -292,8 +301,13 @@ class Writer:
             made = self._windowed(value, index)
         elif isinstance(value, Map):
             args = [self._at(each, broadcast(index, each.shape)) for each in value.operands]
-            made = self._declare(value.type, max((each.by for each in args), default=0))
-            self._assign(made, value.code([each.text for each in args]))
+            codes = [each.text for each in args]
+            given = zip(value.operands, codes, strict=True)
+            if self._once and all(isinstance(of, Number) or c in self._once for of, c in given):
+                made = self._before_all(value.type, value.code(codes))
+            else:
+                made = self._declare(value.type, max((each.by for each in args), default=0))
+                self._assign(made, value.code(codes))
         else:
             raise Refused("a reduction of what another one of its pass gives")
         self._known[id(value), index] = made
@@ -309,6 +323,8 @@ class Writer:
     def _read(self, value: Read, index: Index) -> Code:
         tensor = value.tensor
         pointer, at = f"p{self._places[tensor.name]}", place(index, tensor.stride)
+        if self._once is not None and not self._many and not at.vars():
+            return self._before_all(value.type, f"get({pointer}[{at.code(self._names)}])")
         made = self._declare(value.type, self._differs(at))
         wide = self._vector(tensor.dtype, at)
         if made.by < 2:
@@ -377,9 +393,10 @@ class Writer:
     def _inner(self, along: Sum, first: int, until: int | None) -> Iterator[None]:
         """Within a branch, where ``along`` is in a range: what is computed there is not known
         behind it."""
-        known = dict(self._known)
+        known, once = dict(self._known), self._once
+        self._once = None  # what lies outside of its range is not read
         yield
-        self._known = known
+        self._known, self._once = known, once
 
     def _store(self, tensor: TensorSpec, pointer: str, at: Sum, code: str) -> None:
         kind = MEMORY[tensor.dtype]

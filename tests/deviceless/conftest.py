@@ -102,15 +102,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     outcomes: Counter[str] = Counter()
     met: Counter[str] = Counter()
     planned: list[tuple[str, str, str]] = []
+    left: list[tuple[str, str, dict[str, str]]] = []
     for report in terminalreporter.getreports("passed"):
         properties = dict(report.user_properties) if report.when == "call" else {}
         met.update(properties.get("known refusals", []))
         planned += [tuple(properties["planned"])] if "planned" in properties else []
+        left += [tuple(properties["left"])] if "left" in properties else []
     outcomes.update(outcome for *_, outcome in planned)
     if not outcomes:
         return
     if config.getoption("--write-coverage"):
-        coverage.write(planned, env.cudnn_version())
+        coverage.write(planned, left, env.cudnn_version())
     listed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     terminalreporter.write_line(f"sample cases on cuDNN: {listed}")
     for reason, count in met.most_common():

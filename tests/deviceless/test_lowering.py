@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +25,13 @@ from cudnngraph.backend.deviceless import Listed, examine, lower_for
 from cudnngraph.backend.lowering.driver import RULES, Lowered
 from cudnngraph.backend.lowering.refusals import REFUSALS
 from cudnngraph.backend.plan import Choice, load
+from cudnngraph.explain.offline import PlannedStep
 from cudnngraph.ir import versions
 from cudnngraph.ir.key import Key, graph_key
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.policy import Policy
+from cudnngraph.select.heuristic import GENERATED
 from tests import coverage
 from tests.gradients import differentiable, floating_inputs
 from tests.refused.cuts import CUT
@@ -144,8 +146,9 @@ def test_cudnn_has_a_plan_for_every_step(
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    outcome = check_planned(case.build().spec(), lowerings, record_property)
-    check_covered(case, "forward", outcome, request, record_property)
+    spec = case.build().spec()
+    outcome = check_planned(spec, lowerings, record_property)
+    check_covered(case, "forward", outcome, left_to_torch(spec), request, record_property)
 
 
 @pytest.mark.usefixtures("driver")
@@ -159,7 +162,8 @@ def test_cudnn_has_a_plan_for_every_step_of_the_gradient(
     spec = case.build().spec()
     gradient = cg.differentiate(spec, floating_inputs(spec))
     outcome = check_planned(gradient.backward, lowerings, record_property)
-    check_covered(case, "gradient", outcome, request, record_property)
+    left = left_to_torch(gradient.backward)
+    check_covered(case, "gradient", outcome, left, request, record_property)
 
 
 def check_planned(
@@ -192,29 +196,48 @@ def check_planned(
 
 def runs_as(found: cg.Explanation) -> str:
     """Return the kind of the steps; views between them run nothing and do not count."""
-    planned = [step.runs_on == "cuDNN" for step in found.steps]
-    laid = [StepMemory(step.spec, plan, 0) for step, plan in zip(found.steps, planned, strict=True)]
-    free = Layout(laid, {*found.spec.inputs, *found.spec.outputs}).free
-    kinds = Counter(plan for number, plan in enumerate(planned) if number not in free)
+    kinds = Counter(step.runs_on == "cuDNN" for step in steps_that_run(found))
     if kinds[False]:
         return "both" if kinds[True] else "torch"
     return "plan" if kinds[True] == 1 else "steps"
+
+
+def steps_that_run(found: cg.Explanation) -> list[PlannedStep]:
+    """The steps but for views between them."""
+    laid = [StepMemory(step.spec, step.runs_on in ("cuDNN", "kernel"), 0) for step in found.steps]
+    free = Layout(laid, {*found.spec.inputs, *found.spec.outputs}).free
+    return [step for number, step in enumerate(found.steps) if number not in free]
+
+
+def left_to_torch(graph: GraphSpec) -> dict[str, str]:
+    """The ops that torch runs where kernels are generated, and why."""
+    found = cg.explain(graph, TARGET, allow_tf32=False, kernels=True)
+    return {
+        " ".join(step.ops): next(
+            (each.reason for each in step.refusals if each.subject == GENERATED), "not for cuDNN"
+        )
+        for step in steps_that_run(found)
+        if step.runs_on == "torch"
+    }
 
 
 def check_covered(
     case: Case,
     of: str,
     outcome: str,
+    left: Mapping[str, str],
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
     """docs/coverage.json says what cuDNN makes of a case; it is of one version of cuDNN."""
     record_property("planned", (case.id, of, outcome))
+    record_property("left", (case.id, of, left))
     known = coverage.read()
     if request.config.getoption("--write-coverage") or env.cudnn_version() != known["cudnn"]:
         return
     if coverage.counted(case):
         assert known[of].get(case.id) == outcome, coverage.HOW_TO_WRITE
+        assert known["left"][of].get(case.id, {}) == left, coverage.HOW_TO_WRITE
 
 
 @lru_cache

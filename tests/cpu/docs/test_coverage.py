@@ -66,9 +66,11 @@ def test_what_is_written_replaces_the_case_and_drops_cases_that_are_gone(
     path.write_text(json.dumps(old))
     monkeypatch.setattr(coverage, "PATH", path)
     monkeypatch.setattr(coverage, "read", lambda: json.loads(path.read_text()))
-    coverage.write([(id, "forward", "plan"), ("sdpa-plain-fp64", "forward", "torch")], 2)
+    left = [(id, "forward", {"sdpa": "none"}), (id, "gradient", {})]
+    coverage.write([(id, "forward", "plan"), ("sdpa-plain-fp64", "forward", "torch")], left, 2)
     assert json.loads(path.read_text()) == {
         "cudnn": 2,
         "forward": {id: "plan"},
         "gradient": {id: "steps"},
+        "left": {"forward": {id: {"sdpa": "none"}}, "gradient": {}},
     }

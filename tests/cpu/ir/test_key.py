@@ -235,7 +235,7 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
     g.output("y", g.input("x", (2, 3), F32).leaky_relu(0.25))
     key = key_of(g)
     assert dict(key.components) == {
-        "schema": "4",
+        "schema": "5",
         "ops": '[["leaky_relu", ["%0"], ["%1"], {"negative_slope": "0x1.0000000000000p-2"}]]',
         "inputs": '{"%0": [[2, 3], [3, 1], "torch.float32"]}',
         "outputs": '[["%1", [2, 3], [3, 1], "torch.float32"]]',
@@ -246,6 +246,7 @@ def test_the_digest_is_stable_over_processes_and_versions_of_this_file() -> None
         "policy.deterministic": "false",
         "policy.workspace_limit": "null",
         "policy.fallback": '"partition"',
+        "policy.kernels": "null",
         "policy.exclude_engines": "[]",
     }
     assert str(key) == key.digest[:16]

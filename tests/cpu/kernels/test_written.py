@@ -14,6 +14,8 @@ from functools import cache
 import pytest
 import torch
 
+import cudnngraph as cg
+from cudnngraph.executor import reference
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import scalars
@@ -190,9 +192,29 @@ def test_every_op_with_a_rule_is_in_a_kernel_that_is_run() -> None:
     ops = {
         node.op for case in picked() for step in kernels_of()[case.id] for node in step.spec.nodes
     }
-    # Their other gradients are sums over rows of another length than theirs: see below.
+    # Their other gradients are sums over rows of another length: the next test has the data's.
     alone = {"layer_norm_backward", "rms_norm_backward"}
     assert set(RULES) - ops <= alone
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_gradient_of_a_norm_by_its_data_alone(op: str, dtype: torch.dtype) -> None:
+    g = cg.Graph(op)
+    dy, x = (g.input(name, (12, 96), dtype) for name in ("dy", "x"))
+    w = g.input("w", (96,), dtype)
+    names = ("mean", "inv_std") if op == "layer_norm" else ("inv_std",)
+    statistics = [g.input(name, (12, 1), torch.float32) for name in names]
+    g.output("dx", getattr(g, op + "_backward")(dy, x, w, *statistics)[0])
+    spec, gen = g.spec(), torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(spec.tensors[name].shape, generator=gen) for name in spec.inputs}
+    inputs["inv_std"] = inputs["inv_std"].abs() + 0.5
+    inputs = {name: each.to(spec.tensors[name].dtype) for name, each in inputs.items()}
+    given = [inputs[name] for name in spec.inputs]
+    theirs, exact = reference.run(spec, given)[0], reference.run(spec, given, F64)[0]
+    for schedule in schedules(spec):
+        made = run(write(spec, schedule), spec, inputs)
+        numerics.check(made["dx"], exact, dtype, theirs, terms=96)
 
 
 # -- random graphs ---------------------------------------------------------------------------------
