@@ -236,7 +236,7 @@ class Writer:
         """The index into each operand of a join; it is inside of one of them alone."""
         found, start = [], 0
         for operand in join.operands:
-            moved = index[join.dim] + -start
+            moved = index[join.dim] + -start if operand.shape[join.dim] > 1 else Sum()
             found.append((*index[: join.dim], moved, *index[join.dim + 1 :]))
             start += operand.shape[join.dim]
         return found
