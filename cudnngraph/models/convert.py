@@ -116,17 +116,19 @@ def convert(
     channels_last: bool = False,
     keep_strides: bool = False,
     on_gpu: bool = False,
+    kernels: bool = False,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
     ``constants`` holds a tensor for each placeholder that is none of ``placeholders``.
     ``keep_strides`` gives the outputs the strides that the trace says. ``on_gpu`` does what is
     faster there: images of three channels get a fourth where convolutions by constant weights alone
-    read them, several short sequences of attention are one, constant masks are aligned. Raises
-    :class:`CannotImport` with the op and its line where that cannot be.
+    read them, several short sequences of attention are one, constant masks are aligned. ``kernels``
+    leaves nothing to torch that a generated kernel does. Raises :class:`CannotImport` with the op
+    and its line where that cannot be.
     """
     return Importer(
-        module, constants, placeholders, name, channels_last, keep_strides, on_gpu
+        module, constants, placeholders, name, channels_last, keep_strides, on_gpu, kernels
     ).run()
 
 
@@ -136,6 +138,7 @@ def import_model(
     kwargs: Mapping[str, Any] | None = None,
     *,
     channels_last: bool = False,
+    kernels: bool = False,
 ) -> Imported:
     """``model`` as called with ``args``, as one graph; see :func:`export`, :func:`convert`."""
     made = export(model, args, kwargs)
@@ -145,6 +148,7 @@ def import_model(
         made.placeholders,
         name=type(model).__name__,
         channels_last=channels_last,
+        kernels=kernels,
     )
 
 
@@ -157,6 +161,7 @@ class Importer:
     channels_last: bool
     keep_strides: bool
     on_gpu: bool
+    kernels: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)

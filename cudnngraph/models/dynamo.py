@@ -18,7 +18,7 @@ from .. import settings
 from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
-from ..runtime.compile import compile
+from ..runtime.compile import compile, generates
 from .bound import MAX_SHAPES, Bound
 from .convert import convert
 
@@ -250,6 +250,7 @@ class _Compiled:
                 name="compiled",
                 channels_last=self._last,
                 keep_strides=True,
+                kernels=generates(self._policy),
             )
             executable = None
             if imported.spec is not None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..arguments import LAZY, shown, unreadable
 from ..errors import BindError, PolicyError, Problem
 from ..policy import Policy
-from ..runtime.compile import compile
+from ..runtime.compile import compile, generates
 from .aten_ops import CONVOLUTIONS
 from .bound import MAX_SHAPES, Bound
 from .check import checked, copied, floats
@@ -176,6 +176,7 @@ class Fused(nn.Module):
             name=type(self.model).__name__,
             channels_last=last,
             on_gpu=device.type == "cuda",
+            kernels=generates(self._policy),
         )
         executable = None
         if imported.spec is not None:

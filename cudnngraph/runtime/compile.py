@@ -57,6 +57,13 @@ def _torch_allows_tf32(spec: GraphSpec) -> bool:
     return bool(allowed) and all(allowed)
 
 
+def generates(policy: Policy | None) -> bool:
+    """Whether kernels are generated under a policy, which may leave it to the settings."""
+    if policy is None or policy.kernels is None:
+        return settings.current().kernels
+    return policy.kernels
+
+
 def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: GraphSpec) -> Policy:
     """The policy with keyword options applied; what it leaves open is read from the settings, and
     from torch's TF32 switches for ``spec``."""
@@ -71,8 +78,7 @@ def resolve_policy(policy: Policy | None, options: Mapping[str, Any], spec: Grap
         policy = replace(policy, tune=settings.current().tune)
     if policy.verify is None:
         policy = replace(policy, verify=settings.current().verify)
-    if policy.kernels is None:
-        policy = replace(policy, kernels=settings.current().kernels)
+    policy = replace(policy, kernels=generates(policy))
     if policy.allow_tf32 is None:
         policy = replace(policy, allow_tf32=_torch_allows_tf32(spec))
     return policy

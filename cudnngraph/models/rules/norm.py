@@ -104,7 +104,8 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
 def _group_norm(c: Importer, a: Arguments) -> Any:
     """A group norm of large images by a shift and a factor for each channel, in their strides.
 
-    For small images torch's own has less to launch. It copies images that lie channels last.
+    For small images torch's own has less to launch than two steps have: where kernels are
+    generated, it is one. torch's copies images that lie channels last.
     """
     many = gives_many(c.node)
     if many and (reads(c.node, 1) or reads(c.node, 2)):
@@ -116,7 +117,7 @@ def _group_norm(c: Importer, a: Arguments) -> Any:
     fewest = rules().group_norm_min_elements_contiguous
     if not contiguous:
         fewest = rules().group_norm_min_elements_channels_last
-    if math.prod(x.shape) < fewest:
+    if not c.kernels and math.prod(x.shape) < fewest:
         raise Skip
     weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
     groups = int(a["group" if many else "num_groups"])

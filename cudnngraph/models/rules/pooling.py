@@ -24,13 +24,24 @@ if TYPE_CHECKING:
 def _reduced(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(a["self"])
-        if a.get("dtype") not in (None, x.dtype) or x.dtype in LOW_PRECISION:
-            raise Skip  # torch's own returns 16 bits of 16 bits, in one kernel
+        if a.get("dtype") not in (None, x.dtype):
+            raise Skip
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
+        if x.dtype in LOW_PRECISION:  # of which a reduction of ours is float32
+            if mode == "mean" and c.kernels and _of_images(x, dims):
+                y = c.g.adaptive_avg_pool(x, (1,) * (len(x.shape) - 2))
+                return y if a.get("keepdim", False) else c.g.reshape(y, x.shape[:2])
+            raise Skip  # torch's own returns 16 bits of 16 bits, in one kernel
         return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
 
     return rule
+
+
+def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
+    """Whether dims are all those behind the channels, of one to three."""
+    rank = len(x.shape)
+    return rank in (3, 4, 5) and {dim % rank for dim in dims or ()} == set(range(2, rank))
 
 
 def _max_pool(rank: int) -> Rule:
@@ -87,7 +98,7 @@ def _adaptive_mean(rank: int) -> Rule:
         if len(x.shape) != rank + 2:
             raise Skip
         size = spread(a["output_size"], rank)
-        if x.dtype in LOW_PRECISION and size == (1,) * rank:  # as in _reduced
+        if x.dtype in LOW_PRECISION and size == (1,) * rank and not c.kernels:  # as in _reduced
             return c.left_to_torch("aten.mean.dim", [x, list(range(-rank, 0)), True], {}, c.node)
         return c.g.adaptive_avg_pool(x, size)
 
