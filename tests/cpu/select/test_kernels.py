@@ -1,0 +1,206 @@
+"""Generated kernels among the contenders: which regions they are, and when they win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import cudnngraph as cg
+from cudnngraph.backend.plan import KERNEL, Choice
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.rewrite.passes import legalize
+from cudnngraph.select import autotune, heuristic
+from cudnngraph.select.decision import NO_KERNELS, Selection
+from cudnngraph.select.kernels import Kernels
+from tests.fakes import FakePlan
+from tests.searches import (
+    CONV,
+    EPILOGUE,
+    F16,
+    POLICY,
+    WHOLE,
+    Bench,
+    Offer,
+    block,
+    of,
+    ops,
+    reasons,
+    taken,
+)
+
+Took = Callable[[GraphSpec, Choice], float | str]
+
+
+class KernelBench(Bench):
+    """A bench on which kernels take made-up times; a text is why one cannot be had."""
+
+    def __init__(self, offers: dict[str, Sequence[Offer]], took: Took) -> None:
+        super().__init__(lambda spec: offers.get(ops(spec), ()))
+        self._took = took
+        self.tried: list[str] = []
+
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[FakePlan | str]:
+        self.tried += [ops(spec) for spec, _ in parts]
+        made = [(choice, self._took(spec, choice)) for spec, choice in parts]
+        return [took if isinstance(took, str) else FakePlan(choice) for choice, took in made]
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[FakePlan | None], rounds: int
+    ) -> list[float | str]:
+        return [
+            self._took(spec, plan.choice)
+            if plan is not None and plan.choice.engine == KERNEL
+            else super(KernelBench, self).times_us(spec, [plan], rounds)[0]
+            for plan in plans
+        ]
+
+    def _took_us(self, spec: GraphSpec, plan: FakePlan | None) -> float:
+        if plan is None or plan.choice.engine != KERNEL:
+            return super()._took_us(spec, plan)
+        return float(self._took(spec, plan.choice))
+
+    def why_wrong(self, spec: GraphSpec, plan: FakePlan) -> str | None:
+        return None if plan.choice.engine == KERNEL else super().why_wrong(spec, plan)
+
+
+def run(spec: GraphSpec, bench: Bench, kernels: Kernels | None = None) -> Selection:
+    legal = legalize(spec, POLICY)
+    selection: Selection = autotune.autotune(legal, POLICY, bench, kernels=kernels or Kernels(132))
+    return selection
+
+
+def scores() -> GraphSpec:
+    """Rows that are added up and normalised: two parts for the search, one region for kernels."""
+    g = cg.Graph("scores")
+    x, z = (g.input(name, (64, 256), F16) for name in "xz")
+    g.output("y", g.softmax(g.add(x, z), -1))
+    return g.spec()
+
+
+# -- by measurement --------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_taken_where_it_is_the_fastest() -> None:
+    plans = {CONV: [Offer(15.0)], EPILOGUE: [Offer(9.0)], WHOLE: [Offer(30.0)]}
+    bench = KernelBench(plans, lambda spec, choice: 3.0)
+    selection = run(block(), bench)
+    assert taken(selection) == [(CONV, 0), (EPILOGUE, KERNEL)]
+    assert selection.steps[1].kind == "kernel" and selection.steps[1].time_us == 3.0
+    assert {each.removesuffix(" last") for each in bench.tried} == {"bias relu", "bias", "relu"}
+
+
+def test_the_fastest_schedule_is_taken() -> None:
+    def took(spec: GraphSpec, choice: Choice) -> float:
+        return 2.0 if dict(choice.knobs).get("team") == 512 else 4.0
+
+    selection = run(block(), KernelBench({CONV: [Offer(15.0)]}, took))
+    assert dict(selection.steps[1].choice.knobs)["team"] == 512  # type: ignore[union-attr]
+    others = [d for d in selection.steps[1].decisions if d.choice and not d.accepted]
+    assert len(others) >= 2 and {d.time_us for d in others} == {4.0}
+
+
+def test_a_plan_is_taken_where_it_is_faster() -> None:
+    plans = {CONV: [Offer(15.0)], EPILOGUE: [Offer(9.0)], WHOLE: [Offer(16.0)]}
+    assert taken(run(block(), KernelBench(plans, lambda spec, choice: 3.0))) == [(WHOLE, 0)]
+
+
+def test_a_kernel_that_is_refused_or_does_not_run_is_told_and_left() -> None:
+    plans = {CONV: [Offer(15.0)], EPILOGUE: [Offer(9.0)]}
+    bench = KernelBench(plans, lambda spec, choice: "wrong: 'y' is off by 2")
+    selection = run(block(), bench)
+    assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)]
+    assert "wrong: 'y' is off by 2" in reasons(selection)
+
+
+def test_neighbours_are_one_kernel_where_that_is_faster() -> None:
+    def took(spec: GraphSpec, choice: Choice) -> float:
+        return {"add": 5.0, "softmax": 6.0, "add softmax": together}[ops(spec)]
+
+    together = 7.0
+    selection = run(scores(), KernelBench({}, took))
+    assert taken(selection) == [("add softmax", KERNEL)]
+    decisions = {d.subject: d.reason for d in selection.steps[0].decisions}
+    assert decisions["steps add | softmax"] == "1.57 times the time"
+    assert selection.steps[0].time_us == together
+
+    together = 12.0
+    selection = run(scores(), KernelBench({}, took))
+    assert taken(selection) == [("add", KERNEL), ("softmax", KERNEL)]
+
+
+def test_a_large_graph_has_kernels_across_its_regions() -> None:
+    g = cg.Graph("many")
+    x = g.input("x", (64, 64), F16)
+    for number in range(8):
+        x = g.matmul(x, g.input(f"w{number}", (64, 64), F16))
+    g.output("y", g.softmax(g.mul(g.relu(x), x), -1))
+
+    def took(spec: GraphSpec, choice: Choice) -> float:
+        return 1.0 + len(ops(spec).split()) / 10
+
+    selection = run(g.spec(), KernelBench({"matmul": [Offer(4.0)]}, took))
+    assert taken(selection) == [("matmul", 0)] * 8 + [("relu mul softmax", KERNEL)]
+
+
+def test_without_kernels_none_are_tried() -> None:
+    bench = KernelBench({CONV: [Offer(15.0)]}, lambda spec, choice: 1.0)
+    selection = run(block(), bench, Kernels(132, "NVRTC is missing"))
+    assert not bench.tried
+    assert [step.kind for step in selection.steps] == ["cudnn", "torch", "torch"]
+
+
+# -- by heuristics ---------------------------------------------------------------------------------
+
+
+def chosen(spec: GraphSpec, made: str = "", kernels: Kernels | None = None) -> Selection:
+    """The steps where cuDNN has convolutions alone; ``made`` is why kernels do not pass."""
+
+    def build(part: GraphSpec) -> tuple[FakePlan, tuple[()]]:
+        if ops(part).removesuffix(" last") not in ("conv", "matmul"):
+            raise cg.NotSupported("this graph", [f"no engine for {ops(part)}"])
+        return FakePlan(Choice(3, ())), ()
+
+    def checked(parts: Sequence[tuple[GraphSpec, Choice]]) -> list[FakePlan | str]:
+        return [made or FakePlan(choice) for _, choice in parts]
+
+    found: Selection = heuristic.heuristic(
+        spec,
+        POLICY,
+        build,  # type: ignore[arg-type]
+        kernels or Kernels(132),
+        checked,  # type: ignore[arg-type]
+    )
+    return found
+
+
+def test_what_cudnn_refuses_grows_into_one_kernel() -> None:
+    assert taken(chosen(scores())) == [("add softmax", KERNEL)]
+    assert taken(chosen(block())) == [(CONV, 3), (EPILOGUE, KERNEL)]
+
+
+def test_nothing_is_joined_around_what_runs_elsewhere() -> None:
+    """x + 1 is read by the product and by the sum behind it: one kernel would wait for itself."""
+    g = cg.Graph("around")
+    x, w = g.input("x", (64, 64), F16), g.input("w", (64, 64), F16)
+    first = g.add(x, 1.0)
+    g.output("y", g.add(g.matmul(first, w), first))
+    assert taken(chosen(g.spec())) == [("add", KERNEL), ("matmul", 3), ("add", KERNEL)]
+
+
+def test_a_kernel_that_does_not_pass_leaves_the_op_to_plans_and_torch() -> None:
+    selection = chosen(scores(), made="wrong: 'y' is off by 3")
+    assert [step.kind for step in selection.steps] == ["torch", "torch"]
+    assert "wrong: 'y' is off by 3" in reasons(selection)
+
+
+def test_why_there_is_no_kernel_is_told() -> None:
+    g = cg.Graph("tangent")
+    g.output("y", g.aten([g.input("x", (8,), F16)], "aten.tan.default", (("tensor", 0),)))
+    assert "no kernel is generated for aten" in reasons(chosen(g.spec()))
+    selection = chosen(scores(), kernels=Kernels(132, "NVRTC is missing"))
+    (decision,) = (d for d in selection.steps[0].decisions if d.subject == NO_KERNELS)
+    assert decision.reason == "NVRTC is missing"
+
+
+def test_a_choice_is_accepted_with_its_plan() -> None:
+    decision = of(chosen(scores()), KERNEL)
+    assert decision.accepted and decision.reason == heuristic.BETWEEN
