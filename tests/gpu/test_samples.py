@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import cudnngraph as cg
 from tests import accuracy, numerics
 from tests.samples import Case, enumerate_cases, in_float64, make_inputs, torch_eager
 from tests.streams import call_late
@@ -29,16 +32,21 @@ def _torch_answer(case: Case, inputs: dict[str, torch.Tensor]) -> dict[str, torc
 def test_sample_is_within_the_policy_of_float64_and_of_torch(
     case: Case, record_property: pytest.RecordProperty
 ) -> None:
-    inputs = make_inputs(case, "cuda")
-    exe = case.build().compile("cuda", allow_tf32=False)
-    outputs = call_late(exe, inputs)
-    yardstick = torch_eager(case, in_float64(inputs))
-    eager = _torch_answer(case, inputs)
+    exe = check(case)
     torch_steps = [step for step in exe.steps if step.choice is None]
     ran = "torch steps" if torch_steps else "cut" if len(exe.steps) > 1 else "whole"
     record_property("ran", ran)
     if case.family in FUSED:
         record_property("ran of what cuDNN has", ran)
+
+
+def check(case: Case, **options: Any) -> cg.Executable:
+    """Run a case, and hold its results against float64 and torch; what ran it."""
+    inputs = make_inputs(case, "cuda")
+    exe = case.build().compile("cuda", allow_tf32=False, **options)
+    outputs = call_late(exe, inputs)
+    yardstick = torch_eager(case, in_float64(inputs))
+    eager = _torch_answer(case, inputs)
     for name, output in outputs.items():
         assert output.stride() == exe.spec.tensors[name].stride
         numerics.check(
@@ -49,6 +57,7 @@ def test_sample_is_within_the_policy_of_float64_and_of_torch(
             terms=case.terms,
             what=f"{name} by {[str(step.choice or 'torch') for step in exe.steps]}",
         )
+    return exe
 
 
 def test_accuracy_table_on_the_gpu(record_property: pytest.RecordProperty) -> None:
