@@ -68,7 +68,7 @@ class StepSearch:
     ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     opened: bool = False  # asked for what can run it
-    kernels: list[Choice] | None = None  # generated kernels to try, None before they are known
+    kernels: list[Choice] | None = None  # generated ones left to try, None before they are known
     built: int = 0
     in_vain: int = 0
     compared: bool = False  # its fastest ways, side by side
@@ -230,15 +230,19 @@ class Search:
             step.ways.append(Variant(1 << 20, None, None, 0, time_us))
 
     def try_kernels(self, parts: Sequence[Part]) -> None:
-        """Build, check and time the generated kernels of the parts, several at a time."""
+        """Build, check and time the generated kernel by rule of each part, several at a time."""
         if self._kernels is None:
             return
         asked: list[tuple[StepSearch, Choice]] = []
         for step in {id(part.step): part.step for part in parts}.values():
-            if step.kernels is not None or ALIAS in step.lost:
-                continue
-            step.kernels = self._kernels.choices(step.spec)
-            asked += [(step, choice) for choice in step.kernels]
+            if step.kernels is None and ALIAS not in step.lost:
+                found = self._kernels.choices(step.spec)
+                step.kernels = found[1:]
+                asked += [(step, choice) for choice in found[:1]]
+        self._try(asked)
+
+    def _try(self, asked: Sequence[tuple[StepSearch, Choice]]) -> None:
+        """Build, check and time generated kernels, several at a time."""
         built = self._bench.kernels([(step.spec, choice) for step, choice in asked])
         for (step, choice), plan in zip(asked, built, strict=True):
             if isinstance(plan, str):
@@ -250,8 +254,13 @@ class Search:
                 continue
             step.add(Variant(0, plan, choice, plan.workspace_bytes, time_us))
 
-    def advance(self, step: StepSearch) -> bool:
-        """Build and time the next candidate; False when there is none left to try."""
+    def advance(self, step: StepSearch, *, first: bool = False) -> bool:
+        """Build and time what comes next: the next candidate of cuDNN's, or all schedules of the
+        generated kernel, unless it is the ``first`` time. False when there is none left to try."""
+        if step.kernels and not first:
+            asked, step.kernels = step.kernels, []
+            self._try([(step, choice) for choice in asked])
+            return True
         while step.queue:
             if step.built >= self._policy.max_candidates:
                 reason = f"not tried: max_candidates={self._policy.max_candidates} were built"
@@ -281,8 +290,9 @@ class Search:
 
     def give_up(self, step: StepSearch, reason: str) -> None:
         """Leave the remaining candidates of a step alone."""
-        step.lost += [Decision(str(each.choice), False, reason, each.choice) for each in step.queue]
-        step.queue = []
+        left = [*(each.choice for each in step.queue), *(step.kernels or ())]
+        step.lost += [Decision(str(choice), False, reason, choice) for choice in left]
+        step.queue, step.kernels = [], step.kernels and []
 
     def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
         """Try plans until nothing can win any more or the time is up; yields (done, known)."""
@@ -290,7 +300,7 @@ class Search:
             self.open(part)
         self.try_kernels(self.order)
         for part in self.order:
-            self.advance(part.step)
+            self.advance(part.step, first=True)
             yield self.progress()
         while time.perf_counter() < deadline:
             chosen = self._most_promising(roots)
@@ -315,7 +325,7 @@ class Search:
         for part in self.order:
             step = part.step
             way = step.best()
-            if not step.queue or way is None:
+            if not (step.queue or step.kernels) or way is None:
                 continue
             hoped = self._hoped(roots, part)
             if hoped < best_us:

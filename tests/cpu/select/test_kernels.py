@@ -98,6 +98,13 @@ def test_the_fastest_schedule_is_taken() -> None:
     assert len(others) >= 2 and {d.time_us for d in others} == {4.0}
 
 
+def test_schedules_are_tried_only_where_they_could_win() -> None:
+    """Twice as fast, the kernel would still not make up for a whole that takes 2 us."""
+    bench = KernelBench({WHOLE: [Offer(2.0)], CONV: [Offer(15.0)]}, lambda spec, choice: 8.0)
+    assert taken(run(block(), bench)) == [(WHOLE, 0)]
+    assert len(bench.tried) == len({*bench.tried}), "one of each part"
+
+
 def test_a_plan_is_taken_where_it_is_faster() -> None:
     plans = {CONV: [Offer(15.0)], EPILOGUE: [Offer(9.0)], WHOLE: [Offer(16.0)]}
     assert taken(run(block(), KernelBench(plans, lambda spec, choice: 3.0))) == [(WHOLE, 0)]
