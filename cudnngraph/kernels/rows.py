@@ -208,12 +208,10 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
         return Schedule(lanes, 256)
     parts = rows.inner.extent // lanes
     team = WARP
-    while team < MOST_THREADS and parts > team * max(1, 8 // lanes) * 2:
+    # As few threads as hold a row, which then wait least for each other (h200-kernels.md).
+    while team < MOST_THREADS and -(-parts // team) * lanes > MOST_KEPT // 2:
         team *= 2
     chunks = -(-parts // team)
-    if chunks * lanes > MOST_KEPT // 2 and team < MOST_THREADS:
-        team *= 2
-        chunks = -(-parts // team)
     small = max(1, 128 // team)
     return Schedule(lanes, team, small, chunks if chunks * lanes <= MOST_KEPT else 0)
 
