@@ -138,18 +138,22 @@ class WrongResult(CudnnGraphError, ArithmeticError):
 class PlanFault(CudnnGraphError, RuntimeError):
     """A plan faulted on the GPU in this process, which has lost its CUDA context by that.
 
-    ``subject`` is the step, ``plan`` says which plan of cuDNN's it was, ``engine`` its engine.
+    ``subject`` is the step, ``plan`` says which plan of cuDNN's or which generated kernel it was,
+    ``engine`` its engine.
     """
 
     def __init__(self, subject: str, plan: str, engine: int, reason: str) -> None:
         self.subject = subject
         self.plan = plan
         self.engine = engine
+        generated = plan.startswith("kernel")
+        left_out = "kernels=False" if generated else f'exclude_engines=("eng{engine}",)'
         super().__init__(
-            f"{subject} faults on the GPU by its plan, cuDNN {plan}: {reason}\n"
+            f"{subject} faults on the GPU by its plan, {'a generated' if generated else 'cuDNN'} "
+            f"{plan}: {reason}\n"
             "This process has lost its CUDA context: nothing runs on the GPU in it any more. Start "
             "it again. The cache keeps that the plan is not to be taken again; where no cache can "
-            f'be written, compile with Policy(exclude_engines=("eng{engine}",)).'
+            f"be written, compile with Policy({left_out})."
         )
 
 

@@ -68,3 +68,12 @@ def test_an_error_arrives_with_all_its_fields(kind: type[CudnnGraphError], road:
 def test_there_are_errors_with_fields_of_their_own() -> None:
     assert len(KINDS) >= 12
     assert sum(len(vars(_made(kind))) >= 2 for kind in KINDS) >= 4
+
+
+def test_a_fault_says_how_to_leave_its_plan_out() -> None:
+    plan = errors.PlanFault("step 1 of 'g'", "engine 4 (KERNEL_CFG=2)", 4, "misaligned address")
+    assert "by its plan, cuDNN engine 4 (KERNEL_CFG=2): misaligned address" in str(plan)
+    assert 'Policy(exclude_engines=("eng4",))' in str(plan)
+    kernel = errors.PlanFault("step 1 of 'g'", "kernel (lanes=8)", 1_000_000, "misaligned address")
+    assert "by its plan, a generated kernel (lanes=8): misaligned address" in str(kernel)
+    assert "Policy(kernels=False)" in str(kernel)
