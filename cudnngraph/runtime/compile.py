@@ -127,9 +127,9 @@ def _chosen(
     index = device.index
     kept = lookup.Rejected(index)
     legal = legalize(spec, policy)
-    kernels = Kernels.on(index) if policy.kernels else None
 
     def build() -> Selection:
+        kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
             with progress_bar("tuning", after_s=2.0) as tell:
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
