@@ -17,7 +17,7 @@ import torch
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec
-from .rows import VECTOR_BYTES, WARP
+from .rows import MOST_THREADS, VECTOR_BYTES, WARP
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .source import ARGS, NAME, Launch, Source
 from .tape import Refused
@@ -29,6 +29,8 @@ MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 256
 DEEP = 32  # threads that add up the blocks' sums of one tap
 SEGMENT_BYTES = 64  # of neighbouring channels, that a block reads together at best
+REGISTERS = 64 << 10  # of a multiprocessor, of every GPU that cuDNN runs on
+OTHERS = 40  # registers of a thread beside the numbers that it holds, about
 HELD = 128  # numbers of a thread: sums, a tile, and a row of what was convolved
 UNROLLED = 2048  # products of a tile, which are written out one by one
 MEASURED = 3  # schedules of each number of lanes
@@ -40,7 +42,8 @@ _OF_A_NUMBER, _OF_A_LOAD, _OF_A_SUM = 1.5, 3.0, 4.0
 @dataclass(frozen=True)
 class TapSums:
     """A schedule: channels of a thread and its rows of taps, the width and height of its tiles, the
-    vectors of channels and about how many threads a block has, and about how many blocks."""
+    vectors of channels and about how many threads a block has, how many blocks a multiprocessor has at
+    a time, and about how many there are."""
 
     lanes: int
     taps: int
@@ -48,6 +51,7 @@ class TapSums:
     high: int
     vectors: int
     threads: int
+    resident: int
     blocks: int
 
 
@@ -185,12 +189,22 @@ def schedules(spec: GraphSpec, processors: int) -> list[TapSums]:
         for lanes in dict.fromkeys(each.lanes for each in ranked)
         for each in [each for each in ranked if each.lanes == lanes][:MEASURED]
     ]
-    first = tried[0]
+    return [*tried, *(other for first in tried[:2] for other in _others_of(first))]
+
+
+def _others_of(first: TapSums) -> list[TapSums]:
+    """Other numbers of threads and blocks to measure."""
+    fewer = max(1, first.resident - 1)
+    doubled = first.threads == THREADS // 2 and first.resident > 1
     return [
-        *tried,
-        *(replace(first, threads=n) for n in (THREADS // 2, THREADS) if n != first.threads),
-        *(replace(first, blocks=n) for n in (first.blocks // 2, 2 * first.blocks)),
+        replace(first, blocks=2 * first.blocks),
         replace(first, blocks=4 * first.blocks),
+        replace(first, resident=fewer, blocks=first.blocks // first.resident * fewer),
+        replace(
+            first,
+            threads=THREADS if doubled else THREADS // 2,
+            resident=first.resident // 2 if doubled else 2 * first.resident,
+        ),
     ]
 
 
@@ -235,7 +249,8 @@ def _dealt(region: _Region, tile: _Tile, processors: int) -> TapSums:
     """The schedule of a tile by rule."""
     lanes, taps, wide, high = tile
     threads = THREADS if 3 * _held(region, tile) <= 2 * HELD else THREADS // 2
-    blocks = rules().kernel_blocks_per_sm * processors
+    resident = max(1, REGISTERS // (threads * (_held(region, tile) + OTHERS)))
+    resident = min(resident, MOST_THREADS // threads)
     groups, (_, _, tiles) = region.groups(taps), region.grid(wide, high)
     vectors = 1
     if region.x.stride[1] == 1:
@@ -244,7 +259,8 @@ def _dealt(region: _Region, tile: _Tile, processors: int) -> TapSums:
     else:  # channels lie apart: threads of one have neighbouring tiles, as many as there are
         while 2 * vectors <= region.channels and 2 * vectors * groups * tiles <= threads:
             vectors *= 2
-    return TapSums(lanes, taps, wide, high, vectors, threads, blocks)
+    blocks = resident * processors
+    return TapSums(lanes, taps, wide, high, vectors, threads, resident, blocks)
 
 
 def _vectors(count: int, size: int) -> int:
@@ -276,13 +292,15 @@ class _Kernel:
         if not self._deep or schedule.taps > region.kernel[0]:
             raise Refused(f"{schedule.taps} rows of taps, {vectors} vectors, too few threads")
         self._threads = self._deep * vectors * self._groups
+        _, length, along = region.line(lanes, schedule.wide)
+        if length // along > 32:
+            raise Refused("rows of more loads than a number has bits")
         if 4 * region.kernel[1] * lanes * self._threads > SHARED_BYTES:
             raise Refused("sums that shared memory does not hold")
         self._parts = -(-region.channels // (lanes * vectors))
         _, _, tiles = region.grid(schedule.wide, schedule.high)
-        steps = -(-tiles // self._deep)
-        self._own = -(-steps // max(1, min(steps, schedule.blocks // self._parts))) * self._deep
-        self._chunks = -(-tiles // self._own)
+        self._steps = -(-tiles // self._deep)
+        self._chunks = max(1, min(self._steps, schedule.blocks // self._parts))
         self._count = region.kernel[0] * region.kernel[1] * region.channels
         if self._count * self._chunks >= MOST_ELEMENTS:
             raise Refused("sums that need an index of 64 bits")
@@ -294,18 +312,19 @@ class _Kernel:
         alone = self._chunks == 1
         names = [NAME] if alone else [f"{NAME}_{at}" for at in range(2)]
         body = [*self._begun(), *self._tiles(), *self._added_up(alone)]
-        texts = [self._function(names[0], body, self._threads, alone)]
+        bounds = f"{self._threads}, {self._plan.resident}"
+        texts = [self._function(names[0], body, bounds, alone)]
         launches = [Launch(names[0], blocks, self._threads)]
         if not alone:
             deep = min(DEEP, self._chunks)
-            texts.append(self._function(names[1], self._last(deep), WARP * deep, alone))
+            texts.append(self._function(names[1], self._last(deep), f"{WARP * deep}", alone))
             launches.append(Launch(names[1], -(-self._count // WARP), WARP * deep))
         text = "\n".join([PRELUDE, FUNCTIONS, args, *texts])
         several = () if alone else tuple(launches)
         held = 0 if alone else 4 * self._count * self._chunks
         return Source(text, blocks, self._threads, several, held)
 
-    def _function(self, name: str, body: list[str], threads: int, alone: bool) -> str:
+    def _function(self, name: str, body: list[str], bounds: str, alone: bool) -> str:
         """A function, with the pointers that it needs."""
         text = "\n".join("  " + line for line in body if line)
         region = self._region
@@ -318,7 +337,7 @@ class _Kernel:
         more = "" if alone else ", char* const w"
         return "\n".join(
             [
-                f'extern "C" __global__ void __launch_bounds__({threads})',
+                f'extern "C" __global__ void __launch_bounds__({bounds})',
                 f"{name}(const __grid_constant__ Args a{more}) {{",
                 *pointers,
                 "" if alone else "  float* const sums = (float*)w;",
@@ -347,11 +366,14 @@ class _Kernel:
         beside, below, tiles = region.grid(plan.wide, plan.high)
         (down, right), above = region.stride, region.padding[0]
         x, dy = region.x.stride, region.dy.stride
-        begin = f"chunk * {self._own}u"
+        own, more = divmod(self._steps, self._chunks)  # the first chunks have a step more
         spare = region.channels % (plan.vectors * plan.lanes)
-        yield f"const u32 end = {f'k >= {region.channels}u ? 0u : ' if spare else ''}"
-        yield f"    lesser({begin} + {self._own}u, {tiles}u);"
-        yield f"u32 at = {begin} + threadIdx.x / {plan.vectors * self._groups}u;"
+        yield f"const u32 first = chunk * {own}u + lesser(chunk, {more}u);"
+        yield f"const u32 steps = {own}u{f' + (chunk < {more}u)' if more else ''};"
+        yield f"u32 end = lesser((first + steps) * {self._deep}u, {tiles}u);"
+        if spare:
+            yield f"if (k >= {region.channels}u) end = 0;"
+        yield f"u32 at = first * {self._deep}u + threadIdx.x / {plan.vectors * self._groups}u;"
         yield "#pragma unroll 1"
         yield f"for (; at < end; at += {self._deep}u) {{"
         yield f"  const int w0 = at % {beside}u * {plan.wide}u;"
@@ -362,8 +384,14 @@ class _Kernel:
         yield f"      (n * {dy[0]}u + k * {dy[1]}u + h0 * {dy[2]}u + w0 * {dy[3]}u);"
         yield f"  float tile[{plan.high}][{plan.wide}][{plan.lanes}];"
         yield from ("  " + line for line in self._tile())
-        first, *_ = region.line(plan.lanes, plan.wide)
+        first, length, along = region.line(plan.lanes, plan.wide)
         yield f"  const int x0 = w0 * {right} + ({first});"
+        if self._bordered():  # a bit for each load of a row: whether there is something
+            yield "  u32 columns = 0u;"
+            yield "  #pragma unroll"
+            yield f"  for (int i = 0; i < {length // along}; ++i)"
+            width = region.x.shape[3]
+            yield f"    columns |= (u32)((u32)(x0 + i * {along}) < {width}u) << i;"
         yield f"  const int y0 = h0 * {down} + (int)r0 * {region.dilation[0]} - {above};"
         for row, meetings in region.met(plan.taps, plan.high).items():
             yield "  {"
@@ -394,20 +422,29 @@ class _Kernel:
         yield "  }"
         yield "}"
 
+    def _bordered(self) -> bool:
+        """Whether rows of what was convolved reach over its left or right border."""
+        plan, region = self._plan, self._region
+        first, length, _ = region.line(plan.lanes, plan.wide)
+        beside, _, _ = region.grid(plan.wide, plan.high)
+        last = (beside - 1) * plan.wide * region.stride[1] + first + length
+        return first < 0 or last > region.x.shape[3]
+
     def _line(self, row: int) -> Iterator[str]:
         """Read a row of what was convolved, zeros where there is none."""
         plan, region = self._plan, self._region
-        first, length, along = region.line(plan.lanes, plan.wide)
+        _, length, along = region.line(plan.lanes, plan.wide)
         _, _, h, w = region.x.stride
-        beside, below, _ = region.grid(plan.wide, plan.high)
-        right = (beside - 1) * plan.wide * region.stride[1] + first + length
+        _, below, _ = region.grid(plan.wide, plan.high)
         rows = region.groups(plan.taps) * plan.taps - 1
         lowest = (below * plan.high - 1) * region.stride[0] + rows * region.dilation[0]
         tests = []
         if region.padding[0] or lowest >= region.x.shape[2]:
             tests.append(f"(u32)(y0 + {row}) < {region.x.shape[2]}u")
-        if first < 0 or right > region.x.shape[3]:
-            tests.append(f"(u32)(x0 + i) < {region.x.shape[3]}u")
+        if self._bordered():
+            test = f"{tests[0]} ? columns : 0u" if tests else "columns"
+            tests = [f"inside >> (i / {along}) & 1u"]
+            yield f"const u32 inside = {test};"
         yield f"const auto* const row = from + (i64)(y0 + {row}) * {h} + (i64)x0 * {w};"
         yield f"float line[{length}][{plan.lanes}];"
         yield "#pragma unroll"

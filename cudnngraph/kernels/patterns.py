@@ -30,7 +30,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Split: ("threads", "blocks", "columns"),
     Tiling: ("lanes", "along", "across", "threads"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
-    TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "blocks"),
+    TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
 _MAY_BE_0 = ("chunks", "vectors")
