@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from math import gcd
 
 import torch
@@ -33,7 +34,9 @@ REGISTERS = 64 << 10  # of a multiprocessor, of every GPU that cuDNN runs on
 OTHERS = 40  # registers of a thread beside the numbers that it holds, about
 HELD = 128  # numbers of a thread: sums, a tile, and a row of what was convolved
 UNROLLED = 2048  # products of a tile, which are written out one by one
-MEASURED = 3  # schedules of each number of lanes
+MEASURED, MOST = 3, 8  # tiles that are measured of each number of lanes, and of all
+EVEN = 0.9  # of all multiprocessors' places for blocks, which are enough
+WAVES = 4  # of blocks, at most, by which all multiprocessors get as many
 
 # About how many instructions it takes beside one for each product, to rank schedules.
 _OF_A_NUMBER, _OF_A_LOAD, _OF_A_SUM = 1.5, 3.0, 4.0
@@ -41,9 +44,11 @@ _OF_A_NUMBER, _OF_A_LOAD, _OF_A_SUM = 1.5, 3.0, 4.0
 
 @dataclass(frozen=True)
 class TapSums:
-    """A schedule: channels of a thread and its rows of taps, the width and height of its tiles, the
-    vectors of channels and about how many threads a block has, how many blocks a multiprocessor has at
-    a time, and about how many there are."""
+    """A schedule: channels of a thread and its rows of taps, the width and height of its tiles.
+
+    Then the vectors of channels of a block, about how many threads it has, how many blocks a
+    multiprocessor has at a time, and about how many there are in all.
+    """
 
     lanes: int
     taps: int
@@ -179,33 +184,49 @@ def schedules(spec: GraphSpec, processors: int) -> list[TapSums]:
             for wide in _sizes(width, (1, 2, 4, 7, 8)):
                 for high in _sizes(height, (1, 2, 4)):
                     cost = _cost(region, (lanes, taps, wide, high), processors)
-                    if cost is not None:
-                        found[_dealt(region, (lanes, taps, wide, high), processors)] = cost
+                    dealt = _dealt(region, (lanes, taps, wide, high), processors)
+                    if cost is not None and _is_written(spec, region, dealt):
+                        found[dealt] = cost
     if not found:
         raise Refused("more taps than a thread holds")
     ranked = sorted(found, key=lambda each: (found[each], -each.lanes, each.taps))
-    tried = [
-        each
+    of_lanes = (
+        [each for each in ranked if each.lanes == lanes][:MEASURED]
         for lanes in dict.fromkeys(each.lanes for each in ranked)
-        for each in [each for each in ranked if each.lanes == lanes][:MEASURED]
-    ]
-    return [*tried, *(other for first in tried[:2] for other in _others_of(first))]
+    )
+    first, *others = (each for some in zip_longest(*of_lanes) for each in some if each)
+    varied = [each for each in _others_of(first) if _is_written(spec, region, each)]
+    return [first, *varied, *others[: MOST - 1]]
+
+
+def _is_written(spec: GraphSpec, region: _Region, schedule: TapSums) -> bool:
+    """Whether there is a kernel by a schedule."""
+    try:
+        return bool(_Kernel(spec, region, schedule))
+    except Refused:
+        return False
 
 
 def _others_of(first: TapSums) -> list[TapSums]:
-    """Other numbers of threads and blocks to measure."""
-    fewer = max(1, first.resident - 1)
-    doubled = first.threads == THREADS // 2 and first.resident > 1
-    return [
+    """Other numbers of threads and blocks to measure; of one block for all tiles there is one
+    launch."""
+    at_once = first.blocks // first.resident
+    doubled = first.threads < THREADS and first.resident % 2 == 0
+    threads, resident, blocks = (
+        (2 * first.threads, first.resident // 2, first.blocks // 2)
+        if doubled
+        else (first.threads // 2, 2 * first.resident, 2 * first.blocks)
+    )
+    found = [
         replace(first, blocks=2 * first.blocks),
         replace(first, blocks=4 * first.blocks),
-        replace(first, resident=fewer, blocks=first.blocks // first.resident * fewer),
-        replace(
-            first,
-            threads=THREADS if doubled else THREADS // 2,
-            resident=first.resident // 2 if doubled else 2 * first.resident,
-        ),
+        replace(first, threads=threads, resident=resident, blocks=blocks),
+        replace(first, blocks=1),
     ]
+    if first.resident > 1:
+        fewer = first.resident - 1
+        found.append(replace(first, resident=fewer, blocks=at_once * fewer))
+    return found
 
 
 _Tile = tuple[int, int, int, int]  # lanes, rows of taps, width, height
@@ -259,7 +280,13 @@ def _dealt(region: _Region, tile: _Tile, processors: int) -> TapSums:
     else:  # channels lie apart: threads of one have neighbouring tiles, as many as there are
         while 2 * vectors <= region.channels and 2 * vectors * groups * tiles <= threads:
             vectors *= 2
-    blocks = resident * processors
+    parts, at_once = -(-region.channels // (lanes * vectors)), resident * processors
+
+    def busy(waves: int) -> float:
+        made = max(1, waves * at_once // parts) * parts
+        return made / (-(-made // at_once) * at_once)
+
+    blocks = max(range(1, WAVES + 1), key=lambda waves: (min(EVEN, busy(waves)), -waves)) * at_once
     return TapSums(lanes, taps, wide, high, vectors, threads, resident, blocks)
 
 
@@ -453,9 +480,7 @@ class _Kernel:
         yield from ("  " + line for line in self._read("line", "i", along, where, tests))
         yield "}"
 
-    def _read(
-        self, to: str, at: str, along: int, where: str, tests: list[str]
-    ) -> Iterator[str]:
+    def _read(self, to: str, at: str, along: int, where: str, tests: list[str]) -> Iterator[str]:
         """Read neighbours of a row, or lanes of channels, where tests say that there are some."""
         lanes = self._plan.lanes
         wide = along * lanes
