@@ -12,12 +12,12 @@ from contextlib import suppress
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, depthwise_gradient, split, tiles
+from . import depthwise, depthwise_gradient, split, tap_sums, tiles
 from .depthwise import Strips
-from .depthwise_gradient import TapSums
 from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
 from .source import Source
 from .split import Split
+from .tap_sums import TapSums
 from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import write
@@ -57,8 +57,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 
     It is known to be written.
     """
-    if depthwise_gradient.has_gradient(spec):
-        sums = depthwise_gradient.schedules(spec, processors)[0]
+    if tap_sums.has_gradient(spec):
+        sums = tap_sums.schedules(spec, processors)[0]
         depthwise_gradient.write(spec, sums)
         return choice_of(sums)
     if depthwise.has_depthwise(spec):
@@ -85,8 +85,8 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
     found: dict[Choice, None] = {by_rule(spec, processors): None}
-    if depthwise_gradient.has_gradient(spec):
-        sums = depthwise_gradient.schedules(spec, processors)
+    if tap_sums.has_gradient(spec):
+        sums = tap_sums.schedules(spec, processors)
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))

@@ -14,8 +14,8 @@ from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile, depthwise_gradient, patterns
 from cudnngraph.kernels.cubin import resources
-from cudnngraph.kernels.depthwise_gradient import TapSums
 from cudnngraph.kernels.source import Source
+from cudnngraph.kernels.tap_sums import TapSums
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.select.inputs import random_inputs
 from tests import host_kernels, numerics
@@ -158,12 +158,13 @@ def test_few_tiles_have_one_launch_and_no_workspace() -> None:
     assert source.workspace_bytes == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
 @pytest.mark.parametrize("size", [3, 5, 7])
-def test_no_registers_are_spilled(size: int, layout: str) -> None:
+def test_no_registers_are_spilled(size: int, layout: str, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     layouts = (layout, layout)
-    spec = gradient((64, 96, 56, 56), (size, size), layouts=layouts, padding=size // 2)
+    spec = gradient((64, 96, 56, 56), (size, size), dtype, layouts, padding=size // 2)
     source = patterns.source(spec, patterns.by_rule(spec, 132))
     assert resources(compile.cubin(source.text, 90)).local_bytes == 0
 
