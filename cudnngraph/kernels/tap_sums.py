@@ -279,8 +279,8 @@ def _sizes(extent: int, wanted: tuple[int, ...]) -> list[int]:
 def _held(region: Region, tile: _Tile) -> int:
     """The numbers that a thread holds."""
     lanes, taps, wide, high = tile
-    line = (wide - 1) * region.stride[1] + (region.kernel[1] - 1) * region.dilation[1] + 1
-    return lanes * (taps * region.kernel[1] + high * wide + line)
+    _, length, _ = region.line(lanes, wide)
+    return lanes * (taps * region.kernel[1] + high * wide + length)
 
 
 def _cost(region: Region, tile: _Tile, processors: int) -> float | None:
