@@ -237,9 +237,11 @@ class _Kernel:
         yield f"    parts[i][threadIdx.x] = sum[q][i / {lanes}][i % {lanes}];"
         yield "  __syncthreads();"
         each = columns * lanes * vectors * groups
+        yield "  #pragma unroll 1"
         yield f"  for (u32 i = threadIdx.x; i < {each}u; i += {self._dealt.threads}u) {{"
         yield f"    const u32 part = i % {vectors * groups}u, number = i / {vectors * groups}u;"
         yield "    float total = 0.0f;"
+        yield "    #pragma unroll 4"
         yield f"    for (u32 p = 0; p < {self._dealt.deep}u; ++p)"
         yield f"      total += parts[number][p * {vectors * groups}u + part];"
         yield f"    const u32 r = part / {vectors}u * {plan.taps}u + q, s = number / {lanes}u;"
