@@ -12,16 +12,17 @@ from contextlib import suppress
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, split, tiles
+from . import depthwise, depthwise_gradient, split, tap_sums, tiles
 from .depthwise import Strips
 from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
 from .source import Source
 from .split import Split
+from .tap_sums import TapSums
 from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import write
 
-Pattern = Schedule | Split | Tiling | Strips
+Pattern = Schedule | Split | Tiling | Strips | TapSums
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -29,6 +30,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Split: ("threads", "blocks", "columns"),
     Tiling: ("lanes", "along", "across", "threads"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
+    TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
 _MAY_BE_0 = ("chunks", "vectors")
@@ -55,6 +57,10 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 
     It is known to be written.
     """
+    if tap_sums.has_gradient(spec):
+        sums = tap_sums.schedules(spec, processors)[0]
+        depthwise_gradient.write(spec, sums)
+        return choice_of(sums)
     if depthwise.has_depthwise(spec):
         strips = depthwise.strips(spec, processors)[0]
         depthwise.write(spec, strips)
@@ -79,6 +85,9 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
 def choices(spec: GraphSpec, processors: int) -> list[Choice]:
     """The choices that are worth measuring, the one by rule first. Raises :class:`Refused`."""
     found: dict[Choice, None] = {by_rule(spec, processors): None}
+    if tap_sums.has_gradient(spec):
+        sums = tap_sums.schedules(spec, processors)
+        return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
     with suppress(Refused):
@@ -101,6 +110,8 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
     try:
         if isinstance(schedule, Strips):
             return depthwise.write(spec, schedule)
+        if isinstance(schedule, TapSums):
+            return depthwise_gradient.write(spec, schedule)
         if isinstance(schedule, Split):
             return split.write(spec, schedule)
         if isinstance(schedule, Tiling):

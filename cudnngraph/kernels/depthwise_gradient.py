@@ -1,0 +1,286 @@
+"""Kernels of the gradient of a depthwise convolution's taps.
+
+A thread has lanes of channels that lie side by side, and rows of taps, whose sums stay in its
+registers. It goes through tiles of places: what comes back for a tile is read once, and each row of
+what was convolved once. A block has neighbouring tiles and adds up its threads' sums. A second
+launch adds up those of the blocks. Both have a fixed order, so results are the same at every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir.spec import GraphSpec, TensorSpec
+from .rows import WARP
+from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .source import ARGS, NAME, Launch, Source
+from .tap_sums import Region, TapSums, deal, region_of
+
+DEEP = 32  # threads that add up the blocks' sums of one tap
+
+
+def write(spec: GraphSpec, schedule: TapSums) -> Source:
+    """The kernel of a region. Raises :class:`Refused`."""
+    return _Kernel(spec, region_of(spec), schedule).source()
+
+
+class _Kernel:
+    """The text of one kernel."""
+
+    def __init__(self, spec: GraphSpec, region: Region, schedule: TapSums) -> None:
+        self._region, self._plan = region, schedule
+        self._dealt = deal(region, schedule)
+        names = (*spec.inputs, *spec.outputs)
+        self._places = {name: at for at, name in enumerate(names)}
+
+    def source(self) -> Source:
+        """Write it."""
+        dealt, count = self._dealt, self._region.count
+        blocks, alone = dealt.parts * dealt.chunks, dealt.chunks == 1
+        args = f"{ARGS} {{ void* p[{len(self._places)}]; }};"
+        names = [NAME] if alone else [f"{NAME}_{at}" for at in range(2)]
+        body = [*self._begun(), *self._tiles(), *self._added_up(alone)]
+        bounds = f"{dealt.threads}, {self._plan.resident}"
+        texts = [self._function(names[0], body, bounds, alone)]
+        launches = [Launch(names[0], blocks, dealt.threads)]
+        if not alone:
+            deep = min(DEEP, dealt.chunks)
+            texts.append(self._function(names[1], self._last(deep), f"{WARP * deep}", alone))
+            launches.append(Launch(names[1], -(-count // WARP), WARP * deep))
+        text = "\n".join([PRELUDE, FUNCTIONS, args, *texts])
+        several = () if alone else tuple(launches)
+        held = 0 if alone else 4 * count * dealt.chunks
+        return Source(text, blocks, dealt.threads, several, held)
+
+    def _function(self, name: str, body: list[str], bounds: str, alone: bool) -> str:
+        """A function, with the pointers that it needs."""
+        text = "\n".join("  " + line for line in body if line)
+        region = self._region
+        pointers = [
+            f"  {MEMORY[tensor.dtype]}* const {self._pointer(tensor)} = "
+            f"({MEMORY[tensor.dtype]}*)a.p[{self._places[tensor.name]}];"
+            for tensor in dict.fromkeys((region.dy, region.x, region.dw))
+            if self._pointer(tensor) in text
+        ]
+        more = "" if alone else ", char* const w"
+        return "\n".join(
+            [
+                f'extern "C" __global__ void __launch_bounds__({bounds})',
+                f"{name}(const __grid_constant__ Args a{more}) {{",
+                *pointers,
+                "" if alone else "  float* const sums = (float*)w;",
+                text,
+                "}",
+                "",
+            ]
+        )
+
+    def _pointer(self, tensor: TensorSpec) -> str:
+        return f"p{self._places[tensor.name]}"
+
+    def _begun(self) -> Iterator[str]:
+        """What a thread has: channels, rows of taps from ``r0`` on, and sums."""
+        plan, region = self._plan, self._region
+        vectors, groups = plan.vectors, self._dealt.groups
+        yield f"const u32 k0 = blockIdx.x % {self._dealt.parts}u * {vectors * plan.lanes}u;"
+        yield f"const u32 k = k0 + threadIdx.x % {vectors}u * {plan.lanes}u;"
+        yield f"const u32 r0 = threadIdx.x / {vectors}u % {groups}u * {plan.taps}u;"
+        yield f"const u32 chunk = blockIdx.x / {self._dealt.parts}u;"
+        yield f"float sum[{plan.taps}][{region.kernel[1]}][{plan.lanes}] = {{}};"
+
+    def _tiles(self) -> Iterator[str]:
+        """The loop of a thread over its tiles."""
+        plan, region = self._plan, self._region
+        beside, below, tiles = region.grid(plan.wide, plan.high)
+        (down, right), above = region.stride, region.padding[0]
+        x, dy = region.x.stride, region.dy.stride
+        dealt = self._dealt
+        own, more = divmod(dealt.steps, dealt.chunks)  # the first chunks have a step more
+        spare = region.channels % (plan.vectors * plan.lanes)
+        yield f"const u32 first = chunk * {own}u + lesser(chunk, {more}u);"
+        yield f"const u32 steps = {own}u + (chunk < {more}u);"
+        yield f"u32 end = lesser((first + steps) * {dealt.deep}u, {tiles}u);"
+        if spare:
+            yield f"if (k >= {region.channels}u) end = 0;"
+        threads_of_a_tile = plan.vectors * dealt.groups
+        yield f"u32 at = first * {dealt.deep}u + threadIdx.x / {threads_of_a_tile}u;"
+        yield "#pragma unroll 1"
+        yield f"for (; at < end; at += {dealt.deep}u) {{"
+        yield f"  const int w0 = at % {beside}u * {plan.wide}u;"
+        yield f"  const int h0 = at / {beside}u % {below}u * {plan.high}u;"
+        yield f"  const u32 n = at / {beside * below}u;"
+        yield f"  const auto* const from = {self._pointer(region.x)} + (n * {x[0]}u + k * {x[1]}u);"
+        yield f"  const auto* const back = {self._pointer(region.dy)} +"
+        yield f"      (n * {dy[0]}u + k * {dy[1]}u + h0 * {dy[2]}u + w0 * {dy[3]}u);"
+        yield f"  float tile[{plan.high}][{plan.wide}][{plan.lanes}];"
+        yield from ("  " + line for line in self._tile())
+        first, length, along = region.line(plan.lanes, plan.wide)
+        yield f"  const int x0 = w0 * {right} + ({first});"
+        if self._bordered():  # a bit for each load of a row: whether there is something
+            yield "  u32 columns = 0u;"
+            yield "  #pragma unroll"
+            yield f"  for (int i = 0; i < {length // along}; ++i)"
+            width = region.x.shape[3]
+            yield f"    columns |= (u32)((u32)(x0 + i * {along}) < {width}u) << i;"
+        yield f"  const int y0 = h0 * {down} + (int)r0 * {region.dilation[0]} - {above};"
+        for row, meetings in region.met(plan.taps, plan.high).items():
+            yield "  {"
+            yield from ("    " + line for line in self._line(row))
+            for place, tap in meetings:
+                yield from ("    " + line for line in self._products(place, tap))
+            yield "  }"
+        yield "}"
+
+    def _tile(self) -> Iterator[str]:
+        """Read what comes back for a tile; what is behind the image's border stays open."""
+        plan, dy = self._plan, self._region.dy
+        along = self._region.along(dy, plan.lanes, plan.wide)
+        yield "#pragma unroll"
+        yield f"for (int h = 0; h < {plan.high}; ++h) {{"
+        yield "  #pragma unroll"
+        yield f"  for (int t = 0; t < {plan.wide}; t += {along}) {{"
+        tests = [
+            f"{first} + {name} < {extent}"
+            for first, name, extent, size in (
+                ("h0", "h", dy.shape[2], plan.high),
+                ("w0", "t", dy.shape[3], plan.wide),
+            )
+            if extent % size
+        ]
+        where = f"back + h * {dy.stride[2]} + t * {dy.stride[3]}"
+        yield from ("    " + line for line in self._read("tile[h]", "t", along, where, tests))
+        yield "  }"
+        yield "}"
+
+    def _bordered(self) -> bool:
+        """Whether rows of what was convolved reach over its left or right border."""
+        plan, region = self._plan, self._region
+        first, length, _ = region.line(plan.lanes, plan.wide)
+        beside, _, _ = region.grid(plan.wide, plan.high)
+        last = (beside - 1) * plan.wide * region.stride[1] + first + length
+        return first < 0 or last > region.x.shape[3]
+
+    def _line(self, row: int) -> Iterator[str]:
+        """Read a row of what was convolved, zeros where there is none."""
+        plan, region = self._plan, self._region
+        _, length, along = region.line(plan.lanes, plan.wide)
+        _, _, h, w = region.x.stride
+        _, below, _ = region.grid(plan.wide, plan.high)
+        rows = region.groups(plan.taps) * plan.taps - 1
+        lowest = (below * plan.high - 1) * region.stride[0] + rows * region.dilation[0]
+        tests = []
+        if region.padding[0] or lowest >= region.x.shape[2]:
+            tests.append(f"(u32)(y0 + {row}) < {region.x.shape[2]}u")
+        if self._bordered():
+            test = f"{tests[0]} ? columns : 0u" if tests else "columns"
+            tests = [f"inside >> (i / {along}) & 1u"]
+            yield f"const u32 inside = {test};"
+        yield f"const auto* const row = from + (i64)(y0 + {row}) * {h} + (i64)x0 * {w};"
+        yield f"float line[{length}][{plan.lanes}];"
+        yield "#pragma unroll"
+        yield f"for (int i = 0; i < {length}; i += {along}) {{"
+        where = f"row + i * {w}"
+        yield from ("  " + line for line in self._read("line", "i", along, where, tests))
+        yield "}"
+
+    def _read(self, to: str, at: str, along: int, where: str, tests: list[str]) -> Iterator[str]:
+        """Read neighbours of a row, or lanes of channels, where tests say that there are some."""
+        lanes = self._plan.lanes
+        wide = along * lanes
+        target = f"{to}[{at} + j / {lanes}][j % {lanes}]"
+        if tests:
+            yield "#pragma unroll"
+            yield f"for (int j = 0; j < {wide}; ++j) {target} = 0.0f;"
+            yield f"if ({' && '.join(tests)}) {{"
+        yield f"const auto in = load<{wide}>({where});"
+        yield "#pragma unroll"
+        yield f"for (int j = 0; j < {wide}; ++j) {target} = get(in.at[j]);"
+        if tests:
+            yield "}"
+
+    def _products(self, place: int, tap: int) -> Iterator[str]:
+        """Add a row of a tile times that of what was convolved to the sums of a row of taps."""
+        plan, region = self._plan, self._region
+        (_, _, height, width), (rows, columns) = region.dy.shape, region.kernel
+        first, *_ = region.line(plan.lanes, plan.wide)
+        shift = -region.padding[1] - first
+        tests = []
+        if height % plan.high:
+            tests.append(f"h0 + {place} < {height}")
+        if rows % plan.taps:
+            tests.append(f"r0 + {tap} < {rows}u")
+        if tests:
+            yield f"if ({' && '.join(tests)}) {{"
+        yield "#pragma unroll"
+        yield f"for (int t = 0; t < {plan.wide}; ++t) {{"
+        if width % plan.wide:
+            yield f"  if (w0 + t >= {width}) continue;"
+        yield "  #pragma unroll"
+        yield f"  for (int s = 0; s < {columns}; ++s)"
+        yield "    #pragma unroll"
+        yield f"    for (int j = 0; j < {plan.lanes}; ++j)"
+        at = f"t * {region.stride[1]} + s * {region.dilation[1]} + {shift}"
+        yield f"      sum[{tap}][s][j] += line[{at}][j] * tile[{place}][t][j];"
+        yield "}" + "}" * bool(tests)
+
+    def _added_up(self, alone: bool) -> Iterator[str]:
+        """Add up the sums of a block, by rows of taps."""
+        plan, region = self._plan, self._region
+        (rows, columns), channels = region.kernel, region.channels
+        lanes, vectors, groups = plan.lanes, plan.vectors, self._dealt.groups
+        yield f"__shared__ float parts[{columns * lanes}][{self._dealt.threads}];"
+        yield "#pragma unroll"
+        yield f"for (int q = 0; q < {plan.taps}; ++q) {{"
+        yield "  if (q) __syncthreads();"
+        yield "  #pragma unroll"
+        yield f"  for (int i = 0; i < {columns * lanes}; ++i)"
+        yield f"    parts[i][threadIdx.x] = sum[q][i / {lanes}][i % {lanes}];"
+        yield "  __syncthreads();"
+        each = columns * lanes * vectors * groups
+        yield "  #pragma unroll 1"
+        yield f"  for (u32 i = threadIdx.x; i < {each}u; i += {self._dealt.threads}u) {{"
+        yield f"    const u32 part = i % {vectors * groups}u, number = i / {vectors * groups}u;"
+        yield "    float total = 0.0f;"
+        yield "    #pragma unroll 4"
+        yield f"    for (u32 p = 0; p < {self._dealt.deep}u; ++p)"
+        yield f"      total += parts[number][p * {vectors * groups}u + part];"
+        yield f"    const u32 r = part / {vectors}u * {plan.taps}u + q, s = number / {lanes}u;"
+        yield f"    const u32 c = k0 + part % {vectors}u * {lanes}u + number % {lanes}u;"
+        yield f"    if (r < {rows}u && c < {channels}u)"
+        if alone:
+            yield f"      {self._put('c', 'r', 's')}"
+        else:
+            at = f"(r * {columns}u + s) * {channels}u + c"
+            yield f"      sums[chunk * {self._region.count}u + {at}] = total;"
+        yield "  }"
+        yield "}"
+
+    def _put(self, c: str, r: str, s: str) -> str:
+        dw = self._region.dw
+        by, _, by_row, by_column = dw.stride
+        at = f"{c} * {by}u + {r} * {by_row}u + {s} * {by_column}u"
+        return f"put({self._pointer(dw)}[{at}], total);"
+
+    def _last(self, deep: int) -> list[str]:
+        """Add up the sums of all blocks, and write them."""
+        count, channels, columns = self._region.count, self._region.channels, self._region.kernel[1]
+        row, column = f"(tap / {columns}u)", f"(tap % {columns}u)"
+        return [
+            f"__shared__ float parts[{deep}][{WARP}];",
+            f"const u32 own = threadIdx.x % {WARP}u, part = threadIdx.x / {WARP}u;",
+            f"const u32 at = blockIdx.x * {WARP}u + own;",
+            "float total = 0.0f;",
+            f"if (at < {count}u) {{",
+            "  #pragma unroll 4",
+            f"  for (u32 i = part; i < {self._dealt.chunks}u; i += {deep}u)",
+            f"    total += sums[i * {count}u + at];",
+            "}",
+            "parts[part][own] = total;",
+            "__syncthreads();",
+            f"if (part == 0 && at < {count}u) {{",
+            "  total = 0.0f;",
+            f"  for (u32 i = 0; i < {deep}u; ++i) total += parts[i][own];",
+            f"  const u32 c = at % {channels}u, tap = at / {channels}u;",
+            f"  {self._put('c', row, column)}",
+            "}",
+        ]
