@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .index import Sum, Var, counter, digits, place
-from .tape import Index, Join, Map, Read, Value, View, broadcast
+from .tape import Index, Join, Map, Pick, Read, Value, View, broadcast
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def parts_of(value: Value) -> list[Part]:
             stack += [] if source is None else [(at.operand, source)]
         elif isinstance(at, Join):
             stack += [(each, where) for each in at.operands]
+        elif isinstance(at, Pick):  # what is picked lies anyhow
+            stack.append((at.operands[1], broadcast(where, at.operands[1].shape)))
     found: list[Part] = []
     for dim, name in enumerate(names):
         terms = sorted(

@@ -17,7 +17,7 @@ from math import gcd
 import torch
 
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .index import Sum, place
+from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import VECTOR_BYTES, Rows, Schedule, narrower, rows_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
@@ -27,6 +27,8 @@ from .tape import (
     Join,
     Map,
     Number,
+    Pick,
+    Place,
     Read,
     Reduce,
     Refused,
@@ -84,6 +86,7 @@ class Writer:
         self._declared: list[str] = []  # for the whole row
         self._lines: list[str] = []
         self._count = 0
+        self._picks: dict[tuple[int, Index], Var] = {}  # places that are computed
         self._many = bool(rows.reductions)
         self._resident = not self._many or schedule.chunks > 0
         length = schedule.team * schedule.lanes
@@ -185,7 +188,7 @@ class Writer:
         if len(asked) != 1:
             raise Refused("a reduction is asked for at several places")
         (index,) = asked
-        if any(self._rows.inner in part.vars() for part in index):
+        if any(part.vars() - {self._rows.row} for part in index):
             raise Refused("a reduction's result is read along a row")
         return index
 
@@ -210,9 +213,19 @@ class Writer:
             return [(value.operand, self._inside(value, index))]
         if isinstance(value, Join):
             return list(zip(value.operands, self._parts(value, index), strict=True))
+        if isinstance(value, Pick):
+            x, at = value.operands
+            return [(x, self._picked_of(value, index)), (at, broadcast(index, at.shape))]
         if isinstance(value, Window):
             raise Refused("places that windows compute")
         return []
+
+    def _picked_of(self, value: Pick, index: Index) -> Index:
+        """The index of the element that is picked, of which one place is computed."""
+        x, _ = value.operands
+        names = self._picks
+        var = names.setdefault((id(value), index), Var(f"at{len(names)}", x.shape[value.dim]))
+        return broadcast((*index[: value.dim], counter(var), *index[value.dim + 1 :]), x.shape)
 
     def _inside(self, each: Reduce, kept: Index) -> Index:
         """The index of what a reduction reads: its row, and along it."""
@@ -288,6 +301,10 @@ class Writer:
             made = self._read(value, index)
         elif isinstance(value, Join):
             made = self._joined(value, index)
+        elif isinstance(value, Pick):
+            made = self._picked(value, index)
+        elif isinstance(value, Place):
+            made = self._placed(value, index)
         elif isinstance(value, Window):
             made = self._windowed(value, index)
         elif isinstance(value, Map):
@@ -361,6 +378,34 @@ class Writer:
             with self._inner(along, first, None if last else borders[number_]):
                 self._assign(made, self._at(operand, part).text)
             self._lines.append("}")
+        return made
+
+    def _picked(self, value: Pick, index: Index) -> Code:
+        """An element at a place that is computed; one outside is the first."""
+        x, place = value.operands
+        at = self._at(place, broadcast(index, place.shape))
+        if at.by == 2 and self._plan.lanes > 1:
+            raise Narrower
+        there = self._picked_of(value, index)
+        var = self._picks[id(value), index]
+        self._names[var] = var.name
+        text = at.text.replace("[j]", "[0]")
+        self._lines.append(
+            f"const u32 {var.name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;"
+        )
+        known = dict(self._known)
+        found = self._at(x, there)
+        self._known = known
+        made = self._declare(value.type, max(at.by, found.by))
+        self._assign(made, found.text)
+        return made
+
+    def _placed(self, value: Place, index: Index) -> Code:
+        """The index itself."""
+        at = index[value.dim]
+        made = self._declare(value.type, self._differs(at))
+        text = self._by_lane(at) if made.by == 2 else at.code(self._names)
+        self._assign(made, f"({value.type})({text})")
         return made
 
     def _windowed(self, value: Window, index: Index) -> Code:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...ir.spec import Node, TensorSpec
 from ..scalars import RULES as POINTWISE
 from ..tape import Value
-from . import conv, interpolate, norm, shape, softmax, window
+from . import conv, interpolate, loss, norm, shape, softmax, window
 from .pointwise import Operands, pointwise
 
 Rule = Callable[[Node, Operands, TensorSpec], tuple[Value, ...]]
@@ -36,6 +36,8 @@ RULES: Mapping[str, Rule] = {
     "softmax_backward": softmax.softmax_backward,
     "log_softmax_backward": softmax.log_softmax_backward,
     "reduction": softmax.reduction,
+    "nll_loss": loss.nll_loss,
+    "nll_loss_backward": loss.nll_loss_backward,
     **dict.fromkeys(("max_pool", "adaptive_max_pool"), window.max_pool),
     **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), window.avg_pool),
     **dict.fromkeys(("max_pool_backward", "adaptive_max_pool_backward"), window.max_pool_backward),
