@@ -28,8 +28,12 @@ def parts_of(value: Value) -> list[Part]:
     index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
     best: tuple[int, Sum] = (-1, Sum())
     stack: list[tuple[Value, Index]] = [(value, index)]
+    seen: set[tuple[int, Index]] = set()  # what many paths lead to is looked at once
     while stack:
         at, where = stack.pop()
+        if (id(at), where) in seen:
+            continue
+        seen.add((id(at), where))
         if isinstance(at, Read) and at.tensor.numel > best[0]:
             best = at.tensor.numel, place(where, at.tensor.stride)
         elif isinstance(at, Map):

@@ -86,6 +86,8 @@ class Writer:
         self._declared: list[str] = []  # for the whole row
         self._lines: list[str] = []
         self._count = 0
+        self._rows_of: dict[int, dict[int, Sum]] = {}  # how reductions go through their rows
+        self._kept: dict[int, set[Index]] | None = None  # where reductions are asked for
         self._picks: dict[tuple[int, Index], Var] = {}  # places that are computed
         self._many = bool(rows.reductions)
         self._resident = not self._many or schedule.chunks > 0
@@ -184,7 +186,11 @@ class Writer:
 
     def _index_of(self, each: Reduce) -> Index:
         """The index at which the region asks for a reduction: one number of each row."""
-        asked = {key[1] for key in self._asked() if key[0] == id(each)}
+        if self._kept is None:
+            self._kept = {}
+            for id_, index in self._asked():
+                self._kept.setdefault(id_, set()).add(index)
+        asked = self._kept.get(id(each), set())
         if len(asked) != 1:
             raise Refused("a reduction is asked for at several places")
         (index,) = asked
@@ -229,11 +235,13 @@ class Writer:
 
     def _inside(self, each: Reduce, kept: Index) -> Index:
         """The index of what a reduction reads: its row, and along it."""
-        extents = [each.operand.shape[dim] for dim in each.dims]
-        if numel(extents) != self._rows.inner.extent:
-            raise Refused("reductions over rows of several lengths")
-        parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
-        inner = counted(parts, self._rows.inner)
+        inner = self._rows_of.get(id(each))
+        if inner is None:
+            extents = [each.operand.shape[dim] for dim in each.dims]
+            if numel(extents) != self._rows.inner.extent:
+                raise Refused("reductions over rows of several lengths")
+            parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
+            inner = self._rows_of[id(each)] = counted(parts, self._rows.inner)
         return tuple(
             inner.get(dim, Sum()) if dim in each.dims else index for dim, index in enumerate(kept)
         )
