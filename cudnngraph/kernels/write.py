@@ -262,9 +262,10 @@ class Writer:
         return found
 
     def _written(self) -> None:
-        """What is written in the last pass."""
-        for value, tensor, index in self._rows.outputs:
-            code = self._at(value, index)
+        """What is written in the last pass, behind all that is read for it: an output may lie over
+        an input of which another one is made."""
+        codes = [self._at(value, index) for value, _, index in self._rows.outputs]
+        for code, (_, tensor, index) in zip(codes, self._rows.outputs, strict=True):
             at = place(index, tensor.stride)
             self._store(tensor, f"p{self._places[tensor.name]}", at, code.text)
 
