@@ -14,7 +14,7 @@ from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
 from ..kernels.tape import Refused
-from ..partition.analysis import CutGraph, Group
+from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
 
 MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
@@ -71,7 +71,7 @@ class Kernels:
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
-        if self.why_none is not None:
+        if self.why_none is not None or len(compute_nodes(spec.nodes)) > MOST_NODES:
             return []
         try:
             return patterns.choices(spec, self._processors)

@@ -88,7 +88,7 @@ class RegionSearch:
             if digest not in begun:
                 begun[digest] = self._begun(spec, group)
         for search, _ in begun.values():
-            search.try_kernels(search.order)
+            search.try_kernels(search.order, time.perf_counter() + self._policy.budget_s)
         found: dict[str, _Region] = {}
         places: list[_PlacedStep] = []
         for spec, group in regions:

@@ -68,7 +68,7 @@ class StepSearch:
     ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     opened: bool = False  # asked for what can run it
-    kernels: list[Choice] | None = None  # generated kernels to try, None before they are known
+    generated: bool = False  # asked for generated kernels
     built: int = 0
     in_vain: int = 0
     compared: bool = False  # its fastest ways, side by side
@@ -229,17 +229,29 @@ class Search:
                 time_us = math.inf  # torch drops others: forward and backward have to agree
             step.ways.append(Variant(1 << 20, None, None, 0, time_us))
 
-    def try_kernels(self, parts: Sequence[Part]) -> None:
-        """Build, check and time the generated kernels of the parts, several at a time."""
-        if self._kernels is None:
-            return
-        asked: list[tuple[StepSearch, Choice]] = []
+    def try_kernels(self, parts: Sequence[Part], deadline: float) -> None:
+        """Build, check and time the generated kernels of the parts, several at a time: the first of
+        each part in any case, the others while there is time."""
+        fresh: list[tuple[StepSearch, list[Choice]]] = []
         for step in {id(part.step): part.step for part in parts}.values():
-            if step.kernels is not None or ALIAS in step.lost:
-                continue
-            step.kernels = self._kernels.choices(step.spec)
-            asked += [(step, choice) for choice in step.kernels]
-        built = self._bench.kernels([(step.spec, choice) for step, choice in asked])
+            if self._kernels is not None and not step.generated and ALIAS not in step.lost:
+                step.generated = True
+                choices = self._kernels.choices(step.spec)[: self._policy.max_candidates]
+                fresh.append((step, choices))
+        self._time_kernels([(step, choice) for step, choices in fresh for choice in choices[:1]])
+        why = self._why_late()
+        for step, (_, *others) in [each for each in fresh if each[1]]:
+            if time.perf_counter() < deadline:
+                self._time_kernels([(step, choice) for choice in others])
+            else:
+                step.lost += [Decision(str(choice), False, why, choice) for choice in others]
+
+    def _why_late(self) -> str:
+        return f"not tried: the budget of {self._policy.budget_s:g} s was spent"
+
+    def _time_kernels(self, asked: Sequence[tuple[StepSearch, Choice]]) -> None:
+        specs = [(step.spec, choice) for step, choice in asked]
+        built = self._bench.kernels(specs) if specs else []
         for (step, choice), plan in zip(asked, built, strict=True):
             if isinstance(plan, str):
                 step.lost.append(Decision(str(choice), False, plan, choice))
@@ -288,7 +300,7 @@ class Search:
         """Try plans until nothing can win any more or the time is up; yields (done, known)."""
         for part in self.order:  # all of them first: what builds elsewhere has begun then
             self.open(part)
-        self.try_kernels(self.order)
+        self.try_kernels(self.order, deadline)
         for part in self.order:
             self.advance(part.step)
             yield self.progress()
@@ -299,12 +311,8 @@ class Search:
             self.advance(chosen)
             yield self.progress()
         late = time.perf_counter() >= deadline
-        self._why_left = (
-            f"not tried: the budget of {self._policy.budget_s:g} s was spent"
-            if late
-            else "not tried: a plan "
-            f"{MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
-        )
+        ahead = f"a plan {MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
+        self._why_left = self._why_late() if late else f"not tried: {ahead}"
 
     def _most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
         """Return the step with most time to gain, among those that could make the graph faster."""
