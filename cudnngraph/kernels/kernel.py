@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ class Kernel(Plan):
                 self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
+
+    @property
+    def text(self) -> str:
+        """The digest of its text."""
+        return str(self._head.get("text"))
+
+    @property
+    def generator(self) -> str:
+        """The digest of the program that has generated it."""
+        return str(self._head.get("generator", ""))
 
     def __del__(self) -> None:
         """The module stays with the context: unloading it would wait for the GPU."""
@@ -110,6 +121,33 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@cache
+def generator() -> str:
+    """Digest of the program that generates kernels; "" where its files are not to be read."""
+    here = Path(__file__).parent
+    files = [*sorted(here.rglob("*.py")), here.parent / "device" / "rules.py"]
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    except OSError:
+        return ""
+
+
+def why_stale(plan: Kernel, spec: GraphSpec, workspace_bytes: int) -> str | None:
+    """Why a kernel is not the one that this program generates for a region, or None.
+
+    ``workspace_bytes`` are those that the step has for it.
+    """
+    if plan.workspace_bytes > workspace_bytes:
+        return "a kernel that needs more workspace than was kept for it"
+    if plan.generator and plan.generator == generator():
+        return None
+    try:
+        made = patterns.source(spec, plan.choice, _most_blocks(plan.device_index))
+    except NotSupported as error:
+        return error.reasons[0]
+    return None if _digest(made.text) == plan.text else "a kernel of another version's generator"
+
+
 def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
@@ -119,6 +157,7 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "kernel": versions.LOWERING,
         "choice": str(choice),
         "text": _digest(made.text),
+        "generator": generator(),
         "capability": capability,
         "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
         "workspace": made.workspace_bytes,

@@ -6,6 +6,7 @@ The GPU is stood in for: what compiles and what loads is set by each test.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from cudnngraph.errors import NotSupported
 from cudnngraph.executor import plans
 from cudnngraph.ir import versions
 from cudnngraph.kernels import compile as compiler
-from cudnngraph.kernels import kernel
+from cudnngraph.kernels import kernel, patterns
+from cudnngraph.kernels.source import Source
 from cudnngraph.runtime.executable import Executable
 from cudnngraph.runtime.process import PROCESS
 from plans_cache.record import from_json
@@ -115,6 +117,37 @@ def test_a_kept_kernel_is_loaded_and_not_compiled(
     gpu.compiles = "compiled twice"
     assert kinds(again(monkeypatch)) == ["kernel"]
     assert gpu.modules == [CODE, CODE]
+
+
+@pytest.mark.parametrize("changed", ["text", "nothing"])
+def test_a_kept_kernel_of_another_generator_is_made_anew(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """If its text is another one; else it is kept."""
+    compiled()
+    assert len(kernel.generator()) == 64
+    monkeypatch.setattr(kernel, "generator", lambda: "another")
+    source = patterns.source
+
+    def other(*given: Any) -> Source:
+        made = source(*given)
+        if changed == "text":
+            return replace(made, text=made.text + "// another")
+        return made
+
+    monkeypatch.setattr(patterns, "source", other)
+    assert kinds(again(monkeypatch)) == ["kernel"]
+    misses = cg.cache_stats().misses
+    assert misses == ({"absent": 1} if changed == "nothing" else {"absent": 1, "stale": 1})
+
+
+def test_a_kernel_that_needs_more_workspace_than_its_step_has_is_stale(gpu: Gpu) -> None:
+    exe = compiled()
+    (step,), (plan,) = exe._program.steps, exe._program._plans()
+    assert step.choice is not None and isinstance(plan, kernel.Kernel)
+    assert kernel.why_stale(plan, step.spec, plan.workspace_bytes) is None
+    plan.workspace_bytes += 256
+    assert "workspace" in str(kernel.why_stale(plan, step.spec, plan.workspace_bytes - 256))
 
 
 def test_without_nvrtc_torch_runs_the_steps_and_explain_says_why(gpu: Gpu) -> None:
