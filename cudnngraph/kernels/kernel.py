@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,7 +25,9 @@ from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
 from . import patterns
+from .rows import MOST_THREADS
 
+MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
 
@@ -44,12 +47,16 @@ class Kernel(Plan):
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
-            error, self._module = driver.cuModuleLoadData(code)
-            _check(error)
+            self._module = _module(driver, code, device_index)
             self._launches = []
             for name, blocks, threads in head["launches"]:
                 error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
                 _check(error)
+                # It is loaded by this, and not in the middle of a capture.
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+                error, least = driver.cuFuncGetAttribute(most, function)
+                _check(error)
+                _check_launch(int(blocks), int(threads), int(least))
                 self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
@@ -65,7 +72,7 @@ class Kernel(Plan):
         return str(self._head.get("generator", ""))
 
     def __del__(self) -> None:
-        """The module stays with the context: unloading it would wait for the GPU."""
+        """The module stays: see :func:`_module`."""
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
@@ -121,6 +128,31 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _module(driver: Any, code: bytes, device_index: int) -> Any:
+    """The module of a cubin, loaded once for all threads and plans.
+
+    It stays with the context: unloading it would wait for the GPU.
+    """
+    place = device_index, hashlib.sha256(code).digest()
+    with _loading:
+        if place not in _modules:
+            error, module = driver.cuModuleLoadData(code)
+            _check(error)
+            _modules[place] = module
+        return _modules[place]
+
+
+_modules: dict[tuple[int, bytes], Any] = {}
+_loading = threading.Lock()
+
+
+def _check_launch(blocks: int, threads: int, most: int = MOST_THREADS) -> None:
+    """Raise :class:`NotSupported` for what no GPU launches, or not with what a thread needs."""
+    if not 0 < blocks < MOST_BLOCKS or not 0 < threads <= most:
+        why = f"{blocks} blocks of {threads} threads, of which the GPU takes {most}"
+        raise NotSupported("a generated kernel", [why])
+
+
 @cache
 def generator() -> str:
     """Digest of the program that generates kernels; "" where its files are not to be read."""
@@ -153,6 +185,8 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     refuse_during_capture()
     capability = env.capability(device_index)
     made = patterns.source(spec, choice, _most_blocks(device_index))
+    for each in made.launches:
+        _check_launch(each.blocks, each.threads)
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),

@@ -29,6 +29,7 @@ from .grid import (
 )
 from .index import Sum, Var, place, reshaped
 from .rows import (
+    MOST_THREADS,
     VECTOR_BYTES,
     WARP,
     Rows,
@@ -110,6 +111,8 @@ def reduces(spec: GraphSpec) -> bool:
 
 def write(spec: GraphSpec, split: Split) -> Source:
     """The kernel of a region with reductions. Raises :class:`Refused`."""
+    if not 0 < split.threads <= MOST_THREADS or split.threads % WARP:
+        raise Refused(f"a block of {split.threads} threads")
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
     if any(tensor.extent >= MOST_ELEMENTS for tensor in spec.tensors.values()):

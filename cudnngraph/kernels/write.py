@@ -19,7 +19,7 @@ import torch
 from ..ir.spec import GraphSpec, TensorSpec, numel
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
-from .rows import VECTOR_BYTES, Rows, Schedule, narrower, rows_of
+from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
 from .source import ARGS, NAME, Source
 from .tape import (
@@ -52,11 +52,24 @@ def write(
     ``most_blocks`` bounds the blocks that go through one long row; 0 for none.
     """
     rows = rows or rows_of(spec)
+    check(rows, schedule)
     while True:
         try:
             return Writer(spec, schedule, rows, most_blocks).source()
         except Narrower:
             schedule = narrower(rows, schedule)
+
+
+def check(rows: Rows, schedule: Schedule) -> None:
+    """Raise Refused for a schedule that is not one of the rows: a choice may be of another version,
+    which counted them otherwise."""
+    lanes, team, threads = schedule.lanes, schedule.team, schedule.threads
+    if lanes < 1 or rows.inner.extent % lanes:
+        raise Refused(f"{lanes} lanes of rows of {rows.inner.extent}")
+    if not 0 < threads <= MOST_THREADS or threads % WARP:
+        raise Refused(f"a block of {threads} threads")
+    if rows.reductions and team & (team - 1):
+        raise Refused(f"a team of {team} threads")
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver as driver_module
 
 import cudnngraph as cg
 from cudnngraph.backend import env
@@ -43,6 +45,7 @@ class Gpu(World):
         self.why_none: str | None = None
         self.compiles: str | None = None  # why not
         self.loads = 0  # the driver's error
+        self.most_threads = 1024  # that a kernel's registers are enough for
         self.modules: list[bytes] = []
 
     def cubin(self, text: str, capability: int) -> bytes:
@@ -66,8 +69,11 @@ class Gpu(World):
         driver = SimpleNamespace(
             cuModuleLoadData=self.module,
             cuModuleGetFunction=lambda module, name: (0, object()),
+            cuFuncGetAttribute=lambda attribute, function: (0, self.most_threads),
+            CUfunction_attribute=driver_module.CUfunction_attribute,
             cuLaunchKernel=lambda *given: (0,),
         )
+        monkeypatch.setattr(kernel, "_modules", {})
         monkeypatch.setattr(kernel, "_driver", lambda: driver)
         monkeypatch.setattr(env, "capability", lambda index: 90)
         monkeypatch.setattr(lookup, "load", plans.load)
@@ -94,6 +100,7 @@ def compiled() -> Executable:
 def again(monkeypatch: pytest.MonkeyPatch) -> Executable:
     """The same in another process."""
     monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
+    monkeypatch.setattr(kernel, "_modules", {})
     return compiled()
 
 
@@ -117,6 +124,26 @@ def test_a_kept_kernel_is_loaded_and_not_compiled(
     gpu.compiles = "compiled twice"
     assert kinds(again(monkeypatch)) == ["kernel"]
     assert gpu.modules == [CODE, CODE]
+
+
+def test_a_kernel_of_too_many_registers_for_its_threads_is_not_launched(gpu: Gpu) -> None:
+    gpu.most_threads = 32
+    exe = compiled()
+    assert set(kinds(exe)) == {"torch"}
+    assert "of which the GPU takes 32" in str(exe.explain())
+    assert gpu.kept() == []
+
+
+def test_a_module_is_loaded_once_for_all_threads(gpu: Gpu) -> None:
+    exe = compiled()
+    found: list[Any] = []
+    program = exe._program
+    threads = [Thread(target=lambda: found.append(program._plans())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(plans) for plans in found}) == 3 and gpu.modules == [CODE]
 
 
 @pytest.mark.parametrize("changed", ["text", "nothing"])
