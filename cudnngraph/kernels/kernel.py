@@ -27,6 +27,7 @@ from . import compile as compiler
 from . import patterns
 from .rows import MOST_THREADS
 
+MOST_CODES = 1024  # that are kept, of some 10 KB each
 MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
@@ -142,6 +143,16 @@ def _module(driver: Any, code: bytes, device_index: int) -> Any:
         return _modules[place]
 
 
+def _keep(text: str, capability: int, code: bytes) -> bytes:
+    """Keep the code of a text, for the plans that each further thread has of its own."""
+    with _loading:
+        _codes[text, capability] = code
+        while len(_codes) > MOST_CODES:
+            _codes.pop(next(iter(_codes)))
+    return code
+
+
+_codes: dict[tuple[str, int], bytes] = {}
 _modules: dict[tuple[int, bytes], Any] = {}
 _loading = threading.Lock()
 
@@ -187,16 +198,20 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     made = patterns.source(spec, choice, _most_blocks(device_index))
     for each in made.launches:
         _check_launch(each.blocks, each.threads)
+    text = _digest(made.text)
+    code = _codes.get((text, capability))
+    if code is None:
+        code = _keep(text, capability, compiler.cubin(made.text, capability))
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),
-        "text": _digest(made.text),
+        "text": text,
         "generator": generator(),
         "capability": capability,
         "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
         "workspace": made.workspace_bytes,
     }
-    return Kernel(compiler.cubin(made.text, capability), head, choice, device_index)
+    return Kernel(code, head, choice, device_index)
 
 
 def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
@@ -209,7 +224,9 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
             raise ValueError("it is another kernel's")
         if described["capability"] != env.capability(device_index):
             raise ValueError("it is for another GPU")
-        return Kernel(code, described, choice, device_index)
+        made = Kernel(code, described, choice, device_index)
+        _keep(made.text, described["capability"], code)
+        return made
     except (ValueError, KeyError, TypeError) as error:
         raise NotSupported("a compiled kernel", [str(error)]) from None
 

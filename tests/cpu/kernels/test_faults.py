@@ -73,13 +73,19 @@ class Gpu(World):
             CUfunction_attribute=driver_module.CUfunction_attribute,
             cuLaunchKernel=lambda *given: (0,),
         )
-        monkeypatch.setattr(kernel, "_modules", {})
+        forget(monkeypatch)
         monkeypatch.setattr(kernel, "_driver", lambda: driver)
         monkeypatch.setattr(env, "capability", lambda index: 90)
         monkeypatch.setattr(lookup, "load", plans.load)
         monkeypatch.setattr(lookup, "replay", plans.replay)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process know no kernel any more."""
+    for known in ("_modules", "_codes"):
+        monkeypatch.setattr(kernel, known, {})
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def compiled() -> Executable:
 def again(monkeypatch: pytest.MonkeyPatch) -> Executable:
     """The same in another process."""
     monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
-    monkeypatch.setattr(kernel, "_modules", {})
+    forget(monkeypatch)
     return compiled()
 
 
@@ -134,8 +140,15 @@ def test_a_kernel_of_too_many_registers_for_its_threads_is_not_launched(gpu: Gpu
     assert gpu.kept() == []
 
 
-def test_a_module_is_loaded_once_for_all_threads(gpu: Gpu) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_kernel_is_compiled_and_loaded_once_for_all_threads(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
     exe = compiled()
+    if kept:
+        gpu.modules.clear()
+        exe = again(monkeypatch)
+    gpu.compiles = "compiled twice"
     found: list[Any] = []
     program = exe._program
     threads = [Thread(target=lambda: found.append(program._plans())) for _ in range(3)]
