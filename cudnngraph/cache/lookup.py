@@ -357,6 +357,7 @@ def _restore(
         try:
             if parts is not None:
                 made[like] = load(parts[number], step.choice, device_index)
+                _check_generated(made[like], step)
                 plans.append(made[like])
                 how.add("serialized")
                 continue
@@ -364,6 +365,7 @@ def _restore(
             _log.info("step %d of %s is replayed: %s", number, record.id[:16], error)
         try:
             made[like] = replay(step.spec, step.choice, device_index)
+            _check_generated(made[like], step)
             plans.append(made[like])
             how.add("replayed")
         except NotSupported as error:
@@ -374,6 +376,15 @@ def _restore(
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
     selection = Selection(steps, tuple(plans), is_channels_last(record), dense_regions(record))
     return selection, f"{tier}, {detail}", checked
+
+
+def _check_generated(plan: Plan, step: StepPlan) -> None:
+    """Raise :class:`StaleRecord` for a kernel that is generated otherwise by now: what was checked
+    and measured is another one."""
+    if isinstance(plan, kernel.Kernel):
+        why = kernel.why_stale(plan, step.spec, step.workspace_bytes)
+        if why is not None:
+            raise StaleRecord(why)
 
 
 def _verified(

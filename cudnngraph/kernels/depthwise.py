@@ -16,8 +16,8 @@ from .index import Sum, Var, counter
 from .rows import VECTOR_BYTES, Rows, Schedule, reachable, tape_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .source import ARGS, NAME, Source
-from .tape import Depthwise, Index, Read, Refused, Value
-from .write import Code, Writer
+from .tape import Depthwise, Index, Pick, Read, Refused, Value
+from .write import Code, Narrower, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
 THREADS = 256
@@ -73,6 +73,8 @@ def region_of(spec: GraphSpec) -> _Region:
     convs = [value for value in reachable(values) if isinstance(value, Depthwise)]
     if len(convs) != 1:
         raise Refused(f"{len(convs)} depthwise convolutions")
+    if any(isinstance(value, Pick) for value in reachable(values)):
+        raise Refused("a depthwise convolution, and places that are computed")
     (conv,) = convs
     x, taps = conv.operands
     if not isinstance(x, Read) or not isinstance(taps, Read):
@@ -142,7 +144,10 @@ def write(spec: GraphSpec, strips: Strips) -> Source:
         raise Refused(f"{lanes} lanes of channels")
     if strips.vectors and channels // lanes % strips.vectors:
         raise Refused(f"{strips.vectors} vectors of {channels // lanes}")
-    return _Strips(spec, strips, region).source()
+    try:
+        return _Strips(spec, strips, region).source()
+    except Narrower:
+        raise Refused(f"a border of what is joined lies within {lanes} lanes") from None
 
 
 class _Strips(Writer):

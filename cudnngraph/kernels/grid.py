@@ -16,7 +16,7 @@ from .gather import PARTS, Gather, team, whole
 from .index import Sum, Var, place
 from .parts import counted, parts_of, run_of
 from .rows import VECTOR_BYTES, WARP, Rows, Schedule
-from .tape import Index, Join, Refused, Value
+from .tape import Index, Join, Pick, Refused, Value
 from .write import Code, Writer
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
@@ -223,6 +223,13 @@ class GridFunction(Writer):
         """Within a branch nothing is moved before the loop: only there it may be read."""
         moves, self._moves = self._moves, False
         made = super()._joined(value, index)
+        self._moves = moves
+        return made
+
+    def _picked(self, value: Pick, index: Index) -> Code:
+        """The same of what is read at a place that the loop computes."""
+        moves, self._moves = self._moves, False
+        made = super()._picked(value, index)
         self._moves = moves
         return made
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,10 @@ from ..ir import versions
 from ..ir.spec import GraphSpec
 from . import compile as compiler
 from . import patterns
+from .rows import MOST_THREADS
 
+MOST_CODES = 1024  # that are kept, of some 10 KB each
+MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
 BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
 
@@ -43,18 +48,32 @@ class Kernel(Plan):
         driver = _driver()
         with torch.cuda.device(device_index):
             torch.cuda.current_stream()  # the context is there from here on
-            error, self._module = driver.cuModuleLoadData(code)
-            _check(error)
+            self._module = _module(driver, code, device_index)
             self._launches = []
             for name, blocks, threads in head["launches"]:
                 error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
                 _check(error)
+                # It is loaded by this, and not in the middle of a capture.
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+                error, least = driver.cuFuncGetAttribute(most, function)
+                _check(error)
+                _check_launch(int(blocks), int(threads), int(least))
                 self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
 
+    @property
+    def text(self) -> str:
+        """The digest of its text."""
+        return str(self._head.get("text"))
+
+    @property
+    def generator(self) -> str:
+        """The digest of the program that has generated it."""
+        return str(self._head.get("generator", ""))
+
     def __del__(self) -> None:
-        """The module stays with the context: unloading it would wait for the GPU."""
+        """The module stays: see :func:`_module`."""
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
@@ -110,20 +129,89 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _module(driver: Any, code: bytes, device_index: int) -> Any:
+    """The module of a cubin, loaded once for all threads and plans.
+
+    It stays with the context: unloading it would wait for the GPU.
+    """
+    place = device_index, hashlib.sha256(code).digest()
+    with _loading:
+        if place not in _modules:
+            error, module = driver.cuModuleLoadData(code)
+            _check(error)
+            _modules[place] = module
+        return _modules[place]
+
+
+def _keep(text: str, capability: int, code: bytes) -> bytes:
+    """Keep the code of a text, for the plans that each further thread has of its own."""
+    with _loading:
+        _codes[text, capability] = code
+        while len(_codes) > MOST_CODES:
+            _codes.pop(next(iter(_codes)))
+    return code
+
+
+_codes: dict[tuple[str, int], bytes] = {}
+_modules: dict[tuple[int, bytes], Any] = {}
+_loading = threading.Lock()
+
+
+def _check_launch(blocks: int, threads: int, most: int = MOST_THREADS) -> None:
+    """Raise :class:`NotSupported` for what no GPU launches, or not with what a thread needs."""
+    if not 0 < blocks < MOST_BLOCKS or not 0 < threads <= most:
+        why = f"{blocks} blocks of {threads} threads, of which the GPU takes {most}"
+        raise NotSupported("a generated kernel", [why])
+
+
+@cache
+def generator() -> str:
+    """Digest of the program that generates kernels; "" where its files are not to be read."""
+    here = Path(__file__).parent
+    files = [*sorted(here.rglob("*.py")), here.parent / "device" / "rules.py"]
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    except OSError:
+        return ""
+
+
+def why_stale(plan: Kernel, spec: GraphSpec, workspace_bytes: int) -> str | None:
+    """Why a kernel is not the one that this program generates for a region, or None.
+
+    ``workspace_bytes`` are those that the step has for it.
+    """
+    if plan.workspace_bytes > workspace_bytes:
+        return "a kernel that needs more workspace than was kept for it"
+    if plan.generator and plan.generator == generator():
+        return None
+    try:
+        made = patterns.source(spec, plan.choice, _most_blocks(plan.device_index))
+    except NotSupported as error:
+        return error.reasons[0]
+    return None if _digest(made.text) == plan.text else "a kernel of another version's generator"
+
+
 def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
     """Compile and load the kernel of a region. Raises :class:`NotSupported`."""
     refuse_during_capture()
     capability = env.capability(device_index)
     made = patterns.source(spec, choice, _most_blocks(device_index))
+    for each in made.launches:
+        _check_launch(each.blocks, each.threads)
+    text = _digest(made.text)
+    code = _codes.get((text, capability))
+    if code is None:
+        code = _keep(text, capability, compiler.cubin(made.text, capability))
     head = {
         "kernel": versions.LOWERING,
         "choice": str(choice),
-        "text": _digest(made.text),
+        "text": text,
+        "generator": generator(),
         "capability": capability,
         "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
         "workspace": made.workspace_bytes,
     }
-    return Kernel(compiler.cubin(made.text, capability), head, choice, device_index)
+    return Kernel(code, head, choice, device_index)
 
 
 def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
@@ -136,7 +224,9 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
             raise ValueError("it is another kernel's")
         if described["capability"] != env.capability(device_index):
             raise ValueError("it is for another GPU")
-        return Kernel(code, described, choice, device_index)
+        made = Kernel(code, described, choice, device_index)
+        _keep(made.text, described["capability"], code)
+        return made
     except (ValueError, KeyError, TypeError) as error:
         raise NotSupported("a compiled kernel", [str(error)]) from None
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .index import Sum, Var, counter, digits, place
-from .tape import Index, Join, Map, Read, Value, View, broadcast
+from .tape import Index, Join, Map, Pick, Read, Value, View, broadcast
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ def parts_of(value: Value) -> list[Part]:
     index = tuple(counter(name) if name.extent > 1 else Sum() for name in names)
     best: tuple[int, Sum] = (-1, Sum())
     stack: list[tuple[Value, Index]] = [(value, index)]
+    seen: set[tuple[int, Index]] = set()  # what many paths lead to is looked at once
     while stack:
         at, where = stack.pop()
+        if (id(at), where) in seen:
+            continue
+        seen.add((id(at), where))
         if isinstance(at, Read) and at.tensor.numel > best[0]:
             best = at.tensor.numel, place(where, at.tensor.stride)
         elif isinstance(at, Map):
@@ -39,6 +43,8 @@ def parts_of(value: Value) -> list[Part]:
             stack += [] if source is None else [(at.operand, source)]
         elif isinstance(at, Join):
             stack += [(each, where) for each in at.operands]
+        elif isinstance(at, Pick):  # what is picked lies anyhow
+            stack.append((at.operands[1], broadcast(where, at.operands[1].shape)))
     found: list[Part] = []
     for dim, name in enumerate(names):
         terms = sorted(

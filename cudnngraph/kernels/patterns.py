@@ -62,9 +62,15 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
         depthwise_gradient.write(spec, sums)
         return choice_of(sums)
     if depthwise.has_depthwise(spec):
-        strips = depthwise.strips(spec, processors)[0]
-        depthwise.write(spec, strips)
-        return choice_of(strips)
+        refused = Refused("no depthwise convolution")
+        for strips in depthwise.strips(spec, processors):
+            try:
+                depthwise.write(spec, strips)
+            except Refused as reason:
+                refused = reason
+            else:
+                return choice_of(strips)
+        raise refused
     try:
         rows = rows_of(spec)
         tiling = tiles.by_rule(spec, rows, processors)

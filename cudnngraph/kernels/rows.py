@@ -16,7 +16,7 @@ from .index import Sum, Var, counter, digits, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import MEMORY, REGISTER, number
-from .tape import Depthwise, Index, Number, Read, Reduce, Refused, Value, Window, operands_of
+from .tape import Depthwise, Index, Number, Pick, Read, Reduce, Refused, Value, Window, operands_of
 
 WARP = 32
 VECTOR_BYTES = 16
@@ -123,6 +123,8 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
     reductions = [value for value in found if isinstance(value, Reduce)]
     if reductions and any(isinstance(value, Window) for value in found):
         raise Refused("windows and reductions")
+    if {Pick, Window} <= {type(value) for value in found}:
+        raise Refused("windows, and places that are computed")
     widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(found))))
     if not reductions:
         count = max(tensor.numel for tensor in tensors)

@@ -29,6 +29,7 @@ from .grid import (
 )
 from .index import Sum, Var, place, reshaped
 from .rows import (
+    MOST_THREADS,
     VECTOR_BYTES,
     WARP,
     Rows,
@@ -49,6 +50,7 @@ from .stages import (
     put_together,
     reductions_of,
     replaced,
+    rows_inside,
     stage_of,
     widest_read,
 )
@@ -109,6 +111,8 @@ def reduces(spec: GraphSpec) -> bool:
 
 def write(spec: GraphSpec, split: Split) -> Source:
     """The kernel of a region with reductions. Raises :class:`Refused`."""
+    if not 0 < split.threads <= MOST_THREADS or split.threads % WARP:
+        raise Refused(f"a block of {split.threads} threads")
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
     if any(tensor.extent >= MOST_ELEMENTS for tensor in spec.tensors.values()):
@@ -145,7 +149,9 @@ class _Composer:
         while pending:
             waiting = [each for each in pending if reductions_of(each[:1])]
             self._left += [each for each in pending if each not in waiting]
-            pending = self._staged(self._of_groups(groups_of(waiting)))
+            left = self._of_groups(groups_of(waiting))
+            inner = self._of_inner_rows(left)
+            pending = self._staged(left) if inner is None else inner
         if not self._launches:
             raise Refused("nothing is reduced")
         for count in dict.fromkeys(tensor.numel for _, tensor in self._left):
@@ -246,6 +252,28 @@ class _Composer:
                     self._left.remove(each)
             self._add(*made)
         return left
+
+    def _of_inner_rows(self, outputs: Outputs) -> Outputs | None:
+        """A function of rows for what a reduction is of, if that takes several others of its rows.
+
+        Outputs of the same rows go with it. What is left of the outputs, None if there is none.
+        """
+        for reduced in reductions_of([value for value, _ in outputs]):
+            inner = rows_inside(reduced)
+            if not inner:
+                continue
+            operand, before = reduced.operand, self._bytes
+            to = self._new(operand.shape)
+            same = [each for each in outputs if {*map(id, reductions_of(each[:1]))} <= inner]
+            for beside in (same, []) if same else ([],):
+                made = self._of_rows([(operand, to), *beside])
+                if made is not None:
+                    self._add(*made)
+                    left = [each for each in outputs if each not in beside]
+                    return replaced(left, {id(operand): Read(to.shape, to)})
+            del self._held[to.name]
+            self._bytes = before
+        return None
 
     def _sharing(self, values: Sequence[Value]) -> Outputs:
         """The outputs of which nothing is reduced that read a large tensor of other values too."""

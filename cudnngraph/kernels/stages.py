@@ -15,6 +15,7 @@ from .tape import (
     Join,
     Map,
     Mean,
+    Pick,
     Read,
     Reduce,
     Refused,
@@ -54,6 +55,18 @@ def reachable(values: Iterable[Value], until: Iterable[int] = ()) -> list[Value]
 def reductions_of(values: Iterable[Value]) -> list[Reduce]:
     """The reductions among what values are made of."""
     return [value for value in reachable(values) if isinstance(value, Reduce)]
+
+
+def rows_inside(value: Reduce) -> set[int]:
+    """The reductions, by id, that give what another one reads, a number for each of their rows.
+
+    Empty where they do not wait for each other: then one loop may gather several of them.
+    """
+    inner = reductions_of([value.operand])
+    if value.operand.type != "float" or not any(reductions_of([each.operand]) for each in inner):
+        return set()
+    most = max(numel(each.operand.shape) for each in inner)
+    return set(map(id, inner)) if numel(value.operand.shape) < most else set()
 
 
 def largest_reads(values: Iterable[Value]) -> set[TensorSpec]:
@@ -162,6 +175,8 @@ def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
             )
         elif isinstance(each, (Map, Join)):
             made[id(each)] = replace(each, operands=fresh)
+        elif isinstance(each, Pick):
+            made[id(each)] = replace(each, operands=(fresh[0], fresh[1]))
         elif isinstance(each, Squares):
             middle = made[id(each.middle)]
             made[id(each)] = (

@@ -97,6 +97,32 @@ class Join(Value):
 
 
 @dataclass(frozen=True, eq=False)
+class Place(Value):
+    """The index of an element along ``dim``; of extent 1 along the others."""
+
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pick(Value):
+    """An element of each row along ``dim``, which stays with extent 1.
+
+    ``operands`` are the rows, and the index of the element in each; one outside picks any element.
+    """
+
+    operands: tuple[Value, Value]
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Picked(Map):
+    """Zero but at one element of each row along ``dim`` at most, where it is ``one``."""
+
+    one: Value
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
 class Depthwise(Value):
     """A convolution of each channel by taps of its own, or for ``transposed`` its gradient.
 
@@ -125,7 +151,7 @@ class Window(Value):
 
 def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
-    if isinstance(value, (Map, Join, Depthwise, Window)):
+    if isinstance(value, (Map, Join, Pick, Depthwise, Window)):
         return value.operands
     return (value.operand,) if isinstance(value, (Reduce, View)) else ()
 

@@ -386,11 +386,13 @@ class _TileWriter(Writer):
         return made
 
     def _written(self) -> None:
-        """What is written: to memory along the tile, else to shared memory."""
-        for (value, tensor, index), name in zip(
-            self._rows.outputs, self._spec.outputs, strict=True
+        """What is written, behind all that is read: to memory along the tile, else to shared
+        memory."""
+        codes = [self._at(value, index) for value, _, index in self._rows.outputs]
+        for code, (_, tensor, index), name in zip(
+            codes, self._rows.outputs, self._spec.outputs, strict=True
         ):
-            code, at = self._at(value, index), place(index, tensor.stride)
+            at = place(index, tensor.stride)
             if self._other(tensor, at):
                 to = self._slot(self._stage(tensor, at))
                 self._each_lane(f"put({to}, ({REGISTER[tensor.dtype]}){code.text});")

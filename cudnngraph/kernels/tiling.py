@@ -13,7 +13,7 @@ from math import gcd
 from ..ir.spec import GraphSpec, TensorSpec, memory_order
 from .index import Sum, Var, counter, place
 from .rows import SMALL, VECTOR_BYTES, WARP, Rows, Schedule, reachable, rows_of
-from .tape import Index, Join, Read, Refused, Value, View
+from .tape import Index, Join, Pick, Read, Refused, Value, View
 from .write import Writer
 
 SHARED_BYTES = 48 << 10  # of a block, without asking the driver for more
@@ -100,6 +100,8 @@ def ways(spec: GraphSpec, rows: Rows | None = None) -> list[Tiles]:
     rows = rows or rows_of(spec)
     if rows.reductions:
         raise Refused("tiles are for regions without reductions")
+    if any(isinstance(each, Pick) for each in reachable(value for value, *_ in rows.outputs)):
+        raise Refused("tiles of what is read at computed places")
     if max(tensor.extent for tensor in spec.tensors.values()) >= MOST_ELEMENTS:
         raise Refused("tiles of tensors that need an index of 64 bits")
     found: list[Tiles] = []

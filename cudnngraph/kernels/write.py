@@ -17,9 +17,9 @@ from math import gcd
 import torch
 
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .index import Sum, place
+from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
-from .rows import VECTOR_BYTES, Rows, Schedule, narrower, rows_of
+from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
 from .source import ARGS, NAME, Source
 from .tape import (
@@ -27,6 +27,8 @@ from .tape import (
     Join,
     Map,
     Number,
+    Pick,
+    Place,
     Read,
     Reduce,
     Refused,
@@ -50,11 +52,24 @@ def write(
     ``most_blocks`` bounds the blocks that go through one long row; 0 for none.
     """
     rows = rows or rows_of(spec)
+    check(rows, schedule)
     while True:
         try:
             return Writer(spec, schedule, rows, most_blocks).source()
         except Narrower:
             schedule = narrower(rows, schedule)
+
+
+def check(rows: Rows, schedule: Schedule) -> None:
+    """Raise Refused for a schedule that is not one of the rows: a choice may be of another version,
+    which counted them otherwise."""
+    lanes, team, threads = schedule.lanes, schedule.team, schedule.threads
+    if lanes < 1 or rows.inner.extent % lanes:
+        raise Refused(f"{lanes} lanes of rows of {rows.inner.extent}")
+    if not 0 < threads <= MOST_THREADS or threads % WARP:
+        raise Refused(f"a block of {threads} threads")
+    if rows.reductions and team & (team - 1):
+        raise Refused(f"a team of {team} threads")
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,9 @@ class Writer:
         self._once: set[str] | None = set()  # what is computed before all rows; None for nothing
         self._lines: list[str] = []
         self._count = 0
+        self._rows_of: dict[int, dict[int, Sum]] = {}  # how reductions go through their rows
+        self._kept: dict[int, set[Index]] | None = None  # where reductions are asked for
+        self._picks: dict[tuple[int, Index], Var] = {}  # places that are computed
         self._many = bool(rows.reductions)
         self._resident = not self._many or schedule.chunks > 0
         length = schedule.team * schedule.lanes
@@ -182,11 +200,15 @@ class Writer:
 
     def _index_of(self, each: Reduce) -> Index:
         """The index at which the region asks for a reduction: one number of each row."""
-        asked = {key[1] for key in self._asked() if key[0] == id(each)}
+        if self._kept is None:
+            self._kept = {}
+            for id_, index in self._asked():
+                self._kept.setdefault(id_, set()).add(index)
+        asked = self._kept.get(id(each), set())
         if len(asked) != 1:
             raise Refused("a reduction is asked for at several places")
         (index,) = asked
-        if any(self._rows.inner in part.vars() for part in index):
+        if any(part.vars() - {self._rows.row} for part in index):
             raise Refused("a reduction's result is read along a row")
         return index
 
@@ -211,17 +233,29 @@ class Writer:
             return [(value.operand, self._inside(value, index))]
         if isinstance(value, Join):
             return list(zip(value.operands, self._parts(value, index), strict=True))
+        if isinstance(value, Pick):
+            x, at = value.operands
+            return [(x, self._picked_of(value, index)), (at, broadcast(index, at.shape))]
         if isinstance(value, Window):
             raise Refused("places that windows compute")
         return []
 
+    def _picked_of(self, value: Pick, index: Index) -> Index:
+        """The index of the element that is picked, of which one place is computed."""
+        x, _ = value.operands
+        names = self._picks
+        var = names.setdefault((id(value), index), Var(f"at{len(names)}", x.shape[value.dim]))
+        return broadcast((*index[: value.dim], counter(var), *index[value.dim + 1 :]), x.shape)
+
     def _inside(self, each: Reduce, kept: Index) -> Index:
         """The index of what a reduction reads: its row, and along it."""
-        extents = [each.operand.shape[dim] for dim in each.dims]
-        if numel(extents) != self._rows.inner.extent:
-            raise Refused("reductions over rows of several lengths")
-        parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
-        inner = counted(parts, self._rows.inner)
+        inner = self._rows_of.get(id(each))
+        if inner is None:
+            extents = [each.operand.shape[dim] for dim in each.dims]
+            if numel(extents) != self._rows.inner.extent:
+                raise Refused("reductions over rows of several lengths")
+            parts = [part for part in parts_of(each.operand) if part.dim in each.dims]
+            inner = self._rows_of[id(each)] = counted(parts, self._rows.inner)
         return tuple(
             inner.get(dim, Sum()) if dim in each.dims else index for dim, index in enumerate(kept)
         )
@@ -242,9 +276,10 @@ class Writer:
         return found
 
     def _written(self) -> None:
-        """What is written in the last pass."""
-        for value, tensor, index in self._rows.outputs:
-            code = self._at(value, index)
+        """What is written in the last pass, behind all that is read for it: an output may lie over
+        an input of which another one is made."""
+        codes = [self._at(value, index) for value, _, index in self._rows.outputs]
+        for code, (_, tensor, index) in zip(codes, self._rows.outputs, strict=True):
             at = place(index, tensor.stride)
             self._store(tensor, f"p{self._places[tensor.name]}", at, code.text)
 
@@ -297,6 +332,10 @@ class Writer:
             made = self._read(value, index)
         elif isinstance(value, Join):
             made = self._joined(value, index)
+        elif isinstance(value, Pick):
+            made = self._picked(value, index)
+        elif isinstance(value, Place):
+            made = self._placed(value, index)
         elif isinstance(value, Window):
             made = self._windowed(value, index)
         elif isinstance(value, Map):
@@ -377,6 +416,34 @@ class Writer:
             with self._inner(along, first, None if last else borders[number_]):
                 self._assign(made, self._at(operand, part).text)
             self._lines.append("}")
+        return made
+
+    def _picked(self, value: Pick, index: Index) -> Code:
+        """An element at a place that is computed; one outside is the first."""
+        x, place = value.operands
+        at = self._at(place, broadcast(index, place.shape))
+        if at.by == 2 and self._plan.lanes > 1:
+            raise Narrower
+        there = self._picked_of(value, index)
+        var = self._picks[id(value), index]
+        self._names[var] = var.name
+        text = at.text.replace("[j]", "[0]")
+        self._lines.append(
+            f"const u32 {var.name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;"
+        )
+        known = dict(self._known)
+        found = self._at(x, there)
+        self._known = known
+        made = self._declare(value.type, max(at.by, found.by))
+        self._assign(made, found.text)
+        return made
+
+    def _placed(self, value: Place, index: Index) -> Code:
+        """The index itself."""
+        at = index[value.dim]
+        made = self._declare(value.type, self._differs(at))
+        text = self._by_lane(at) if made.by == 2 else at.code(self._names)
+        self._assign(made, f"({value.type})({text})")
         return made
 
     def _windowed(self, value: Window, index: Index) -> Code:

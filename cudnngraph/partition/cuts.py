@@ -30,11 +30,13 @@ def subgraph_of(graph: CutGraph, nodes: Sequence[Node]) -> GraphSpec:
     nodes = [node for node in spec.nodes if node.name in mine]  # one order, whoever asks
     constants = {node.results[0]: node for node in spec.nodes if node.op == "constant"}
     used = dict.fromkeys(name for node in nodes for name in node.operands if name in constants)
-    elsewhere = {
-        name for node in spec.nodes if node.name not in mine for name in node.operands
-    } | set(spec.outputs)
-    made = [name for node in nodes for name in node.results]
-    outputs = [name for name in made if name in elsewhere]
+    given = set(spec.outputs)
+    outputs = [
+        name
+        for node in nodes
+        for name in node.results
+        if name in given or any(each.name not in mine for each in graph.readers.get(name, ()))
+    ]
     label = "_".join(dict.fromkeys(node.op for node in nodes))[:60]
     part = spec.subgraph(label, [*(constants[name] for name in used), *nodes], outputs)
     crossing = {

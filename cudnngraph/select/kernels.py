@@ -14,7 +14,7 @@ from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
 from ..kernels.tape import Refused
-from ..partition.analysis import CutGraph, Group
+from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
 
 MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
@@ -42,7 +42,9 @@ class Kernels:
     def __init__(self, processors: int, why_none: str | None = None) -> None:
         self._processors = processors
         self.why_none = why_none
-        self._known: dict[tuple[str, ...], Choice | str] = {}
+        # Nodes of one name may be others in another graph, such as one with channels last.
+        self._known: dict[tuple[int, tuple[str, ...]], Choice | str] = {}
+        self._graphs: dict[int, CutGraph] = {}  # those that are known, so that ids stay theirs
 
     @classmethod
     def on(cls, device_index: int) -> Kernels:
@@ -51,7 +53,8 @@ class Kernels:
 
     def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
         """The choice by rule for a region, or why it is no kernel."""
-        place = tuple(node.name for node in nodes)
+        self._graphs[id(graph)] = graph
+        place = id(graph), tuple(node.name for node in nodes)
         if place not in self._known:
             self._known[place] = self._chosen(graph, nodes)
         return self._known[place]
@@ -68,7 +71,7 @@ class Kernels:
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
-        if self.why_none is not None:
+        if self.why_none is not None or len(compute_nodes(spec.nodes)) > MOST_NODES:
             return []
         try:
             return patterns.choices(spec, self._processors)

@@ -236,7 +236,7 @@ class Search:
         asked: list[tuple[StepSearch, Choice]] = []
         for step in {id(part.step): part.step for part in parts}.values():
             if step.kernels is None and ALIAS not in step.lost:
-                found = self._kernels.choices(step.spec)
+                found = self._kernels.choices(step.spec)[: self._policy.max_candidates]
                 step.kernels = found[1:]
                 asked += [(step, choice) for choice in found[:1]]
         self._try(asked)

@@ -14,7 +14,7 @@ from ...ir.spec import Node, TensorSpec
 from ..scalars import number
 from ..tape import Index, Refused, Value, View
 from .pointwise import Operands
-from .window import window
+from .window import check_products, window
 
 if TYPE_CHECKING:
     from ..window import Steps
@@ -184,6 +184,7 @@ def interpolate_backward(node: Node, operands: Operands, result: TensorSpec) -> 
     """The sum of the gradients of what an element is part of, each by its factor there."""
     (dy,) = operands
     assert dy is not None
+    check_products(result.shape[2:], dy.shape[2:])
     dims = _dims(node, result.shape[2:], dy.shape[2:])
 
     def write(steps: Steps) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir.spec import Node, TensorSpec
-from ..tape import Kind, Value, div, mapped, mean, mul, reduced, reshape, sub
+from ..tape import Kind, Picked, Value, div, mapped, mean, mul, reduced, reshape, sub
 from .pointwise import Operands
 
 
@@ -48,7 +48,9 @@ def log_softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> 
     dy, y = operands
     assert dy is not None and y is not None
     dim = node.attr("dim") % len(y.shape)
-    return (sub(dy, mul(_exp(y), reduced("sum", dy, (dim,)))),)
+    known = isinstance(dy, Picked) and dy.dim == dim
+    total = dy.one if isinstance(dy, Picked) and known else reduced("sum", dy, (dim,))
+    return (sub(dy, mul(_exp(y), total)),)
 
 
 def reduction(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

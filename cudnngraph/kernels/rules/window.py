@@ -152,7 +152,14 @@ def _dims(node: Node, image: Sequence[int], pooled: Sequence[int]) -> list[Dim]:
         found = [Strided(*each) for each in many]
     else:
         found = [Adaptive(*each) for each in zip(image, pooled, strict=True)]
+        check_products(image, pooled)
     return found
+
+
+def check_products(image: Sequence[int], other: Sequence[int]) -> None:
+    """Raise Refused where places of one image, by the size of another, need more than 32 bits."""
+    if any((size + 1) * (count + 1) >= 1 << 32 for size, count in zip(image, other, strict=True)):
+        raise Refused("places that need an index of 64 bits")
 
 
 def window(

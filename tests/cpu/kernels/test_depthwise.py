@@ -117,3 +117,28 @@ def test_what_no_such_kernel_has_is_refused() -> None:
     g.output("y", g.conv(x, w, groups=4))
     with pytest.raises(Refused, match="3 lanes"):
         depthwise.write(g.spec(), Strips(3, 4, 1, 0, 8))
+
+
+@pytest.mark.parametrize("border", [8, 6, 5])
+def test_what_is_joined_behind_it_bounds_the_lanes(border: int) -> None:
+    g = cg.Graph("joined")
+    shape = (2, 16, 5, 6)
+    x = g.input("x", shape, torch.float16, layout="channels_last")
+    parts = [
+        g.input(name, (2, count, 5, 6), torch.float16, layout="channels_last")
+        for name, count in (("a", border), ("b", 16 - border))
+    ]
+    y = g.conv(x, g.input("w", (16, 1, 3, 3), torch.float16), padding=1, groups=16)
+    g.output("y", g.add(y, g.neg(g.concat(parts, 1))))
+    spec = g.spec()
+    if border % 2:
+        with pytest.raises(Refused, match="border"):
+            patterns.by_rule(spec, 132)
+        return
+    choice = patterns.by_rule(spec, 132)
+    assert border % dict(choice.knobs)["lanes"] == 0
+    inputs = random_inputs(spec, torch.device("cpu"))
+    out = spec.tensors["y"].empty("cpu")
+    host_kernels.run(patterns.source(spec, choice), [*inputs, out])
+    (want,) = reference.run(spec, inputs, torch.float64)
+    assert numerics.relative_error(out, want) < numerics.BOUNDS["float16"]

@@ -6,12 +6,15 @@ The GPU is stood in for: what compiles and what loads is set by each test.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import driver as driver_module
 
 import cudnngraph as cg
 from cudnngraph.backend import env
@@ -21,7 +24,8 @@ from cudnngraph.errors import NotSupported
 from cudnngraph.executor import plans
 from cudnngraph.ir import versions
 from cudnngraph.kernels import compile as compiler
-from cudnngraph.kernels import kernel
+from cudnngraph.kernels import kernel, patterns
+from cudnngraph.kernels.source import Source
 from cudnngraph.runtime.executable import Executable
 from cudnngraph.runtime.process import PROCESS
 from plans_cache.record import from_json
@@ -41,6 +45,7 @@ class Gpu(World):
         self.why_none: str | None = None
         self.compiles: str | None = None  # why not
         self.loads = 0  # the driver's error
+        self.most_threads = 1024  # that a kernel's registers are enough for
         self.modules: list[bytes] = []
 
     def cubin(self, text: str, capability: int) -> bytes:
@@ -64,14 +69,23 @@ class Gpu(World):
         driver = SimpleNamespace(
             cuModuleLoadData=self.module,
             cuModuleGetFunction=lambda module, name: (0, object()),
+            cuFuncGetAttribute=lambda attribute, function: (0, self.most_threads),
+            CUfunction_attribute=driver_module.CUfunction_attribute,
             cuLaunchKernel=lambda *given: (0,),
         )
+        forget(monkeypatch)
         monkeypatch.setattr(kernel, "_driver", lambda: driver)
         monkeypatch.setattr(env, "capability", lambda index: 90)
         monkeypatch.setattr(lookup, "load", plans.load)
         monkeypatch.setattr(lookup, "replay", plans.replay)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process know no kernel any more."""
+    for known in ("_modules", "_codes"):
+        monkeypatch.setattr(kernel, known, {})
 
 
 @pytest.fixture
@@ -92,6 +106,7 @@ def compiled() -> Executable:
 def again(monkeypatch: pytest.MonkeyPatch) -> Executable:
     """The same in another process."""
     monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
+    forget(monkeypatch)
     return compiled()
 
 
@@ -115,6 +130,64 @@ def test_a_kept_kernel_is_loaded_and_not_compiled(
     gpu.compiles = "compiled twice"
     assert kinds(again(monkeypatch)) == ["kernel"]
     assert gpu.modules == [CODE, CODE]
+
+
+def test_a_kernel_of_too_many_registers_for_its_threads_is_not_launched(gpu: Gpu) -> None:
+    gpu.most_threads = 32
+    exe = compiled()
+    assert set(kinds(exe)) == {"torch"}
+    assert "of which the GPU takes 32" in str(exe.explain())
+    assert gpu.kept() == []
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_kernel_is_compiled_and_loaded_once_for_all_threads(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    exe = compiled()
+    if kept:
+        gpu.modules.clear()
+        exe = again(monkeypatch)
+    gpu.compiles = "compiled twice"
+    found: list[Any] = []
+    program = exe._program
+    threads = [Thread(target=lambda: found.append(program._plans())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(plans) for plans in found}) == 3 and gpu.modules == [CODE]
+
+
+@pytest.mark.parametrize("changed", ["text", "nothing"])
+def test_a_kept_kernel_of_another_generator_is_made_anew(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """If its text is another one; else it is kept."""
+    compiled()
+    assert len(kernel.generator()) == 64
+    monkeypatch.setattr(kernel, "generator", lambda: "another")
+    source = patterns.source
+
+    def other(*given: Any) -> Source:
+        made = source(*given)
+        if changed == "text":
+            return replace(made, text=made.text + "// another")
+        return made
+
+    monkeypatch.setattr(patterns, "source", other)
+    assert kinds(again(monkeypatch)) == ["kernel"]
+    misses = cg.cache_stats().misses
+    assert misses == ({"absent": 1} if changed == "nothing" else {"absent": 1, "stale": 1})
+
+
+def test_a_kernel_that_needs_more_workspace_than_its_step_has_is_stale(gpu: Gpu) -> None:
+    exe = compiled()
+    (step,), (plan,) = exe._program.steps, exe._program._plans()
+    assert step.choice is not None and isinstance(plan, kernel.Kernel)
+    assert kernel.why_stale(plan, step.spec, plan.workspace_bytes) is None
+    plan.workspace_bytes += 256
+    assert "workspace" in str(kernel.why_stale(plan, step.spec, plan.workspace_bytes - 256))
 
 
 def test_without_nvrtc_torch_runs_the_steps_and_explain_says_why(gpu: Gpu) -> None:

@@ -290,6 +290,16 @@ def test_an_empty_tensor_is_no_kernel() -> None:
         rows_of(g.spec())
 
 
+def test_a_schedule_of_other_rows_is_refused() -> None:
+    """It would read beside them: a kept choice may be of a version that counted otherwise."""
+    g = cg.Graph("rows")
+    g.output("y", g.softmax(g.input("x", (4, 12), F32), 1))
+    wrong = [Schedule(8, 32), Schedule(4, 48), Schedule(4, 96), Schedule(4, 1024, 2)]
+    for schedule in wrong:
+        with pytest.raises(Refused):
+            write(g.spec(), schedule)
+
+
 # -- more elements than 32 bits count --------------------------------------------------------------
 
 

@@ -270,3 +270,30 @@ def test_windows_beside_reductions_are_refused() -> None:
     g.output("y", g.max_pool(x, 2).softmax(-1))
     with pytest.raises(Refused, match="windows and reductions"):
         patterns.by_rule(g.spec(), 132)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_signals_whose_places_32_bits_do_not_count(long: bool) -> None:
+    """A place of the one times the length of the other is over 2^32."""
+    sizes = (480_000, 100_003) if long else (4800, 1003)
+
+    def pool(g: cg.Graph) -> cg.Value:
+        x = g.input("x", (1, 1, 1, sizes[0]), torch.float32)
+        return g.adaptive_avg_pool(x, (1, sizes[1]))
+
+    def pool_backward(g: cg.Graph) -> cg.Value:
+        dy = g.input("dy", (1, 1, 1, sizes[1]), torch.float32)
+        return g.adaptive_avg_pool_backward(dy, (1, sizes[1]), input_size=(1, sizes[0]))
+
+    def interpolate_backward(g: cg.Graph) -> cg.Value:
+        dy = g.input("dy", (1, 1, 1, sizes[0]), torch.float32)
+        return g.interpolate_backward(dy, size=(1, sizes[0]), input_size=(1, sizes[1]))
+
+    for made in (pool, pool_backward, interpolate_backward):
+        g = cg.Graph("signal")
+        g.output("y", made(g))
+        if not long:
+            check(g.spec())
+            continue
+        with pytest.raises(Refused, match="64 bits"):
+            patterns.by_rule(g.spec(), 132)

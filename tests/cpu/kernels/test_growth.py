@@ -1,0 +1,96 @@
+"""Regions that grow into kernels: in what time, and each by its own graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+import cudnngraph as cg
+from cudnngraph.backend.plan import Choice
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import patterns
+from cudnngraph.partition.analysis import CutGraph, compute_nodes
+from cudnngraph.select import search as search_module
+from cudnngraph.select.kernels import Kernels
+from cudnngraph.select.search import Search
+from tests import generated
+
+SLOW_S = 10.0  # several times what it takes beside other tests
+
+
+def norms(count: int) -> GraphSpec:
+    """Norms with a gate and a residual: each reads what the one before makes in three ways."""
+    g = cg.Graph("norms")
+    x, weight = g.input("x", (64, 256), torch.float16), g.input("w", (256,), torch.float16)
+    for _ in range(count):
+        x = g.add(x, g.silu(g.rms_norm(x, weight)))
+    g.output("y", x)
+    return g.spec()
+
+
+def test_what_many_paths_lead_to_is_looked_at_once() -> None:
+    """As many paths as 2 to the number of norms."""
+    start = time.perf_counter()
+    patterns.by_rule(norms(21), 132)
+    assert time.perf_counter() - start < SLOW_S
+
+
+def test_500_ops_grow_into_kernels_in_no_time() -> None:
+    start = time.perf_counter()
+    steps = generated.selection(norms(166), 132).steps
+    assert {step.kind for step in steps} == {"kernel"} and len(steps) < 20
+    assert time.perf_counter() - start < SLOW_S
+
+
+def test_nodes_of_one_name_in_two_graphs_are_two_regions() -> None:
+    kernels = Kernels(132)
+    for dtype, kind in ((torch.float16, Choice), (torch.float64, str)):
+        g = cg.Graph("softmax")
+        g.output("y", g.softmax(g.input("x", (8, 32), dtype), 1))
+        graph = CutGraph(g.spec())
+        assert isinstance(kernels.choice(graph, compute_nodes(graph.spec.nodes)), kind)
+
+
+# -- by measurement --------------------------------------------------------------------------------
+
+
+class Bench:
+    """Kernels of which none can be had, each after so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.asked: list[list[Choice]] = []
+        monkeypatch.setattr(search_module.time, "perf_counter", lambda: self.now)
+
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[str]:
+        self.asked.append([choice for _, choice in parts])
+        self.now += self.seconds * len(parts)
+        return ["it cannot be had"] * len(parts)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_the_budget_bounds_the_schedules_that_are_measured(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = cg.Graph("two")
+    y = g.softmax(g.input("x", (64, 256), torch.float16), 1)
+    g.output("y", g.rms_norm(y, g.input("w", (256,), torch.float16)))
+    graph = CutGraph(g.spec())
+    bench = Bench(monkeypatch, seconds)
+    search = Search(cg.Policy(budget_s=2.0), cast(Any, bench), Kernels(132))
+    whole = search.part(graph, compute_nodes(graph.spec.nodes))
+    search.try_kernels(search.order, 4.0)
+    first, *others = bench.asked
+    assert len(first) == len({id(part.step) for part in search.order}) == 3
+    assert len(others) == (1 if seconds else 3)
+    late = [each for each in search.order[-1].step.lost if "budget of 2 s" in each.reason]
+    assert bool(late) == bool(seconds) and len(whole.step.lost) == 1 + len(others[0])
+
+
+def test_a_region_of_too_many_ops_has_no_kernel() -> None:
+    kernels = Kernels(132)
+    assert kernels.choices(norms(21)) and not kernels.choices(norms(22))
