@@ -40,7 +40,7 @@ from .rows import (
     schedule_for,
     tape_of,
 )
-from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .scalars import FUNCTIONS, MEMORY, PRELUDE, TEAM
 from .source import ARGS, NAME, Launch, Source
 from .stages import (
     Outputs,
@@ -55,7 +55,7 @@ from .stages import (
     widest_read,
 )
 from .tape import Index, Read, Refused, Value, Window
-from .write import TEAM, Narrower, Writer
+from .write import Narrower, Writer
 
 THREADS = 256  # of a block
 MOST_LAUNCHES = 8

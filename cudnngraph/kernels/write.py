@@ -20,7 +20,7 @@ from ..ir.spec import GraphSpec, TensorSpec, numel
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
-from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, number
+from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, TEAM, number
 from .source import ARGS, NAME, Source
 from .tape import (
     Index,
@@ -488,25 +488,3 @@ class Writer:
                 + convert.format(f"{vector}.at[j - {start}]"),
                 f"{guard}store<{wide}>({pointer} + ({(at + start).code(self._names)}), {vector});",
             ]
-
-
-#: Reductions over the threads of a team, in the same order at every run.
-TEAM = r"""
-struct Add { static D_ float of(float a, float b) { return a + b; } };
-struct Larger { static D_ float of(float a, float b) { return larger(a, b); } };
-struct Smaller { static D_ float of(float a, float b) { return smaller(a, b); } };
-template <class F, int T> static D_ float team(float x) {
-#pragma unroll
-  for (int at = (T < 32 ? T : 32) / 2; at; at /= 2) x = F::of(x, __shfl_xor_sync(~0u, x, at));
-  if (T > 32) {
-    __shared__ float parts[32];
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = parts[threadIdx.x / T * (T / 32) + threadIdx.x % (T > 32 ? T / 32 : 1)];
-#pragma unroll
-    for (int at = T / 64; at; at /= 2) x = F::of(x, __shfl_xor_sync(~0u, x, at));
-  }
-  return x;
-}
-""".replace("D_", "__device__ __forceinline__")

@@ -251,12 +251,12 @@ class Search:
             (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
             if isinstance(time_us, str):
                 step.lost.append(Decision(str(choice), False, time_us, choice))
-                continue
-            step.add(Variant(0, plan, choice, plan.workspace_bytes, time_us))
+            else:
+                step.add(Variant(0, plan, choice, plan.workspace_bytes, time_us))
 
     def advance(self, step: StepSearch, *, first: bool = False) -> bool:
-        """Build and time what comes next: the next candidate of cuDNN's, or all schedules of the
-        generated kernel, unless it is the ``first`` time. False when there is none left to try."""
+        """Build and time the next candidate of cuDNN's, or all schedules of the generated kernel
+        but for the ``first`` time; False when there is none left to try."""
         if step.kernels and not first:
             asked, step.kernels = step.kernels, []
             self._try([(step, choice) for choice in asked])

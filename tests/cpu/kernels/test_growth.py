@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, cast
 
-import pytest
 import torch
 
 import cudnngraph as cg
@@ -14,9 +11,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
-from cudnngraph.select import search as search_module
 from cudnngraph.select.kernels import Kernels
-from cudnngraph.select.search import Search
 from tests import generated
 
 SLOW_S = 10.0  # several times what it takes beside other tests
@@ -56,39 +51,6 @@ def test_nodes_of_one_name_in_two_graphs_are_two_regions() -> None:
 
 
 # -- by measurement --------------------------------------------------------------------------------
-
-
-class Bench:
-    """Kernels of which none can be had, each after so many seconds."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self.seconds, self.now = seconds, 0.0
-        self.asked: list[list[Choice]] = []
-        monkeypatch.setattr(search_module.time, "perf_counter", lambda: self.now)
-
-    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[str]:
-        self.asked.append([choice for _, choice in parts])
-        self.now += self.seconds * len(parts)
-        return ["it cannot be had"] * len(parts)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_the_budget_bounds_the_schedules_that_are_measured(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    g = cg.Graph("two")
-    y = g.softmax(g.input("x", (64, 256), torch.float16), 1)
-    g.output("y", g.rms_norm(y, g.input("w", (256,), torch.float16)))
-    graph = CutGraph(g.spec())
-    bench = Bench(monkeypatch, seconds)
-    search = Search(cg.Policy(budget_s=2.0), cast(Any, bench), Kernels(132))
-    whole = search.part(graph, compute_nodes(graph.spec.nodes))
-    search.try_kernels(search.order, 4.0)
-    first, *others = bench.asked
-    assert len(first) == len({id(part.step) for part in search.order}) == 3
-    assert len(others) == (1 if seconds else 3)
-    late = [each for each in search.order[-1].step.lost if "budget of 2 s" in each.reason]
-    assert bool(late) == bool(seconds) and len(whole.step.lost) == 1 + len(others[0])
 
 
 def test_a_region_of_too_many_ops_has_no_kernel() -> None:
