@@ -7,6 +7,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from ..kernels import kernel, patterns
 from ..kernels.tape import Refused
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
+
+_log = logging.getLogger(__name__)
 
 MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
 
@@ -68,6 +71,9 @@ class Kernels:
             return patterns.by_rule(subgraph_of(graph, nodes), self._processors)
         except Refused as reason:
             return str(reason)
+        except Exception as error:  # of a rule that never saw such a graph: torch runs it then
+            _log.warning("no kernel is generated for a region: %s: %s", type(error).__name__, error)
+            return f"the generator fails: {type(error).__name__}: {error}"
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
@@ -75,7 +81,9 @@ class Kernels:
             return []
         try:
             return patterns.choices(spec, self._processors)
-        except Refused:
+        except Exception as error:
+            if not isinstance(error, Refused):
+                _log.warning("no kernel is generated for '%s': %r", spec.name, error)
             return []
 
 

@@ -245,14 +245,13 @@ class Search:
         """Build, check and time generated kernels, several at a time."""
         built = self._bench.kernels([(step.spec, choice) for step, choice in asked])
         for (step, choice), plan in zip(asked, built, strict=True):
-            if isinstance(plan, str):
-                step.lost.append(Decision(str(choice), False, plan, choice))
-                continue
-            (time_us,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
-            if isinstance(time_us, str):
-                step.lost.append(Decision(str(choice), False, time_us, choice))
+            took: float | str = plan if isinstance(plan, str) else 0.0
+            if not isinstance(plan, str):
+                (took,) = self._bench.times_us(step.spec, [plan], QUICK_ROUNDS)
+            if isinstance(plan, str) or isinstance(took, str):
+                step.lost.append(Decision(str(choice), False, str(took), choice))
             else:
-                step.add(Variant(0, plan, choice, plan.workspace_bytes, time_us))
+                step.add(Variant(0, plan, choice, plan.workspace_bytes, took))
 
     def advance(self, step: StepSearch, *, first: bool = False) -> bool:
         """Build and time the next candidate of cuDNN's, or all schedules of the generated kernel

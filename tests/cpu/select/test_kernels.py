@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 import cudnngraph as cg
 from cudnngraph.backend.plan import KERNEL, Choice
 from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.kernels import patterns
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune, heuristic
 from cudnngraph.select.decision import NO_KERNELS, Selection
@@ -211,3 +214,17 @@ def test_why_there_is_no_kernel_is_told() -> None:
 def test_a_choice_is_accepted_with_its_plan() -> None:
     decision = of(chosen(scores()), KERNEL)
     assert decision.accepted and decision.reason == heuristic.BETWEEN
+
+
+def test_a_fault_of_the_generator_leaves_the_op_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(spec: GraphSpec, processors: int) -> Choice:
+        raise KeyError("a rule")
+
+    monkeypatch.setattr(patterns, "by_rule", fails)
+    selection = chosen(scores())
+    assert [step.kind for step in selection.steps] == ["torch", "torch"]
+    assert "the generator fails: KeyError: 'a rule'" in reasons(selection)
+    assert Kernels(132).choices(scores()) == []
+    assert "no kernel is generated for 'scores'" in caplog.text
