@@ -64,7 +64,10 @@ def random_inputs(
     for node in spec.nodes:
         classes = given.get(by_port(node).get("target") or "")
         if classes is not None:
-            classes.zero_()  # there is a class 0 in any case
+            shapes = [spec.tensors[name].shape for name in (*node.operands, *node.results)]
+            count = next(each for each in shapes if len(each) == classes.dim() + 1)[:2][-1]
+            drawn = torch.randint(count, classes.shape, generator=generator, device=device)
+            classes.copy_(drawn)
         scale = node.inputs[1] if node.op == "quantize" else None
         if scale is not None and scale in given:
             given[scale].abs_().add_(0.5)

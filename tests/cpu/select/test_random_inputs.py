@@ -210,3 +210,17 @@ def test_what_is_repeated_is_stored_once() -> None:
     made = strided(declared, values, CPU)
     assert made.stride() == (5, 0, 1)
     assert torch.equal(made, values[:, :1].half().expand(3, 4, 5))
+
+
+@pytest.mark.parametrize("shape", [(64, 5), (2, 5, 6, 7)])
+def test_targets_are_of_all_classes(shape: tuple[int, ...]) -> None:
+    g = cg.Graph("loss")
+    x = g.input("x", shape, torch.float32)
+    target = g.input("t", (shape[0], *shape[2:]), torch.int64)
+    g.output("y", g.nll_loss(g.log_softmax(x, 1), target))
+    spec = g.spec()
+    backward = cg.differentiate(spec, ["x"]).backward
+    for each in (spec, backward):
+        given = dict(zip(each.inputs, random_inputs(each, torch.device("cpu")), strict=True))
+        (classes,) = (v for v in given.values() if v.dtype == torch.int64)
+        assert set(classes.flatten().tolist()) == set(range(5))
