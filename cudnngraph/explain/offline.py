@@ -323,7 +323,9 @@ def explain(
     driver = libraries.load_driver().usable
     walk = _Walk(target, resolved, driver)
     with planning_for(target_capability(target)):
-        kernels = Kernels(target_processors(target)) if resolved.kernels else None
+        capability = target_capability(target)
+        regions = Kernels(target_processors(target), capability=capability)
+        kernels = regions if resolved.kernels else None
         selection = heuristic.heuristic(spec, resolved, walk.build, kernels, walk.generate)
         steps = tuple(walk.step(step) for step in selection.steps)
     return Explanation(

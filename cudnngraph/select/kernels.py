@@ -11,15 +11,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..backend import env
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
 from ..kernels.tape import Refused
+from ..ops.base import FP8
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
 
 _log = logging.getLogger(__name__)
 
+FP8_SINCE = 89  # the compute capability from which on a GPU converts FP8
 MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
 
 
@@ -37,13 +40,16 @@ class Item:
 
 
 class Kernels:
-    """Which regions are kernels on a GPU with so many processors.
+    """Which regions are kernels on a GPU with so many processors, of a compute capability as 90.
 
     ``why_none`` says why none can be generated at all.
     """
 
-    def __init__(self, processors: int, why_none: str | None = None) -> None:
+    def __init__(
+        self, processors: int, why_none: str | None = None, *, capability: int = FP8_SINCE
+    ) -> None:
         self._processors = processors
+        self._capability = capability
         self.why_none = why_none
         # Nodes of one name may be others in another graph, such as one with channels last.
         self._known: dict[tuple[int, tuple[str, ...]], Choice | str] = {}
@@ -52,7 +58,8 @@ class Kernels:
     @classmethod
     def on(cls, device_index: int) -> Kernels:
         """Those of a GPU of this machine."""
-        return cls(kernel.processors(device_index), kernel.why_none())
+        capability = env.capability(device_index)
+        return cls(kernel.processors(device_index), kernel.why_none(), capability=capability)
 
     def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
         """The choice by rule for a region, or why it is no kernel."""
@@ -68,7 +75,7 @@ class Kernels:
         if len(nodes) > MOST_NODES:
             return "a region of too many ops"
         try:
-            return patterns.by_rule(subgraph_of(graph, nodes), self._processors)
+            return patterns.by_rule(self._allowed(subgraph_of(graph, nodes)), self._processors)
         except Refused as reason:
             return str(reason)
         except Exception as error:  # of a rule that never saw such a graph: torch runs it then
@@ -80,11 +87,19 @@ class Kernels:
         if self.why_none is not None or len(compute_nodes(spec.nodes)) > MOST_NODES:
             return []
         try:
-            return patterns.choices(spec, self._processors)
+            return patterns.choices(self._allowed(spec), self._processors)
         except Exception as error:
             if not isinstance(error, Refused):
                 _log.warning("no kernel is generated for '%s': %r", spec.name, error)
             return []
+
+    def _allowed(self, spec: GraphSpec) -> GraphSpec:
+        """A region that the GPU has instructions for. Raises :class:`Refused`."""
+        if self._capability < FP8_SINCE:
+            wide = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+            if any(tensor.dtype in FP8 for tensor in wide):
+                raise Refused("numbers of FP8 take a GPU of compute capability 8.9")
+        return spec
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.plan import KERNEL, Choice
@@ -19,6 +20,7 @@ from tests.searches import (
     CONV,
     EPILOGUE,
     F16,
+    F32,
     POLICY,
     WHOLE,
     Bench,
@@ -228,3 +230,13 @@ def test_a_fault_of_the_generator_leaves_the_op_to_torch(
     assert "the generator fails: KeyError: 'a rule'" in reasons(selection)
     assert Kernels(132).choices(scores()) == []
     assert "no kernel is generated for 'scores'" in caplog.text
+
+
+@pytest.mark.parametrize("capability", [86, 89, 90])
+def test_fp8_takes_a_gpu_that_has_it(capability: int) -> None:
+    g = cg.Graph("eight")
+    g.output("y", g.dequantize(g.input("x", (64,), torch.float8_e4m3fn), g.input("s", (1,), F32)))
+    selection = chosen(g.spec(), kernels=Kernels(132, capability=capability))
+    assert [step.kind for step in selection.steps] == ["torch" if capability < 89 else "kernel"]
+    said = "numbers of FP8 take a GPU of compute capability 8.9" in reasons(selection)
+    assert said == (capability < 89)
