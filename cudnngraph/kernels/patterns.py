@@ -12,8 +12,9 @@ from contextlib import suppress
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, depthwise_gradient, split, tap_sums, tiles
+from . import depthwise, depthwise_gradient, pieces, split, tap_sums, tiles
 from .depthwise import Strips
+from .pieces import Pieces
 from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
 from .source import Source
 from .split import Split
@@ -22,13 +23,14 @@ from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import write
 
-Pattern = Schedule | Split | Tiling | Strips | TapSums
+Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Schedule: ("lanes", "team", "rows", "chunks"),
     Split: ("threads", "blocks", "columns"),
     Tiling: ("lanes", "along", "across", "threads"),
+    Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
@@ -71,6 +73,11 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
             else:
                 return choice_of(strips)
         raise refused
+    if len(pieces.pieces_of(spec)) > 1:
+        with suppress(Refused):
+            several = pieces.schedules(processors)[0]
+            pieces.write(spec, several)
+            return choice_of(several)
     try:
         rows = rows_of(spec)
         tiling = tiles.by_rule(spec, rows, processors)
@@ -96,6 +103,8 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
+    if isinstance(schedule_of(next(iter(found))), Pieces):
+        found |= dict.fromkeys(map(choice_of, pieces.schedules(processors)))
     with suppress(Refused):
         rows = rows_of(spec)
         with suppress(Refused):
@@ -118,6 +127,8 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
             return depthwise.write(spec, schedule)
         if isinstance(schedule, TapSums):
             return depthwise_gradient.write(spec, schedule)
+        if isinstance(schedule, Pieces):
+            return pieces.write(spec, schedule)
         if isinstance(schedule, Split):
             return split.write(spec, schedule)
         if isinstance(schedule, Tiling):

@@ -14,6 +14,7 @@ from ..backend.candidates import Outcome
 from ..backend.plan import Choice, Plan
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
+from ..kernels.pieces import apart
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import cuts, subgraph_of
 from ..partition.regions import regions
@@ -107,7 +108,10 @@ class _Cut:
         for number, group in enumerate(parts):
             self._resolve(group, whole if number == 0 else ())
         if not parts:
-            self._resolve(compute_nodes(graph.spec.nodes), ())
+            whole_graph = compute_nodes(graph.spec.nodes)
+            groups = apart(whole_graph, graph.spec.tensors) if self._kernels else [whole_graph]
+            for group in groups:
+                self._resolve(group, ())
         if self._kernels is not None:
             self._generate(self._kernels)
         steps = [self._found[item.nodes] for item in self._items]

@@ -15,6 +15,7 @@ from ..backend import env
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
+from ..kernels.pieces import MOST_TENSORS, apart
 from ..kernels.tape import Refused
 from ..ops.base import FP8
 from ..partition.analysis import CutGraph, Group, compute_nodes
@@ -72,7 +73,7 @@ class Kernels:
     def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
         if self.why_none is not None:
             return self.why_none
-        if len(nodes) > MOST_NODES:
+        if len(nodes) > MOST_NODES and _most(nodes, graph.spec) > MOST_NODES:
             return "a region of too many ops"
         try:
             return patterns.by_rule(self._allowed(subgraph_of(graph, nodes)), self._processors)
@@ -84,7 +85,10 @@ class Kernels:
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
-        if self.why_none is not None or len(compute_nodes(spec.nodes)) > MOST_NODES:
+        nodes = compute_nodes(spec.nodes)
+        if self.why_none is not None:
+            return []
+        if len(nodes) > MOST_NODES and _most(nodes, spec) > MOST_NODES:
             return []
         try:
             return patterns.choices(self._allowed(spec), self._processors)
@@ -100,6 +104,11 @@ class Kernels:
             if any(tensor.dtype in FP8 for tensor in wide):
                 raise Refused("numbers of FP8 take a GPU of compute capability 8.9")
         return spec
+
+
+def _most(nodes: Group, spec: GraphSpec) -> int:
+    """The ops of the largest of the groups that have nothing to do with each other."""
+    return max(len(group) for group in apart(nodes, spec.tensors))
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
@@ -122,7 +131,42 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
                     home |= dict.fromkeys(joined.names, joined)
                     changed = True
                     break
-    return _in_order(order)
+    return _in_order(_side_by_side(graph, order, kernels))
+
+
+def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
+    """Items of which those that read inputs alone, and that none reads, are one kernel."""
+    inputs = {*graph.spec.inputs, *(n.results[0] for n in graph.spec.nodes if n.op == "constant")}
+    place = {node.name: at for at, node in enumerate(graph.spec.nodes)}
+
+    def alone(item: Item) -> bool:
+        read = {name for node in item.nodes for name in node.operands} - item.names
+        mine = {node.name for node in item.nodes}
+        users = (user for name in item.names for user in graph.readers.get(name, ()))
+        return item.open and read <= inputs and all(user.name in mine for user in users)
+
+    left = list(items)
+    beside = [item for item in items if alone(item)]
+    while len(beside) > 1:
+        together, tensors = [beside.pop(0)], 0
+        while beside:
+            tensors = sum(len(_outside(graph, each)) for each in (*together, beside[0]))
+            if tensors > MOST_TENSORS:
+                break
+            together.append(beside.pop(0))
+        nodes = tuple(
+            sorted((n for each in together for n in each.nodes), key=lambda n: place[n.name])
+        )
+        if len(together) > 1 and isinstance(kernels.choice(graph, nodes), Choice):
+            left[left.index(together[0])] = Item(nodes, open=True)
+            left = [each for each in left if each not in together[1:]]
+    return left
+
+
+def _outside(graph: CutGraph, item: Item) -> set[str]:
+    """The inputs that an item reads, and the outputs that it makes."""
+    names = {name for node in item.nodes for name in (*node.operands, *node.results)}
+    return names & {*graph.spec.inputs, *graph.spec.outputs}
 
 
 def _sources(item: Item, home: dict[str, Item]) -> list[Item]:

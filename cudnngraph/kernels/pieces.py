@@ -1,0 +1,147 @@
+"""Kernels of several regions that have nothing to do with each other, as an optimizer's updates.
+
+Each region is elementwise, and has blocks of its own. Regions that are alike share a function,
+which takes their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from ..ir.spec import GraphSpec, Node, TensorSpec
+from ..partition.analysis import CutGraph, Group, compute_nodes
+from ..partition.cuts import subgraph_of
+from .rows import VECTOR_BYTES, Schedule, rows_of
+from .scalars import FUNCTIONS, MEMORY, PRELUDE
+from .source import ARGS, NAME, Source
+from .tape import Refused
+from .write import Narrower, Writer
+
+MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
+THREADS = 256
+BLOCKS_OF_A_PROCESSOR = 4  # for each region
+_TAKEN = "void* const* const q, const u32 block, const u32 blocks"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A schedule: elements that lie side by side for a thread, threads of a block, and the most
+    blocks of a region."""
+
+    lanes: int
+    threads: int
+    blocks: int
+
+
+def apart(nodes: Sequence[Node], tensors: Mapping[str, TensorSpec]) -> list[Group]:
+    """The nodes in groups of which none reads what another one makes, nor the same data but for
+    single numbers; in the order of the first of each."""
+    home: dict[str, int] = {}  # of a tensor, the group that has to do with it
+    joined: list[int] = []  # of a group, the one that it is part of now
+
+    def root(group: int) -> int:
+        while joined[group] != group:
+            joined[group] = joined[joined[group]]
+            group = joined[group]
+        return group
+
+    mine = {}
+    for node in nodes:
+        read = [name for name in node.operands if tensors[name].numel > 1 or name in home]
+        touched = [*read, *node.results]
+        groups = sorted({root(home[name]) for name in touched if name in home})
+        if not groups:
+            groups = [len(joined)]
+            joined.append(len(joined))
+        for other in groups[1:]:
+            joined[other] = groups[0]
+        home.update(dict.fromkeys(touched, groups[0]))
+        mine[node.name] = groups[0]
+    found: dict[int, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(root(mine[node.name]), []).append(node)
+    return [tuple(group) for group in found.values()]
+
+
+def pieces_of(spec: GraphSpec) -> list[GraphSpec]:
+    """The regions that have nothing to do with each other."""
+    graph = CutGraph(spec)
+    groups = apart(compute_nodes(spec.nodes), spec.tensors)
+    return [subgraph_of(graph, group) for group in groups]
+
+
+def schedules(processors: int) -> list[Pieces]:
+    """Schedules that are worth measuring, the one by rule first."""
+    blocks = BLOCKS_OF_A_PROCESSOR * processors
+    first = Pieces(VECTOR_BYTES // 2, THREADS, blocks)
+    return [
+        first,
+        Pieces(first.lanes // 2, THREADS, blocks),
+        Pieces(first.lanes, THREADS, 4 * blocks),
+        Pieces(first.lanes, 2 * THREADS, blocks),
+    ]
+
+
+def write(spec: GraphSpec, plan: Pieces) -> Source:
+    """The kernel of several regions. Raises :class:`Refused`."""
+    parts = pieces_of(spec)
+    places = {name: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
+    if len(parts) < 2:
+        raise Refused("one region, which is no kernel of pieces")
+    if len(places) > MOST_TENSORS:
+        raise Refused(f"{len(places)} tensors, of which a kernel takes {MOST_TENSORS}")
+    functions: dict[str, str] = {}
+    calls: list[str] = []
+    count = 0
+    for part in parts:
+        body, blocks = _piece(part, plan)
+        name = functions.setdefault(body, f"piece_{len(functions)}")
+        given = ", ".join(f"a.p[{places[each]}]" for each in (*part.inputs, *part.outputs))
+        calls += [
+            f"  if (block < {blocks}u) {{",
+            f"    void* const q[] = {{{given}}};",
+            f"    {name}(q, block, {blocks}u);",
+            "    return;",
+            "  }",
+            f"  block -= {blocks}u;",
+        ]
+        count += blocks
+    head = "static __device__ __noinline__ void"
+    text = "\n".join(
+        [
+            PRELUDE,
+            FUNCTIONS,
+            f"{ARGS} {{ void* p[{len(places)}]; }};",
+            *(f"{head} {name}({_TAKEN}) {{\n{body}}}" for body, name in functions.items()),
+            f'extern "C" __global__ void __launch_bounds__({plan.threads})',
+            f"{NAME}(const __grid_constant__ Args a) {{",
+            "  u32 block = blockIdx.x;",
+            *calls,
+            "}",
+            "",
+        ]
+    )
+    return Source(text, count, plan.threads)
+
+
+def _piece(part: GraphSpec, plan: Pieces) -> tuple[str, int]:
+    """The body of a region's function, and the number of its blocks."""
+    rows = rows_of(part)
+    if rows.reductions:
+        raise Refused("a reduction among regions that have nothing to do with each other")
+    lanes = gcd(rows.lanes, plan.lanes)
+    while True:
+        try:
+            lines, blocks = Writer(part, Schedule(lanes, plan.threads), rows, plan.blocks).lines()
+            break
+        except Narrower:
+            lanes //= 2
+    pointers = [
+        f"{'const ' * (at < len(part.inputs))}{kind}* const p{at} = ({kind}*)q[{at}];"
+        for at, name in enumerate((*part.inputs, *part.outputs))
+        for kind in [MEMORY[part.tensors[name].dtype]]
+    ]
+    body = "".join(f"  {line}\n" for line in (*pointers, *lines))
+    return body.replace("blockIdx.x", "block").replace("gridDim.x", "blocks"), blocks
