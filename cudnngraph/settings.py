@@ -176,8 +176,8 @@ VARIABLES: tuple[Variable, ...] = (
         field="kernels",
         type_text="`0`, `1`",
         default_text="`1`",
-        meaning="`0` generates no kernels for a policy that does not say: what cuDNN has no plan for "
-        "runs as torch ops.",
+        meaning="`0` generates no kernels for a policy that does not say: what cuDNN has no plan "
+        "for runs as torch ops.",
         parse=_flag,
         default=lambda environ: True,
     ),
