@@ -39,6 +39,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
+MOST_NAME = 64  # characters of a function's
 _MAY_BE_0 = ("chunks", "vectors")
 
 
@@ -130,12 +131,18 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
     """
     schedule = schedule_of(choice)
     try:
-        made = _written(spec, schedule, most_blocks)
+        made = _written(spec, schedule, most_blocks).called(_name(spec))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
     if all(spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs):
         return replace(made, text=f"#define {ROUNDED}\n{made.text}")
     return made
+
+
+def _name(spec: GraphSpec) -> str:
+    """A name that says what is computed."""
+    ops = [node.op for node in spec.nodes if node.op not in ("constant", "identity")]
+    return "_".join(["cudnngraph", *dict.fromkeys(ops or ["copy"])])[:MOST_NAME].rstrip("_")
 
 
 def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
