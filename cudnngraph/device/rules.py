@@ -53,6 +53,18 @@ class DeviceRules:
         "how large the mask of joined sequences may be",
         alternative="short sequences apart",
     )
+    sibling_max_multiplications: int = _measured(
+        1 << 31,
+        "multiplications of a product",
+        "how large products of one tensor may be that become one (an estimate)",
+        alternative="each product by itself",
+    )
+    sibling_max_weight_bytes: int = _measured(
+        8 << 20,
+        "bytes of a weight",
+        "how large the weights are that are held a second time, joined (an estimate)",
+        alternative="each product by itself",
+    )
     mask_copy_min_scores: int = _measured(
         1 << 23,
         "attention scores",

@@ -50,6 +50,8 @@ from .export import HasGraph, export, last_line
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
 from .rules.table import RULES
+from .siblings import join_siblings
+from .simplify import simplify
 
 _aten: Any = torch.ops.aten
 
@@ -189,7 +191,10 @@ class Importer:
             if node.op == "call_function" and node.target in ASSERTIONS:
                 node.replace_all_uses_with(None)
                 graph.erase_node(node)
+        simplify(graph)
         graph.eliminate_dead_code()
+        if self.on_gpu:
+            self.constants = join_siblings(graph, self.constants)
         user = {name: place for place, name in enumerate(self.placeholders)}
         results: list[str | tuple[str, Any]] = []
         for node in graph.nodes:

@@ -48,7 +48,7 @@ def of_float32(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def as_a_row(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return as_llama(m, x) * 1.0 + as_llama(Of(weight=m.weight.view(1, 1, -1)), x)
+    return as_llama(m, x) * 1.0 + as_llama(Of(weight=m.weight.view(1, 1, -1)), x + 1)
 
 
 NORMS = {

@@ -1,0 +1,79 @@
+"""What a graph of ATen ops computes twice, or for nothing, is left out before it is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from ..ops import meta
+
+Node = torch.fx.Node
+_NEUTRAL = {"div": 1, "mul": 1, "sub": 0}  # x + 0 is not: of -0 it makes 0
+
+
+def simplify(graph: torch.fx.Graph) -> None:
+    """Leave out, in place, what is computed again from the same operands, and ``x * 1``.
+
+    What the model returns stays: its results are tensors of their own.
+    """
+    seen: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if not _is_pure(node) or any(user.op == "output" for user in node.users):
+            continue
+        same: Node | None = _unchanged(node)
+        if same is None:
+            try:
+                same = seen.setdefault(_computation(node), node)
+            except TypeError:  # an argument that is not hashable
+                continue
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a node gives the same for the same operands, and does nothing else."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    aten = target.namespace == "aten"
+    return aten and not (
+        target._schema.is_mutable or meta.is_random(target, node.args, node.kwargs)
+    )
+
+
+def _computation(node: Node) -> Hashable:
+    """What a node computes, of what; a reshape by its result, whatever it is called."""
+    made = node.meta.get("val")
+    if meta.op_name(node) in meta.RESHAPES and isinstance(made, torch.Tensor):
+        return "reshape", node.args[0], tuple(made.shape), made.dtype
+    return node.target, _key(node.args), _key(node.kwargs)
+
+
+def _key(given: Any) -> Hashable:
+    """Arguments as something hashable; 1, 1.0 and True are apart."""
+    if isinstance(given, (list, tuple)):
+        return type(given).__name__, tuple(map(_key, given))
+    if isinstance(given, dict):
+        return tuple((name, _key(value)) for name, value in sorted(given.items()))
+    hash(given)
+    return type(given), repr(given) if isinstance(given, float) else given
+
+
+def _unchanged(node: Node) -> Node | None:
+    """The operand that a node gives as it is, None where it computes something."""
+    name = meta.op_name(node)
+    if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
+        return None
+    x, number = node.args
+    before = x.meta.get("val") if isinstance(x, Node) else None
+    after = node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return None
+    if type(number) not in (int, float) or number != _NEUTRAL[name]:
+        return None
+    if not before.dtype.is_floating_point or before.dtype != after.dtype:
+        return None
+    return x if before.shape == after.shape else None  # type: ignore[return-value]

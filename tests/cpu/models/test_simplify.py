@@ -1,0 +1,58 @@
+"""What a model computes twice, or for nothing, is computed once, or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cudnngraph.models.convert import import_model
+
+
+class Repeats(nn.Module):
+    """The same activation of the same tensor for each of three uses, and factors of one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(x) @ x + F.silu(x) * 1.0 + F.silu(x) / 1
+        return y - 0 + x.sum() * torch.ones(()).item()
+
+
+class Returns(nn.Module):
+    """Results that are equal, and are tensors of their own."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return F.relu(x), F.relu(x), x * 1
+
+
+class Different(nn.Module):
+    """What looks alike and is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = F.leaky_relu(x, 0.1), F.leaky_relu(x, 0.2)
+        whole = torch.arange(3) * 1.0
+        return torch.cat([a, b]) + whole + F.softmax(x, 0).sum(1) - F.softmax(x, 1).sum(0)
+
+
+def ops(model: nn.Module, x: torch.Tensor) -> list[str]:
+    spec = import_model(model, (x,)).spec
+    assert spec is not None
+    return [node.op for node in spec.nodes]
+
+
+def test_the_same_of_the_same_is_computed_once() -> None:
+    made = ops(Repeats(), torch.randn(3, 3))
+    assert made.count("silu") == 1
+    assert not {"div", "sub"} & set(made)
+
+
+def test_equal_results_stay_two_tensors() -> None:
+    assert ops(Returns(), torch.randn(3)).count("relu") == 2
+
+
+@pytest.mark.parametrize("model", [Repeats(), Different()], ids=lambda m: type(m).__name__)
+def test_a_model_computes_the_same(model: nn.Module) -> None:
+    import cudnngraph as cg
+
+    x = torch.randn(3, 3)
+    assert torch.allclose(cg.fuse(model.eval(), x)(x), model(x), rtol=1e-5, atol=1e-5)
