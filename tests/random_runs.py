@@ -23,6 +23,7 @@ import cudnngraph as cg
 from cudnngraph import settings
 from cudnngraph.backend import env
 from cudnngraph.backend.candidates import UNCHECKED, replay
+from cudnngraph.backend.plan import KERNEL
 from cudnngraph.executor import reference
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.trial import StepTrial
@@ -71,10 +72,12 @@ def work(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, An
     done = set(skip)
     warned = _Warned()
     logging.getLogger("cudnngraph").addHandler(warned)
+    made = _programs()
     loading_s = LOADING_S
     for seed in (seed for seed in case["seeds"] if str(seed) not in done):
         yield str(seed), None
         warned.failures.clear()
+        made.clear()
         limit_s = case["limit_s"] + loading_s
         signal.setitimer(signal.ITIMER_REAL, limit_s)  # ends the process, wherever it is
         loading_s = 0.0
@@ -90,6 +93,9 @@ def work(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str, An
         outcome = verdict.outcome
         if outcome == "right" and warned.failures:
             outcome = f"wrong: {warned.failures[0]}"
+        refused = next((why for program in made for why in _refused_kernels(program)), None)
+        if outcome == "right" and refused:
+            outcome = f"wrong: {refused}"
         yield str(seed), [outcome, verdict.without_digits, time.monotonic() - start]
 
 
@@ -97,14 +103,7 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
     """As :func:`work`, for seeds that were wrong: which of their steps are, each on random data."""
     os.environ["CUDNNGRAPH_CACHE_DIR"] = tempfile.mkdtemp(dir=case["cache"])
     done = set(skip)
-    made: list[Program] = []
-    init = Program.__init__
-
-    def noted(self: Program, *args: Any) -> None:
-        init(self, *args)
-        made.append(self)
-
-    Program.__init__ = noted  # type: ignore[method-assign, assignment]
+    made = _programs()
     for seed in (seed for seed in case["seeds"] if str(seed) not in done):
         yield str(seed), None
         signal.setitimer(signal.ITIMER_REAL, case["limit_s"])
@@ -115,6 +114,29 @@ def diagnose(case: Mapping[str, Any], skip: Sequence[str]) -> Iterator[tuple[str
         cg.cache_clear()
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         yield str(seed), [f"{verdict.outcome}; " + "; ".join(said or ["no step is wrong"]), 0, 0.0]
+
+
+def _programs() -> list[Program]:
+    """A list to which all programs are added that are made from here on."""
+    made: list[Program] = []
+    init = Program.__init__
+
+    def noted(self: Program, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    Program.__init__ = noted  # type: ignore[method-assign, assignment]
+    return made
+
+
+def _refused_kernels(program: Program) -> Iterator[str]:
+    """Yield which generated kernels the checks of plans did not let through, and why."""
+    for step in program.steps:
+        for decision in step.decisions:
+            kernel = decision.choice is not None and decision.choice.engine == KERNEL
+            if kernel and not decision.accepted and step.kind == "torch":
+                ops = " ".join(node.op for node in step.spec.nodes)
+                yield f"a kernel was refused: {decision.choice} of {ops}: {decision.reason}"
 
 
 def _of_steps(program: Program) -> Iterator[str]:

@@ -164,7 +164,8 @@ def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
     lanes = [by_rule.lanes, by_rule.lanes // 2]
     teams = (by_rule.team, by_rule.team // 2, by_rule.team * 2)
     if not rows.reductions:
-        lanes.append(rows.lanes)
+        wide = 2 * rows.lanes  # two vectors of each tensor in flight
+        lanes += [rows.lanes, 0 if rows.inner.extent % wide else wide]
         return [Schedule(many, team) for many in lanes if many for team in teams]
     found = [by_rule]
     for many in filter(None, lanes):
