@@ -42,7 +42,7 @@ def is_copy(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     return not same_layout(source.shape, source.stride, result.stride)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CutGraph:
     """A graph to be cut, with what every cut asks about it."""
 
@@ -96,6 +96,11 @@ class CutGraph:
             for name in node.operands:
                 found.setdefault(name, []).append(node)
         return found
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Where each node stands among the graph's."""
+        return {node.name: at for at, node in enumerate(self.spec.nodes)}
 
     @cached_property
     def producer(self) -> Mapping[str, Node]:

@@ -65,6 +65,15 @@ def _without_workers(error: Unusable) -> None:
         )
 
 
+def _heard(asked: Future[Answer]) -> Answer | None:
+    """What a worker answers; None if there are no workers, or no more."""
+    try:
+        return asked.result()
+    except Unusable as error:
+        _without_workers(error)
+        return None
+
+
 Built = tuple[Plan, tuple[Outcome, ...]]
 
 
@@ -127,26 +136,24 @@ class Builder:
         try:
             if how(self._policy) == "off":
                 return replay(part, choice, self._index)
+            answer = None
             if asked is not None and how(self._policy) == "isolated":
-                try:
-                    answer = asked.result()
-                except Unusable as error:
-                    _without_workers(error)
-                else:
-                    wrong = answer.refused[0] if answer.refused else answer.wrong
-                    if wrong is not None:
-                        if not answer.refused:
-                            self._kept.add(part, self._policy, {choice: wrong})
-                        return wrong
+                answer = _heard(asked)
+            if answer is not None and answer.refused:
+                return answer.refused[0]
+            if answer is None:
+                plan, wrong, off = verification.built(part, self._policy, choice, self._index)
+                plan.verified = None if wrong else Verified.here(self._index, off)
+            else:
+                wrong = answer.wrong
+                if wrong is None:
                     return _from_worker(part, choice, answer, self._index)
-            plan, wrong, error_ = verification.built(part, self._policy, choice, self._index)
         except NotSupported as refusal:
             return refusal.reasons[0]
-        if wrong is not None:
-            self._kept.add(part, self._policy, {choice: wrong})
-            return wrong
-        plan.verified = Verified.here(self._index, error_)
-        return plan
+        if wrong is None:
+            return plan
+        self._kept.add(part, self._policy, {choice: wrong})
+        return wrong
 
     def _submitted(self, part: GraphSpec) -> Future[Answer]:
         rejected = self._kept.of(part, self._policy)
@@ -157,13 +164,10 @@ class Builder:
         if how(self._policy) == "off":
             return build_first(part, self._policy, self._index)
         if how(self._policy) == "isolated":
-            try:
-                asked = self._ahead.pop(digest, None) or self._submitted(part)
-                handles.handle(self._index)  # what this process needs then, while it waits
-                answer = asked.result()
-            except Unusable as error:
-                _without_workers(error)
-            else:
+            asked = self._ahead.pop(digest, None) or self._submitted(part)
+            handles.handle(self._index)  # what this process needs then, while it waits
+            answer = _heard(asked)
+            if answer is not None:
                 return self._taken(part, answer)
         rejected = self._kept.of(part, self._policy)
         found = verification.Checks(part, self._policy, self._index, rejected=rejected).first()
@@ -224,12 +228,9 @@ def _checked(
     spec: GraphSpec, policy: Policy, choice: Choice, device_index: int, kept: Kept
 ) -> tuple[str | None, float | None]:
     if how(policy) == "isolated":
-        try:
-            at_work = workers.on(device_index)
-            answer = at_work.check(spec, policy, choice, gate=kept.gate).result()
-        except Unusable as error:
-            _without_workers(error)
-        else:
+        asked = workers.on(device_index).check(spec, policy, choice, gate=kept.gate)
+        answer = _heard(asked)
+        if answer is not None:
             return (answer.refused[0] if answer.refused else answer.wrong), answer.error
     return verification.check(spec, policy, choice, device_index)
 
@@ -254,10 +255,9 @@ class _Isolated:
 
     def _ranked(self) -> Sequence[Candidate]:
         """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
-        try:
-            answer = workers.on(self._index).rank(self._spec, self._policy, self._rejected).result()
-        except Unusable as error:
-            _without_workers(error)
+        asked = workers.on(self._index).rank(self._spec, self._policy, self._rejected)
+        answer = _heard(asked)
+        if answer is None:
             verification.refuse_ranking(self._spec, self._rejected)
             return self._here().candidates
         self._kept.add(self._spec, self._policy, answer.faults)
@@ -318,10 +318,8 @@ class _Isolated:
         future = self._ahead.pop(choice)
         if len(self._ahead) <= 1:
             self._submit(urgent=True)  # the search is at this step
-        try:
-            answer = future.result()
-        except Unusable as error:
-            _without_workers(error)
+        answer = _heard(future)
+        if answer is None:
             return self._build_here(candidate)
         self._kept.add(self._spec, self._policy, {**wrong_of(answer.outcomes), **answer.faults})
         if answer.faults or answer.refused:

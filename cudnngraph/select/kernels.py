@@ -27,7 +27,7 @@ FP8_SINCE = 89  # the compute capability from which on a GPU converts FP8
 MOST_NODES = 64  # of a region: what is longer takes long to compile and spills registers
 
 
-@dataclass
+@dataclass(eq=False)
 class Item:
     """A step of a cut: its nodes; ``open`` if a kernel may run them, ``free`` if nothing has to."""
 
@@ -53,8 +53,7 @@ class Kernels:
         self._capability = capability
         self.why_none = why_none
         # Nodes of one name may be others in another graph, such as one with channels last.
-        self._known: dict[tuple[int, tuple[str, ...]], Choice | str] = {}
-        self._graphs: dict[int, CutGraph] = {}  # those that are known, so that ids stay theirs
+        self._known: dict[tuple[CutGraph, tuple[str, ...]], Choice | str] = {}
 
     @classmethod
     def on(cls, device_index: int) -> Kernels:
@@ -64,8 +63,7 @@ class Kernels:
 
     def choice(self, graph: CutGraph, nodes: Group) -> Choice | str:
         """The choice by rule for a region, or why it is no kernel."""
-        self._graphs[id(graph)] = graph
-        place = id(graph), tuple(node.name for node in nodes)
+        place = graph, tuple(node.name for node in nodes)
         if place not in self._known:
             self._known[place] = self._chosen(graph, nodes)
         return self._known[place]
@@ -73,9 +71,8 @@ class Kernels:
     def _chosen(self, graph: CutGraph, nodes: Group) -> Choice | str:
         if self.why_none is not None:
             return self.why_none
-        if len(nodes) > MOST_NODES and _most(nodes, graph.spec) > MOST_NODES:
-            return "a region of too many ops"
         try:
+            _check_size(nodes, graph.spec)
             return patterns.by_rule(self._allowed(subgraph_of(graph, nodes)), self._processors)
         except Refused as reason:
             return str(reason)
@@ -85,12 +82,10 @@ class Kernels:
 
     def choices(self, spec: GraphSpec) -> list[Choice]:
         """The choices for a step that are worth measuring, that by rule first; empty for none."""
-        nodes = compute_nodes(spec.nodes)
         if self.why_none is not None:
             return []
-        if len(nodes) > MOST_NODES and _most(nodes, spec) > MOST_NODES:
-            return []
         try:
+            _check_size(compute_nodes(spec.nodes), spec)
             return patterns.choices(self._allowed(spec), self._processors)
         except Exception as error:
             if not isinstance(error, Refused):
@@ -106,9 +101,10 @@ class Kernels:
         return spec
 
 
-def _most(nodes: Group, spec: GraphSpec) -> int:
-    """The ops of the largest of the groups that have nothing to do with each other."""
-    return max(len(group) for group in apart(nodes, spec.tensors))
+def _check_size(nodes: Group, spec: GraphSpec) -> None:
+    """Raise :class:`Refused` where ops that have to do with each other are too many."""
+    if len(nodes) > MOST_NODES < max(len(group) for group in apart(nodes, spec.tensors)):
+        raise Refused("a region of too many ops")
 
 
 def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
@@ -122,7 +118,7 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
             if not item.open or item not in order:
                 continue
             for source in _sources(item, home):
-                joined = _joined(graph, source, item, home, order, kernels)
+                joined = _joined(graph, source, item, home, kernels)
                 if joined is not None:
                     at = order.index(item)
                     gone = [each for each in order if each.names & joined.names]
@@ -137,7 +133,6 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
 def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
     """Items of which those that read inputs alone, and that none reads, are one kernel."""
     inputs = {*graph.spec.inputs, *(n.results[0] for n in graph.spec.nodes if n.op == "constant")}
-    place = {node.name: at for at, node in enumerate(graph.spec.nodes)}
 
     def alone(item: Item) -> bool:
         read = {name for node in item.nodes for name in node.operands} - item.names
@@ -148,19 +143,23 @@ def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> l
     left = list(items)
     beside = [item for item in items if alone(item)]
     while len(beside) > 1:
-        together, tensors = [beside.pop(0)], 0
-        while beside:
-            tensors = sum(len(_outside(graph, each)) for each in (*together, beside[0]))
-            if tensors > MOST_TENSORS:
-                break
+        together = [beside.pop(0)]
+        tensors = len(_outside(graph, together[0]))
+        while beside and tensors + len(_outside(graph, beside[0])) <= MOST_TENSORS:
             together.append(beside.pop(0))
-        nodes = tuple(
-            sorted((n for each in together for n in each.nodes), key=lambda n: place[n.name])
-        )
+            tensors += len(_outside(graph, together[-1]))
+        nodes = _sorted(graph, together)
         if len(together) > 1 and isinstance(kernels.choice(graph, nodes), Choice):
             left[left.index(together[0])] = Item(nodes, open=True)
-            left = [each for each in left if each not in together[1:]]
+            gone = set(together[1:])
+            left = [each for each in left if each not in gone]
     return left
+
+
+def _sorted(graph: CutGraph, items: Sequence[Item]) -> Group:
+    """The nodes of items in the graph's order."""
+    place = graph.place
+    return tuple(sorted((n for each in items for n in each.nodes), key=lambda n: place[n.name]))
 
 
 def _outside(graph: CutGraph, item: Item) -> set[str]:
@@ -189,20 +188,13 @@ def _joined(
     source: Item,
     item: Item,
     home: dict[str, Item],
-    order: Sequence[Item],
     kernels: Kernels,
 ) -> Item | None:
     """Both as one, with the views between them; None if a kernel cannot run that."""
     between = _views_between(graph, source, item, home)
-    if between is None or _path_outside(source, item, between, home, order):
+    if between is None or _path_outside(source, item, between, home):
         return None
-    place = {node.name: at for at, node in enumerate(graph.spec.nodes)}
-    nodes = tuple(
-        sorted(
-            (*source.nodes, *(node for view in between for node in view.nodes), *item.nodes),
-            key=lambda node: place[node.name],
-        )
-    )
+    nodes = _sorted(graph, [source, *between, item])
     if isinstance(kernels.choice(graph, nodes), str):
         return None
     return Item(nodes, open=True)
@@ -242,9 +234,7 @@ def _reads(view: Item, source: Item, home: dict[str, Item]) -> bool:
     return False
 
 
-def _path_outside(
-    source: Item, item: Item, between: Sequence[Item], home: dict[str, Item], order: Sequence[Item]
-) -> bool:
+def _path_outside(source: Item, item: Item, between: Sequence[Item], home: dict[str, Item]) -> bool:
     """Whether something elsewhere reads from one and is read by the other: it would have to run in
     the middle of the kernel."""
     inside = {id(source), id(item), *map(id, between)}
