@@ -236,6 +236,13 @@ class DeviceRules:
         "how much of a row has to lie together for a generated kernel of rows (an estimate)",
         alternative="a kernel that goes down columns",
     )
+    strip_held: int = _measured(
+        48,
+        "numbers that a thread holds",
+        "how much a thread of a depthwise kernel may hold before fewer threads fit beside it",
+        page="h200-kernels.md",
+        alternative="other strips",
+    )
     window_most_reads: int = _measured(
         256,
         "elements that are read for one",

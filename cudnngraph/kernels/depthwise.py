@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
 from .index import Sum, Var, counter
 from .rows import VECTOR_BYTES, Rows, Schedule, reachable, tape_of
@@ -21,7 +22,7 @@ from .write import Code, Narrower, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
 THREADS = 256
-HELD = 96  # numbers of a thread: sums, and a row of what is convolved
+WIDE_LOAD = 4  # lanes, from where on a wider load saves little
 BLOCKS = 8  # of a multiprocessor, which share out all places
 MEASURED = 4  # schedules of each number of lanes
 
@@ -110,7 +111,7 @@ def strips(spec: GraphSpec, processors: int) -> list[Strips]:
             for high in {1, 1 if strided else min(2, height), 1 if strided else min(4, height)}:
                 held = lanes * (high * wide + (wide - 1) * region.steps[1] + columns)
                 read = (rows + high - 1) / high * (wide + columns - 1) / wide
-                cost = read * (1 if held <= HELD else held / HELD) / min(2, lanes)
+                cost = read * max(1, held / rules().strip_held) / min(WIDE_LOAD, lanes)
                 found[Strips(lanes, wide, high, vectors, BLOCKS * processors)] = cost
     ranked = sorted(found, key=lambda each: (found[each], -each.lanes))
     tried = [
