@@ -133,6 +133,7 @@ D float get(e5m2 x) { return get8(x.bits, 2, 15, 0x7b, 0x7d); }
 D void put(e4m3& to, float x) { to.bits = put8(x, 3, 7, 0x7e, 0x7f); }
 D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+D float __fdividef(float x, float y) { return x / y; }
 """
 
 RUN = r"""

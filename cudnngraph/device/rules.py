@@ -211,6 +211,19 @@ class DeviceRules:
         "into how many a generated kernel shares out a reduction (an estimate)",
         alternative="twice or half as many",
     )
+    kernel_loads_ahead: int = _measured(
+        8,
+        "loads of a thread",
+        "how many a thread begins of its chunk before it waits for the first (an estimate)",
+        alternative="more threads of a block",
+    )
+    kernel_partials_again_bytes: int = _measured(
+        6 << 20,
+        "bytes",
+        "how much blocks may read of partial results to put them together each for itself: what "
+        "the L2 cache gives in the time of a launch (an estimate)",
+        alternative="a launch that puts them together",
+    )
     kernel_long_row: int = _measured(
         1 << 15,
         "elements of a row",

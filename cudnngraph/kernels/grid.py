@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
 from .gather import PARTS, Gather, team, whole
-from .index import Sum, Var, place
+from .index import Sum, Var, place, reshaped
 from .parts import counted, parts_of, run_of
 from .rows import VECTOR_BYTES, WARP, Rows, Schedule
-from .tape import Index, Join, Pick, Refused, Value
+from .scalars import MEMORY
+from .tape import Index, Join, Pick, Read, Refused, Value
 from .write import Code, Writer
 
 LONG_RUN = 32  # vectors: from here on elements that are reduced side by side are a row of their own
+UNROLLED = 8  # reads of partial results that are under way at once
 LEAST_STEPS = 4  # of a thread's loop, where a row or column is shared out
 MOSTLY = 0.85  # of the threads that could be busy: with these the widest block is taken
 MOST_SHARED = 40 << 10  # bytes of a block, to leave some of the 48 KiB for sums over a team
@@ -50,6 +53,17 @@ class Space:
     def kept(self) -> Index:
         """The index of the result that an element is reduced into."""
         return tuple(Sum() if dim in self.dims else each for dim, each in enumerate(self.index))
+
+    @property
+    def result(self) -> Sum:
+        """The number of the result that an element is reduced into."""
+        return place(self.kept, contiguous_strides(self.kept_shape))
+
+    def alike(self, other: Space) -> bool:
+        """Whether blocks of both, of the same columns or row, have the same results."""
+        return (self.across, self.run, self.row, self.inner, self.result) == (
+            (other.across, other.run, other.row, other.inner, other.result)
+        )
 
 
 def space_of(value: Value, dims: Sequence[int], most_lanes: int) -> Space:
@@ -94,6 +108,17 @@ class Grid:
         """The threads of a block: whole warps, the last of which may be partly idle."""
         return round_up(self.wide * self.deep, WARP)
 
+    def results(self, space: Space) -> int:
+        """The results of a block."""
+        return self.wide * space.lanes // space.run if space.across else 1
+
+    def counted(self, space: Space, chunk: str) -> str:
+        """C++ for how many elements of each result a chunk has."""
+        rows, each = space.row.extent, space.run
+        if not space.across:
+            rows, each = space.inner.extent // space.lanes, space.lanes
+        return f"(float)(lesser({self.per}u, {rows}u - {chunk} * {self.per}u) * {each}u)"
+
 
 def grid_of(
     space: Space, threads: int, blocks: int, columns: int, steps: int | None = None
@@ -129,8 +154,24 @@ def _shared_out(count: int, step: int, chunks: int, least: int) -> tuple[int, in
     return per, -(-count // per)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Partial results of chunks, in tensors of the workspace along a last dim, and what is computed
+    of them: values that are held for later functions, and outputs."""
+
+    space: Space
+    grid: Grid
+    gathers: tuple[Gather, ...]
+    tensors: tuple[tuple[TensorSpec, ...], ...]
+    held: tuple[tuple[Value, TensorSpec], ...]
+    outputs: tuple[tuple[Value, TensorSpec], ...]
+
+
 class GridFunction(Writer):
-    """The lines of a function over a space, for a grid."""
+    """The lines of a function over a space, for a grid.
+
+    What is held of ``parts`` is not read from memory: each block puts together what it needs.
+    """
 
     def __init__(
         self,
@@ -138,20 +179,28 @@ class GridFunction(Writer):
         space: Space,
         grid: Grid,
         outputs: Sequence[tuple[Value, TensorSpec, Index]],
+        parts: Sequence[Parts] = (),
     ) -> None:
         rows = Rows(space.row, space.inner, tuple(outputs), (), 4)
         super().__init__(spec, Schedule(space.lanes, grid.threads), rows, 0)
         self._once = None
-        self._space, self._grid = space, grid
+        self._space, self._grid, self._parts_of = space, grid, parts
         self._loop = space.row if space.across else space.inner
         self._before: list[str] = []
+        self._ahead: list[
+            tuple[str, list[str]]
+        ] = []  # what the loop reads: its type and name, lines
         self._moves = True  # what the loop does not change goes before it
+        self._counts: dict[Gather, str] = {}  # how many elements each lane of a thread has gathered
         self._found: dict[int, str] = {}  # C++ for what was reduced, behind the loop
+        self._shared: dict[str, str] = {}  # the arrays of what is held, by the tensor's name
 
     def applied(self) -> list[str]:
-        """The function that writes outputs of the space."""
+        """The function that writes outputs of the space. It goes through a chunk from behind: what
+        another one has read last is still in the cache."""
+        together = self._put_together()
         self._written()
-        return self._loops()
+        return self._loops(together, backwards=True)
 
     def _write(self, outputs: Sequence[tuple[Value, TensorSpec, Index]]) -> None:
         rows, self._rows = self._rows, replace(self._rows, outputs=tuple(outputs))
@@ -169,43 +218,100 @@ class GridFunction(Writer):
         Each chunk writes to the tensors of partial results; where there are none, the outputs are
         computed from the results.
         """
+        together = self._put_together()
         names = [self._gathered(each) for each in gathers]
         self._write(beside)
-        body = self._loops()
+        body = self._loops(together)
         if self._space.across:
             return body + self._down_columns(gathers, names, partial)
         return body + self._along_row(gathers, names, partial)
 
     # -- the loop -----------------------------------------------------------------------------
 
-    def _loops(self) -> list[str]:
-        """Where a thread is, what it computes once, and its loop."""
+    def _loops(self, together: Sequence[str], backwards: bool = False) -> list[str]:
+        """Where a thread is, what it computes once, and its loop, which reads some steps ahead."""
         space, grid, lanes = self._space, self._grid, self._plan.lanes
         head = [
-            f"const u32 chunk = blockIdx.x % {grid.chunks}u, number = blockIdx.x / {grid.chunks}u;"
+            f"const u32 chunk = blockIdx.x % {grid.chunks}u, number = blockIdx.x / {grid.chunks}u;",
+            f"const u32 begin = chunk * {grid.per}u;",
         ]
+        at = "begin + count - 1 - at" if backwards else "begin + at"
         if space.across:
             idle = f" || y >= {grid.deep}u" if grid.threads > grid.wide * grid.deep else ""
             head += [
                 f"const u32 x = threadIdx.x % {grid.wide}u, y = threadIdx.x / {grid.wide}u;",
                 f"const u32 base = number * {grid.wide * lanes}u;",
-                f"u32 k = base + x * {lanes}u;",
-                f"u32 end = (chunk + 1) * {grid.per}u;",
-                f"if (end > {space.row.extent}u) end = {space.row.extent}u;",
-                f"if (k >= {space.inner.extent}u{idle}) k = end = 0;",
+                f"u32 k = base + x * {lanes}u, first = y;",
+                f"const u32 size = lesser({grid.per}u, {space.row.extent}u - begin);",
+                "u32 count = size;",
+                f"if (k >= {space.inner.extent}u{idle}) k = base, count = 0;",
             ]
-            loop = f"for (u32 r = chunk * {grid.per}u + y; r < end; r += {grid.deep}u) {{"
+            step, where = grid.deep, f"const u32 r = {at};"
         else:
-            length = space.inner.extent
+            vectors = space.inner.extent // lanes
             head += [
                 "const u32 r = number;",
-                f"u32 end = (chunk + 1) * {grid.per * lanes}u;",
-                f"if (end > {length}u) end = {length}u;",
+                "u32 first = threadIdx.x;",
+                f"const u32 count = lesser({grid.per}u, {vectors}u - begin);",
             ]
-            first = f"(chunk * {grid.per}u + threadIdx.x) * {lanes}u"
-            loop = f"for (u32 k = {first}; k < end; k += {grid.wide * lanes}u) {{"
-        inside = ["  " + line for line in self._lines]
-        return [*head, *self._before, f"#pragma unroll {LEAST_STEPS}", loop, *inside, "}"]
+            step, where = grid.wide, f"const u32 k = ({at}) * {lanes}u;"
+        steps = -(-grid.per // step)
+        most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
+        most = most if steps <= most else -(-most // 2)  # registers for more threads
+        ahead = -(-steps // -(-steps // most))
+        read = [f"{kind}[{ahead}];" for kind, _ in self._ahead]
+        loads = _each_step(ahead, step, where, [line for _, lines in self._ahead for line in lines])
+        body = _each_step(ahead, step, where, self._lines)
+        once = [*head, *read, *loads, *together, *self._before]
+        if ahead == steps:
+            return [*once, *body]
+        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
+        return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
+
+    def _read(self, value: Read, index: Index) -> Code:
+        """What the loop reads is read ahead; what is held of parts is in shared memory."""
+        tensor = value.tensor
+        at = place(index, tensor.stride)
+        if tensor.name in self._shared:
+            return self._of_shared(value, at)
+        if not self._moves or self._loop not in at.vars():
+            return super()._read(value, index)
+        kind, pointer = MEMORY[tensor.dtype], f"p{self._places[tensor.name]}"
+        made, wide = self._declare(value.type, self._differs(at)), self._vector(tensor.dtype, at)
+        name, lanes = self._new(), self._plan.lanes
+        if made.by < 2:
+            line = f"{name}[u] = {pointer}[{at.code(self._names)}];"
+            self._ahead.append((f"{kind} {name}", [line]))
+            self._assign(made, f"get({name}[u])")
+            return made
+        if wide == 1:
+            lane = f"{name}[u].at[j] = {pointer}[{self._by_lane(at)}];"
+            line = f"for (int j = 0; j < {lanes}; ++j) {lane}"
+            self._ahead.append((f"vec<{kind}, {lanes}> {name}", ["#pragma unroll", line]))
+            self._each_lane(f"{made.text} = get({name}[u].at[j]);")
+            return made
+        for start in range(0, lanes, wide):
+            vector = f"{name}_{start}"
+            where = (at + start).code(self._names)
+            line = f"{vector}[u] = load<{wide}>({pointer} + ({where}));"
+            self._ahead.append((f"vec<{kind}, {wide}> {vector}", [line]))
+            self._lines += [
+                "#pragma unroll",
+                f"for (int j = {start}; j < {start + wide}; ++j) "
+                f"{made.text} = get({vector}[u].at[j - {start}]);",
+            ]
+        return made
+
+    def _of_shared(self, value: Read, at: Sum) -> Code:
+        if at != self._space.result:
+            raise Refused("a result is asked for elsewhere than its block puts it together")
+        made = self._declare(value.type, self._differs(at))
+        where = "0"
+        if self._space.across:
+            column = "(k + j)" if made.by == 2 else self._names[self._space.inner]
+            where = f"({column} - base) / {self._space.run}u"
+        self._assign(made, f"{self._shared[value.tensor.name]}[{where}]")
+        return made
 
     def _at(self, value: Value, index: Index) -> Code:
         if id(value) in self._found:
@@ -241,22 +347,23 @@ class GridFunction(Writer):
         start = gather.kind[1] if gather.parts == 1 else "0.0f"
         names = [self._new() for _ in range(gather.parts)]
         lanes = self._plan.lanes
-        for name in names[-2:]:
+        for name in names:
             self._before.append(f"float {name}[{lanes}];")
             self._before.append(f"for (int j = 0; j < {lanes}; ++j) {name}[j] = {start};")
         if not gather.moments:
             (name,) = names
             self._each_lane(f"{name}[j] = {gather.kind[2]}::of({name}[j], {code});")
             return [f"{name}[j]"]
-        count, mean, squares = names
-        share, apart = self._new(), self._new()
+        mean, squares = names
+        share, apart, count = self._new(), self._new(), self._new()
+        self._counts[gather] = count
         self._before.append(f"float {count} = 0.0f;")
-        self._lines += [f"{count} += 1.0f;", f"const float {share} = 1.0f / {count};"]
+        self._lines += [f"{count} += 1.0f;", f"const float {share} = one_over({count});"]
         self._each_lane(
             f"{{ const float {apart} = {code} - {mean}[j]; {mean}[j] += {apart} * {share}; "
             f"{squares}[j] += {apart} * ({code} - {mean}[j]); }}"
         )
-        return [count, f"{mean}[j]", f"{squares}[j]"]
+        return [f"{mean}[j]", f"{squares}[j]"]
 
     def _along_row(
         self,
@@ -269,7 +376,7 @@ class GridFunction(Writer):
         for gather, parts in zip(gathers, names, strict=True):
             kind, start, combine = gather.kind
             made = self._new()
-            each = whole(gather, parts)
+            each = whole(gather, self._counts.get(gather, ""), parts)
             body += [
                 f"{kind} {made} = {start};",
                 "#pragma unroll",
@@ -287,78 +394,120 @@ class GridFunction(Writer):
         names: Sequence[Sequence[str]],
         partial: Sequence[Sequence[TensorSpec]],
     ) -> list[str]:
-        """Reduce over the threads that have the same columns, then over runs of columns."""
+        """Reduce over the threads and columns of each result."""
         grid, lanes, run = self._grid, self._plan.lanes, self._space.run
-        columns, runs = grid.wide * lanes, grid.wide * lanes // run
-        share = 1  # threads for a run
-        while share < WARP and share * 4 < run:
-            share *= 2
-        shared = [
-            f"__shared__ float s{at}[{columns * grid.deep}];" for at in range(_parts(gathers))
-        ]
-        first, down, over, results = [], [], [], []
+        size = grid.wide * grid.deep * lanes
+        body = [f"__shared__ float s{at}[{size}];" for at in range(_parts(gathers))]
+        first, over, results = [], [], []
         at = 0
         for gather, parts in zip(gathers, names, strict=True):
-            kind, start, combine = gather.kind
             buffers = [f"s{at + part}" for part in range(gather.parts)]
             at += gather.parts
-            element = whole(gather, [f"{buffer}[{{}}]" for buffer in buffers])
             first += [
                 f"{buffer}[(y * {lanes}u + j) * {grid.wide}u + x] = {part};"
                 for buffer, part in zip(buffers, parts, strict=True)
             ]
             made = self._new()
-            step = element.format(
-                *[f"(line * {lanes}u + lane) * {grid.wide}u + i % {grid.wide}u"] * 3
+            column, line = f"(i * {run}u + e % {run}u)", f"e / {run}u"
+            place = (
+                f"({line} * {lanes}u + {column} % {lanes}u) * {grid.wide}u + {column} / {lanes}u"
             )
-            down += [
-                f"{kind} {made} = {start};",
-                f"for (u32 line = 0; line < {grid.deep}u; ++line)",
-                f"  {made} = {combine}::of({made}, {step});",
-                *(
-                    f"{buffer}[i] = {part.format(made)};"
-                    for buffer, part in zip(buffers, PARTS[gather.parts], strict=True)
-                ),
-            ]
-            made = self._new()
-            step = element.format(*[f"c % {lanes}u * {grid.wide}u + c / {lanes}u"] * 3)
-            over += [
-                f"{kind} {made} = {start};",
-                f"if (there) for (u32 c = i * {run}u + q; c < i * {run}u + {run}u; c += {share}u)",
-                f"  {made} = {combine}::of({made}, {step});",
-                f"{made} = {team(gather, share)}({made});" if share > 1 else "",
-            ]
+            count = f"(float)((size + {grid.deep - 1}u - {line}) / {grid.deep}u)"
+            element = whole(gather, count, [f"{buffer}[{place}]" for buffer in buffers])
+            over += self._over_team(gather, made, run * grid.deep, element)
             results.append(made)
         names_of = {**self._names, self._space.inner: "column"}
         lines = self._finish(gathers, results, partial, names_of)
         idle = f"if (y < {grid.deep}u) " if grid.threads > grid.wide * grid.deep else ""
-        body = [
-            *shared,
+        return [
+            *body,
             "#pragma unroll",
             f"for (u32 j = 0; j < {lanes}u; ++j) {idle}{{ {' '.join(first)} }}",
             "__syncthreads();",
+            *self._each_result(run * grid.deep, over, lines),
         ]
-        if grid.deep > 1:
-            body += [
-                f"for (u32 i = threadIdx.x; i < {columns}u; i += {grid.threads}u) {{",
-                f"  const u32 lane = i / {grid.wide}u;",
-                *("  " + line for line in down),
-                "}",
-                "__syncthreads();",
-            ]
-        teams = grid.threads // share
+
+    def _team(self, count: int) -> int:
+        """The threads that reduce what is of one result, so many numbers."""
+        share, results = 1, self._grid.results(self._space)
+        while share < min(WARP, count) and 2 * share * results <= self._grid.threads:
+            share *= 2
+        return share
+
+    def _over_team(self, gather: Gather, made: str, count: int, element: str) -> list[str]:
+        """The reduction of elements ``e`` of one result by a team."""
+        kind, start, combine = gather.kind
+        share = self._team(count)
         return [
-            *body,
-            f"for (u32 first = 0; first < {runs}u; first += {teams}u) {{",
-            f"  const u32 i = first + threadIdx.x / {share}u, q = threadIdx.x % {share}u;",
-            f"  const u32 column = base + i * {run}u;",
-            f"  const bool there = i < {runs}u && column < {self._space.inner.extent}u;",
+            f"{kind} {made} = {start};",
+            f"#pragma unroll {UNROLLED}",
+            f"for (u32 n = 0; n < {-(-count // share)}u; ++n) {{",
+            f"  const u32 e = q + n * {share}u;",
+            f"  if (there && e < {count}u) {made} = {combine}::of({made}, {element});",
+            "}",
+            f"{made} = {team(gather, share)}({made});" if share > 1 else "",
+        ]
+
+    def _each_result(self, count: int, over: Sequence[str], lines: Sequence[str]) -> list[str]:
+        """Teams that go through the results of a block; one thread of each has the last lines."""
+        results, share = self._grid.results(self._space), self._team(count)
+        across = self._space.across
+        column = [f"const u32 column = base + i * {self._space.run}u;"] if across else []
+        there = f" && column < {self._space.inner.extent}u" if across else ""
+        return [
+            f"for (u32 some = 0; some < {results}u; some += {self._grid.threads // share}u) {{",
+            f"  const u32 i = some + threadIdx.x / {share}u, q = threadIdx.x % {share}u;",
+            *("  " + line for line in column),
+            f"  const bool there = i < {results}u{there};",
             *("  " + line for line in over),
             "  if (there && q == 0) {",
             *("    " + line for line in lines),
             "  }",
             "}",
         ]
+
+    def _put_together(self) -> list[str]:
+        """What is held of partial results, put together by each block into shared memory.
+
+        The blocks of the first chunk write what goes to outputs.
+        """
+        made = []
+        for parts in self._parts_of:
+            inner = GridFunction(self._spec, self._space, self._grid, ())
+            arrays = [f"h{len(self._shared) + at}" for at in range(len(parts.held))]
+            size = self._grid.results(self._space)
+            made += [f"__shared__ float {name}[{size}];" for name in arrays]
+            names = dict(zip([to.name for _, to in parts.held], arrays, strict=True))
+            made += ["{", *("  " + line for line in inner._of_parts(parts, names)), "}"]
+            self._shared |= names
+        return [*made, "__syncthreads();"] if made else []
+
+    def _of_parts(self, parts: Parts, arrays: Mapping[str, str]) -> list[str]:
+        """The lines that put together what is held, into arrays, and write outputs."""
+        over, results = [], []
+        if self._space.across:
+            self._names = {**self._names, self._space.inner: "column"}
+        kept = self._space.result.code(self._names)
+        for gather, tensors in zip(parts.gathers, parts.tensors, strict=True):
+            made = self._new()
+            pointers = [f"p{self._places[to.name]}" for to in tensors]
+            each = [f"{pointer}[({kept}) * {parts.grid.chunks}u + e]" for pointer in pointers]
+            count = parts.grid.counted(parts.space, "e")
+            over += self._over_team(gather, made, parts.grid.chunks, whole(gather, count, each))
+            results.append(made)
+        self._begin(parts.gathers, results, self._names)
+        held, outputs = (
+            [(*each, indexed(self._space.kept, self._space.kept_shape, each[1])) for each in some]
+            for some in (parts.held, parts.outputs)
+        )
+        for value, to, index in held:
+            code = self._at(value, index).text
+            self._lines.append(f"{arrays[to.name]}[i] = {code};")
+        lines, self._lines = self._lines, []
+        self._write(outputs)
+        if self._lines:
+            lines += ["if (chunk == 0) {", *("  " + line for line in self._lines), "}"]
+        return self._each_result(parts.grid.chunks, over, lines)
 
     def _finish(
         self,
@@ -368,7 +517,7 @@ class GridFunction(Writer):
         names: Mapping[Var, str],
     ) -> list[str]:
         """What is written of one result: the numbers of its chunk, or the outputs."""
-        kept = place(self._space.kept, contiguous_strides(self._space.kept_shape)).code(names)
+        kept = self._space.result.code(names)
         if partial:
             return [
                 f"p{self._places[to.name]}[({kept}) * {self._grid.chunks}u + chunk] = {part};"
@@ -376,13 +525,42 @@ class GridFunction(Writer):
                 for to, code in zip(tensors, PARTS[gather.parts], strict=True)
                 for part in [code.format(made)]
             ]
+        self._begin(gathers, results, names)
+        self._written()
+        return self._lines
+
+    def _begin(
+        self, gathers: Sequence[Gather], results: Sequence[str], names: Mapping[Var, str]
+    ) -> None:
+        """From here on lines are of one result each, with names for what was gathered."""
         for gather, made in zip(gathers, results, strict=True):
             codes = [code.format(made) for code in PARTS[gather.parts]][-len(gather.values) :]
             self._found |= {id(v): code for v, code in zip(gather.values, codes, strict=True)}
         self._lines, self._known, self._moves = [], {}, False
         self._plan, self._names = Schedule(1, self._plan.team), dict(names)
-        self._written()
-        return self._lines
+
+
+def _each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[str]:
+    """Lines for each of the steps that are read ahead."""
+    if not lines:
+        return []
+    return [
+        "#pragma unroll",
+        f"for (u32 u = 0; u < {ahead}u; ++u) {{",
+        f"  const u32 at = first + u * {step}u;",
+        "  if (at < count) {",
+        *("    " + line for line in (where, *lines)),
+        "  }",
+        "}",
+    ]
+
+
+def indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index:
+    """The index into a tensor of as many elements. Raises Refused if no plain index says it."""
+    found = reshaped(index, shape, to.shape) if numel(shape) == to.numel else None
+    if found is None:
+        raise Refused("a view that no plain index says")
+    return tuple(found)
 
 
 def _parts(gathers: Sequence[Gather]) -> int:

@@ -211,6 +211,32 @@ def test_random_regions(region: Region, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small_as_large")
+@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
+def test_random_regions_by_launches_that_put_together(region: Region, seed: int) -> None:
+    with rules.changed(kernel_partials_again_bytes=0, kernel_loads_ahead=1):
+        apart = split_is_right(region, seed)
+    with rules.changed(kernel_loads_ahead=3):
+        assert len(split_is_right(region, seed).launches) <= len(apart.launches)
+
+
+@pytest.mark.usefixtures("small_as_large")
+def test_outputs_of_one_number_for_each_result_need_no_launch() -> None:
+    g = cg.Graph("batch_norm")
+    x = g.input("x", (4, 24, 16, 8), torch.float32, layout="channels_last")
+    vectors = [g.input(name, (24,), torch.float32) for name in ("w", "b", "mean", "var")]
+    for number, each in enumerate(g.batch_norm_train(x, *vectors)):
+        g.output(f"o{number}", each)
+    spec = g.spec()
+    inputs = random_inputs(spec, torch.device("cpu"))
+    source = split.write(spec, Split(64, 64, 4))
+    assert len(source.launches) == 2  # both of several blocks for each channel
+    check(spec, source, inputs, far=False)
+    with rules.changed(kernel_partials_again_bytes=0):
+        assert len(split.write(spec, Split(64, 64, 4)).launches) == 3
+
+
+@pytest.mark.usefixtures("small_as_large")
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize(
     "region", (group_norm, instance_norm, batch_norm_train), ids=lambda region: region.__name__
@@ -235,8 +261,21 @@ def test_a_few_long_rows_are_shared_out_by_rule(layout: str) -> None:
     spec = group_norm_of((2, 320, 64, 64), 32, layout, torch.bfloat16)
     schedule = patterns.schedule_of(patterns.by_rule(spec, 132))
     assert isinstance(schedule, Split)
-    partial, together, applied = split.write(spec, schedule).launches
+    partial, applied = split.write(spec, schedule).launches
+    assert min(partial.blocks, applied.blocks) > 132
+
+
+def test_many_partial_results_are_put_together_by_a_launch() -> None:
+    spec = group_norm_of((1, 128, 512, 512), 32, "channels_last", torch.bfloat16)
+    partial, together, applied = split.write(spec, split.split_for(132)).launches
     assert min(partial.blocks, applied.blocks) > 132 > together.blocks
+
+
+def test_rows_that_no_registers_hold_are_shared_out() -> None:
+    spec = group_norm_of((8, 320, 64, 64), 32, "channels_last", torch.float16)
+    assert isinstance(patterns.schedule_of(patterns.by_rule(spec, 132)), Split)
+    held = group_norm_of((8, 320, 32, 64), 32, "channels_last", torch.float16)
+    assert isinstance(patterns.schedule_of(patterns.by_rule(held, 132)), write.Schedule)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
