@@ -88,12 +88,10 @@ struct Moments {
 };
 struct Merged {
   static D_ Moments of(Moments a, Moments b) {
-    if (a.count == 0.0f) return b;
-    if (b.count == 0.0f) return a;
     const float count = a.count + b.count, apart = b.mean - a.mean;
-    const float part = b.count * one_over(count);
+    const float part = a.count == 0.0f ? 1.0f : b.count * one_over(count);
     return Moments(count, a.mean + apart * part,
-                   a.squares + b.squares + apart * apart * a.count * part);
+                   a.squares + b.squares + apart * (a.count * part) * apart);
   }
 };
 template <int T> static D_ Moments moments(Moments x) {

@@ -413,8 +413,8 @@ class GridFunction(Writer):
                 f"({line} * {lanes}u + {column} % {lanes}u) * {grid.wide}u + {column} / {lanes}u"
             )
             count = f"(float)((size + {grid.deep - 1}u - {line}) / {grid.deep}u)"
-            element = whole(gather, count, [f"{buffer}[{place}]" for buffer in buffers])
-            over += self._over_team(gather, made, run * grid.deep, element)
+            each = [f"{buffer}[{place}]" for buffer in buffers]
+            over += self._over_team(gather, made, run * grid.deep, count, each)
             results.append(made)
         names_of = {**self._names, self._space.inner: "column"}
         lines = self._finish(gathers, results, partial, names_of)
@@ -434,16 +434,33 @@ class GridFunction(Writer):
             share *= 2
         return share
 
-    def _over_team(self, gather: Gather, made: str, count: int, element: str) -> list[str]:
-        """The reduction of elements ``e`` of one result by a team."""
+    def _over_team(
+        self, gather: Gather, made: str, count: int, size: str, parts: Sequence[str]
+    ) -> list[str]:
+        """The reduction of partial results ``e`` of one result, of ``size`` elements, by a team that
+        reads some of them before it takes them together."""
         kind, start, combine = gather.kind
         share = self._team(count)
+        steps = -(-count // share)
+        some = -(-steps // -(-steps // UNROLLED))
+        names = [f"{made}_{at}" for at in range(len(parts))]
+        at, element = f"q + (from + n) * {share}u", whole(gather, size, [f"{x}[n]" for x in names])
+        reads = [f"{name}[n] = {part};" for name, part in zip(names, parts, strict=True)]
+        each = ["#pragma unroll", f"for (u32 n = 0; n < {some}u; ++n) {{"]
         return [
             f"{kind} {made} = {start};",
-            f"#pragma unroll {UNROLLED}",
-            f"for (u32 n = 0; n < {-(-count // share)}u; ++n) {{",
-            f"  const u32 e = q + n * {share}u;",
-            f"  if (there && e < {count}u) {made} = {combine}::of({made}, {element});",
+            f"for (u32 from = 0; from < {steps}u; from += {some}u) {{",
+            *(f"  float {name}[{some}] = {{}};" for name in names),
+            "  if (there) {",
+            *("    " + line for line in each),
+            f"      const u32 e = lesser({at}, {count - 1}u);",
+            *("      " + line for line in reads),
+            "    }",
+            "  }",
+            *("  " + line for line in each),
+            f"    const u32 e = {at};",
+            f"    if (e < {count}u) {made} = {combine}::of({made}, {element});",
+            "  }",
             "}",
             f"{made} = {team(gather, share)}({made});" if share > 1 else "",
         ]
@@ -493,7 +510,7 @@ class GridFunction(Writer):
             pointers = [f"p{self._places[to.name]}" for to in tensors]
             each = [f"{pointer}[({kept}) * {parts.grid.chunks}u + e]" for pointer in pointers]
             count = parts.grid.counted(parts.space, "e")
-            over += self._over_team(gather, made, parts.grid.chunks, whole(gather, count, each))
+            over += self._over_team(gather, made, parts.grid.chunks, count, each)
             results.append(made)
         self._begin(parts.gathers, results, self._names)
         held, outputs = (
