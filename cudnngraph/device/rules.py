@@ -218,10 +218,17 @@ class DeviceRules:
         alternative="more threads of a block",
     )
     kernel_partials_again_bytes: int = _measured(
-        6 << 20,
+        10 << 20,
         "bytes",
         "how much blocks may read of partial results to put them together each for itself: what "
         "the L2 cache gives in the time of a launch (an estimate)",
+        alternative="a launch that puts them together",
+    )
+    kernel_min_width_bytes: int = _measured(
+        64,
+        "bytes side by side",
+        "how narrow blocks may be that go down columns, so that they have fewer partial results to "
+        "put together (an estimate)",
         alternative="a launch that puts them together",
     )
     kernel_long_row: int = _measured(

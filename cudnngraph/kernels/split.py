@@ -20,18 +20,8 @@ import torch
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
 from .gather import MOMENTS, Gather
-from .grid import (
-    MOST_SHARED,
-    Grid,
-    GridFunction,
-    Parts,
-    Space,
-    grid_of,
-    indexed,
-    lanes_of,
-    shared_bytes,
-    space_of,
-)
+from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
+from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
 from .rows import (
     MOST_THREADS,
@@ -355,6 +345,8 @@ class _Composer:
         while threads > WARP and shared_bytes(space, gathers, threads) > MOST_SHARED:
             threads //= 2
         grid = grid_of(space, threads, split.blocks, split.columns)
+        if len(given) > sum(to is not None for _, to in stage):
+            grid = self._narrow(space, grid, threads, 4 * parts_in(gathers))
         self._grids.append((space, grid))
         beside = _placed(space, self._sharing([each.operand for each in gathers]))
         self._left = [each for each in self._left if all(each[1] is not to for _, to, _ in beside)]
@@ -391,6 +383,17 @@ class _Composer:
         each.held = each.told = True
         self._add(*each.function)
 
+    def _narrow(self, space: Space, grid: Grid, threads: int, bytes: int) -> Grid:
+        """A grid of fewer chunks of narrower blocks, if each block may put these together."""
+        most, least = rules().kernel_partials_again_bytes, rules().kernel_min_width_bytes
+        columns = self._split.columns
+        while space.across and columns * VECTOR_BYTES >= least:
+            found = grid_of(space, threads, self._split.blocks, columns)
+            if bytes * found.read_again(space, found.chunks) <= most:
+                return found
+            columns //= 2
+        return grid
+
     def _again(self, space: Space, grid: Grid, values: Sequence[Value]) -> list[_Apart]:
         """The partial results that the blocks of a function put together each for itself."""
         reads = {value.tensor.name for value in reachable(values) if isinstance(value, Read)}
@@ -399,8 +402,10 @@ class _Composer:
             for each in self._parts
             if not each.held and each.names & reads and each.parts.space.alike(space)
         ]
-        numbers = sum(each.parts.grid.chunks * sum(map(len, each.parts.tensors)) for each in found)
-        bytes = 4 * grid.blocks * grid.results(space) * numbers
+        bytes = sum(
+            4 * parts_in(each.parts.gathers) * grid.read_again(space, each.parts.grid.chunks)
+            for each in found
+        )
         return found if bytes <= rules().kernel_partials_again_bytes else []
 
     def _gridded(
