@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
@@ -276,24 +277,23 @@ class GridFunction(Writer):
     ) -> list[str]:
         """Reduce over the threads and columns of each result."""
         grid, lanes, run = self._grid, self._plan.lanes, self._space.run
-        size = grid.wide * grid.deep * lanes
-        body = [f"__shared__ float s{at}[{size}];" for at in range(parts_in(gathers))]
+        columns, wide = grid.wide * lanes, gcd(lanes, 4)  # vectors of shared memory
+        size = columns * grid.deep // wide
+        body = [f"__shared__ vec<float, {wide}> s{at}[{size}];" for at in range(parts_in(gathers))]
         first, over, results = [], [], []
         at = 0
         for gather, parts in zip(gathers, names, strict=True):
             buffers = [f"s{at + part}" for part in range(gather.parts)]
             at += gather.parts
             first += [
-                f"{buffer}[(y * {lanes}u + j) * {grid.wide}u + x] = {part};"
+                f"{buffer}[(y * {grid.wide}u + x) * {lanes // wide}u + j / {wide}u]"
+                f".at[j % {wide}u] = {part};"
                 for buffer, part in zip(buffers, parts, strict=True)
             ]
             made = self._new()
-            column, line = f"(i * {run}u + e % {run}u)", f"e / {run}u"
-            place = (
-                f"({line} * {lanes}u + {column} % {lanes}u) * {grid.wide}u + {column} / {lanes}u"
-            )
-            count = f"(float)((size + {grid.deep - 1}u - {line}) / {grid.deep}u)"
-            each = [f"{buffer}[{place}]" for buffer in buffers]
+            place = f"(e / {run}u * {columns}u + i * {run}u + e % {run}u)"
+            count = f"(float)((size + {grid.deep - 1}u - e / {run}u) / {grid.deep}u)"
+            each = [f"{buffer}[{place} / {wide}u].at[{place} % {wide}u]" for buffer in buffers]
             over += self._over_team(gather, made, run * grid.deep, count, each)
             results.append(made)
         names_of = {**self._names, self._space.inner: "column"}
