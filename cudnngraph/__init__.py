@@ -40,6 +40,7 @@ from .runtime.compile import warm_up
 from .runtime.executable import Executable
 from .runtime.process import cache_clear, cache_stats
 from .runtime.specialize import Specialized, specialize
+from .runtime.step import CapturedStep, capture_step
 from .runtime.trainable import Trainable
 from .settings import VERSION
 
@@ -62,6 +63,7 @@ __all__ = [
     "BindError",
     "BoundCall",
     "CapturedCall",
+    "CapturedStep",
     "CacheStats",
     "CannotImport",
     "CaptureError",
@@ -98,6 +100,7 @@ __all__ = [
     "WrongResult",
     "cache_clear",
     "cache_stats",
+    "capture_step",
     "differentiate",
     "explain",
     "functional",

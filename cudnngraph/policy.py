@@ -34,7 +34,7 @@ class Policy:
     - ``fallback``: "partition" cuts a graph that cuDNN refuses as one plan into smaller steps, down
       to torch ops; "error" raises ``NotSupported`` instead.
     - ``kernels``: whether kernels are generated for ops between the plans. None follows the setting
-      ``CUDNNGRAPH_KERNELS``, off unless it is set: not all kernels have run on a GPU yet.
+      ``CUDNNGRAPH_KERNELS``, on unless it is set.
     - ``exclude_engines``: engines not to use, as "eng8" or by cuDNN's own tag ("ConvFwd_eng8").
     - ``verify``: "isolated" runs every plan once on random data, between guard bytes, against the
       reference, in a process of its own, before it computes anything for you: one that is wrong,

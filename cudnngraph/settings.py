@@ -175,11 +175,11 @@ VARIABLES: tuple[Variable, ...] = (
         name="CUDNNGRAPH_KERNELS",
         field="kernels",
         type_text="`0`, `1`",
-        default_text="`0`",
-        meaning="`1` generates kernels for a policy that does not say; else what cuDNN has no plan "
+        default_text="`1`",
+        meaning="`0` generates no kernels for a policy that does not say: what cuDNN has no plan "
         "for runs as torch ops.",
         parse=_flag,
-        default=lambda environ: False,
+        default=lambda environ: True,
     ),
     Variable(
         name="CUDNNGRAPH_CHECK",

@@ -79,7 +79,7 @@ def team(gather: Gather, threads: int) -> str:
 #: ``one_over`` has the inverse of a count without a branch, that of 1 exactly.
 MOMENTS = r"""
 static D_ float one_over(float count) {
-  const float about = __fdividef(1.0f, count);
+  const float about = inverse(count);
   return fmaf(about, fmaf(-count, about, 1.0f), about);
 }
 struct Moments {

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+
+import torch
 
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
@@ -16,6 +19,7 @@ from . import depthwise, depthwise_gradient, pieces, split, tap_sums, tiles
 from .depthwise import Strips
 from .pieces import Pieces
 from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
+from .scalars import ROUNDED
 from .source import Source
 from .split import Split
 from .tap_sums import TapSums
@@ -35,6 +39,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
+MOST_NAME = 64  # characters of a function's
 _MAY_BE_0 = ("chunks", "vectors")
 
 
@@ -120,22 +125,38 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
 
 
 def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
-    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`."""
+    """The kernel of a region, in CUDA C++. Raises :class:`NotSupported`.
+
+    Where every output is rounded to 16 bits, exp and quotients are computed to 20 bits or more.
+    """
     schedule = schedule_of(choice)
     try:
-        if isinstance(schedule, Strips):
-            return depthwise.write(spec, schedule)
-        if isinstance(schedule, TapSums):
-            return depthwise_gradient.write(spec, schedule)
-        if isinstance(schedule, Pieces):
-            return pieces.write(spec, schedule)
-        if isinstance(schedule, Split):
-            return split.write(spec, schedule)
-        if isinstance(schedule, Tiling):
-            return tiles.write(spec, schedule)
-        return write(spec, schedule, most_blocks=most_blocks)
+        made = _written(spec, schedule, most_blocks).called(_name(spec))
     except Refused as reason:
         raise NotSupported(f"graph '{spec.name}'", [str(reason)]) from None
+    if all(spec.tensors[name].dtype in (torch.float16, torch.bfloat16) for name in spec.outputs):
+        return replace(made, text=f"#define {ROUNDED}\n{made.text}")
+    return made
+
+
+def _name(spec: GraphSpec) -> str:
+    """A name that says what is computed."""
+    ops = [node.op for node in spec.nodes if node.op not in ("constant", "identity")]
+    return "_".join(["cudnngraph", *dict.fromkeys(ops or ["copy"])])[:MOST_NAME].rstrip("_")
+
+
+def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
+    if isinstance(schedule, Strips):
+        return depthwise.write(spec, schedule)
+    if isinstance(schedule, TapSums):
+        return depthwise_gradient.write(spec, schedule)
+    if isinstance(schedule, Pieces):
+        return pieces.write(spec, schedule)
+    if isinstance(schedule, Split):
+        return split.write(spec, schedule)
+    if isinstance(schedule, Tiling):
+        return tiles.write(spec, schedule)
+    return write(spec, schedule, most_blocks=most_blocks)
 
 
 def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:

@@ -37,6 +37,10 @@ REGISTER: Mapping[torch.dtype, str] = {
     torch.bool: "bool",
 }
 
+#: Defined in the text of a kernel that writes 16-bit numbers alone: exp and quotients may be off by
+#: as much as 2^-20 then (exp(x) by |x| 2^-24), which rounding to 11 bits hides.
+ROUNDED = "ROUNDED"
+
 #: What a kernel begins with.
 PRELUDE = r"""
 typedef unsigned int u32;
@@ -82,6 +86,41 @@ D float get(f16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
+D float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#ifdef ROUNDED
+D float power(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+D float divided(float x, float y) {
+  float z;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+#else
+D float power(float x) { return expf(x); }
+D float divided(float x, float y) { return x / y; }
+#endif
+#if __CUDA_ARCH__ >= 800
+D float larger(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+D float smaller(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+#else
+D float larger(float a, float b) { return a > b || a != a ? a : b; }
+D float smaller(float a, float b) { return a < b || a != a ? a : b; }
+#endif
 D void put(float& to, float x) { to = x; }
 D void put(int& to, int x) { to = x; }
 D void put(i64& to, i64 x) { to = x; }
@@ -121,29 +160,29 @@ D void put(e5m2& to, float x) { to.bits = put8(x - x != 0 ? bits_float(0x7fc0000
 
 #: Functions of float that several ops share.
 FUNCTIONS = r"""
-D float larger(float a, float b) { return a > b || a != a ? a : b; }
-D float smaller(float a, float b) { return a < b || a != a ? a : b; }
 D u32 lesser(u32 a, u32 b) { return a < b ? a : b; }
 D u32 greater(u32 a, u32 b) { return a > b ? a : b; }
-D float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-D float silu(float x) { return x / (1.0f + expf(-x)); }
+D float sigmoid(float x) { return inverse(1.0f + power(-x)); }
+D float silu(float x) { return x * sigmoid(x); }
 D float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
-D float gelu_tanh(float x) {
-  return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+// 0.5 (1 + tanh(y)) is sigmoid(2 y), which loses no digits where y is far below 0.
+D float gelu_tanh_gate(float x) {
+  return sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
+D float gelu_tanh(float x) { return x * gelu_tanh_gate(x); }
 D float softplus(float x, float beta) {
   return x * beta > THRESHOLD ? x : log1pf(expf(x * beta)) / beta;
 }
 D float mish(float x) { return x * tanhf(softplus(x, 1.0f)); }
 D float elu(float x, float alpha) { return x > 0.0f || x != x ? x : alpha * expm1f(x); }
 D float gelu_backward(float dy, float x) {
-  float normal = expf(-0.5f * x * x) * 0.39894228040143268f;
+  float normal = power(-0.5f * x * x) * 0.39894228040143268f;
   return dy * (0.5f * (1.0f + erff(x * 0.70710678118654752f)) + x * normal);
 }
 D float gelu_tanh_backward(float dy, float x) {
-  float tanh = tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x));
-  float inner = 0.79788456080286536f * (1.0f + 0.134145f * x * x);
-  return dy * 0.5f * (1.0f + tanh + x * (1.0f - tanh * tanh) * inner);
+  float gate = gelu_tanh_gate(x);
+  float inner = 1.5957691216057308f * (1.0f + 0.134145f * x * x);
+  return dy * gate * (1.0f + x * (1.0f - gate) * inner);
 }
 D float silu_backward(float dy, float x) {
   float gate = sigmoid(x);
@@ -205,10 +244,8 @@ def _quantize(args: Sequence[str], attrs: Mapping[str, Any]) -> str:
 
 #: C++ for an op on single elements, from C++ for its operands ("" at an open port).
 RULES: Mapping[str, Code] = {
-    **{
-        name: _infix(sign)
-        for name, sign in {"add": "+", "sub": "-", "mul": "*", "div": "/"}.items()
-    },
+    **{name: _infix(sign) for name, sign in {"add": "+", "sub": "-", "mul": "*"}.items()},
+    "div": _call("divided"),
     **{"bias": _infix("+"), "scale": _infix("*"), "dequantize": _infix("*")},
     **{
         name: _infix(sign) for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}.items()
@@ -216,9 +253,10 @@ RULES: Mapping[str, Code] = {
     **{name: _infix(sign) for name, sign in {"gt": ">", "ge": ">=", "logical_and": "&&"}.items()},
     "logical_or": _infix("||"),
     "logical_not": lambda args, attrs: f"(!{args[0]})",
-    **{name: _call(name + "f") for name in ("tanh", "exp", "log", "sqrt", "rsqrt", "erf", "pow")},
+    **{name: _call(name + "f") for name in ("tanh", "log", "sqrt", "rsqrt", "erf", "pow")},
     **{name: _call(name) for name in ("sigmoid", "silu", "gelu", "gelu_tanh", "mish")},
     **{name: _call(name) for name in ("gelu_backward", "gelu_tanh_backward", "silu_backward")},
+    "exp": _call("power"),
     "maximum": _call("larger"),
     "minimum": _call("smaller"),
     "abs": _call("fabsf"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NAME = "cudnngraph_kernel"
 ARGS = "struct Args"
@@ -30,11 +30,17 @@ class Source:
     threads: int
     several: tuple[Launch, ...] = ()
     workspace_bytes: int = 0
+    name: str = NAME
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """The launches in order."""
-        return self.several or (Launch(NAME, self.blocks, self.threads),)
+        return self.several or (Launch(self.name, self.blocks, self.threads),)
+
+    def called(self, name: str) -> Source:
+        """The same with functions of another name, as profilers show it."""
+        several = tuple(replace(each, name=each.name.replace(NAME, name)) for each in self.several)
+        return replace(self, text=self.text.replace(NAME, name), several=several, name=name)
 
 
 def own_part(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,14 @@ from ..ir.spec import (
     Node,
 )
 from ..ops.base import LOW_PRECISION
+from ..ops.table import OPS
 
 
 def float32_reductions(spec: GraphSpec) -> GraphSpec:
-    """The graph with reductions that return float32, as cuDNN's do, and narrow outputs behind."""
+    """The graph with reductions that return float32, as cuDNN's do, and narrow outputs behind.
+
+    A product takes operands of one dtype: beside 16-bit ones it reads such a result in 16 bits.
+    """
     tensors, nodes = dict(spec.tensors), list(spec.nodes)
     for place, node in enumerate(spec.nodes):
         result = tensors[node.results[0]]
@@ -27,4 +32,61 @@ def float32_reductions(spec: GraphSpec) -> GraphSpec:
         tensors[wide.name] = wide
         nodes[place] = replace(node, outputs=(wide.name,))
         nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
-    return spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
+    found = spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
+    for node in spec.nodes:
+        if node.op == "reduction" and found.tensors[node.results[0]].dtype == torch.float32:
+            found = _narrow_for_products(found, node.results[0])
+    return found
+
+
+def _narrow_for_products(spec: GraphSpec, name: str) -> GraphSpec:
+    """The graph in which products read a float32 tensor in 16 bits if their others have these."""
+    dtypes = {
+        spec.tensors[other].dtype
+        for node, read in _behind_views(spec, name)
+        if OPS[node.op].has("multiplies")
+        for other in node.operands
+        if other != read and spec.tensors[other].dtype in LOW_PRECISION
+    }
+    if len(dtypes) != 1:
+        return spec
+    narrow = replace(spec.tensors[name], name=f"{name}_16", dtype=dtypes.pop())
+    tensors = {**spec.tensors, narrow.name: narrow}
+    nodes: list[Node] = []
+    names = {name: narrow.name}
+    for node in spec.nodes:
+        takes = OPS[node.op].view or OPS[node.op].has("multiplies")
+        given = tuple(names.get(each, each) if each else each for each in node.inputs)
+        if not takes or given == node.inputs:
+            nodes.append(node)
+            if name in node.results:
+                nodes.append(Node("identity", narrow.name, (name,), (narrow.name,)))
+        elif OPS[node.op].view:
+            result = tensors[node.results[0]]
+            seen = replace(result, name=f"{result.name}_16", dtype=narrow.dtype)
+            tensors[seen.name], names[result.name] = seen, seen.name
+            nodes += [node, replace(node, name=seen.name, inputs=given, outputs=(seen.name,))]
+        else:
+            nodes.append(replace(node, inputs=given))
+    return _without_dead_views(replace(spec, tensors=tensors, nodes=tuple(nodes)))
+
+
+def _behind_views(spec: GraphSpec, name: str) -> Iterator[tuple[Node, str]]:
+    """What reads a tensor, also through views, with the name that it reads."""
+    names = {name}
+    for node in spec.nodes:
+        for read in names & set(node.operands):
+            yield node, read
+            if OPS[node.op].view:
+                names |= set(node.results)
+
+
+def _without_dead_views(spec: GraphSpec) -> GraphSpec:
+    """The graph without views that nothing reads."""
+    read = {*spec.outputs, *(each for node in spec.nodes for each in node.operands)}
+    dead = {n.results[0] for n in spec.nodes if OPS[n.op].view and n.results[0] not in read}
+    if not dead:
+        return spec
+    tensors = {name: tensor for name, tensor in spec.tensors.items() if name not in dead}
+    nodes = tuple(node for node in spec.nodes if node.results[0] not in dead)
+    return _without_dead_views(replace(spec, tensors=tensors, nodes=nodes))

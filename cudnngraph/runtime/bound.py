@@ -82,13 +82,17 @@ class BoundCall:
 class CapturedCall:
     """``call`` recorded in a CUDA graph: ``captured()`` replays it on the current stream.
 
+    It is called once before it is recorded, unless it has been: ``warm=False``.
+
     ``graph`` is the ``torch.cuda.CUDAGraph``, None on a CPU, where a replay is a call. What the
     graph points into lives as long as this.
     """
 
-    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
+    def __init__(
+        self, call: Callable[[], object], device: torch.device, *, warm: bool = True
+    ) -> None:
         self.graph: Any = None
-        self._call, self._held = call, dict[int, Any]()
+        self._call, self._held, self._warm = call, dict[int, Any](), warm
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self._record()
@@ -99,7 +103,8 @@ class CapturedCall:
                 "a CUDA graph is being captured, and another would have to be captured in it; call "
                 "what bind() gives"
             )
-        self._call()  # plans are built and handles made before the capture
+        if self._warm:
+            self._call()  # plans are built and handles made before the capture
         torch.cuda.current_stream().synchronize()
         make: Any = torch.cuda.Stream
         graph, stream = torch.cuda.CUDAGraph(), make()

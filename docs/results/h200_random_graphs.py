@@ -82,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if cuda else "CPU, reference executor"
     cudnn = f", cuDNN {torch.backends.cudnn.version()}" if cuda else ""
     given = shlex.join(sys.argv[1:] if arguments is None else list(arguments))
+    guilty = [f"- steps of {each.seed}: {each.kind} {each.text}" for each in steps]
     lines = [
         "# Random graphs, forward and backward",
         "",
@@ -104,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Refused, wrong or fatal:",
         "",
         *(found or ["- none"]),
-        *(f"- steps of {each.seed}: {each.kind} {each.text}" for each in steps),
+        *guilty,
     ]
     if args.out:
         write(lines, args.out)
-    print("\n".join([lines[2], lines[8], "", *found, "", *random_runs.table(outcomes)]))
+    print("\n".join([lines[2], lines[8], "", *found, *guilty, "", *random_runs.table(outcomes)]))
     return bool(bad) or len(outcomes) < len(seeds)
 
 

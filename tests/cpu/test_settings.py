@@ -43,7 +43,7 @@ def test_defaults_follow_the_xdg_cache_home() -> None:
         backend="auto",
         tune="heuristic",
         verify="isolated",
-        kernels=False,
+        kernels=True,
         check=False,
     )
 
@@ -77,7 +77,7 @@ def test_every_variable_is_read() -> None:
         "CUDNNGRAPH_BACKEND": "Reference",
         "CUDNNGRAPH_TUNE": "Autotune",
         "CUDNNGRAPH_VERIFY": "InProcess",
-        "CUDNNGRAPH_KERNELS": "1",
+        "CUDNNGRAPH_KERNELS": "0",
         "CUDNNGRAPH_CHECK": "1",
     }
     want = Settings(
@@ -86,7 +86,7 @@ def test_every_variable_is_read() -> None:
         backend="reference",
         tune="autotune",
         verify="inprocess",
-        kernels=True,
+        kernels=False,
         check=True,
     )
     assert Settings.from_environ(environ) == want

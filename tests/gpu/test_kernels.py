@@ -60,7 +60,7 @@ def test_group_norms_of_usual_sizes(shape: tuple[int, ...], layout: str, tune: s
         x = x.to(memory_format=torch.channels_last)
     w, b = (torch.randn(shape[1], device="cuda").to(F16) for _ in range(2))
     exe = compiled(group_norm(shape, layout, F16), tune=tune, budget_s=2.0)
-    assert kinds(exe) == {"kernel"}
+    assert kinds(exe) <= {"kernel", "cudnn"} and "kernel" in kinds(exe)
     exact = F.silu(F.group_norm(x.double(), 32, w.double(), b.double()))
     numerics.check(exe(x, w, b), exact, F16, F.silu(F.group_norm(x, 32, w, b)))
 

@@ -261,6 +261,7 @@ def _other_targets() -> Iterator[Target]:
         lambda: cg.warm_up,
         lambda: {"graphs": [_graph()], "device": "cpu", "progress": False},
     )
+    yield target("capture_step", lambda: cg.capture_step, lambda: {"step": lambda: None})
     yield target("on_miss", lambda: cg.on_miss, lambda: {"hook": print}, lambda off: off() is None)
     yield target("nn.replace", lambda: nn.replace, lambda: {"model": torch.nn.Linear(2, 2)})
     yield target("explain", lambda: cg.explain, lambda: {"graph": _graph(), "target": "none"})

@@ -95,7 +95,7 @@ def record(
     graph: cg.Graph, steps: Sequence[StepRecord], env: dict[str, object], created: float
 ) -> PlanRecord:
     """The record of ``graph`` in ``env``, under its real key."""
-    policy = cg.Policy(allow_tf32=False, kernels=False)
+    policy = cg.Policy(allow_tf32=False, kernels=True)
     spec = canonical(graph.spec())
     ops = " → ".join(node.op for node in spec.nodes if node.op != "constant")
     ins, outs = (

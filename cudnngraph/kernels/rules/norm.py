@@ -57,7 +57,7 @@ def normalize(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value
     squares = reduced("sum", mul(x, x), (len(x.shape) - 1,))
     eps = number(node.attr("eps"))
     length = mapped(lambda s: f"larger(sqrtf({s}), {eps})", squares)
-    return (mapped(lambda a, b: f"({a} / {b})", x, length),)
+    return (mapped(lambda a, b: f"divided({a}, {b})", x, length),)
 
 
 def instance_norm(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

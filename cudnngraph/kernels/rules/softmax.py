@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir.spec import Node, TensorSpec
-from ..tape import Kind, Picked, Value, div, mapped, mean, mul, reduced, reshape, sub
+from ..tape import Kind, Picked, Value, mapped, mean, mul, reduced, reshape, sub
 from .pointwise import Operands
 
 
@@ -13,16 +13,17 @@ def _shifted(x: Value, dim: int) -> Value:
 
 
 def _exp(x: Value) -> Value:
-    return mapped(lambda a: f"expf({a})", x)
+    return mapped(lambda a: f"power({a})", x)
 
 
 def softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
-    """exp(x) by its sum."""
+    """exp(x) by its sum, the inverse of which is one number of a row."""
     (x,) = operands
     assert x is not None
     dim = node.attr("dim") % len(x.shape)
     powers = _exp(_shifted(x, dim))
-    return (div(powers, reduced("sum", powers, (dim,))),)
+    by = mapped(lambda a: f"(1.0f / {a})", reduced("sum", powers, (dim,)))
+    return (mul(powers, by),)
 
 
 def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

@@ -257,7 +257,7 @@ def avg_pool(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value,
         total = steps.local("float", "0.0f")
         with taps(steps, dims, steps.at) as places:
             steps.lanes(f"{total} += {steps.read(0, places)};")
-        steps.lanes(f"{total} = {total} / {_divisor(dims, steps.at, padded)};")
+        steps.lanes(f"{total} = divided({total}, {_divisor(dims, steps.at, padded)});")
         return total
 
     return (window((x,), result.shape, write, math.prod(dim.taps for dim in dims)),)
@@ -275,7 +275,7 @@ def avg_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
         total = steps.local("float", "0.0f")
         with windows_of(steps, dims, reads) as at:
             divisor = steps.number("float", _divisor(dims, at, padded))
-            steps.lanes(f"{total} += {steps.read(0, at)} / {divisor};")
+            steps.lanes(f"{total} += divided({steps.read(0, at)}, {divisor});")
         return total
 
     return (window((dy,), result.shape, write, reads),)

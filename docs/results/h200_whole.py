@@ -1,0 +1,158 @@
+"""Whole models with generated kernels and without, beside eager and torch.compile, on a GPU.
+
+    python docs/results/h200_whole.py --models unet,efficientnet_b0 --out docs/results/h200-whole.md
+
+Needs diffusers for the UNet and torchvision for the others. Every contender runs as a CUDA graph,
+in turns; the breakdown sums the kernels of one call by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from h200_guard import unet
+from h200_masks import write
+
+import cudnngraph as cg
+
+Call = Callable[[], object]
+CALLS = 20
+
+
+def images(name: str, batch: int = 32) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """A model of torchvision, channels_last in fp16."""
+    import torchvision
+
+    net = getattr(torchvision.models, name)(num_classes=1000).eval().cuda().half()
+    x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=torch.float16)
+    last = torch.channels_last
+    return net.to(memory_format=last), (x.to(memory_format=last),)
+
+
+def captured(call: Call) -> Call:
+    """A call as a CUDA graph."""
+    stream: Any = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    torch.cuda.synchronize()
+    return graph.replay  # type: ignore[no-any-return]
+
+
+def times_ms(calls: dict[str, Call]) -> dict[str, float]:
+    """The median time of a call of each, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(8):
+        for name, call in calls.items():
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            a.record()
+            for _ in range(CALLS):
+                call()
+            b.record()
+            b.synchronize()
+            if number:
+                found[name].append(a.elapsed_time(b) / CALLS)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def breakdown(call: Call) -> list[str]:
+    """Lines of a table: the kernels of one call by name, those that take longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = re.sub(r"[|\s]+", " ", event.name)[:90]
+            spent[name] += event.device_time
+            count[name] += 1
+    rows = [f"| {name} | {count[name]} | {us:.0f} |" for name, us in spent.most_common(30)]
+    total = f"| all | {sum(count.values())} | {sum(spent.values()):.0f} |"
+    return ["| kernel | launches | us |", "|---|---|---|", *rows, total]
+
+
+def measure(name: str, tunes: Sequence[str], compiled: bool) -> list[str]:
+    """The lines of a model."""
+    torch.manual_seed(0)
+    model, given = unet() if name == "unet" else images(name)
+    said: dict[str, str] = {}
+    with torch.no_grad():
+        calls: dict[str, Call] = {"eager": captured(lambda: model(*given))}
+        made: dict[str, Any] = {}
+        for tune, kernels in ((tune, on) for tune in tunes for on in (True, False)):
+            label = f"{tune}, {'kernels' if kernels else 'torch steps'}"
+            if tune == "autotune" and not kernels:
+                continue
+            cg.cache_clear()
+            start = time.perf_counter()
+            policy = cg.Policy(tune=tune, kernels=kernels)  # type: ignore[arg-type]
+            fused = cg.fuse(model, given, policy=policy, check=False)
+            took = time.perf_counter() - start
+            kinds = Counter(
+                step.kind if "memory" not in step.decisions[-1].reason else "view"
+                for step in fused.bound(*given).executable.steps
+            )
+            said[label] = f"{took:.1f} s, {dict(kinds)}"
+            calls[label] = captured(lambda fused=fused: fused(*given))  # type: ignore[misc]
+            made[label] = fused
+        if compiled:
+            start = time.perf_counter()
+            torch._inductor.config.freezing = True
+            quick = torch.compile(model, mode="max-autotune-no-cudagraphs")
+            quick(*given)
+            said["torch.compile"] = f"{time.perf_counter() - start:.1f} s"
+            calls["torch.compile"] = captured(lambda: quick(*given))
+        found = times_ms(calls)
+        lines = [f"## {name}", "", "| | ms | of eager | built |", "|---|---|---|---|"]
+        lines += [
+            f"| {label} | {ms:.3f} | {ms / found['eager']:.2f} | {said.get(label, '')} |"
+            for label, ms in found.items()
+        ]
+        first = next(iter(made))
+        lines += ["", f"Kernels of a call, {first}:", "", *breakdown(calls[first])]
+    return lines
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="unet,efficientnet_b0,densenet121")
+    parser.add_argument("--tunes", default="heuristic")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = [
+        "# Whole models with generated kernels",
+        "",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN "
+        f"{torch.backends.cudnn.version()}; {datetime.date.today()}.",
+        "",
+    ]
+    for name in args.models.split(","):
+        try:
+            made = measure(name, args.tunes.split(","), args.compile)
+        except Exception as error:
+            made = [f"## {name}", "", f"{type(error).__name__}: {str(error)[:500]}"]
+        print("\n".join(made), flush=True)
+        lines += [*made, ""]
+    if args.out:
+        write(lines, args.out)
+
+
+if __name__ == "__main__":
+    main()
