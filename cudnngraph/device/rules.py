@@ -231,6 +231,12 @@ class DeviceRules:
         "put together (an estimate)",
         alternative="a launch that puts them together",
     )
+    kernel_cluster_blocks: int = _measured(
+        8,
+        "blocks",
+        "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
+        alternative="two launches",
+    )
     kernel_long_row: int = _measured(
         1 << 15,
         "elements of a row",
@@ -295,6 +301,12 @@ def rules() -> DeviceRules:
     if capability is None:
         capability = _current_capability()
     return TABLE.get(capability, TABLE[DEFAULT_CAPABILITY])
+
+
+def has_clusters() -> bool:
+    """Whether blocks of the GPU that is planned for may be clusters: compute capability 9 or 10."""
+    capability = _planned_for.get() or _current_capability()
+    return capability // 10 in (9, 10)
 
 
 def sm_count() -> int:

@@ -122,3 +122,10 @@ template <int T> static D_ Moments moments(Moments x) {
   return x;
 }
 """.replace("D_", "__device__ __forceinline__")
+
+#: The blocks of a cluster wait for each other, and see what all have written.
+CLUSTER = r"""
+static __device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+"""

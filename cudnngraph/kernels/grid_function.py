@@ -62,6 +62,7 @@ class GridFunction(Writer):
         self._ahead: list[
             tuple[str, list[str]]
         ] = []  # what the loop reads: its type and name, lines
+        self._begun_at: dict[tuple[str, Sum], str] = {}  # the names of that, by where it is
         self._moves = True  # what the loop does not change goes before it
         self._counts: dict[Gather, str] = {}  # how many elements each lane of a thread has gathered
         self._found: dict[int, str] = {}  # C++ for what was reduced, behind the loop
@@ -73,6 +74,34 @@ class GridFunction(Writer):
         together = self._put_together()
         self._written()
         return self._loops(together, backwards=True)
+
+    def clustered(self) -> list[str]:
+        """The function of a cluster of blocks, one for each chunk: it gathers what its parts are
+        of, keeps what it has read, and writes the outputs when the cluster has met. Raises Refused.
+        """
+        (parts,) = self._parts_of
+        names = [self._gathered(each) for each in parts.gathers]
+        gather, before, self._lines, self._before = self._lines, self._before, [], []
+        reduce = self._down_columns if self._space.across else self._along_row
+        reduced = reduce(parts.gathers, names, parts.tensors)
+        together = self._put_together()
+        self._known = {
+            (value, index): code
+            for (value, index), code in self._known.items()
+            if not any(self._loop in part.vars() for part in index)
+        }
+        self._written()
+        head, step, where = self._places_of(False)
+        steps = -(-self._grid.per // step)
+        if steps * len(self._ahead) > rules().kernel_loads_ahead:
+            raise Refused("more than the registers of a cluster hold")
+        read, loads = self._begun(steps, step, where)
+        return [
+            *(*head, *read, *loads, *self._early, *before),
+            *_each_step(steps, step, where, gather),
+            *(*reduced, "meet_cluster();", *together, *self._before),
+            *_each_step(steps, step, where, self._lines),
+        ]
 
     def _write(self, outputs: Sequence[tuple[Value, TensorSpec, Index]]) -> None:
         rows, self._rows = self._rows, replace(self._rows, outputs=tuple(outputs))
@@ -102,6 +131,27 @@ class GridFunction(Writer):
 
     def _loops(self, together: Sequence[str], backwards: bool = False) -> list[str]:
         """Where a thread is, what it computes once, and its loop, which reads some steps ahead."""
+        head, step, where = self._places_of(backwards)
+        steps = -(-self._grid.per // step)
+        most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
+        most = most if steps <= most else -(-most // 2)  # registers for more threads
+        ahead = -(-steps // -(-steps // most))
+        read, loads = self._begun(ahead, step, where)
+        body = _each_step(ahead, step, where, self._lines)
+        once = [*head, *read, *loads, *self._early, *together, *self._before]
+        if ahead == steps:
+            return [*once, *body]
+        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
+        return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
+
+    def _begun(self, ahead: int, step: int, where: str) -> tuple[list[str], list[str]]:
+        """The variables of what is read ahead, and its reads."""
+        lines = [line for _, lines in self._ahead for line in lines]
+        read = [f"{kind}[{ahead}];" for kind, _ in self._ahead]
+        return read, _each_step(ahead, step, where, lines)
+
+    def _places_of(self, backwards: bool) -> tuple[list[str], int, str]:
+        """Where a thread begins, its step, and where it is at ``at``."""
         space, grid, lanes = self._space, self._grid, self._plan.lanes
         head = [
             f"const u32 chunk = blockIdx.x % {grid.chunks}u, number = blockIdx.x / {grid.chunks}u;",
@@ -127,18 +177,7 @@ class GridFunction(Writer):
                 f"const u32 count = lesser({grid.per}u, {vectors}u - begin);",
             ]
             step, where = grid.wide, f"const u32 k = ({at}) * {lanes}u;"
-        steps = -(-grid.per // step)
-        most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
-        most = most if steps <= most else -(-most // 2)  # registers for more threads
-        ahead = -(-steps // -(-steps // most))
-        read = [f"{kind}[{ahead}];" for kind, _ in self._ahead]
-        loads = _each_step(ahead, step, where, [line for _, lines in self._ahead for line in lines])
-        body = _each_step(ahead, step, where, self._lines)
-        once = [*head, *read, *loads, *self._early, *together, *self._before]
-        if ahead == steps:
-            return [*once, *body]
-        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
-        return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
+        return head, step, where
 
     def _read(self, value: Read, index: Index) -> Code:
         """What the loop reads is read ahead; what is held of parts is in shared memory."""
@@ -150,28 +189,29 @@ class GridFunction(Writer):
             return self._read_once(value, index, at)
         kind, pointer = MEMORY[tensor.dtype], f"p{self._places[tensor.name]}"
         made, wide = self._declare(value.type, self._differs(at)), self._vector(tensor.dtype, at)
-        name, lanes = self._new(), self._plan.lanes
+        lanes, known = self._plan.lanes, self._begun_at.get((tensor.name, at))
+        name = self._begun_at[tensor.name, at] = known or self._new()
+        ahead: list[tuple[str, list[str]]] = []
         if made.by < 2:
             line = f"{name}[u] = {pointer}[{at.code(self._names)}];"
-            self._ahead.append((f"{kind} {name}", [line]))
+            ahead.append((f"{kind} {name}", [line]))
             self._assign(made, f"get({name}[u])")
-            return made
-        if wide == 1:
+        elif wide == 1:
             lane = f"{name}[u].at[j] = {pointer}[{self._by_lane(at)}];"
             line = f"for (int j = 0; j < {lanes}; ++j) {lane}"
-            self._ahead.append((f"vec<{kind}, {lanes}> {name}", ["#pragma unroll", line]))
+            ahead.append((f"vec<{kind}, {lanes}> {name}", ["#pragma unroll", line]))
             self._each_lane(f"{made.text} = get({name}[u].at[j]);")
-            return made
-        for start in range(0, lanes, wide):
+        for start in range(0, lanes, wide) if made.by == 2 and wide > 1 else ():
             vector = f"{name}_{start}"
             where = (at + start).code(self._names)
             line = f"{vector}[u] = load<{wide}>({pointer} + ({where}));"
-            self._ahead.append((f"vec<{kind}, {wide}> {vector}", [line]))
+            ahead.append((f"vec<{kind}, {wide}> {vector}", [line]))
             self._lines += [
                 "#pragma unroll",
                 f"for (int j = {start}; j < {start + wide}; ++j) "
                 f"{made.text} = get({vector}[u].at[j - {start}]);",
             ]
+        self._ahead += [] if known else ahead
         return made
 
     def _read_once(self, value: Read, index: Index, at: Sum) -> Code:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..device.rules import rules
+from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .gather import MOMENTS, Gather
+from .gather import CLUSTER, MOMENTS, Gather
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
@@ -87,6 +87,8 @@ def variants(by_rule: Split) -> list[Split]:
         *(replace(by_rule, threads=threads) for threads in (THREADS // 2, 2 * THREADS)),
         *(replace(by_rule, blocks=blocks) for blocks in (by_rule.blocks // 2, 2 * by_rule.blocks)),
         *(replace(by_rule, columns=columns) for columns in (WARP // 2, 2 * WARP)),
+        # Few chunks of narrow columns, which may be clusters.
+        *(Split(2 * THREADS, blocks, WARP // 4) for blocks in (by_rule.processors, by_rule.blocks)),
     ]
 
 
@@ -162,7 +164,8 @@ class _Composer:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
         args = f"{ARGS} {{ void* p[{places}]; }};"
-        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, args, *self._texts])
+        cluster = [CLUSTER] if any("meet_cluster" in text for text in self._texts) else []
+        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, *cluster, args, *self._texts])
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 
@@ -184,7 +187,7 @@ class _Composer:
         self._bytes = round_up(self._bytes + 4 * made.numel, ALIGNED)
         return made
 
-    def _add(self, lines: Sequence[str], blocks: int, threads: int) -> None:
+    def _add(self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1) -> None:
         """A function of lines, with the pointers that it needs. What it reads of parts is put
         together before."""
         body = "\n".join("  " + line for line in lines if line)
@@ -201,8 +204,9 @@ class _Composer:
                 held = self._held.get(tensor.name)
                 where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
                 pointers.append(f"  {kind}* const p{at} = ({kind}*){where};")
+        cluster = f"__cluster_dims__({clusters}, 1, 1) " if clusters > 1 else ""
         head = [
-            f'extern "C" __global__ void __launch_bounds__({threads})',
+            f'extern "C" __global__ void {cluster}__launch_bounds__({threads})',
             f"{name}(const __grid_constant__ Args a, char* const w) {{",
         ]
         self._texts.append("\n".join([*head, *pointers, body, "}", ""]))
@@ -296,7 +300,9 @@ class _Composer:
                 if grid.chunks == 1:
                     split = self._split
                     grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
-                return self._gridded(space, grid, given, again, GridFunction.applied)
+                if not self._clustered(space, grid, given, again):
+                    self._gridded(space, grid, given, again, GridFunction.applied)
+                return None
         self._rows(outputs, always=True)
         return None
 
@@ -373,7 +379,8 @@ class _Composer:
             for here in (True, False)
         )
         parts = Parts(space, grid, tuple(gathers), tuple(map(tuple, partial)), held, written)
-        self._parts.append(_Apart(parts, function))
+        launch = -1 if beside or again else len(self._launches) - 1
+        self._parts.append(_Apart(parts, function, launch))
         return found
 
     # -- partial results ----------------------------------------------------------------------
@@ -408,6 +415,30 @@ class _Composer:
         )
         return found if bytes <= rules().kernel_partials_again_bytes else []
 
+    def _clustered(
+        self,
+        space: Space,
+        grid: Grid,
+        outputs: Sequence[tuple[Value, TensorSpec, Index]],
+        again: Sequence[_Apart],
+    ) -> bool:
+        """Whether outputs are written by the function that has gathered what they are made of, if
+        the blocks of each result are a cluster."""
+        most = rules().kernel_cluster_blocks if has_clusters() else 1
+        if len(again) != 1 or again[0].launch != len(self._launches) - 1:
+            return False
+        (each,) = again
+        if each.parts.grid != grid or each.parts.space != space or grid.chunks > most:
+            return False
+        try:
+            lines = GridFunction(self._around(), space, grid, outputs, [each.parts]).clustered()
+        except Refused:
+            return False
+        del self._texts[-1], self._launches[-1]
+        self._add(lines, grid.blocks, grid.threads, grid.chunks)
+        each.told = True
+        return True
+
     def _gridded(
         self,
         space: Space,
@@ -434,11 +465,12 @@ class _Composer:
 
 @dataclass
 class _Apart:
-    """Partial results, the function that puts them together, and whether what is held and what goes
-    to outputs is in memory."""
+    """Partial results, the function that puts them together, the launch that gathers them, and
+    whether what is held and what goes to outputs is in memory."""
 
     parts: Parts
     function: _Function
+    launch: int  # the number of that which gathers them and does nothing else
     held: bool = False
     told: bool = False
 

@@ -280,6 +280,28 @@ def test_rows_that_no_registers_hold_are_shared_out() -> None:
     assert isinstance(patterns.schedule_of(patterns.by_rule(held, 132)), write.Schedule)
 
 
+@pytest.mark.usefixtures("small_as_large")
+@pytest.mark.parametrize("backwards", (False, True))
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+@pytest.mark.parametrize("shape", ((2, 6, 16, 8), (1, 40, 9, 7), (2, 4, 150, 1)))
+def test_a_cluster_reads_once(shape: tuple[int, ...], layout: str, backwards: bool) -> None:
+    spec = group_norm_of(shape, 2, layout, torch.float32)
+    schedule = Split(32, 24, 4)
+    source = split.write(spec, schedule)
+    (only,) = source.launches
+    assert "__cluster_dims__" in source.text and only.blocks > 2
+    (given,) = random_inputs(spec, torch.device("cpu"))
+    out, apart = torch.full_like(given, 7), torch.full_like(given, 7)
+    host_kernels.run(source, [given, out], backwards=backwards)
+    (want,) = reference.run(spec, [given], torch.float64)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    with rules.planning_for(80):
+        several = split.write(spec, schedule)
+    assert "__cluster_dims__" not in several.text and len(several.launches) == 2
+    host_kernels.run(several, [given, apart])
+    assert torch.equal(out, apart)
+
+
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
 def test_every_variant_of_a_schedule_is_right(layout: str) -> None:
     spec = group_norm_of((1, 24, 96, 16), 2, layout, torch.float32)
