@@ -5,7 +5,12 @@ where these lie well in memory and fill the GPU, else by a grid of blocks that e
 (:mod:`~cudnngraph.kernels.grid`). Partial results stand in a workspace, and are put together in the
 same order at every run, with what has one number for each result, such as one over a deviation:
 by each block of the functions that read it, or by a launch of its own where these read too much.
-What is left is read by the next stage, or written elementwise.
+What is left is read by the next stage, or written elementwise: by the function that has gathered,
+if the chunks of each result are a cluster of blocks and registers hold them.
+
+No counter stands in the workspace, and nothing in it is read before it is written by the same
+execution: launches, and the barrier of a cluster, are all the order that there is. So the contents
+of a workspace do not matter, nor do replays or other streams, which have workspaces of their own.
 """
 
 from __future__ import annotations
