@@ -195,7 +195,7 @@ static bool block(u32 threads, bool backwards) {
 }
 extern char __start_shared[] __attribute__((visibility("hidden")));
 extern char __stop_shared[] __attribute__((visibility("hidden")));
-__shared__ char some_shared = 0;
+__attribute__((used)) __shared__ char there_is_some = 0;
 // The blocks of a cluster, each with shared memory of its own, from one meeting to the next.
 static void cluster(u32 first, u32 many, u32 threads, bool backwards) {
   std::vector<std::vector<Fiber>> of(many);

@@ -8,9 +8,8 @@ by each block of the functions that read it, or by a launch of its own where the
 What is left is read by the next stage, or written elementwise: by the function that has gathered,
 if the chunks of each result are a cluster of blocks and registers hold them.
 
-No counter stands in the workspace, and nothing in it is read before it is written by the same
-execution: launches, and the barrier of a cluster, are all the order that there is. So the contents
-of a workspace do not matter, nor do replays or other streams, which have workspaces of their own.
+No counter stands in the workspace, and an execution reads there what its earlier launches or blocks
+of the cluster have written. So its contents do not matter, nor replays, nor other streams.
 """
 
 from __future__ import annotations
@@ -320,7 +319,7 @@ class _Composer:
         for gathers in gathers_of([value for value, _ in outputs]) if outputs else ():
             stage = stage_of(gathers, outputs)
             held, parts = len(self._held), (len(self._texts), self._bytes)
-            plain, grids, apart = list(self._left), len(self._grids), list(self._parts)
+            plain, grids, apart = list(self._left), len(self._grids), [*map(replace, self._parts)]
             try:
                 made = self._computed(gathers, stage)
             except Refused:  # one number for each result alone: any index is asked of those later
@@ -441,7 +440,7 @@ class _Composer:
             return False
         del self._texts[-1], self._launches[-1]
         self._add(lines, grid.blocks, grid.threads, grid.chunks)
-        each.told = True
+        each.told, each.launch = True, -1
         return True
 
     def _gridded(
