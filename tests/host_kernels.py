@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudnngraph.kernels.gather import CLUSTER
 from cudnngraph.kernels.scalars import PRELUDE
 from cudnngraph.kernels.source import Source
 
@@ -38,7 +40,8 @@ HOST = r"""
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static
+#define __cluster_dims__(...)
+#define __shared__ static __attribute__((section("shared")))
 #define D static inline
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -67,6 +70,8 @@ static void meet(int point) {
   threadIdx.x = me;
 }
 static void __syncthreads() { meet(1); }
+enum { CLUSTER = 1000 };  // the point at which blocks meet
+static void meet_cluster() { meet(CLUSTER); }
 static float __shfl_xor_sync(unsigned, float x, int at) {
   exchanged[threadIdx.x] = x;
   meet(2 + at);
@@ -157,8 +162,7 @@ static void resume(u32 t) {
   f.begun = true;
   swapcontext(&beginning, &f.context);
 }
-// The threads of a block from one meeting to the next, the last one first if `backwards`.
-static void block(u32 threads, bool backwards) {
+static void begin(u32 threads) {
   for (u32 t = 0; t < threads; ++t) {
     Fiber& f = fibers[t];
     f.stack.resize(1 << 16);
@@ -170,6 +174,10 @@ static void block(u32 threads, bool backwards) {
     f.context.uc_link = nullptr;
     makecontext(&f.context, (void (*)())thread, 1, t);
   }
+}
+// The threads of a block from one meeting to the next, the last one first if `backwards`. Whether
+// they are done; else the block waits for its cluster.
+static bool block(u32 threads, bool backwards) {
   for (bool left = true; left;) {
     for (u32 n = 0; n < threads; ++n) {
       u32 t = backwards ? threads - 1 - n : n;
@@ -179,20 +187,45 @@ static void block(u32 threads, bool backwards) {
     for (u32 t = 1; t < threads; ++t)
       if (fibers[t].done != fibers[0].done || (left && fibers[t].met != fibers[0].met)) {
         wrong = APART;
-        return;
+        return true;
       }
+    if (left && fibers[0].met == CLUSTER) return false;
+  }
+  return true;
+}
+extern char __start_shared[] __attribute__((visibility("hidden")));
+extern char __stop_shared[] __attribute__((visibility("hidden")));
+__attribute__((used)) __shared__ char there_is_some = 0;
+// The blocks of a cluster, each with shared memory of its own, from one meeting to the next.
+static void cluster(u32 first, u32 many, u32 threads, bool backwards) {
+  std::vector<std::vector<Fiber>> of(many);
+  std::vector<std::vector<char>> memory(many);
+  for (u32 done = 0, round = 0; !done && wrong == NOTHING; ++round) {
+    for (u32 n = 0; n < many && wrong == NOTHING; ++n) {
+      u32 b = backwards ? many - 1 - n : n;
+      blockIdx.x = first + b;
+      fibers.swap(of[b]);
+      if (round) memcpy(__start_shared, memory[b].data(), memory[b].size());
+      else fibers.resize(threads), begin(threads);
+      done += block(threads, backwards);
+      memory[b].assign(__start_shared, __stop_shared);
+      fibers.swap(of[b]);
+    }
+    if (done && done < many) wrong = APART;
   }
 }
-static int launch(void (*what)(void*), void* args, u32 blocks, u32 threads, int how) {
+static int launch(
+    void (*what)(void*), void* args, u32 blocks, u32 threads, u32 clusters, int how) {
   kernel = what;
   given = args;
   wrong = NOTHING;
   gridDim.x = blocks;
   fibers.resize(threads);
   getcontext(&beginning);
-  for (u32 b = 0; b < blocks && wrong == NOTHING; ++b) {
-    blockIdx.x = how & 1 ? blocks - 1 - b : b;
-    if (how & 2) block(threads, how & 1);
+  for (u32 b = 0; b < blocks && wrong == NOTHING; b += clusters) {
+    blockIdx.x = how & 1 ? blocks - clusters - b : b;
+    if (clusters > 1) cluster(blockIdx.x, clusters, threads, how & 1);
+    else if (how & 2) begin(threads), block(threads, how & 1);
     else for (u32 t = 0; t < threads; ++t) {
       threadIdx.x = how & 1 ? threads - 1 - t : t;
       what(args);
@@ -214,7 +247,7 @@ CALL = r"""
 static void call_%(name)s(void* a) { %(name)s(*(Args*)a%(workspace)s); }
 extern "C" int run_%(at)d_%(name)s(void* args, char* w, u32 blocks, u32 threads, int how) {
   workspace = w;
-  return launch(call_%(name)s, args, blocks, threads, how);
+  return launch(call_%(name)s, args, blocks, threads, %(clusters)d, how);
 }
 """
 
@@ -260,6 +293,12 @@ def run(source: Source, tensors: Sequence[torch.Tensor], *, backwards: bool = Fa
     assert bool(behind.isnan().all()), "a kernel writes behind its workspace"
 
 
+def _cluster_of(source: Source, name: str) -> int:
+    """The blocks of a cluster."""
+    found = re.search(rf"__cluster_dims__\((\d+), 1, 1\)[^{{]*\b{name}\(", source.text)
+    return int(found[1]) if found else 1
+
+
 def _compile(sources: Sequence[Source]) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
@@ -267,10 +306,17 @@ def _compile(sources: Sequence[Source]) -> None:
     parts = [HOST, RUN]
     for at, source in enumerate(sources):
         assert PRELUDE in source.text
-        own = source.text.replace(PRELUDE, "").replace('extern "C" ', "")
+        own = source.text.replace(PRELUDE, "").replace('extern "C" ', "").replace(CLUSTER, "")
         scratch = ", workspace" if source.several else ""
         calls = (
-            CALL % {"at": at, "name": each.name, "workspace": scratch} for each in source.launches
+            CALL
+            % {
+                "at": at,
+                "name": each.name,
+                "workspace": scratch,
+                "clusters": _cluster_of(source, each.name),
+            }
+            for each in source.launches
         )
         parts.append(ENTRY % (at, own, "".join(dict.fromkeys(calls))))
     whole = "".join(parts)

@@ -223,6 +223,32 @@ class DeviceRules:
         "into how many a generated kernel shares out a reduction (an estimate)",
         alternative="twice or half as many",
     )
+    kernel_loads_ahead: int = _measured(
+        8,
+        "loads of a thread",
+        "how many a thread begins of its chunk before it waits for the first (an estimate)",
+        alternative="more threads of a block",
+    )
+    kernel_partials_again_bytes: int = _measured(
+        10 << 20,
+        "bytes",
+        "how much blocks may read of partial results to put them together each for itself: what "
+        "the L2 cache gives in the time of a launch (an estimate)",
+        alternative="a launch that puts them together",
+    )
+    kernel_min_width_bytes: int = _measured(
+        64,
+        "bytes side by side",
+        "how narrow blocks may be that go down columns, so that they have fewer partial results to "
+        "put together (an estimate)",
+        alternative="a launch that puts them together",
+    )
+    kernel_cluster_blocks: int = _measured(
+        8,
+        "blocks",
+        "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
+        alternative="two launches",
+    )
     kernel_long_row: int = _measured(
         1 << 15,
         "elements of a row",
@@ -294,6 +320,12 @@ def rules() -> DeviceRules:
     if capability is None:
         capability = _current_capability()
     return TABLE.get(capability, TABLE[DEFAULT_CAPABILITY])
+
+
+def has_clusters() -> bool:
+    """Whether blocks of the GPU that is planned for may be clusters: compute capability 9 or 10."""
+    capability = _planned_for.get() or _current_capability()
+    return capability // 10 in (9, 10)
 
 
 def sm_count() -> int:

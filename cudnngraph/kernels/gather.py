@@ -47,8 +47,9 @@ class Gather:
 
     @property
     def parts(self) -> int:
-        """The numbers of a partial result: of moments the count, the mean and the squares."""
-        return 3 if self.moments else 1
+        """The numbers of a partial result that are kept: of moments the mean and the squares, since
+        the count is known."""
+        return 2 if self.moments else 1
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -61,12 +62,12 @@ class Gather:
 
 
 #: The numbers of a partial result, of what C++ names.
-PARTS = {1: ("{}",), 3: ("{}.count", "{}.mean", "{}.squares")}
+PARTS = {1: ("{}",), 2: ("{}.mean", "{}.squares")}
 
 
-def whole(gather: Gather, parts: Sequence[str]) -> str:
-    """C++ for a partial result of its numbers."""
-    return f"Moments({', '.join(parts)})" if gather.moments else parts[0]
+def whole(gather: Gather, count: str, parts: Sequence[str]) -> str:
+    """C++ for a partial result of so many elements, of its numbers."""
+    return f"Moments({count}, {', '.join(parts)})" if gather.moments else parts[0]
 
 
 def team(gather: Gather, threads: int) -> str:
@@ -75,18 +76,22 @@ def team(gather: Gather, threads: int) -> str:
 
 
 #: Counts, means and sums of squared differences from them, of parts that are put together.
+#: ``one_over`` has the inverse of a count without a branch, that of 1 exactly.
 MOMENTS = r"""
+static D_ float one_over(float count) {
+  const float about = inverse(count);
+  return fmaf(about, fmaf(-count, about, 1.0f), about);
+}
 struct Moments {
   float count, mean, squares;
   D_ Moments(float c, float m, float s) : count(c), mean(m), squares(s) {}
 };
 struct Merged {
   static D_ Moments of(Moments a, Moments b) {
-    if (a.count == 0.0f) return b;
-    if (b.count == 0.0f) return a;
-    const float count = a.count + b.count, apart = b.mean - a.mean, part = b.count / count;
+    const float count = a.count + b.count, apart = b.mean - a.mean;
+    const float part = a.count == 0.0f ? 1.0f : b.count * one_over(count);
     return Moments(count, a.mean + apart * part,
-                   a.squares + b.squares + apart * apart * a.count * part);
+                   a.squares + b.squares + apart * (a.count * part) * apart);
   }
 };
 template <int T> static D_ Moments moments(Moments x) {
@@ -117,3 +122,10 @@ template <int T> static D_ Moments moments(Moments x) {
   return x;
 }
 """.replace("D_", "__device__ __forceinline__")
+
+#: The blocks of a cluster wait for each other, and see what all have written.
+CLUSTER = r"""
+static __device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
+}
+"""

@@ -2,32 +2,31 @@
 
 A region is taken apart at its reductions. A stage computes those that wait for no others: in rows
 where these lie well in memory and fill the GPU, else by a grid of blocks that each reduce a chunk
-(:mod:`~cudnngraph.kernels.grid`). Partial results stand in a workspace; one more launch puts them
-together, in the same order at every run. It computes what has one number for each result too, such
-as one over a deviation. What is left is read by the next stage, or written elementwise.
+(:mod:`~cudnngraph.kernels.grid`). Partial results stand in a workspace, and are put together in the
+same order at every run, with what has one number for each result, such as one over a deviation:
+by each block of the functions that read it, or by a launch of its own where these read too much.
+What is left is read by the next stage, or written elementwise: by the function that has gathered,
+if the chunks of each result are a cluster of blocks and registers hold them.
+
+No counter stands in the workspace, and an execution reads there what its earlier launches or blocks
+of the cluster have written. So its contents do not matter, nor replays, nor other streams.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..device.rules import rules
-from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, numel, round_up
-from .gather import MOMENTS, Gather
-from .grid import (
-    MOST_SHARED,
-    GridFunction,
-    Space,
-    grid_of,
-    lanes_of,
-    shared_bytes,
-    space_of,
-)
-from .index import Sum, Var, place, reshaped
+from ..device.rules import has_clusters, rules
+from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
+from .gather import CLUSTER, MOMENTS, Gather
+from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
+from .grid_function import GridFunction, Parts, indexed
+from .index import Sum, Var, place
 from .rows import (
     MOST_THREADS,
     VECTOR_BYTES,
@@ -54,10 +53,11 @@ from .stages import (
     stage_of,
     widest_read,
 )
-from .tape import Index, Read, Refused, Value, Window
+from .tape import Index, Place, Read, Refused, Value, Window, mapped
 from .write import Narrower, Writer
 
 THREADS = 256  # of a block
+MOST_REGISTERS = 1 << 16  # of a block, and of a multiprocessor
 MOST_LAUNCHES = 8
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
@@ -91,6 +91,8 @@ def variants(by_rule: Split) -> list[Split]:
         *(replace(by_rule, threads=threads) for threads in (THREADS // 2, 2 * THREADS)),
         *(replace(by_rule, blocks=blocks) for blocks in (by_rule.blocks // 2, 2 * by_rule.blocks)),
         *(replace(by_rule, columns=columns) for columns in (WARP // 2, 2 * WARP)),
+        # Few chunks of narrow columns, which may be clusters.
+        *(Split(2 * THREADS, blocks, WARP // 4) for blocks in (by_rule.processors, by_rule.blocks)),
     ]
 
 
@@ -98,6 +100,8 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     """Why a region should not be one kernel of rows, or None."""
     if not rows.reductions:
         return None
+    if 2 * schedule.threads * schedule.chunks * schedule.lanes > MOST_REGISTERS:
+        return "rows that leave a block too few registers for anything else"
     long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
     if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"
@@ -136,7 +140,8 @@ class _Composer:
         self._bytes = 0
         self._texts: list[str] = []
         self._launches: list[Launch] = []
-        self._spaces: list[Space] = []
+        self._grids: list[tuple[Space, Grid]] = []
+        self._parts: list[_Apart] = []
         self._left: list[tuple[Value, TensorSpec]] = []  # outputs of which nothing is reduced
 
     def source(self) -> Source:
@@ -156,11 +161,15 @@ class _Composer:
             raise Refused("nothing is reduced")
         for count in dict.fromkeys(tensor.numel for _, tensor in self._left):
             self._plain([each for each in self._left if each[1].numel == count])
+        for each in self._parts:
+            if each.parts.outputs and not each.told:
+                self._put_together(each)
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
         args = f"{ARGS} {{ void* p[{places}]; }};"
-        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, args, *self._texts])
+        cluster = [CLUSTER] if any("meet_cluster" in text for text in self._texts) else []
+        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, *cluster, args, *self._texts])
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 
@@ -182,11 +191,16 @@ class _Composer:
         self._bytes = round_up(self._bytes + 4 * made.numel, ALIGNED)
         return made
 
-    def _add(self, lines: Sequence[str], blocks: int, threads: int) -> None:
-        """A function of lines, with the pointers that it needs."""
-        name = f"{NAME}_{len(self._launches)}"
+    def _add(self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1) -> None:
+        """A function of lines, with the pointers that it needs. What it reads of parts is put
+        together before."""
         body = "\n".join("  " + line for line in lines if line)
         used = set(map(int, re.findall(r"\bp(\d+)\b", body)))
+        names = {name for at, name in enumerate(self._around().tensors) if at in used}
+        for each in self._parts:
+            if not each.held and names & each.names:
+                self._put_together(each)
+        name = f"{NAME}_{len(self._launches)}"
         pointers = []
         for at, tensor in enumerate(self._around().tensors.values()):
             if at in used:
@@ -194,8 +208,9 @@ class _Composer:
                 held = self._held.get(tensor.name)
                 where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
                 pointers.append(f"  {kind}* const p{at} = ({kind}*){where};")
+        cluster = f"__cluster_dims__({clusters}, 1, 1) " if clusters > 1 else ""
         head = [
-            f'extern "C" __global__ void __launch_bounds__({threads})',
+            f'extern "C" __global__ void {cluster}__launch_bounds__({threads})',
             f"{name}(const __grid_constant__ Args a, char* const w) {{",
         ]
         self._texts.append("\n".join([*head, *pointers, body, "}", ""]))
@@ -282,13 +297,16 @@ class _Composer:
 
     def _plain(self, outputs: Outputs) -> None:
         """A function that writes outputs of one size, of which nothing is reduced any more."""
-        for space in self._spaces:
+        for space, grid in self._grids:
             given = _placed(space, outputs)
-            if space.across and len(given) == len(outputs):
-                split = self._split
-                grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
-                lines = GridFunction(self._around(), space, grid, given).applied()
-                return self._add(lines, grid.blocks, grid.threads)
+            again = self._again(space, grid, [value for value, _ in outputs])
+            if len(given) == len(outputs) and (space.across or again):
+                if grid.chunks == 1:
+                    split = self._split
+                    grid = grid_of(space, split.threads, 2 * split.blocks, split.columns, steps=2)
+                if not self._clustered(space, grid, given, again):
+                    self._gridded(space, grid, given, again, GridFunction.applied)
+                return None
         self._rows(outputs, always=True)
         return None
 
@@ -301,14 +319,15 @@ class _Composer:
         for gathers in gathers_of([value for value, _ in outputs]) if outputs else ():
             stage = stage_of(gathers, outputs)
             held, parts = len(self._held), (len(self._texts), self._bytes)
-            plain = list(self._left)
+            plain, grids, apart = list(self._left), len(self._grids), [*map(replace, self._parts)]
             try:
                 made = self._computed(gathers, stage)
             except Refused:  # one number for each result alone: any index is asked of those later
                 for name in list(self._held)[held:]:
                     del self._held[name]
                 self._bytes, self._left = parts[1], plain
-                del self._texts[parts[0] :], self._launches[parts[0] :]
+                del self._texts[parts[0] :], self._launches[parts[0] :], self._grids[grids:]
+                self._parts = apart
                 stage = [(value, None) for gather in gathers for value in gather.values]
                 made = self._computed(gathers, stage)
             by |= made
@@ -336,46 +355,144 @@ class _Composer:
         while threads > WARP and shared_bytes(space, gathers, threads) > MOST_SHARED:
             threads //= 2
         grid = grid_of(space, threads, split.blocks, split.columns)
-        self._spaces.append(space)
+        if len(given) > sum(to is not None for _, to in stage):
+            grid = self._narrow(space, grid, threads, 4 * parts_in(gathers))
+        self._grids.append((space, grid))
         beside = _placed(space, self._sharing([each.operand for each in gathers]))
         self._left = [each for each in self._left if all(each[1] is not to for _, to, _ in beside)]
+        reads = [*(each.operand for each in gathers), *(value for value, _, _ in beside)]
         if grid.chunks == 1:
-            indices = [_indexed(space.kept, space.kept_shape, to) for _, to in given]
-            outputs = [
-                (*each, index)
-                for each, index in zip(given, indices, strict=True)
-                if index is not None
-            ]
-            if len(outputs) < len(given):
-                raise Refused("a view of a reduction's results that no plain index says")
-            lines = GridFunction(self._around(), space, grid, outputs).reduced(gathers, beside)
-            self._add(lines, grid.blocks, grid.threads)
+            outputs = [(*each, indexed(space.kept, space.kept_shape, each[1])) for each in given]
+            again = self._again(space, grid, [*reads, *(value for value, _ in given)])
+            self._gridded(space, grid, outputs, again, lambda at: at.reduced(gathers, beside))
             return found
         shape = (*space.kept_shape, grid.chunks)
         partial = [[self._new(shape) for _ in range(each.parts)] for each in gathers]
-        lines = GridFunction(self._around(), space, grid, ()).reduced(gathers, beside, partial)
-        self._add(lines, grid.blocks, grid.threads)
+        again = self._again(space, grid, reads)
+        self._gridded(space, grid, (), again, lambda at: at.reduced(gathers, beside, partial))
+        rank = len(space.kept_shape)
+        places = Place((*[1] * rank, grid.chunks), rank, type="int")
+        counts = mapped(lambda chunk: grid.counted(space, chunk), places)
         by: dict[int, Value] = {}
         for gather, tensors in zip(gathers, partial, strict=True):
-            by |= put_together(gather, [Read(shape, tensor) for tensor in tensors])
-        self._rows(replaced(given, by), always=True)
+            by |= put_together(gather, counts, [Read(shape, tensor) for tensor in tensors])
+        function = self._of_rows(replaced(given, by), always=True)
+        assert function is not None
+        held, written = (
+            tuple(each for each, (_, to) in zip(given, stage, strict=True) if (to is None) == here)
+            for here in (True, False)
+        )
+        parts = Parts(space, grid, tuple(gathers), tuple(map(tuple, partial)), held, written)
+        launch = -1 if beside or again else len(self._launches) - 1
+        self._parts.append(_Apart(parts, function, launch))
         return found
 
+    # -- partial results ----------------------------------------------------------------------
 
-def _indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index | None:
-    """The index into a tensor of as many elements, None if no plain index says it."""
-    found = reshaped(index, shape, to.shape) if numel(shape) == to.numel else None
-    return None if found is None else tuple(found)
+    def _put_together(self, each: _Apart) -> None:
+        """Add the launch that puts partial results together."""
+        each.held = each.told = True
+        self._add(*each.function)
+
+    def _narrow(self, space: Space, grid: Grid, threads: int, bytes: int) -> Grid:
+        """A grid of fewer chunks of narrower blocks, if each block may put these together."""
+        most, least = rules().kernel_partials_again_bytes, rules().kernel_min_width_bytes
+        columns = self._split.columns
+        while space.across and columns * VECTOR_BYTES >= least:
+            found = grid_of(space, threads, self._split.blocks, columns)
+            if bytes * found.read_again(space, found.chunks) <= most:
+                return found
+            columns //= 2
+        return grid
+
+    def _again(self, space: Space, grid: Grid, values: Sequence[Value]) -> list[_Apart]:
+        """The partial results that the blocks of a function put together each for itself."""
+        reads = {value.tensor.name for value in reachable(values) if isinstance(value, Read)}
+        found = [
+            each
+            for each in self._parts
+            if not each.held and each.names & reads and each.parts.space.alike(space)
+        ]
+        bytes = sum(
+            4 * parts_in(each.parts.gathers) * grid.read_again(space, each.parts.grid.chunks)
+            for each in found
+        )
+        return found if bytes <= rules().kernel_partials_again_bytes else []
+
+    def _clustered(
+        self,
+        space: Space,
+        grid: Grid,
+        outputs: Sequence[tuple[Value, TensorSpec, Index]],
+        again: Sequence[_Apart],
+    ) -> bool:
+        """Whether outputs are written by the function that has gathered what they are made of, if
+        the blocks of each result are a cluster."""
+        most = rules().kernel_cluster_blocks if has_clusters() else 1
+        if len(again) != 1 or again[0].launch != len(self._launches) - 1:
+            return False
+        (each,) = again
+        if each.parts.grid != grid or each.parts.space != space or grid.chunks > most:
+            return False
+        try:
+            lines = GridFunction(self._around(), space, grid, outputs, [each.parts]).clustered()
+        except Refused:
+            return False
+        del self._texts[-1], self._launches[-1]
+        self._add(lines, grid.blocks, grid.threads, grid.chunks)
+        each.told, each.launch = True, -1
+        return True
+
+    def _gridded(
+        self,
+        space: Space,
+        grid: Grid,
+        outputs: Sequence[tuple[Value, TensorSpec, Index]],
+        again: Sequence[_Apart],
+        lines: Callable[[GridFunction], list[str]],
+    ) -> None:
+        """Add a function over a space, the blocks of which put parts together, if they can."""
+        parts = [
+            replace(each.parts, outputs=() if each.told else each.parts.outputs) for each in again
+        ]
+        try:
+            made = lines(GridFunction(self._around(), space, grid, outputs, parts))
+        except Refused:
+            if not again:
+                raise
+            again = ()
+            made = lines(GridFunction(self._around(), space, grid, outputs))
+        self._add(made, grid.blocks, grid.threads)
+        for each in again:
+            each.told = True
+
+
+@dataclass
+class _Apart:
+    """Partial results, the function that puts them together, the launch that gathers them, and
+    whether what is held and what goes to outputs is in memory."""
+
+    parts: Parts
+    function: _Function
+    launch: int  # the number of that which gathers them and does nothing else
+    held: bool = False
+    told: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """What is held."""
+        return {to.name for _, to in self.parts.held}
 
 
 def _placed(space: Space, outputs: Outputs) -> list[tuple[Value, TensorSpec, Index]]:
     """The outputs that a loop over a space can write as they lie, with their indices."""
-    found = [(value, to, _indexed(space.index, space.shape, to)) for value, to in outputs]
-    return [
-        (value, to, index)
-        for value, to, index in found
-        if index is not None and _dense(place(index, to.stride), space.inner)
-    ]
+    found = []
+    for value, to in outputs:
+        with suppress(Refused):
+            index = indexed(space.index, space.shape, to)
+            if _dense(place(index, to.stride), space.inner):
+                found.append((value, to, index))
+    return found
 
 
 def _dense(at: Sum, inner: Var) -> bool:

@@ -190,14 +190,15 @@ def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
     return [(made[id(value)], to) for value, to in outputs]
 
 
-def put_together(gather: Gather, parts: Sequence[Value]) -> dict[int, Value]:
-    """The values of what was gathered from partial results, which stand along the last dim."""
+def put_together(gather: Gather, counts: Value, parts: Sequence[Value]) -> dict[int, Value]:
+    """The values of what was gathered from partial results, which stand along the last dim, of so
+    many elements each."""
     last = gather.values[-1]
     assert isinstance(last, Reduce)
     shape, rank = last.shape, len(last.shape)
     if not gather.moments:
         return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
-    counts, means, squares = parts
+    means, squares = parts
     share = 1.0 / count_of(gather.operand, gather.dims)
     first = sliced(means, rank, 0, (*shape, 1), 1)
     apart = sub(means, first)

@@ -211,6 +211,32 @@ def test_random_regions(region: Region, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("small_as_large")
+@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
+def test_random_regions_by_launches_that_put_together(region: Region, seed: int) -> None:
+    with rules.changed(kernel_partials_again_bytes=0, kernel_loads_ahead=1):
+        apart = split_is_right(region, seed)
+    with rules.changed(kernel_loads_ahead=3):
+        assert len(split_is_right(region, seed).launches) <= len(apart.launches)
+
+
+@pytest.mark.usefixtures("small_as_large")
+def test_outputs_of_one_number_for_each_result_need_no_launch() -> None:
+    g = cg.Graph("batch_norm")
+    x = g.input("x", (4, 24, 16, 8), torch.float32, layout="channels_last")
+    vectors = [g.input(name, (24,), torch.float32) for name in ("w", "b", "mean", "var")]
+    for number, each in enumerate(g.batch_norm_train(x, *vectors)):
+        g.output(f"o{number}", each)
+    spec = g.spec()
+    inputs = random_inputs(spec, torch.device("cpu"))
+    source = split.write(spec, Split(64, 64, 4))
+    assert len(source.launches) == 2  # both of several blocks for each channel
+    check(spec, source, inputs, far=False)
+    with rules.changed(kernel_partials_again_bytes=0):
+        assert len(split.write(spec, Split(64, 64, 4)).launches) == 3
+
+
+@pytest.mark.usefixtures("small_as_large")
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize(
     "region", (group_norm, instance_norm, batch_norm_train), ids=lambda region: region.__name__
@@ -235,8 +261,46 @@ def test_a_few_long_rows_are_shared_out_by_rule(layout: str) -> None:
     spec = group_norm_of((2, 320, 64, 64), 32, layout, torch.bfloat16)
     schedule = patterns.schedule_of(patterns.by_rule(spec, 132))
     assert isinstance(schedule, Split)
-    partial, together, applied = split.write(spec, schedule).launches
+    launches = split.write(spec, schedule).launches
+    assert len(launches) == (1 if layout == "contiguous" else 2)  # of clusters, or of blocks alone
+    assert min(each.blocks for each in launches) > 132
+
+
+def test_many_partial_results_are_put_together_by_a_launch() -> None:
+    spec = group_norm_of((1, 128, 512, 512), 32, "channels_last", torch.bfloat16)
+    assert len(split.write(spec, split.split_for(132)).launches) == 2
+    with rules.changed(kernel_partials_again_bytes=1 << 20):
+        partial, together, applied = split.write(spec, split.split_for(132)).launches
     assert min(partial.blocks, applied.blocks) > 132 > together.blocks
+
+
+def test_rows_that_no_registers_hold_are_shared_out() -> None:
+    spec = group_norm_of((8, 320, 64, 64), 32, "channels_last", torch.float16)
+    assert isinstance(patterns.schedule_of(patterns.by_rule(spec, 132)), Split)
+    held = group_norm_of((8, 320, 32, 64), 32, "channels_last", torch.float16)
+    assert isinstance(patterns.schedule_of(patterns.by_rule(held, 132)), write.Schedule)
+
+
+@pytest.mark.usefixtures("small_as_large")
+@pytest.mark.parametrize("backwards", (False, True))
+@pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
+@pytest.mark.parametrize("shape", ((2, 6, 16, 8), (1, 40, 9, 7), (2, 4, 150, 1)))
+def test_a_cluster_reads_once(shape: tuple[int, ...], layout: str, backwards: bool) -> None:
+    spec = group_norm_of(shape, 2, layout, torch.float32)
+    schedule = Split(32, 24, 4)
+    source = split.write(spec, schedule)
+    (only,) = source.launches
+    assert "__cluster_dims__" in source.text and only.blocks > 2
+    (given,) = random_inputs(spec, torch.device("cpu"))
+    out, apart = torch.full_like(given, 7), torch.full_like(given, 7)
+    host_kernels.run(source, [given, out], backwards=backwards)
+    (want,) = reference.run(spec, [given], torch.float64)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    with rules.planning_for(80):
+        several = split.write(spec, schedule)
+    assert "__cluster_dims__" not in several.text and len(several.launches) == 2
+    host_kernels.run(several, [given, apart])
+    assert torch.equal(out, apart)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "channels_last"))
