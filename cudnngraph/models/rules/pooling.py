@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...device.rules import rules
+from ...errors import FeatureMissing
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
 )
 from ...ops.base import LOW_PRECISION
+from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 
@@ -105,6 +107,70 @@ def _adaptive_mean(rank: int) -> Rule:
     return rule
 
 
+def _max_pool_backward(rank: int) -> Rule:
+    """By what was pooled: the indices of the largest elements are found again."""
+
+    def rule(c: Importer, a: Arguments) -> Any:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        window, padding, dilation = (
+            spread(a[name], rank) for name in ("kernel_size", "padding", "dilation")
+        )
+        stride = spread(a["stride"] or window, rank)
+        many = zip(x.shape[-rank:], dy.shape[-rank:], stride, padding, dilation, strict=True)
+        if any(in_padding(*each) for each in many):
+            raise FeatureMissing(
+                f"{c.name}: {c.node.target}: a window lies in the padding alone, and torch's "
+                "gradient would write outside of its result: dilate less, or pad less"
+            )
+        if len(x.shape) != rank + 2:
+            raise Skip
+        return c.g.max_pool_backward(dy, x, window, stride, padding, dilation, bool(a["ceil_mode"]))
+
+    return rule
+
+
+def _avg_pool_backward(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        if a["divisor_override"] is not None or len(x.shape) != rank + 2:
+            raise Skip
+        window = spread(a["kernel_size"], rank)
+        stride = spread(list(a["stride"]) or window, rank)
+        return c.g.avg_pool_backward(
+            dy,
+            window,
+            stride,
+            spread(a["padding"], rank),
+            bool(a["ceil_mode"]),
+            bool(a["count_include_pad"]),
+            input_size=x.shape[2:],
+        )
+
+    return rule
+
+
+def _adaptive_mean_backward(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        if len(x.shape) != rank + 2:
+            raise Skip
+        return c.g.adaptive_avg_pool_backward(dy, dy.shape[2:], input_size=x.shape[2:])
+
+    return rule
+
+
+def _upsample_backward(mode: str) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        dy, sizes = c.value(a["grad_output"]), tuple(a["input_size"])
+        if any(value is not None for name, value in a.items() if name.startswith("scales")):
+            raise Skip
+        corners = bool(a.get("align_corners", False))
+        size = dy.shape[2:]
+        return c.g.interpolate_backward(dy, size, None, mode, corners, input_size=sizes[2:])
+
+    return rule
+
+
 def _upsample(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(first(a))
@@ -133,4 +199,8 @@ RULES: dict[str, Rule] = {
     **{f"max_pool{rank}d": _max_pool(rank) for rank in (1, 2, 3)},
     **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
     **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
+    **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
+    **{f"avg_pool{rank}d_backward": _avg_pool_backward(rank) for rank in (2, 3)},
+    **{f"_adaptive_avg_pool{rank}d_backward": _adaptive_mean_backward(rank) for rank in (2, 3)},
+    **{f"{name}_backward": _upsample_backward(mode) for name, mode in UPSAMPLES.items()},
 }
