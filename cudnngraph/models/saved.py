@@ -1,5 +1,7 @@
 """What a forward saves for its backward that the backward can do without.
 
+What depends on no input is computed in both.
+
 torch keeps the places of the largest elements for the gradient of max pooling: 8 bytes for each
 element of the result. The gradient of ours finds them again, and so does torch's behind
 :func:`pool_again`. Then the forward need not make them, nor keep them.
@@ -7,6 +9,7 @@ element of the result. The gradient of ours finds them again, and so does torch'
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,6 +55,54 @@ def pool_again(module: torch.fx.GraphModule) -> None:
         changed = True
     if changed:
         module.recompile()
+
+
+MOST_CONSTANT = 1 << 22  # elements of a tensor that both graphs keep
+
+
+def compute_again(module: torch.fx.GraphModule, forward: torch.fx.GraphModule) -> None:
+    """Let a backward compute what its forward would save and that depends on no input: indices and
+    masks by positions. It is a constant of both graphs then."""
+    graph, made = module.graph, dict[torch.fx.Node, torch.fx.Node]()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sources = {node.name: node for node in forward.graph.nodes}
+    fixed = _constant_nodes(forward.graph)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in made:
+            for each in node.all_input_nodes:
+                copied(each)
+            with graph.inserting_before(first):
+                made[node] = graph.node_copy(node, lambda each: made[each])
+        return made[node]
+
+    for node in inputs:
+        source = sources.get(node.name)
+        seen = None if source is None else source.meta.get("val")
+        if source not in fixed or not isinstance(seen, torch.Tensor):
+            continue
+        sizes = tuple(seen.shape)
+        if all(type(n) is int for n in sizes) and math.prod(sizes) <= MOST_CONSTANT:
+            node.replace_all_uses_with(copied(source))
+    if made:
+        module.recompile()
+
+
+def _constant_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The ops that depend on no input, and draw nothing."""
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        target: Any = node.target
+        if node.op != "call_function" or not found.issuperset(node.all_input_nodes):
+            continue
+        if target is operator.getitem or (
+            isinstance(target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded not in target.tags
+            and not target._schema.is_mutable
+        ):
+            found.add(node)
+    return found
 
 
 def unread(module: torch.fx.GraphModule) -> frozenset[str]:

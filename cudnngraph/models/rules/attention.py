@@ -275,6 +275,9 @@ def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
         raise Skip  # its second result are the weights
     mask = None if given is None else _mask(c, given, q.dtype)
     o, lse = c.g.sdpa(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=scale, return_lse=True)
+    if mask is not None and c.node.target._schema.name.endswith("_for_cpu"):
+        # torch's of a row that may attend to no key is 0, and its gradient is 0 all the same.
+        lse = c.g.where(c.g.lt(lse, torch.finfo(torch.float32).min), 0.0, lse)
     return (o, _padded_lse(c, lse, many[1].shape), *rest)
 
 

@@ -16,7 +16,7 @@ from ...ir.spec import (
 )
 from ...ops.base import LOW_PRECISION
 from ...ops.resampling import in_padding
-from ..aten_ops import UPSAMPLES
+from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 
 if TYPE_CHECKING:
@@ -188,7 +188,54 @@ def _upsample(mode: str) -> Rule:
     return rule
 
 
+_ZEROS = packets("new_zeros", "zeros", "zeros_like")
+
+
+def _repeats(c: Importer, sizes: Sequence[int], indices: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes to which constant indices repeat pixels of images, each as often along a dim.
+
+    That is how torch.compile writes interpolation to the nearest pixel.
+    """
+    rank = len(sizes) - 2
+    given = list(indices)
+    if rank not in (1, 2, 3) or len(given) != rank + 2 or given[:2] != [None, None]:
+        raise Skip
+    made = []
+    for size, index in zip(sizes[2:], given[2:], strict=True):
+        if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
+            raise Skip
+        count = index.numel()
+        if not size or count % size or count < size or index.shape.numel() != max(index.shape):
+            raise Skip
+        wanted = torch.arange(count, device=index.device) // (count // size)
+        if not torch.equal(index.flatten(), wanted):
+            raise Skip
+        made.append(count)
+    if tuple(made) != tuple(sizes[2:]):
+        return tuple(made)
+    raise Skip  # nothing is repeated
+
+
+def _index(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    size = _repeats(c, x.shape, a["indices"])
+    return c.g.interpolate(x, size)
+
+
+def _index_put(c: Importer, a: Arguments) -> Value:
+    """The gradient of that: what is added up where nothing was."""
+    dy, seen = c.value(a["values"]), c.node.args[0].meta["val"]
+    if not a["accumulate"] or getattr(c.node.args[0].target, "overloadpacket", None) not in _ZEROS:
+        raise Skip
+    size = _repeats(c, seen.shape, a["indices"])
+    if dy.shape != (*seen.shape[:2], *size):
+        raise Skip
+    return c.g.interpolate_backward(dy, size, input_size=tuple(seen.shape[2:]))
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
     "amax": _reduced("max"),
