@@ -640,6 +640,8 @@ def _agrees(made: Any, seen: Any) -> bool:
         return isinstance(made, tuple) and all(
             mine is None or _agrees(mine, theirs) for mine, theirs in zip(made, seen, strict=False)
         )
+    if isinstance(seen, int):
+        return made is seen or made == seen
     if isinstance(made, torch.Tensor):
         return True
     if not isinstance(made, Value) or made.spec is None or not isinstance(seen, tuple):

@@ -255,9 +255,9 @@ def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
 
     Behind o and the lse are what torch's own kernels hand to their gradients: empty here.
     """
-    if a.get("dropout_p"):
-        raise Skip
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    if a.get("dropout_p") or not _is_fit(c, q):
+        raise Skip
     given = a.get("attn_bias", a.get("attn_mask"))
     scale = None if a.get("scale") is None else float(a["scale"])
     many = c.node.meta["val"]
@@ -281,6 +281,16 @@ def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
     return (o, _padded_lse(c, lse, many[1].shape), *rest)
 
 
+_OF_GPUS = ("flash_attention", "efficient_attention", "cudnn_attention")
+
+
+def _is_fit(c: Importer, q: Value) -> bool:
+    """Whether attention is for a plan: cuDNN has none for float32, whose kernels of torch for GPUs
+    keep the scores to themselves too."""
+    name = c.node.target._schema.name.removesuffix("_backward")
+    return not name.endswith(_OF_GPUS) or q.dtype in LOW_PRECISION
+
+
 _NAME_OF_MATH = "_scaled_dot_product_attention_math"
 
 
@@ -297,10 +307,10 @@ def _padded_lse(c: Importer, lse: Value, shape: Sequence[int]) -> Value:
 
 
 def _attended_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
-    if a["dropout_p"]:
-        raise Skip
     do = c.value(a["grad_out"] if "grad_out" in a else a["grad_out_"])
     q, k, v, o, lse = (c.value(a[name]) for name in ("query", "key", "value", "out", "logsumexp"))
+    if a["dropout_p"] or not _is_fit(c, q):
+        raise Skip
     rows = q.shape[:3]
     if lse.shape[2] != rows[2]:
         lse = c.g.slice(lse, 2, 0, rows[2])

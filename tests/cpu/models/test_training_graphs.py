@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cudnngraph as cg
 from cudnngraph.models import dynamo, retrace
+from cudnngraph.models.convert import convert
 from cudnngraph.runtime import checks
 from tests import numerics
 from tests.fused import compiled
@@ -365,3 +367,57 @@ def test_neighbours_are_all_that_overlap() -> None:
             for b, second in tensors.items():
                 if a != b and first.numel() and second.numel():
                     assert not checks.overlap(first, second) or (b in near[a] and a in near[b])
+
+
+# -- attention of GPUs, imported without one -------------------------------------------------------
+
+
+def _on_gpu(kind: str, p: float) -> Function:
+    """Attention and its gradient in the form that torch traces on a GPU."""
+    aten: Any = torch.ops.aten
+    forward = getattr(aten, f"_scaled_dot_product_{kind}_attention")
+    backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward")
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> Any:
+        if kind == "flash":
+            o, lse, *rest, _ = forward(q, k, v, p, True, False)
+            given = (*rest[:4], p, True, *rest[4:])
+        elif kind == "cudnn":
+            o, lse, *rest, _ = forward(q, k, v, None, True, p, True, False)
+            given = (*rest[4:], None, *rest[:4], p, True)
+        else:
+            o, lse, *rest = forward(q, k, v, None, True, p, True)
+            return (
+                o,
+                lse,
+                *rest,
+                *backward(do, q, k, v, None, o, lse, *rest, p, [True, True, True, False], True),
+            )
+        return o, lse, *rest[4:], *backward(do, q, k, v, o, lse, *given)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "dtype"),
+    [
+        *((kind, p, "float16") for kind in ("cudnn", "flash", "efficient") for p in (0.0, 0.25)),
+        ("efficient", 0.0, "float32"),
+    ],
+)
+def test_attention_as_gpus_have_it_is_ours_and_torchs_if_it_drops(
+    kind: str, p: float, dtype: str
+) -> None:
+    form: Any = {"dtype": getattr(torch, dtype), "device": "meta"}
+    data = [torch.empty(2, 3, 37, 64, **form) for _ in range(4)]
+    traced = make_fx(_on_gpu(kind, p), tracing_mode="real")(*data)
+    names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+    found = convert(traced, {}, names, keep_strides=True, random=True)
+    assert found.spec is not None
+    ops = [node.op for node in found.spec.nodes]
+    seeds = [result[0] for result in found.results[2:4]]
+    if p or dtype == "float32":
+        assert ops == ["aten", "aten"], "forward and backward by the same kernels"
+        return
+    assert "aten" not in ops and {"sdpa", "sdpa_backward"} <= {*ops}
+    assert set(seeds) == {"copy"}, "nothing is drawn"
