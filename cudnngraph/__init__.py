@@ -34,7 +34,7 @@ from .graph.builder import Graph
 from .graph.value import Value
 from .ir.spec import GraphSpec, TensorSpec
 from .models.fused import Fused, fuse
-from .models.report import Report, reports
+from .models.report import reports
 from .policy import Policy
 from .runtime.bound import BoundCall, CapturedCall
 from .runtime.compile import warm_up
@@ -90,7 +90,6 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Problem",
-    "Report",
     "SettingsError",
     "Specialized",
     "TensorSpec",
