@@ -49,13 +49,21 @@ def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
 def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     dy, x, weight = (c.value(a[name]) for name in ("grad_output", "input", "weight"))
     rank = len(x.shape) - 2
-    if a["transposed"] or rank not in (1, 2, 3):
+    if rank not in (1, 2, 3):
         raise Skip
     geometry: dict[str, Any] = {
         name: spread(a[name], rank) for name in ("stride", "padding", "dilation")
     }
     geometry["groups"] = a["groups"]
-    kernel = weight.shape[2:]
+    kernel, over = weight.shape[2:], (0, *range(2, rank + 2))
+    of_x, of_weight, of_bias = a["output_mask"]
+    of_biases = c.g.reduction(dy, over) if of_bias else None
+    if a["transposed"]:  # a convolution's gradient of its input: x is a dy to it, and dy an x
+        return (
+            c.g.conv(dy, weight, **geometry) if of_x else None,
+            c.g.conv_wgrad(x, dy, kernel=kernel, **geometry) if of_weight else None,
+            of_biases,
+        )
     reached = (
         (n - 1) * s - 2 * p + d * (r - 1) + 1
         for n, s, p, d, r in zip(
@@ -68,11 +76,10 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
         )
     )
     extra = tuple(n - m for n, m in zip(x.shape[2:], reached, strict=True))
-    of_x, of_weight, of_bias = a["output_mask"]
     return (
         c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
         c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,
-        c.g.reduction(dy, (0, *range(2, rank + 2))) if of_bias else None,
+        of_biases,
     )
 
 

@@ -40,6 +40,14 @@ def _reduced(mode: str) -> Rule:
     return rule
 
 
+def _vector_norm(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if a["ord"] != 2 or a["dtype"] is not None or x.dtype in LOW_PRECISION:
+        raise Skip
+    dims = None if a["dim"] is None else tuple(spread(a["dim"], 1))
+    return c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
+
+
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
     """Whether dims are all those behind the channels, of one to three."""
     rank = len(x.shape)
@@ -238,6 +246,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
+    "linalg_vector_norm": _vector_norm,
     "amax": _reduced("max"),
     "amin": _reduced("min"),
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},

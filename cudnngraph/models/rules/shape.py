@@ -257,6 +257,23 @@ def _expand(c: Importer, a: Arguments) -> Value:
     return x if x.shape == shape else c.g.expand(x, shape)
 
 
+def _copy(c: Importer, a: Arguments) -> Value:
+    """What is written over all of a tensor."""
+    x, seen = c.value(a["src"]), c.node.meta["val"]
+    shape = tuple(seen.shape)
+    return x if x.shape == shape else c.g.expand(x, shape)
+
+
+def _repeat(c: Importer, a: Arguments) -> Value:
+    """Dims that are expanded, each before the one that it repeats, and merged with it."""
+    x, times = c.value(a["self"]), list(a["repeats"])
+    sizes = [1] * (len(times) - len(x.shape)) + list(x.shape)
+    pairs = list(zip(times, sizes, strict=True))
+    apart = [n for count, size in pairs for n in ((1, size) if count != 1 else (size,))]
+    wide = [n for count, size in pairs for n in ((count, size) if count != 1 else (size,))]
+    return c.g.reshape(c.g.expand(c.g.reshape(x, apart), wide), [n * m for n, m in pairs])
+
+
 def _permute(c: Importer, a: Arguments) -> Value:
     return c.g.permute(c.value(a["self"]), tuple(a["dims"]))
 
@@ -327,6 +344,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(forms.IDENTITIES, _same),
     **dict.fromkeys(forms.RESHAPES, _reshape),
     "expand": _expand,
+    "copy": _copy,
+    "repeat": _repeat,
     "permute": _permute,
     "transpose": _transpose,
     "t": _transpose,

@@ -268,6 +268,16 @@ OURS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "strided": (_rotated, ((3, 5, 8),)),
     "strided, with a rest": (lambda x: x[:, 1::3].exp(), ((4, 9),)),
     "padded": (lambda x: F.pad(x, (1, 2, -1, 3), value=0.5).tanh(), ((3, 5, 4),)),
+    "transposed convolution": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, output_padding=1, groups=2),
+        ((2, 4, 5, 6), (4, 3, 3, 3), (6,)),
+    ),
+    "transposed convolution of lines": (
+        lambda x, w: F.conv_transpose1d(x.tanh(), w, stride=3, dilation=2),
+        ((2, 4, 5), (4, 3, 3)),
+    ),
+    "repeated": (lambda x: x.tanh().repeat(2, 1, 3), ((5, 4),)),
+    "a norm of rows": (lambda x: x * torch.linalg.vector_norm(x, dim=-1, keepdim=True), ((5, 4),)),
     "dropped": (lambda x: F.dropout(x, 0.5), ((3, 5, 4),)),
     "whole": (lambda x: F.hardtanh(x, -0.5, 0.25) * x.sum((1, 2), keepdim=True), ((3, 4, 5),)),
 }
