@@ -19,7 +19,7 @@ NEWEST_FRONTEND ?= 1.32.0
 VERSIONED := $(patsubst %,tests/cpu/%.py,test_imports test_samples backend/test_env backend/test_known_bad cli/test_doctor \
   functional/test_functional grad/test_grad grad/test_gradient_edges grad/test_random_gradients grad/test_saved \
   models/test_convert models/test_convert_batch_norm models/test_convert_rules models/test_dynamo models/test_fuse models/test_fuse_check \
-  models/test_padded_images models/test_regions models/test_torch_compile models/test_trace ops/test_table \
+  models/test_padded_images models/test_regions models/test_torch_compile models/test_trace models/test_training_graphs ops/test_table \
   runtime/test_aliases runtime/test_comparison runtime/test_custom_ops runtime/test_specialize runtime/test_trainable)
 
 VENV  := .venv
@@ -43,7 +43,7 @@ SITE       := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest lint docs venv clean
+.PHONY: help demo test test-newest zoo lint docs venv clean
 
 help:
 	@echo 'make demo    set up, run the main job on a photograph, print one table, write the picture'
@@ -51,6 +51,7 @@ help:
 	@echo '             (DEVICELESS=0 leaves out a tier and the 1.3 GB library that it needs)'
 	@echo 'make test-newest  with the newest torch, its cuDNN and the newest frontend (6 GB in .venv-newest):'
 	@echo '             the tests that their versions can change'
+	@echo 'make zoo     train 50 architectures for a step on the CPU, those of timm and transformers (1 GB) among them'
 	@echo 'make lint    ruff check, ruff format --check, mypy --strict'
 	@echo 'make docs    the documentation as a site in build/site, with an API reference; a warning is an error'
 	@echo 'make clean   remove .venv, .venv-newest and what the tools wrote'
@@ -101,6 +102,10 @@ docs: $(DOCS)
 
 demo: $(BASE)
 	@$(PY) examples/demo.py
+
+zoo: $(BASE)
+	@$(PIP) install -c $(VENV)/constraints.txt timm transformers
+	@$(PY) -m tests.zoo
 
 # Every tier runs, whatever the one before it said; the result is a failure if any tier failed.
 test: $(BASE) $(if $(filter 0,$(DEVICELESS)),,$(CUDNN))

@@ -34,6 +34,7 @@ from .graph.builder import Graph
 from .graph.value import Value
 from .ir.spec import GraphSpec, TensorSpec
 from .models.fused import Fused, fuse
+from .models.report import reports
 from .policy import Policy
 from .runtime.bound import BoundCall, CapturedCall
 from .runtime.compile import warm_up
@@ -107,6 +108,7 @@ __all__ = [
     "fuse",
     "nn",
     "on_miss",
+    "reports",
     "specialize",
     "warm_up",
 ]

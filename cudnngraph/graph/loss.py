@@ -97,7 +97,7 @@ class LossMethods(Core):
 
         ``overload`` is its full name, "aten.embedding.default"; ``args`` and ``kwargs`` are its
         arguments as plain values, ``("tensor", 0)`` for the first of the list x (see
-        :mod:`cudnngraph.ops.aten`). → the result, or a tuple of up to 4.
+        :mod:`cudnngraph.ops.aten`). → the result, or a tuple of up to 16.
         """
         if not x:
             label = name or "aten"

@@ -28,8 +28,14 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.float8_e5m2: "e5m2",
         torch.int64: "i64",
         torch.int32: "i32",
+        torch.int16: "i16",
         torch.int8: "i8",
         torch.uint8: "u8",
+        torch.uint16: "u16",
+        torch.uint32: "u32",
+        torch.uint64: "u64",
+        torch.complex64: "c64",
+        torch.complex128: "c128",
         torch.bool: "bool",
     }
 )

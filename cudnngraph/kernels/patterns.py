@@ -174,6 +174,8 @@ def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
                 continue
             chunks = -(-rows.inner.extent // (many * team))
             resident = chunks if chunks * many <= MOST_KEPT else 0
+            if resident and team == by_rule.team and not by_rule.chunks:
+                found.append(Schedule(many, team, 1, 0))  # read again, with registers to spare
             found += [
                 Schedule(many, team, together, resident)
                 for together in (1, 2, 4)

@@ -22,6 +22,7 @@ WARP = 32
 VECTOR_BYTES = 16
 MOST_THREADS = 1024  # of a block, by CUDA
 MOST_KEPT = 64  # elements of a row that a thread keeps in registers
+MOST_REGISTERS = 1 << 16  # of a block; half of them are for what is not kept
 SMALL = 4096  # elements, which may lie anyhow
 
 
@@ -215,7 +216,9 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
         team *= 2
     chunks = -(-parts // team)
     small = max(1, 128 // team)
-    return Schedule(lanes, team, small, chunks if chunks * lanes <= MOST_KEPT else 0)
+    kept = chunks * lanes
+    fits = kept <= MOST_KEPT and 2 * team * kept <= MOST_REGISTERS
+    return Schedule(lanes, team, small, chunks if fits else 0)
 
 
 def narrower(rows: Rows, schedule: Schedule) -> Schedule:

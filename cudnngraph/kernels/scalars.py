@@ -180,9 +180,15 @@ D float gelu_backward(float dy, float x) {
   return dy * (0.5f * (1.0f + erff(x * 0.70710678118654752f)) + x * normal);
 }
 D float gelu_tanh_backward(float dy, float x) {
+#ifdef ROUNDED
   float gate = gelu_tanh_gate(x);
   float inner = 1.5957691216057308f * (1.0f + 0.134145f * x * x);
   return dy * gate * (1.0f + x * (1.0f - gate) * inner);
+#else
+  float tanh = tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x));
+  float inner = 0.79788456080286536f * (1.0f + 0.134145f * x * x);
+  return dy * 0.5f * (1.0f + tanh + x * (1.0f - tanh * tanh) * inner);
+#endif
 }
 D float silu_backward(float dy, float x) {
   float gate = sigmoid(x);

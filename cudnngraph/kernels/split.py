@@ -57,7 +57,6 @@ from .tape import Index, Place, Read, Refused, Value, Window, mapped
 from .write import Narrower, Writer
 
 THREADS = 256  # of a block
-MOST_REGISTERS = 1 << 16  # of a block, and of a multiprocessor
 MOST_LAUNCHES = 8
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 ALIGNED = 256  # bytes, of tensors in the workspace
@@ -100,8 +99,6 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     """Why a region should not be one kernel of rows, or None."""
     if not rows.reductions:
         return None
-    if 2 * schedule.threads * schedule.chunks * schedule.lanes > MOST_REGISTERS:
-        return "rows that leave a block too few registers for anything else"
     long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
     if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"

@@ -93,23 +93,45 @@ class Bound:
     def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
         """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
         if self._turns is not None:
-            kept = (result[1] for result in self.imported.results if not isinstance(result, str))
+            kept = (each[1] for each in self.imported.results if not isinstance(each, str))
             self._turns.follow(chain(self.tensors.values(), kept))
         for mine, given in zip(self.inputs, tensors, strict=True):
             if mine is not None:
                 mine.copy_(given)
         self()
+        counted = self._counted(tensors)
         results: list[Any] = []
         for result in self.imported.results:
-            if isinstance(result, str):
-                made = self.written[result]
-                copied = strided_copy if result in self._gapped else torch.clone
-                results.append(made if reuse else copied(made))
+            kind: str
+            value: Any
+            kind, value = ("output", result) if isinstance(result, str) else result
+            if kind == "output":
+                results.append(self._result(value, reuse))
+            elif kind == "expand":
+                results.append(self._result(value[0], reuse).expand(value[1]))
+            elif kind == "count":
+                results.append(counted[value])
             else:
-                kind, value = result
                 value = tensors[value] if kind == "input" else value
                 results.append(value.clone() if kind == "copy" else value)
         return results
+
+    def _result(self, name: str, reuse: bool) -> torch.Tensor:
+        made = self.written[name]
+        copied = strided_copy if name in self._gapped else torch.clone
+        return made if reuse else copied(made)
+
+    def _counted(self, tensors: Sequence[Any]) -> dict[tuple[int, int], torch.Tensor]:
+        """Tensors of whole numbers with what is added to them, by place and number: one launch for
+        all to which the same is added."""
+        kinds = (each for each in self.imported.results if not isinstance(each, str))
+        counts = [value for kind, value in kinds if kind == "count"]
+        made: dict[tuple[int, int], torch.Tensor] = {}
+        for number in dict.fromkeys(number for _, number in counts):
+            pairs = [pair for pair in counts if pair[1] == number]
+            sums = torch._foreach_add([tensors[place] for place, _ in pairs], number)
+            made.update(zip(pairs, sums, strict=True))
+        return made
 
 
 def _nothing() -> None:

@@ -42,11 +42,10 @@ from .aten_ops import (
     MAKE_IMAGES,
     OF_MEMORY,
     goes_by_layout,
-    hands_on,
-    is_laid_out,
     meant,
 )
 from .export import HasGraph, export, last_line
+from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
 from .rules.table import RULES
@@ -94,8 +93,9 @@ class Imported:
     ``inputs`` gives, for each tensor that the model takes, the name of the graph's input, None
     where nothing depends on it. ``constants`` are the tensors of the other inputs. ``results`` are
     the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
-    and the place of a tensor that is handed on, "value" and what the result always is, or "copy"
-    and a tensor whose numbers it always has.
+    and the place of a tensor that is handed on, "value" and what the result always is, "copy" and a
+    tensor whose numbers it always has, "expand" and the name of an output with the shape that it is
+    expanded to, or "count" and the place of a tensor of whole numbers with what is added to it.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
     ``packed`` says how an image lies in an input that is no such image.
     """
@@ -103,7 +103,7 @@ class Imported:
     spec: GraphSpec | None
     inputs: tuple[str | None, ...]
     constants: Mapping[str, torch.Tensor]
-    results: tuple[str | tuple[str, Any], ...]
+    results: tuple[Result, ...]
     opaque: tuple[Opaque, ...]
     folded: int
     packed: Mapping[str, PaddedImage] = field(default_factory=dict)
@@ -119,6 +119,7 @@ def convert(
     keep_strides: bool = False,
     on_gpu: bool = False,
     kernels: bool = False,
+    random: bool = False,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
@@ -126,12 +127,11 @@ def convert(
     ``keep_strides`` gives the outputs the strides that the trace says. ``on_gpu`` does what is
     faster there: images of three channels get a fourth where convolutions by constant weights alone
     read them, several short sequences of attention are one, constant masks are aligned. ``kernels``
-    leaves nothing to torch that a generated kernel does. Raises :class:`CannotImport` with the op
-    and its line where that cannot be.
+    leaves nothing to torch that a generated kernel does. ``random`` takes ops that draw random
+    numbers as they are. Raises :class:`CannotImport` with the op and its line where that cannot be.
     """
-    return Importer(
-        module, constants, placeholders, name, channels_last, keep_strides, on_gpu, kernels
-    ).run()
+    options = (channels_last, keep_strides, on_gpu, kernels, random)
+    return Importer(module, constants, placeholders, name, *options).run()
 
 
 def import_model(
@@ -164,6 +164,7 @@ class Importer:
     keep_strides: bool
     on_gpu: bool
     kernels: bool
+    random: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
@@ -196,7 +197,7 @@ class Importer:
         if self.on_gpu:
             self.constants = join_siblings(graph, self.constants)
         user = {name: place for place, name in enumerate(self.placeholders)}
-        results: list[str | tuple[str, Any]] = []
+        results: list[Result] = []
         for node in graph.nodes:
             self.node = node
             if node.op == "placeholder":
@@ -206,7 +207,7 @@ class Importer:
             elif node.op == "call_function":
                 self.env[node] = self._result(node)
             elif node.op == "output":
-                results = self._outputs(node)
+                results = results_of(self, node)
             else:
                 raise self._refused(f"a node of kind {node.op}")
         return self._finished(results)
@@ -320,7 +321,7 @@ class Importer:
             made = self._by_rule(rule, node, target, args, kwargs)
             if made is not None:
                 return made
-        if draws:
+        if draws and not (self.random and graph_values):
             raise self._refused("it draws random numbers (call model.eval()?)")
         if target.overloadpacket in OF_MEMORY:
             raise self._refused("it reaches memory that none of its operands fills")
@@ -339,13 +340,13 @@ class Importer:
         if tuple(seen.shape) != shape or same_layout(shape, value.spec.stride, wanted):
             return value
         if value.spec.dtype not in FLOATS:
-            return self._clone(value)
+            return self.clone(value)
         made = self.g.identity(value)
         stride = wanted if is_dense(shape, wanted) else contiguous_strides(shape)
         set_stride(made, stride)
         return made
 
-    def _clone(self, value: Value) -> Any:
+    def clone(self, value: Value) -> Any:
         """A contiguous copy of what our own ops do not take."""
         form = (("memory_format", ("memory_format", "contiguous_format")),)
         return self.g.aten([value], "aten.clone.default", (("tensor", 0),), form)
@@ -397,9 +398,12 @@ class Importer:
         if len(self.g.problems) > mark[1]:
             raise self._refused("; ".join(problem.what for problem in self.g.problems[mark[1] :]))
         self.opaque[self.g._nodes[-1].name] = Opaque(name, self._line(node))
-        results = made if isinstance(made, tuple) else (made,)
         seen = node.meta.get("val")
         several = seen if isinstance(seen, (tuple, list)) else (seen,)
+        tensors = iter(made if isinstance(made, tuple) else (made,))
+        results = tuple(  # what is no tensor is always the same
+            next(tensors, None) if isinstance(each, torch.Tensor) else each for each in several
+        )
         op, dtypes = aten.overload(name), [value.dtype for value in operands]
         known = self._as_told(node)
         for number, (result, right) in enumerate(zip(results, several, strict=False)):
@@ -553,48 +557,33 @@ class Importer:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _outputs(self, node: torch.fx.Node) -> list[str | tuple[str, Any]]:
-        results: list[str | tuple[str, Any]] = []
-        named: dict[str, dict[tuple[int, ...] | None, str]] = {}  # by value and by strides
-        flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-        for each in flat:
-            value = self.env[each] if isinstance(each, torch.fx.Node) else each
-            own = isinstance(each, torch.fx.Node) and not hands_on(each)
-            if isinstance(value, Value) and value.name in self._kept:
-                value = self._kept[value.name]
-            if value is None and isinstance(each, torch.fx.Node) and _is_tensor(each):
-                raise CannotImport(f"{self.name}: a result is wanted that the graph does not have")
-            if not isinstance(value, Value):
-                kind = "copy" if own and isinstance(value, torch.Tensor) else "value"
-                results.append((kind, value))
-            elif value.name in self._by_input and not own:
-                results.append(("input", self._by_input[value.name]))
-            else:
-                seen = each.meta.get("val") if isinstance(each, torch.fx.Node) else None
-                copied = value.name in self._by_input
-                kept = self.keep_strides or copied or is_laid_out(each)
-                stride = tuple(seen.stride()) if kept and seen is not None else None
-                known = {} if copied else named.setdefault(value.name, {})  # each copy is one
-                floats = value.spec is not None and value.spec.dtype in FLOATS
-                if stride in known or (known and not floats):
-                    results.append(known.get(stride) or next(iter(known.values())))
-                    continue
-                name = self._free(f"out{len(self.g._outputs)}")
-                if copied or known:
-                    value = self.g.identity(value) if floats else self._clone(value)
-                mark = self.g.mark()
-                self.g.output(name, value, stride=stride)
-                if len(self.g.problems) > mark[1]:
-                    raise CannotImport(
-                        f"{self.name}: " + "; ".join(map(str, self.g.problems[mark[1] :]))
-                    )
-                known[stride] = name
-                results.append(name)
-        return results
+    def output(self, value: Value, stride: tuple[int, ...] | None) -> str:
+        """Declare an output, and return its name."""
+        name = self._free(f"out{len(self.g._outputs)}")
+        mark = self.g.mark()
+        self.g.output(name, value, stride=stride)
+        if len(self.g.problems) > mark[1]:
+            raise CannotImport(f"{self.name}: " + "; ".join(map(str, self.g.problems[mark[1] :])))
+        return name
 
-    def _finished(self, results: list[str | tuple[str, Any]]) -> Imported:
+    def kept(self, value: Value) -> Value | torch.Tensor:
+        """The tensor of a value that is constant; another value itself."""
+        return self._kept.get(value.name, value)
+
+    def place_of(self, value: Value) -> int | None:
+        """The place of the model's tensor that a value is; None for one that is computed."""
+        return self._by_input.get(value.name)
+
+    def expanded(self, value: Value) -> Value | None:
+        """What a value was expanded from; None if it was not."""
+        for node in reversed(self.g._nodes):
+            if value.name in node.results:
+                return self.g._values.get(node.operands[0]) if node.op == "expand" else None
+        return None
+
+    def _finished(self, results: list[Result]) -> Imported:
         spec = None
-        if any(isinstance(result, str) for result in results):
+        if self.g._outputs:
             self.g.drop_unused_inputs()
             spec = self.g.spec()
         there = set(() if spec is None else spec.inputs)
@@ -656,13 +645,11 @@ def _agrees(made: Any, seen: Any) -> bool:
         return isinstance(made, tuple) and all(
             mine is None or _agrees(mine, theirs) for mine, theirs in zip(made, seen, strict=False)
         )
+    if isinstance(seen, int):
+        return made is seen or made == seen
     if isinstance(made, torch.Tensor):
         return True
     if not isinstance(made, Value) or made.spec is None or not isinstance(seen, tuple):
         return False
     shape, dtype = seen
     return made.shape == shape and dtype in (None, made.dtype)
-
-
-def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

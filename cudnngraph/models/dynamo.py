@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,11 +21,16 @@ from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
+from . import report, saved
 from .bound import MAX_SHAPES, Bound
 from .convert import convert
+from .draws import Draw, take_out
+from .report import Report
+from .retrace import retraced
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_numbers = count(1)
 _OPTIONS = ("channels_last", "policy", "max_shapes", "check")
 MAX_WEIGHT_CHANGES = 3  # of the weights, after which they are inputs like others
 
@@ -39,9 +46,10 @@ def backend(
 
     Each graph that dynamo finds is imported as a whole for each set of shapes it is called with;
     in training its forward and its backward are. Weights are bound, batch norms folded into them,
-    for inference; weights that change are taken anew. What cannot be imported runs as torch's own
-    graph, and the log says why. ``options``: ``channels_last`` (bool), ``policy``, ``max_shapes``,
-    ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says).
+    for inference; weights that change are taken anew. Random numbers are torch's, drawn
+    anew for each call. What cannot be imported runs as torch's own graph, and the log and
+    :func:`cudnngraph.reports` say why. ``options``: ``channels_last`` (bool), ``policy``,
+    ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says).
 
     With ``check`` the first call of each graph, for each set of shapes and of bound weights, is
     compared with torch's run of the same graph in float64: results, new values of buffers, what the
@@ -58,25 +66,39 @@ def backend(
     given = {"check": settings.current().check, **(options or {})}
     if type(given["check"]) is not bool:
         raise PolicyError(f"check={shown(given['check'])}; expected True or False")
-    names = _input_names(module)
+    names, number = _input_names(module), next(_numbers)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
-        return _boxed(_Compiled(traced, places, given, _result_names(names)))
+        return _boxed(_Compiled(traced, places, given, _result_names(names), f"graph {number}"))
+
+    forwards: list[_Compiled] = []
 
     def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return _boxed(_Compiled(traced, (), given, _result_names(names)))
+        forwards.append(_Compiled(traced, (), given, _result_names(names), f"forward {number}"))
+        return _boxed(forwards[-1])
 
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return _boxed(_Compiled(traced, (), given, _gradient_names(names), gradients=True))
+        saved.pool_again(traced)
+        if forwards:
+            forward = forwards.pop()
+            saved.compute_again(traced, forward.traced)
+            forward.leave_out(saved.unread(traced))
+        return _boxed(
+            _Compiled(
+                traced, (), given, _gradient_names(names), f"backward {number}", gradients=True
+            )
+        )
 
     make: Any = aot_autograd
-    made: Callable[..., Any] = make(
-        fw_compiler=training, bw_compiler=backward, inference_compiler=inference
-    )(module, example_inputs)
+    with saved.backward_first():
+        made: Callable[..., Any] = make(
+            fw_compiler=training, bw_compiler=backward, inference_compiler=inference
+        )(module, example_inputs)
     return made
 
 
+_SAVED = "tensor"  # what the name of a result begins with that is saved
 Names = Callable[[int], "list[str]"]  # what each of so many results of a graph is
 
 
@@ -114,7 +136,7 @@ def _result_names(inputs: Sequence[str]) -> Names:
             for at in changed
         ]
         made += [f"result {at}" for at in range(many)]
-        made += [f"tensor {at} for the gradient" for at in range(count - len(made))]
+        made += [f"{_SAVED} {at} for the gradient" for at in range(count - len(made))]
         return made[:count]
 
     return names
@@ -141,6 +163,18 @@ def _boxed(function: Callable[..., Any]) -> Any:
     return import_module("functorch.compile").make_boxed_func(function)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A graph for one form of its inputs: bound, its random inputs, as torch runs it, and the
+    places of results that nothing reads."""
+
+    bound: Bound
+    device: torch.device
+    draws: Sequence[Draw]
+    traced: torch.fx.GraphModule
+    left_out: frozenset[int]
+
+
 class _Compiled:
     """A graph of torch.compile, run as ours for each form of its inputs, as itself where it cannot
     be."""
@@ -151,11 +185,13 @@ class _Compiled:
         static: Sequence[int],
         options: Mapping[str, Any],
         names: Names,
+        title: str,
         *,
         gradients: bool = False,
     ) -> None:
-        self._traced = traced
+        self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
+        self._unread: tuple[int, ...] = ()  # results
         self._check = bool(options["check"])
         self._static = tuple(static)
         self._last = bool(options.get("channels_last", False))
@@ -166,6 +202,38 @@ class _Compiled:
         self._alive: list[torch.Tensor] = []  # or other weights might come to lie in their memory
         self._changes = 0
         self._lock = threading.Lock()
+        self._refused: dict[str, Report] = {}
+        report.watch(self)
+
+    def reports(self) -> Iterator[Report]:
+        """A report for each form of the inputs, of those left to torch at last."""
+        found = [made for made in self._forms.values() if made is not None]
+        for made in found:
+            bound = made.bound
+            yield Report.of(
+                self._title,
+                bound.imported,
+                bound.executable,
+                made.device,
+                channels_last=self._last,
+            )
+        yield from self._refused.values()
+
+    def _left_to_torch(self, args: Sequence[Any], reason: str) -> None:
+        """Report that a form of the inputs runs by torch."""
+        form = (_device_of(args), self._last, False, "", (), 0, (), 0)
+        self._refused[reason] = Report(self._title, *form, refused=reason)
+
+    def leave_out(self, unread: frozenset[str]) -> None:
+        """Make no results that the backward's inputs of these names would be and that it does not
+        read."""
+        results = _results(self.traced)
+        user = len(results) - sum(name.startswith(_SAVED) for name in self._names(len(results)))
+        self._unread = tuple(
+            at
+            for at, each in enumerate(results)
+            if at >= user and getattr(each, "name", None) in unread
+        )
 
     def __call__(self, *args: Any) -> Any:
         with self._lock, torch.inference_mode(False), torch.no_grad():
@@ -178,22 +246,26 @@ class _Compiled:
                     found = self._made(args)
                 else:
                     _log.warning("over %d shapes: this one runs by torch", self._max_shapes)
+                    self._left_to_torch(args, f"over {self._max_shapes} shapes")
                 self._forms[form] = found
             if found is None:
-                return self._traced(*args)
+                return self.traced(*args)
             free = [arg for place, arg in enumerate(args) if place not in self._static]
             tensors = [arg for arg in free if isinstance(arg, torch.Tensor)]
-            if self._check and not found.compared:
+            tensors += [draw.make() for draw in found.draws]
+            if self._check and not found.bound.compared:
                 return tuple(self._compared(found, args, tensors))
-            return tuple(found.run(tensors))
+            return tuple(found.bound.run(tensors))
 
-    def _compared(self, bound: Bound, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    def _compared(self, made: _Made, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """The first results of a graph, compared with eager's."""
+        bound = made.bound
         if not comparison.is_possible(each for each in args if isinstance(each, torch.Tensor)):
             return bound.run(tensors)  # the next call is compared
         subject = "torch.compile"
-        run = comparison.fx_run(self._traced, custom_ops.by_reference)
-        eager = comparison.expected(subject, run, args)
+        run = comparison.fx_run(made.traced, custom_ops.by_reference)
+        drawn = tensors[len(tensors) - len(made.draws) :]
+        eager = comparison.expected(subject, run, [*args, *drawn])
         results = bound.run(tensors)
         if eager is not None:
             executable = bound.executable
@@ -202,7 +274,7 @@ class _Compiled:
             found = eager.check(
                 subject,
                 self._names(len(results)),
-                results,
+                [None if at in made.left_out else each for at, each in enumerate(results)],
                 floor=comparison.coarsest((step.spec for step in steps), tf32=tf32),
                 gradients=self._gradients,
             )
@@ -230,13 +302,13 @@ class _Compiled:
                 self._static, self._alive = (), []
         self._weights = now
 
-    def _made(self, args: Sequence[Any]) -> Bound | None:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), _CPU)
+    def _made(self, args: Sequence[Any]) -> _Made | None:
+        device = _device_of(args)
         try:
-            traced = make_fx(self._traced, tracing_mode="fake")(*args)
+            traced = retraced(self.traced, args)
+            forms = saved.without(traced, self._unread)
             names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+            draws = take_out(traced)
             constants = {names[place]: args[place].detach() for place in self._static}
             tensors = [
                 name
@@ -246,21 +318,38 @@ class _Compiled:
             imported = convert(
                 traced,
                 constants,
-                tensors,
+                [*tensors, *(draw.name for draw in draws)],
                 name="compiled",
                 channels_last=self._last,
                 keep_strides=True,
                 kernels=generates(self._policy),
+                random=True,
             )
+            results = list(imported.results)
+            for place, form in forms.items():
+                results[place] = ("value", saved.stand_in(form, device))
+            imported = replace(imported, results=tuple(results))
             executable = None
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
-            return Bound(imported, executable, device)
+            bound = Bound(imported, executable, device)
+            return _Made(bound, device, draws, traced, frozenset(forms))
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
+            self._left_to_torch(args, str(error))
             if self._check:
                 _log.warning("torch.compile: that graph is left out of the comparison with eager")
             return None
+
+
+def _device_of(args: Sequence[Any]) -> torch.device:
+    return next((arg.device for arg in args if isinstance(arg, torch.Tensor)), _CPU)
+
+
+def _results(traced: torch.fx.GraphModule) -> Sequence[Any]:
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    results: Sequence[Any] = output.args[0]
+    return results
 
 
 def _form_of(arg: Any) -> Hashable:

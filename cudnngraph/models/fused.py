@@ -184,17 +184,13 @@ class Fused(nn.Module):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             bound = Bound(imported, executable, device, capture=self._capture)
         if self.report is None:
-            self.report = Report(
+            self.report = Report.of(
                 type(self.model).__name__,
+                imported,
+                executable,
                 device,
-                last,
-                bound.graph is not None,
-                "" if executable is None else executable.tier,
-                () if executable is None else executable.steps,
-                imported.folded,
-                tuple((each.overload, each.line) for each in imported.opaque),
-                0 if executable is None else executable.workspace_bytes,
-                executable=executable,
+                channels_last=last,
+                captured=bound.graph is not None,
             )
         return bound, exported.out_spec
 

@@ -1,12 +1,15 @@
-"""The report of a fused model: its steps, what runs each of them, and the errors found."""
+"""The report of a fused model, or of a graph of torch.compile: its steps, and what runs each."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,17 +20,21 @@ from ..errors import PolicyError
 from ..explain.draw import svg
 from ..runtime.executable import Executable
 from ..select.decision import ALIAS, Selection, StepPlan
+from .convert import Imported
 
 COLUMNS = ("step", "runs on", "ops", "µs", "why")
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The report of a fused model for one form of its inputs; ``str()`` of it is a table.
+    """The report of a model, or of a graph of torch.compile, for one form of its inputs.
+
+    ``str()`` of it is a table.
 
     ``steps`` run in order, ``tier`` says what served their plans. ``folded`` batch norms are in
     weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
     holds, where results were checked, the relative error to float64 of each, and the model's own.
+    ``refused`` says why a whole graph of torch.compile is left to torch, and is "" of all others.
     """
 
     model: str
@@ -41,6 +48,32 @@ class Report:
     workspace_bytes: int
     errors: tuple[tuple[float, float | None], ...] = ()
     executable: Executable | None = None
+    refused: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        imported: Imported,
+        executable: Executable | None,
+        device: torch.device,
+        *,
+        channels_last: bool,
+        captured: bool = False,
+    ) -> Report:
+        """The report of what was imported and compiled."""
+        return cls(
+            model,
+            device,
+            channels_last,
+            captured,
+            "" if executable is None else executable.tier,
+            () if executable is None else executable.steps,
+            imported.folded,
+            tuple((each.overload, each.line) for each in imported.opaque),
+            0 if executable is None else executable.workspace_bytes,
+            executable=executable,
+        )
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -77,11 +110,15 @@ class Report:
         return f"<p>{above}</p>{table}" + (f"<p>{below}</p>" if below else "")
 
     def _head(self) -> str:
+        if self.refused:
+            return f"{self.model} on {self.device}: left to torch, {self.refused}"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         return f"{self.model} on {self.device}: {len(self.steps)} steps ({kinds})"
 
     def _above(self) -> list[str]:
         """The lines before the steps."""
+        if self.refused:
+            return [self._head()]
         layout = "channels_last" if self.channels_last else "as given"
         head = f"{self._head()}, images {layout}, {self.folded} batch norms folded"
         lines = [head, f"plans from: {self.tier}, workspace {self.workspace_bytes} bytes"]
@@ -98,6 +135,8 @@ class Report:
         return [f"torch's own: {name}" + (f", {line}" if line else "") for name, line in opaque]
 
     def __str__(self) -> str:
+        if self.refused:
+            return self._head()
         rows = [COLUMNS, *self._numbered()]
         widths = [max(len(row[place]) for row in rows) for place in range(4)]
         table = [
@@ -124,3 +163,29 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the picture to a file, as SVG."""
         files.write(path, self.svg())
+
+
+class Reporting(Protocol):
+    """What has reports."""
+
+    def reports(self) -> Iterable[Report]:
+        """The reports there are so far."""
+
+
+_COMPILED: WeakValueDictionary[int, Reporting] = WeakValueDictionary()
+_numbers = count()
+
+
+def watch(compiled: Reporting) -> None:
+    """Let :func:`reports` tell of a graph as long as it lives."""
+    _COMPILED[next(_numbers)] = compiled
+
+
+def reports() -> list[Report]:
+    """The reports of what ``torch.compile(model, backend="cudnngraph")`` has compiled so far.
+
+    There is one for each graph, forward or backward, and each form of its inputs, in the order in
+    which torch found the graphs; those that are left to torch say why. ``torch.compiler.reset()``
+    forgets them.
+    """
+    return [report for _, each in sorted(_COMPILED.items()) for report in each.reports()]

@@ -20,8 +20,9 @@ from .base import REQUIRED, InferContext, Result, register
 from .checks import like_order
 from .meta import infer as form_of
 
-#: How many results of an op a graph can use.
-RESULTS = 4
+#: How many results of an op a graph can use, and how many each node has a place for.
+RESULTS = 16
+_PLACES = 4
 
 
 def overload(name: str) -> Any:
@@ -176,12 +177,12 @@ def _aten(call: InferContext) -> list[Result | None] | None:
         return None
     made: list[Result | None] = []
     for result in results:
-        if result is None:
+        if not isinstance(result, torch.Tensor):  # undefined, or a number
             made.append(None)
             continue
         seen = TensorSpec("", tuple(result.shape), tuple(result.stride()), result.dtype)
         made.append(Result(seen.shape, seen.dtype, like_order(seen)))
-    return made + [None] * (RESULTS - len(made))
+    return made + [None] * (_PLACES - len(made))
 
 
 register(

@@ -115,6 +115,9 @@ class CapturedCall:
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._call()
+        except BaseException:
+            _reset_generator()
+            raise
         finally:
             PROCESS.recording.held = None
             _reset_cublas_workspaces()
@@ -130,6 +133,13 @@ class CapturedCall:
             self.graph.replay()
         else:
             self._call()
+
+
+def _reset_generator() -> None:
+    """Have torch's generator draw again outside of CUDA graphs: a capture that has failed leaves it
+    as it is within one."""
+    generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _reset_cublas_workspaces() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,24 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     (a0, a1), (b0, b1) = _range(a), _range(b)
     return a0 < b1 and b0 < a1 and not _side_by_side(a, b)
+
+
+def neighbours(tensors: Mapping[str, torch.Tensor]) -> dict[str, set[str]]:
+    """For each name, the tensors whose range of addresses meets its own: they may overlap.
+
+    The ranges are gone through in order, so that many tensors take no longer than sorting them.
+    """
+    found: dict[str, set[str]] = {name: set() for name in tensors}
+    open_: list[tuple[int, str]] = []  # (end, name) of ranges that others may still begin in
+    for start, end, name in sorted((*_range(tensor), name) for name, tensor in tensors.items()):
+        if start == end:
+            continue
+        open_ = [each for each in open_ if each[0] > start]
+        for _, other in open_:
+            found[name].add(other)
+            found[other].add(name)
+        open_.append((end, name))
+    return found
 
 
 def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from ..policy import Policy
 from ..select.decision import Decision, StepPlan
 from . import fast_call
 from .bound import BoundCall, CapturedCall
-from .checks import fit, overlap, tensor_problems
+from .checks import fit, neighbours, overlap, tensor_problems
 from .process import PROCESS
 from .program import Program
 
@@ -368,6 +368,7 @@ class Executable(Generic[R]):
         return given
 
     def _unsafe_outputs(self, given: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+        near = neighbours(given)
         for position, name in enumerate(self.spec.outputs):
             output = given[name]
             if output.requires_grad:
@@ -375,13 +376,13 @@ class Executable(Generic[R]):
                     f"output '{name}'", "requires grad", "a tensor that does not", "detach() it"
                 )
             for other in self.spec.outputs[:position]:
-                if overlap(output, given[other]):
+                if other in near[name] and overlap(output, given[other]):
                     yield Problem(
                         f"output '{name}'", f"overlaps output '{other}'", "memory of its own"
                     )
             for source in self.spec.inputs:
                 tensor = given[source]
-                if not overlap(output, tensor):
+                if source not in near[name] or not overlap(output, tensor):
                     continue
                 same = (output.data_ptr(), output.shape, output.stride(), output.dtype)
                 pair = (self._names[name], self._names[source])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.models.dynamo import backend
 
 STEPS = 9
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -43,7 +44,7 @@ def trained(make: Make, *, capture: bool, compiled: bool = False, n: int = STEPS
     """The losses of some steps, and the state after them."""
     torch.manual_seed(0)
     net = Net().cuda()
-    model: Any = torch.compile(net, backend="cudnngraph") if compiled else net
+    model: Any = torch.compile(net, backend=backend) if compiled else net
     optimizer = make(net.parameters())
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

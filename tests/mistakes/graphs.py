@@ -117,8 +117,8 @@ GRAPHS = [
     (
         "input_dtype_complex",
         whole(
-            lambda g: relu_of(g, shape=(4,), dtype=torch.complex64),
-            "dtype=torch.complex64 is not supported",
+            lambda g: relu_of(g, shape=(4,), dtype=torch.complex32),
+            "dtype=torch.complex32 is not supported",
         ),
     ),
     (

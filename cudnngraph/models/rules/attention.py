@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from functools import reduce
 from types import NoneType
@@ -13,6 +12,7 @@ import torch
 
 from ...device.rules import rules, sm_count
 from ...errors import GraphError
+from ...graph.core import scalar
 from ...graph.value import Value
 from ...ir.spec import (
     aligned,
@@ -20,7 +20,7 @@ from ...ir.spec import (
 )
 from ...ops.base import LOW_PRECISION
 from ..patterns import AttentionMatch, match_attention
-from .base import Arguments, Rule, Skip
+from .base import Arguments, Rule, Skip, reads
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -251,26 +251,93 @@ def _sdpa(c: Importer, a: Arguments) -> Value:
 
 
 def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:
-    """The forms that attention is traced in behind torch.compile; results but the first unused."""
-    if a.get("dropout_p"):
-        raise Skip
+    """The forms that attention is traced in behind torch.compile.
+
+    Behind o and the lse are what torch's own kernels hand to their gradients: empty here.
+    """
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
+    if a.get("dropout_p") or not _is_fit(c, q):
+        raise Skip
     given = a.get("attn_bias", a.get("attn_mask"))
     scale = None if a.get("scale") is None else float(a["scale"])
-    o = _attend(c, (q, k, v), given, causal=bool(a["is_causal"]), scale=scale)
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in c.node.users):
+    many = c.node.meta["val"]
+    rest = tuple(
+        torch.zeros(each.shape, dtype=each.dtype, device=c.device)
+        if isinstance(each, torch.Tensor) and reads(c.node, 2 + place)
+        else None
+        if isinstance(each, torch.Tensor)
+        else each
+        for place, each in enumerate(many[2:])
+    )
+    if not reads(c.node, 1):
+        return (_attend(c, (q, k, v), given, causal=bool(a["is_causal"]), scale=scale), None, *rest)
+    if _NAME_OF_MATH in c.node.target._schema.name:
+        raise Skip  # its second result are the weights
+    mask = None if given is None else _mask(c, given, q.dtype)
+    o, lse = c.g.sdpa(q, k, v, mask, is_causal=bool(a["is_causal"]), scale=scale, return_lse=True)
+    if mask is not None and c.node.target._schema.name.endswith("_for_cpu"):
+        # torch's of a row that may attend to no key is 0, and its gradient is 0 all the same.
+        lse = c.g.where(c.g.lt(lse, torch.finfo(torch.float32).min), 0.0, lse)
+    return (o, _padded_lse(c, lse, many[1].shape), *rest)
+
+
+_OF_GPUS = ("flash_attention", "efficient_attention", "cudnn_attention")
+
+
+def _is_fit(c: Importer, q: Value) -> bool:
+    """Whether attention is for a plan: cuDNN has none for float32, whose kernels of torch for GPUs
+    keep the scores to themselves too."""
+    name = c.node.target._schema.name.removesuffix("_backward")
+    return not name.endswith(_OF_GPUS) or q.dtype in LOW_PRECISION
+
+
+_NAME_OF_MATH = "_scaled_dot_product_attention_math"
+
+
+def _padded_lse(c: Importer, lse: Value, shape: Sequence[int]) -> Value:
+    """The lse in torch's form: with a dim behind it, or with more rows."""
+    shape = tuple(shape)
+    if math.prod(shape) == math.prod(lse.shape):
+        return lse if shape == lse.shape else c.g.reshape(lse, shape)
+    rows = shape[2] - lse.shape[2] if len(shape) == 3 else 0
+    if rows <= 0 or shape[:2] != lse.shape[:2]:
         raise Skip
-    return (o,)
+    zeros = c.g.expand(scalar(c.g, 0.0), (*shape[:2], rows), ())
+    return c.g.concat([lse, zeros], 2)
+
+
+def _attended_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
+    do = c.value(a["grad_out"] if "grad_out" in a else a["grad_out_"])
+    q, k, v, o, lse = (c.value(a[name]) for name in ("query", "key", "value", "out", "logsumexp"))
+    if a["dropout_p"] or not _is_fit(c, q):
+        raise Skip
+    rows = q.shape[:3]
+    if lse.shape[2] != rows[2]:
+        lse = c.g.slice(lse, 2, 0, rows[2])
+    lse = lse if lse.shape == rows else c.g.reshape(lse, rows)
+    given = a.get("attn_bias", a.get("attn_mask"))
+    mask = None if given is None else _mask(c, given, q.dtype)
+    scale = None if a.get("scale") is None else float(a["scale"])
+    wanted = a.get("grad_input_mask", [True, True, True, False])
+    made = c.g.sdpa_backward(
+        *(do, q, k, v, o, lse, mask),
+        is_causal=bool(a["is_causal"]),
+        scale=scale,
+        mask_grad=bool(wanted[3]),
+    )
+    found = [each if want else None for each, want in zip(made, wanted, strict=False)]
+    return tuple([*found, None][: len(c.node.meta["val"])])
 
 
 _ATTENTION = (
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention"),
-    "_scaled_dot_product_attention_math",
+    _NAME_OF_MATH,
 )
 
 
 RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": _sdpa,
+    **{f"{name}_backward": _attended_backward for name in _ATTENTION[:-1]},
     **dict.fromkeys(_ATTENTION, _attended),
 }

@@ -1,15 +1,15 @@
-"""Rules for ops of training: batch norms with statistics, and gradients of ops."""
+"""Rules for ops of training: batch norms with statistics, softmax, and gradients of both."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import FeatureMissing
 from ...graph.value import Value
-from ...ops.resampling import in_padding
 from .base import Arguments, Rule, Skip, spread
+from .norm import norm_weight, takes_group_norm
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -49,13 +49,21 @@ def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
 def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     dy, x, weight = (c.value(a[name]) for name in ("grad_output", "input", "weight"))
     rank = len(x.shape) - 2
-    if a["transposed"] or rank not in (1, 2, 3):
+    if rank not in (1, 2, 3):
         raise Skip
     geometry: dict[str, Any] = {
         name: spread(a[name], rank) for name in ("stride", "padding", "dilation")
     }
     geometry["groups"] = a["groups"]
-    kernel = weight.shape[2:]
+    kernel, over = weight.shape[2:], (0, *range(2, rank + 2))
+    of_x, of_weight, of_bias = a["output_mask"]
+    of_biases = c.g.reduction(dy, over) if of_bias else None
+    if a["transposed"]:  # a convolution's gradient of its input: x is a dy to it, and dy an x
+        return (
+            c.g.conv(dy, weight, **geometry) if of_x else None,
+            c.g.conv_wgrad(x, dy, kernel=kernel, **geometry) if of_weight else None,
+            of_biases,
+        )
     reached = (
         (n - 1) * s - 2 * p + d * (r - 1) + 1
         for n, s, p, d, r in zip(
@@ -68,44 +76,106 @@ def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
         )
     )
     extra = tuple(n - m for n, m in zip(x.shape[2:], reached, strict=True))
-    of_x, of_weight, of_bias = a["output_mask"]
     return (
         c.g.conv_transpose(dy, weight, output_padding=extra, **geometry) if of_x else None,
         c.g.conv_wgrad(dy, x, kernel=kernel, **geometry) if of_weight else None,
-        c.g.reduction(dy, (0, *range(2, rank + 2))) if of_bias else None,
+        of_biases,
     )
 
 
-def _threshold_backward(c: Importer, a: Arguments) -> Value:
-    if a["threshold"] != 0:
+def _layer_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
+    dy, x, mean, deviation = (c.value(a[name]) for name in ("grad_out", "input", "mean", "rstd"))
+    of_x, of_weight, of_bias = a["output_mask"]
+    weight = norm_weight(c, a)
+    made = c.g.layer_norm_backward(dy, x, weight, mean, deviation, bias_grad=bool(of_bias))
+    dx, dweight = made[:2]
+    return dx if of_x else None, dweight if of_weight else None, made[2] if of_bias else None
+
+
+def _group_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
+    """Written with sums over the pixels of each channel: nothing is copied whatever the layout.
+
+    With n = (x - mean) / deviation, s the sum of dy * weight over a group of m elements, and p that
+    of dy * weight * n: dx = (dy * weight - s / m - n * p / m) / deviation.
+    """
+    x, dy = c.value(a["input"]), c.value(a["grad_out"])
+    if not takes_group_norm(c, x):
         raise Skip
-    return c.g.relu_backward(c.value(a["grad_output"]), c.value(a["self"]))
+    g, groups, (n, channels, *pixels) = c.g, int(a["group"]), x.shape
+    over, width = tuple(range(2, len(x.shape))), channels // groups
+    column = (n, channels, *(1,) * len(pixels))
 
+    def by_channel(statistic: Value) -> Value:
+        wide = g.expand(g.reshape(statistic, (n, groups, 1)), (n, groups, width))
+        return g.reshape(wide, column)
 
-def _max_pool_backward(rank: int) -> Rule:
-    """torch's own, where it does no harm."""
+    def of_group(sums: Value) -> Value:
+        """The mean over a group of what the sums of its channels are of, for each channel."""
+        total = g.reduction(g.reshape(sums, (n, groups, width)), 2, "sum", True)
+        return by_channel(g.mul(total, 1.0 / (width * math.prod(pixels))))
 
-    def rule(c: Importer, a: Arguments) -> Any:
-        x, dy = c.value(a["self"]), c.value(a["grad_output"])
-        window, padding, dilation = (
-            spread(a[name], rank) for name in ("kernel_size", "padding", "dilation")
+    inverse = by_channel(c.value(a["rstd"]))
+    normal = g.mul(g.sub(x, by_channel(c.value(a["mean"]))), inverse)
+    sums = g.reduction(dy, over, "sum", True)
+    products = g.reduction(g.mul(dy, normal), over, "sum", True)
+    of_x, of_weight, of_bias = a["output_mask"]
+    dx = None
+    if of_x:
+        gain = None
+        if a["weight"] is not None:
+            gain = g.reshape(g.expand(c.value(a["weight"]), (n, channels), (1,)), column)
+        scaled, first, second = (
+            each if gain is None else g.mul(each, gain) for each in (dy, sums, products)
         )
-        stride = spread(a["stride"] or window, rank)
-        many = zip(x.shape[-rank:], dy.shape[-rank:], stride, padding, dilation, strict=True)
-        if any(in_padding(*each) for each in many):
-            raise FeatureMissing(
-                f"{c.name}: {c.node.target}: a window lies in the padding alone, and torch's "
-                "gradient would write outside of its result: dilate less, or pad less"
-            )
-        raise Skip
+        pull = g.add(of_group(first), g.mul(normal, of_group(second)))
+        dx = g.mul(g.sub(scaled, pull), inverse)
+    rows = (g.reshape(each, (n, channels)) for each in (products, sums))
+    vectors = (
+        g.reduction(each, 0) if wanted else None
+        for each, wanted in zip(rows, (of_weight, of_bias), strict=True)
+    )
+    return (dx, *vectors)
 
-    return rule
+
+def _softmax(c: Importer, a: Arguments) -> Value:
+    if a["half_to_float"]:
+        raise Skip
+    return c.g.softmax(c.value(a["self"]), a["dim"])
+
+
+def _safe_softmax(c: Importer, a: Arguments) -> Value:
+    """Zeros of a row that is -inf throughout."""
+    x = c.value(a["self"])
+    if x.dtype == torch.float64:
+        raise Skip  # the least number is no attribute of a float32
+    most = c.g.reduction(x, a["dim"], "max", True)
+    least = torch.finfo(x.dtype).min
+    return c.g.where(c.g.lt(most, least), 0.0, c.g.softmax(x, a["dim"]))
+
+
+def _log_softmax(c: Importer, a: Arguments) -> Value:
+    if a["half_to_float"]:
+        raise Skip
+    return c.g.log_softmax(c.value(a["self"]), a["dim"])
+
+
+def _softmax_backward(c: Importer, a: Arguments) -> Value:
+    return c.g.softmax_backward(c.value(a["grad_output"]), c.value(a["output"]), a["dim"])
+
+
+def _log_softmax_backward(c: Importer, a: Arguments) -> Value:
+    return c.g.log_softmax_backward(c.value(a["grad_output"]), c.value(a["output"]), a["dim"])
 
 
 RULES: dict[str, Rule] = {
     "_native_batch_norm_legit_functional": _batch_norm_train,
     "native_batch_norm_backward": _batch_norm_backward,
     "convolution_backward": _convolution_backward,
-    "threshold_backward": _threshold_backward,
-    **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm_backward": _group_norm_backward,
+    "_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
+    "_log_softmax": _log_softmax,
+    "_softmax_backward_data": _softmax_backward,
+    "_log_softmax_backward_data": _log_softmax_backward,
 }

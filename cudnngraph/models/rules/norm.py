@@ -93,51 +93,71 @@ def written_norm(c: Importer) -> Value | None:
 
 
 def _layer_norm(c: Importer, a: Arguments) -> Any:
-    if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
-        raise Skip  # its statistics are wanted too
-    x, weight = c.value(a["input"]), _norm_weight(c, a)
+    x, weight = c.value(a["input"]), norm_weight(c, a)
     bias = None if a["bias"] is None else c.value(a["bias"])
-    y = c.g.layer_norm(x, weight, bias, eps=float(a["eps"]))
+    eps = float(a["eps"])
+    if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
+        return c.g.layer_norm(x, weight, bias, eps=eps, return_stats=True)
+    y = c.g.layer_norm(x, weight, bias, eps=eps)
     return (y, None, None) if gives_many(c.node) else y
 
 
-def _group_norm(c: Importer, a: Arguments) -> Any:
-    """A group norm of large images by a shift and a factor for each channel, in their strides.
-
-    For small images torch's own has less to launch than two steps have: where kernels are
-    generated, it is one. torch's copies images that lie channels last.
-    """
-    many = gives_many(c.node)
-    if many and (reads(c.node, 1) or reads(c.node, 2)):
-        raise Skip  # its statistics are wanted too
-    x = c.value(a["input"])
+def takes_group_norm(c: Importer, x: Value) -> bool:
+    """Whether a group norm of x is ours: for small images torch's own has less to launch than two
+    steps have; where kernels are generated, it is one."""
     contiguous = is_contiguous(x.shape, x.stride)
     if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
-        raise Skip
+        return False
     fewest = rules().group_norm_min_elements_contiguous
     if not contiguous:
         fewest = rules().group_norm_min_elements_channels_last
-    if not c.kernels and math.prod(x.shape) < fewest:
+    return c.kernels or math.prod(x.shape) >= fewest
+
+
+def _group_norm(c: Importer, a: Arguments) -> Any:
+    """A group norm by a shift and a factor for each channel, in the strides of its images.
+
+    torch's copies images that lie channels last.
+    """
+    many = gives_many(c.node)
+    x = c.value(a["input"])
+    if not takes_group_norm(c, x):
         raise Skip
     weight, bias = None if a["weight"] is None else c.value(a["weight"]), a["bias"]
     groups = int(a["group" if many else "num_groups"])
-    shift, factor = c.g.group_affine(x, groups, weight, eps=float(a["eps"]))
-    y = c.g.scale(c.g.bias(x, shift), factor)
     column = (*x.shape[:2], *(1,) * (len(x.shape) - 2))
+    if many and (reads(c.node, 1) or reads(c.node, 2)):
+        shift, inverse = c.g.group_affine(x, groups, eps=float(a["eps"]))
+        factor = inverse
+        if weight is not None:
+            gain = c.g.reshape(c.g.expand(weight, x.shape[:2], (1,)), column)
+            factor = c.g.mul(inverse, gain)
+        statistics: list[Any] = [_of_groups(c, each, groups) for each in (c.g.neg(shift), inverse)]
+    else:
+        shift, factor = c.g.group_affine(x, groups, weight, eps=float(a["eps"]))
+        statistics = [None, None]
+    y = c.g.scale(c.g.bias(x, shift), factor)
     if isinstance(bias, torch.Tensor):
         y = c.g.bias(y, c.value(bias.repeat(x.shape[0]).view(column)))
     elif bias is not None:
         y = c.g.bias(y, c.g.reshape(c.g.expand(bias, x.shape[:2], (1,)), column))
-    return (y, None, None) if many else y
+    return (y, *statistics) if many else y
+
+
+def _of_groups(c: Importer, statistic: Value, groups: int) -> Value:
+    """(images, groups) of what all channels of a group have."""
+    images, channels = statistic.shape[:2]
+    flat = c.g.reshape(statistic, (images, groups, channels // groups))
+    return c.g.reshape(c.g.slice(flat, 2, 0, 1), (images, groups))
 
 
 def _rms_norm(c: Importer, a: Arguments) -> Value:
     x = c.value(a["input"])
     eps = forms.default_eps(x.dtype) if a["eps"] is None else float(a["eps"])
-    return c.g.rms_norm(x, _norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
+    return c.g.rms_norm(x, norm_weight(c, a), eps=eps)  # type: ignore[no-any-return]
 
 
-def _norm_weight(c: Importer, a: Arguments) -> Value:
+def norm_weight(c: Importer, a: Arguments) -> Value:
     """The weight of a norm, ones where it has none."""
     if a["weight"] is not None:
         return c.value(a["weight"])

@@ -116,6 +116,12 @@ def _elu(c: Importer, a: Arguments) -> Value:
     return c.g.elu(c.value(a["self"]), float(a["alpha"]))
 
 
+def _celu(c: Importer, a: Arguments) -> Value:
+    if a["alpha"] != 1:
+        raise Skip
+    return c.g.elu(c.value(a["self"]), 1.0)
+
+
 def _softplus(c: Importer, a: Arguments) -> Value:
     if a["threshold"] != SOFTPLUS_THRESHOLD:
         raise Skip
@@ -145,6 +151,7 @@ RULES: dict[str, Rule] = {
     "hardsigmoid": _one(lambda g, x: g.mul(g.clamp(g.add(x, 3.0), 0.0, 6.0), 1.0 / 6.0)),
     "gelu": _gelu,
     "elu": _elu,
+    "celu": _celu,
     "leaky_relu": _unary("leaky_relu", "negative_slope"),
     "softplus": _softplus,
     **dict.fromkeys(("clamp", "hardtanh", "clamp_min", "clamp_max"), _clamp),

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...device.rules import rules
+from ...errors import FeatureMissing
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
 )
 from ...ops.base import LOW_PRECISION
-from ..aten_ops import UPSAMPLES
+from ...ops.resampling import in_padding
+from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
 
 if TYPE_CHECKING:
@@ -36,6 +38,14 @@ def _reduced(mode: str) -> Rule:
         return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
 
     return rule
+
+
+def _vector_norm(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    if a["ord"] != 2 or a["dtype"] is not None or x.dtype in LOW_PRECISION:
+        raise Skip
+    dims = None if a["dim"] is None else tuple(spread(a["dim"], 1))
+    return c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
 
 
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
@@ -105,6 +115,70 @@ def _adaptive_mean(rank: int) -> Rule:
     return rule
 
 
+def _max_pool_backward(rank: int) -> Rule:
+    """By what was pooled: the indices of the largest elements are found again."""
+
+    def rule(c: Importer, a: Arguments) -> Any:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        window, padding, dilation = (
+            spread(a[name], rank) for name in ("kernel_size", "padding", "dilation")
+        )
+        stride = spread(a["stride"] or window, rank)
+        many = zip(x.shape[-rank:], dy.shape[-rank:], stride, padding, dilation, strict=True)
+        if any(in_padding(*each) for each in many):
+            raise FeatureMissing(
+                f"{c.name}: {c.node.target}: a window lies in the padding alone, and torch's "
+                "gradient would write outside of its result: dilate less, or pad less"
+            )
+        if len(x.shape) != rank + 2:
+            raise Skip
+        return c.g.max_pool_backward(dy, x, window, stride, padding, dilation, bool(a["ceil_mode"]))
+
+    return rule
+
+
+def _avg_pool_backward(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        if a["divisor_override"] is not None or len(x.shape) != rank + 2:
+            raise Skip
+        window = spread(a["kernel_size"], rank)
+        stride = spread(list(a["stride"]) or window, rank)
+        return c.g.avg_pool_backward(
+            dy,
+            window,
+            stride,
+            spread(a["padding"], rank),
+            bool(a["ceil_mode"]),
+            bool(a["count_include_pad"]),
+            input_size=x.shape[2:],
+        )
+
+    return rule
+
+
+def _adaptive_mean_backward(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        if len(x.shape) != rank + 2:
+            raise Skip
+        return c.g.adaptive_avg_pool_backward(dy, dy.shape[2:], input_size=x.shape[2:])
+
+    return rule
+
+
+def _upsample_backward(mode: str) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        dy, sizes = c.value(a["grad_output"]), tuple(a["input_size"])
+        if any(value is not None for name, value in a.items() if name.startswith("scales")):
+            raise Skip
+        corners = bool(a.get("align_corners", False))
+        size = dy.shape[2:]
+        return c.g.interpolate_backward(dy, size, None, mode, corners, input_size=sizes[2:])
+
+    return rule
+
+
 def _upsample(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(first(a))
@@ -122,9 +196,57 @@ def _upsample(mode: str) -> Rule:
     return rule
 
 
+_ZEROS = packets("new_zeros", "zeros", "zeros_like")
+
+
+def _repeats(c: Importer, sizes: Sequence[int], indices: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes to which constant indices repeat pixels of images, each as often along a dim.
+
+    That is how torch.compile writes interpolation to the nearest pixel.
+    """
+    rank = len(sizes) - 2
+    given = list(indices)
+    if rank not in (1, 2, 3) or len(given) != rank + 2 or given[:2] != [None, None]:
+        raise Skip
+    made = []
+    for size, index in zip(sizes[2:], given[2:], strict=True):
+        if not isinstance(index, torch.Tensor) or index.dtype != torch.int64:
+            raise Skip
+        count = index.numel()
+        if not size or count % size or count < size or index.shape.numel() != max(index.shape):
+            raise Skip
+        wanted = torch.arange(count, device=index.device) // (count // size)
+        if not torch.equal(index.flatten(), wanted):
+            raise Skip
+        made.append(count)
+    if tuple(made) != tuple(sizes[2:]):
+        return tuple(made)
+    raise Skip  # nothing is repeated
+
+
+def _index(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    size = _repeats(c, x.shape, a["indices"])
+    return c.g.interpolate(x, size)
+
+
+def _index_put(c: Importer, a: Arguments) -> Value:
+    """The gradient of that: what is added up where nothing was."""
+    dy, seen = c.value(a["values"]), c.node.args[0].meta["val"]
+    if not a["accumulate"] or getattr(c.node.args[0].target, "overloadpacket", None) not in _ZEROS:
+        raise Skip
+    size = _repeats(c, seen.shape, a["indices"])
+    if dy.shape != (*seen.shape[:2], *size):
+        raise Skip
+    return c.g.interpolate_backward(dy, size, input_size=tuple(seen.shape[2:]))
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("index", "_unsafe_index"), _index),
+    **dict.fromkeys(("index_put", "_unsafe_index_put"), _index_put),
     "mean": _reduced("mean"),
     "sum": _reduced("sum"),
+    "linalg_vector_norm": _vector_norm,
     "amax": _reduced("max"),
     "amin": _reduced("min"),
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
@@ -133,4 +255,8 @@ RULES: dict[str, Rule] = {
     **{f"max_pool{rank}d": _max_pool(rank) for rank in (1, 2, 3)},
     **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
     **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
+    **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
+    **{f"avg_pool{rank}d_backward": _avg_pool_backward(rank) for rank in (2, 3)},
+    **{f"_adaptive_avg_pool{rank}d_backward": _adaptive_mean_backward(rank) for rank in (2, 3)},
+    **{f"{name}_backward": _upsample_backward(mode) for name, mode in UPSAMPLES.items()},
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...graph.core import scalar
 from ...graph.value import Value, set_stride
 from ...ir.spec import (
     dense_strides,
@@ -33,24 +34,77 @@ def _full(number: float | None) -> Rule:
     def rule(c: Importer, a: Arguments) -> torch.Tensor:
         seen = c.node.meta["val"]
         near = next((each for each in c.constants.values() if each.dim()), None)
+        device = seen.device if near is None else near.device
         value = a["fill_value"] if number is None else number
-        if near is None or seen.numel() > MOST_FILLED or not isinstance(value, (int, float)):
+        if device.type == "meta" or seen.numel() > MOST_FILLED:
             raise Skip
         asked = {torch.device(each).type for each in (seen.device, a.get("device")) if each}
-        if not asked <= {"meta", near.device.type}:
+        if not asked <= {"meta", device.type} or not isinstance(value, (int, float)):
             raise Skip
         stride = tuple(seen.stride())
-        made = torch.empty_strided(seen.shape, stride, dtype=seen.dtype, device=near.device)
+        made = torch.empty_strided(seen.shape, stride, dtype=seen.dtype, device=device)
         return made.fill_(value)
 
     return rule
 
 
+def _filled(c: Importer, shape: Sequence[int], like: Value, number: float) -> Value:
+    """A tensor of one number in the dtype of another."""
+    one = scalar(c.g, number)
+    if like.dtype != torch.float32:
+        one = c.constant(torch.full((), number, dtype=like.dtype, device=c.device))
+    return c.g.expand(one, tuple(shape), ())
+
+
+def _between(c: Importer, x: Value, dim: int, before: int, behind: int, number: float) -> Value:
+    """x with so many slices of one number before and behind it; cut, if that is below zero."""
+    size = x.shape[dim]
+    if before < 0 or behind < 0:
+        x = _part(c, x, dim, max(0, -before), size - max(0, -behind))
+    parts = [
+        _filled(c, (*x.shape[:dim], count, *x.shape[dim + 1 :]), x, number) if count > 0 else None
+        for count in (before, behind)
+    ]
+    given = [each for each in (parts[0], x, parts[1]) if each is not None]
+    return c.g.concat(given, dim) if len(given) > 1 else x
+
+
 def _pad(c: Importer, a: Arguments) -> Value:
-    """By nothing: what pads to a multiple often has nothing to do."""
-    if any(a["pad"]):
+    """A dim after another: of several, torch's own copies once, and so does a generated kernel."""
+    x, pads = c.value(a["self"]), list(a["pad"])
+    dims = sum(any(pads[at : at + 2]) for at in range(0, len(pads), 2))
+    if a.get("mode", "constant") != "constant" or (dims > 1 and not c.kernels):
         raise Skip
-    return c.value(a["self"])
+    number = float(a.get("value") or 0.0)
+    if any(pads) and (x.dtype not in FLOATS or not math.isfinite(number)):
+        raise Skip
+    for place in range(len(pads) // 2):
+        before, behind = pads[2 * place : 2 * place + 2]
+        x = _between(c, x, len(x.shape) - 1 - place, before, behind, number)
+    return x
+
+
+def _slice_backward(c: Importer, a: Arguments) -> Value:
+    dy, sizes = c.value(a["grad_output"]), list(a["input_sizes"])
+    dim = a["dim"] % len(sizes)
+    taken = range(*slice(a["start"], a["end"], a["step"]).indices(sizes[dim]))
+    if not taken or dy.dtype not in FLOATS:
+        raise Skip
+    if taken.step > 1:  # zeros between the elements: a dim of its own, merged again
+        apart = c.g.reshape(dy, (*dy.shape[: dim + 1], 1, *dy.shape[dim + 1 :]))
+        apart = _between(c, apart, dim + 1, 0, taken.step - 1, 0.0)
+        dy = c.g.reshape(apart, (*dy.shape[:dim], len(taken) * taken.step, *dy.shape[dim + 1 :]))
+    return _between(c, dy, dim, taken.start, sizes[dim] - taken.start - dy.shape[dim], 0.0)
+
+
+def _select_backward(c: Importer, a: Arguments) -> Value:
+    dy, sizes = c.value(a["grad_output"]), list(a["input_sizes"])
+    dim = a["dim"] % len(sizes)
+    index = a["index"] % sizes[dim]
+    if dy.dtype not in FLOATS:
+        raise Skip
+    apart = c.g.reshape(dy, (*sizes[:dim], 1, *sizes[dim + 1 :]))
+    return _between(c, apart, dim, index, sizes[dim] - index - 1, 0.0)
 
 
 def _relabels(source: torch.Tensor, made: Any) -> bool:
@@ -203,6 +257,23 @@ def _expand(c: Importer, a: Arguments) -> Value:
     return x if x.shape == shape else c.g.expand(x, shape)
 
 
+def _copy(c: Importer, a: Arguments) -> Value:
+    """What is written over all of a tensor."""
+    x, seen = c.value(a["src"]), c.node.meta["val"]
+    shape = tuple(seen.shape)
+    return x if x.shape == shape else c.g.expand(x, shape)
+
+
+def _repeat(c: Importer, a: Arguments) -> Value:
+    """Dims that are expanded, each before the one that it repeats, and merged with it."""
+    x, times = c.value(a["self"]), list(a["repeats"])
+    sizes = [1] * (len(times) - len(x.shape)) + list(x.shape)
+    pairs = list(zip(times, sizes, strict=True))
+    apart = [n for count, size in pairs for n in ((1, size) if count != 1 else (size,))]
+    wide = [n for count, size in pairs for n in ((count, size) if count != 1 else (size,))]
+    return c.g.reshape(c.g.expand(c.g.reshape(x, apart), wide), [n * m for n, m in pairs])
+
+
 def _permute(c: Importer, a: Arguments) -> Value:
     return c.g.permute(c.value(a["self"]), tuple(a["dims"]))
 
@@ -273,6 +344,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(forms.IDENTITIES, _same),
     **dict.fromkeys(forms.RESHAPES, _reshape),
     "expand": _expand,
+    "copy": _copy,
+    "repeat": _repeat,
     "permute": _permute,
     "transpose": _transpose,
     "t": _transpose,
@@ -285,6 +358,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("unbind", "unbind_copy"), _unbind),
     **dict.fromkeys(("as_strided", "as_strided_copy"), _as_strided),
     "as_strided_scatter": _as_strided_scatter,
+    "slice_backward": _slice_backward,
+    "select_backward": _select_backward,
     "cat": _cat,
     "stack": _stack,
 }

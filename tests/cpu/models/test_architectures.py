@@ -169,6 +169,36 @@ def test_a_model_that_torch_compile_trains_has_the_gradients_of_float64(
     compare(name, last, getattr(torch, dtype), found)
 
 
+def stepped(model: nn.Module, call: Callable[..., torch.Tensor], data: list[torch.Tensor]) -> Step:
+    """The last result, the parameters and the buffers after three steps with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = call(*data)
+        y.square().mean().backward()
+        optimizer.step()
+    return y.detach(), dict(model.named_parameters()), dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", ["ResNet-18", "MobileNet", "GPT", "BERT"])
+def test_three_steps_with_momentum_leave_the_model_as_near_to_float64(name: str) -> None:
+    architecture, steps = ARCHITECTURES[name], []
+    for compiles, wider in ((True, False), (False, False), (False, True)):
+        model = built(architecture, last=False)
+        model, data = (model.double(), wide) if wider else (model, torch.Tensor.clone)
+        given = list(map(data, inputs(architecture, False)))
+        call = torch.compile(model, backend="cudnngraph") if compiles else model
+        with settings.override(check=False):
+            steps.append(stepped(model, call, given))
+    found, own, exact = steps
+    mine, torchs = off(found, exact), off(own, exact)
+    floor = numerics.floor(torch.float32, torch.float32, terms=numerics.LONG_REDUCTION_TERMS)
+    for ours, yardsticks in zip(mine[1:], torchs[1:], strict=True):
+        for key, error in ours.items():
+            limit = max(numerics.TORCH_FACTOR * yardsticks[key], floor)
+            assert error <= limit, f"{key}: off by {error:.2g}, {limit:.2g} is right"
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_model_whose_layers_are_replaced_has_the_gradients_of_float64(name: str) -> None:
     architecture = ARCHITECTURES[name]

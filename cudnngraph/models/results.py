@@ -1,0 +1,101 @@
+"""Results of a model as outputs of its graph: which is one, which is known, which only repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CannotImport
+from ..graph.value import Value
+from ..ir.spec import contiguous_strides, overlaps_itself
+from ..ops.base import FLOATS
+from .aten_ops import hands_on, is_laid_out
+
+if TYPE_CHECKING:
+    from .convert import Importer
+
+#: A result: the name of an output, or a kind and what belongs to it (:class:`Imported`).
+Result = str | tuple[str, Any]
+
+_Named = dict[str, dict[tuple[int, ...] | None, str]]  # outputs by value and by strides
+_aten: Any = torch.ops.aten
+
+
+def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
+    """Declare the outputs of the graph for the ``output`` node of a traced one."""
+    named: _Named = {}
+    flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+    return [_result(c, each, named) for each in flat]
+
+
+def _result(c: Importer, each: Any, named: _Named) -> Result:
+    value = c.env[each] if isinstance(each, torch.fx.Node) else each
+    counted = _counted(c, each)
+    if counted is not None:
+        return "count", counted
+    own = isinstance(each, torch.fx.Node) and not hands_on(each)
+    seen = each.meta.get("val") if isinstance(each, torch.fx.Node) else None
+    if isinstance(value, Value):
+        value = c.kept(value)
+    if value is None and isinstance(seen, torch.Tensor):
+        raise CannotImport(f"{c.name}: a result is wanted that the graph does not have")
+    if not isinstance(value, Value):
+        return "copy" if own and isinstance(value, torch.Tensor) else "value", value
+    place = c.place_of(value)
+    if place is not None and not own:
+        return "input", place
+    kept = c.keep_strides or place is not None or is_laid_out(each)
+    stride = tuple(seen.stride()) if kept and seen is not None else None
+    if stride is None or not overlaps_itself(value.shape, stride):
+        return _output(c, value, stride, named)
+    single = _single(c, value, stride)
+    if single is None:
+        return _output(c, value, contiguous_strides(value.shape), named)
+    return "expand", (_output(c, *single, named), value.shape)
+
+
+def _output(c: Importer, value: Value, stride: tuple[int, ...] | None, named: _Named) -> str:
+    """The name of the output that is a value in these strides."""
+    copied = c.place_of(value) is not None
+    known = {} if copied else named.setdefault(value.name, {})  # each copy is one
+    floats = value.spec is not None and value.spec.dtype in FLOATS
+    if stride in known or (known and not floats):
+        return known.get(stride) or next(iter(known.values()))
+    if copied or known:
+        value = c.g.identity(value) if floats else c.clone(value)
+    return known.setdefault(stride, c.output(value, stride))
+
+
+def _single(
+    c: Importer, value: Value, stride: Sequence[int]
+) -> tuple[Value, tuple[int, ...]] | None:
+    """A value without what a stride of 0 repeats, and its strides; None if it overlaps still."""
+    shape = tuple(1 if s == 0 else n for n, s in zip(value.shape, stride, strict=True))
+    if shape == value.shape or overlaps_itself(shape, stride):
+        return None
+    if 0 in value.shape:
+        return None
+    source = c.expanded(value)
+    if source is not None and math.prod(source.shape) == math.prod(shape):
+        return c.g.reshape(source, shape), tuple(stride)
+    for dim, (n, m) in enumerate(zip(value.shape, shape, strict=True)):
+        value = value if n == m else c.g.slice(value, dim, 0, 1)
+    return value, tuple(stride)
+
+
+def _counted(c: Importer, node: Any) -> tuple[int, int] | None:
+    """The place of an input of whole numbers and the number that is added to it, as batch norms
+    count batches; None for another result."""
+    if not isinstance(node, torch.fx.Node) or node.target is not _aten.add.Tensor:
+        return None
+    source, number = node.args[0], node.args[1]
+    value = c.env[source] if isinstance(source, torch.fx.Node) else None
+    if not isinstance(value, Value) or type(number) is not int or node.kwargs:
+        return None
+    place = c.place_of(value)
+    if place is None or value.dtype != node.meta["val"].dtype or value.dtype in FLOATS:
+        return None
+    return place, number

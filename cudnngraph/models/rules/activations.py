@@ -1,0 +1,115 @@
+"""Rules for gradients of activations, from their results or from what went in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...graph.value import Value
+from ...ops.pointwise import SOFTPLUS_THRESHOLD
+from .base import Arguments, Rule, Skip
+
+if TYPE_CHECKING:
+    from ..convert import Importer
+
+
+def _operands(c: Importer, a: Arguments) -> tuple[Value, Value]:
+    """The gradient, and the activation's operand or result."""
+    names = ("self", "output", "result", "self_or_result", "input")
+    return c.value(a["grad_output"]), c.value(next(a[name] for name in names if name in a))
+
+
+def _gelu(c: Importer, a: Arguments) -> Value:
+    tanh = a["approximate"] == "tanh"
+    return (c.g.gelu_tanh_backward if tanh else c.g.gelu_backward)(*_operands(c, a))
+
+
+def _silu(c: Importer, a: Arguments) -> Value:
+    return c.g.silu_backward(*_operands(c, a))
+
+
+def _sigmoid(c: Importer, a: Arguments) -> Value:
+    dy, y = _operands(c, a)
+    return c.g.mul(c.g.mul(dy, c.g.sub(1.0, y)), y)
+
+
+def _tanh(c: Importer, a: Arguments) -> Value:
+    dy, y = _operands(c, a)
+    return c.g.mul(dy, c.g.sub(1.0, c.g.mul(y, y)))
+
+
+def _threshold(c: Importer, a: Arguments) -> Value:
+    if a["threshold"] != 0:
+        raise Skip
+    return c.g.relu_backward(*_operands(c, a))
+
+
+def _leaky_relu(c: Importer, a: Arguments) -> Value:
+    return c.g.relu_backward(*_operands(c, a), float(a["negative_slope"]))
+
+
+def _within(c: Importer, x: Value, low: float, high: float) -> Value:
+    return c.g.logical_and(c.g.gt(x, low), c.g.lt(x, high))
+
+
+def _hardtanh(c: Importer, a: Arguments) -> Value:
+    dy, x = _operands(c, a)
+    return c.g.where(_within(c, x, float(a["min_val"]), float(a["max_val"])), dy, 0.0)
+
+
+def _hardsigmoid(c: Importer, a: Arguments) -> Value:
+    dy, x = _operands(c, a)
+    return c.g.where(_within(c, x, -3.0, 3.0), c.g.mul(dy, 1.0 / 6.0), 0.0)
+
+
+def _hardswish(c: Importer, a: Arguments) -> Value:
+    dy, x = _operands(c, a)
+    slope = c.g.add(c.g.mul(x, 1.0 / 3.0), 0.5)
+    return c.g.where(c.g.gt(x, -3.0), c.g.where(c.g.lt(x, 3.0), c.g.mul(dy, slope), dy), 0.0)
+
+
+def _elu(c: Importer, a: Arguments) -> Value:
+    if a["scale"] != 1 or a["input_scale"] != 1:
+        raise Skip
+    dy, x = _operands(c, a)
+    alpha = float(a["alpha"])
+    slope = c.g.add(x, alpha) if a["is_result"] else c.g.mul(c.g.exp(x), alpha)
+    return c.g.where(c.g.gt(x, 0.0), dy, c.g.mul(dy, slope))
+
+
+def _softplus(c: Importer, a: Arguments) -> Value:
+    if a["threshold"] != SOFTPLUS_THRESHOLD:
+        raise Skip
+    dy, x = _operands(c, a)
+    inner = c.g.mul(x, float(a["beta"]))
+    sloped = c.g.mul(dy, c.g.sigmoid(inner))
+    return c.g.where(c.g.gt(inner, float(a["threshold"])), dy, sloped)
+
+
+def _mish(c: Importer, a: Arguments) -> Value:
+    """dy * (t + x * sigmoid(x) * (1 - t * t)) with t = tanh(softplus(x))."""
+    dy, x = _operands(c, a)
+    t = c.g.tanh(c.g.softplus(x))
+    rest = c.g.mul(c.g.mul(x, c.g.sigmoid(x)), c.g.sub(1.0, c.g.mul(t, t)))
+    return c.g.mul(dy, c.g.add(t, rest))
+
+
+def _dropout(c: Importer, a: Arguments) -> Value:
+    scaled = c.g.mul(c.value(a["grad_output"]), float(a["scale"]))
+    return c.g.where(c.value(a["mask"]), scaled, 0.0)
+
+
+RULES: dict[str, Rule] = {
+    "gelu_backward": _gelu,
+    "silu_backward": _silu,
+    "sigmoid_backward": _sigmoid,
+    "tanh_backward": _tanh,
+    "threshold_backward": _threshold,
+    "leaky_relu_backward": _leaky_relu,
+    "hardtanh_backward": _hardtanh,
+    "hardsigmoid_backward": _hardsigmoid,
+    "hardswish_backward": _hardswish,
+    "elu_backward": _elu,
+    "softplus_backward": _softplus,
+    "mish_backward": _mish,
+    "native_dropout_backward": _dropout,
+}

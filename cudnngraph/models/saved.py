@@ -1,0 +1,132 @@
+"""What a forward saves for its backward that the backward can do without.
+
+What depends on no input is computed in both.
+
+torch keeps the places of the largest elements for the gradient of max pooling: 8 bytes for each
+element of the result. The gradient of ours finds them again, and so does torch's behind
+:func:`pool_again`. Then the forward need not make them, nor keep them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_aten: Any = torch.ops.aten
+
+_POOLS: dict[Any, tuple[Any, int]] = {  # a gradient: the pool, and how many arguments it has
+    _aten.max_pool2d_with_indices_backward.default: (_aten.max_pool2d_with_indices.default, 6),
+    _aten.max_pool3d_with_indices_backward.default: (_aten.max_pool3d_with_indices.default, 6),
+}
+
+
+def backward_first() -> AbstractContextManager[Any]:
+    """Let AOTAutograd hand over a backward with its forward, and not at the first gradient."""
+    config: Any = torch._functorch.config
+    name = "force_non_lazy_backward_lowering"
+    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
+
+
+def pool_again(module: torch.fx.GraphModule) -> None:
+    """Let gradients of max pooling compute the indices that were saved for them."""
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        found = _POOLS.get(node.target) if node.op == "call_function" else None
+        if found is None or node.kwargs or not isinstance(node.args[-1], torch.fx.Node):
+            continue
+        pool, count = found
+        source, indices = node.args[1], node.args[-1]
+        if indices.op != "placeholder" or not isinstance(source, torch.fx.Node):
+            continue
+        args = node.args[1 : 1 + count]
+        with graph.inserting_before(node):
+            pooled = graph.call_function(pool, args)
+            again = graph.call_function(operator.getitem, (pooled, 1))
+        with torch.no_grad():
+            pooled.meta["val"] = pool(source.meta["val"], *args[1:])
+        again.meta["val"] = pooled.meta["val"][1]
+        node.args = (*node.args[:-1], again)
+        changed = True
+    if changed:
+        module.recompile()
+
+
+MOST_CONSTANT = 1 << 22  # elements of a tensor that both graphs keep
+
+
+def compute_again(module: torch.fx.GraphModule, forward: torch.fx.GraphModule) -> None:
+    """Let a backward compute what its forward would save and that depends on no input: indices and
+    masks by positions. It is a constant of both graphs then."""
+    graph, made = module.graph, dict[torch.fx.Node, torch.fx.Node]()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    sources = {node.name: node for node in forward.graph.nodes}
+    fixed = _constant_nodes(forward.graph)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in made:
+            for each in node.all_input_nodes:
+                copied(each)
+            with graph.inserting_before(first):
+                made[node] = graph.node_copy(node, lambda each: made[each])
+        return made[node]
+
+    for node in inputs:
+        source = sources.get(node.name)
+        seen = None if source is None else source.meta.get("val")
+        if source not in fixed or not isinstance(seen, torch.Tensor):
+            continue
+        sizes = tuple(seen.shape)
+        if all(type(n) is int for n in sizes) and math.prod(sizes) <= MOST_CONSTANT:
+            node.replace_all_uses_with(copied(source))
+    if made:
+        module.recompile()
+
+
+def _constant_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The ops that depend on no input, and draw nothing."""
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        target: Any = node.target
+        if node.op != "call_function" or not found.issuperset(node.all_input_nodes):
+            continue
+        if target is operator.getitem or (
+            isinstance(target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded not in target.tags
+            and not target._schema.is_mutable
+        ):
+            found.add(node)
+    return found
+
+
+def unread(module: torch.fx.GraphModule) -> frozenset[str]:
+    """The names of the inputs that nothing reads."""
+    nodes = module.graph.nodes
+    return frozenset(node.name for node in nodes if node.op == "placeholder" and not node.users)
+
+
+def without(module: torch.fx.GraphModule, places: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Leave out results of a graph, None in their places, and return the forms of the tensors."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    results: list[Any] = list(output.args[0])
+    forms: dict[int, torch.Tensor] = {}
+    for place in places:
+        node = results[place]
+        seen = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        if isinstance(seen, torch.Tensor):
+            forms[place], results[place] = seen, None
+    if forms:
+        output.args = (tuple(results),)
+        module.graph.eliminate_dead_code()
+    return forms
+
+
+def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of a form for results that nothing reads: one element stands for all."""
+    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
