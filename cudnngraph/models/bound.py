@@ -1,4 +1,4 @@
-"""A model's graph with every tensor bound: constants once, inputs copied in on each run."""
+"""A model's graph, run: with every tensor bound, or on the caller's tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backend import handles
-from ..ir.spec import ALIGNMENT_BYTES, is_dense
+from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
 from ..runtime.executable import Executable, strided_copy
 from .convert import Imported
@@ -99,39 +99,90 @@ class Bound:
             if mine is not None:
                 mine.copy_(given)
         self()
-        counted = self._counted(tensors)
-        results: list[Any] = []
-        for result in self.imported.results:
-            kind: str
-            value: Any
-            kind, value = ("output", result) if isinstance(result, str) else result
-            if kind == "output":
-                results.append(self._result(value, reuse))
-            elif kind == "expand":
-                results.append(self._result(value[0], reuse).expand(value[1]))
-            elif kind == "count":
-                results.append(counted[value])
-            else:
-                value = tensors[value] if kind == "input" else value
-                results.append(value.clone() if kind == "copy" else value)
-        return results
+        return _assembled(self.imported, tensors, lambda name: self._result(name, reuse))
 
     def _result(self, name: str, reuse: bool) -> torch.Tensor:
         made = self.written[name]
         copied = strided_copy if name in self._gapped else torch.clone
         return made if reuse else copied(made)
 
-    def _counted(self, tensors: Sequence[Any]) -> dict[tuple[int, int], torch.Tensor]:
-        """Tensors of whole numbers with what is added to them, by place and number: one launch for
-        all to which the same is added."""
-        kinds = (each for each in self.imported.results if not isinstance(each, str))
-        counts = [value for kind, value in kinds if kind == "count"]
-        made: dict[tuple[int, int], torch.Tensor] = {}
-        for number in dict.fromkeys(number for _, number in counts):
-            pairs = [pair for pair in counts if pair[1] == number]
-            sums = torch._foreach_add([tensors[place] for place, _ in pairs], number)
-            made.update(zip(pairs, sums, strict=True))
-        return made
+
+class Direct:
+    """A graph that reads the caller's tensors and writes new ones: it holds constants alone."""
+
+    def __init__(self, imported: Imported, executable: Executable | None) -> None:
+        self.imported = imported
+        self.executable = executable
+        self.compared = False  # with eager
+        self._inputs: list[tuple[int, TensorSpec] | torch.Tensor] = []  # by place, or constants
+        if executable is None or imported.spec is None:
+            return
+        places = {name: at for at, name in enumerate(imported.inputs) if name is not None}
+        for name in executable.spec.inputs:
+            tensor = executable.spec.tensors[name]
+            held = imported.constants.get(name)
+            self._inputs.append((places[name], tensor) if held is None else _aligned(held))
+
+    def run(self, tensors: Sequence[Any]) -> list[Any]:
+        """The results for ``tensors``, each a tensor of its own."""
+        made: dict[str, torch.Tensor] = {}
+        if self.executable is not None:
+            given = [
+                each if isinstance(each, torch.Tensor) else _laid(tensors[each[0]], each[1])
+                for each in self._inputs
+            ]
+            outputs = self.executable.outputs_for(given, checked=False)
+            made = dict(zip(self.executable.spec.outputs, outputs, strict=True))
+        seen: set[str] = set()
+
+        def output(name: str) -> torch.Tensor:
+            first = name not in seen
+            seen.add(name)
+            return made[name] if first else strided_copy(made[name])
+
+        return _assembled(self.imported, tensors, output)
+
+
+def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
+    """A tensor with the strides of a form: itself if it has them."""
+    if tensor.stride() == form.stride:
+        return tensor
+    return form.empty(tensor.device).copy_(tensor)
+
+
+def _assembled(
+    imported: Imported, tensors: Sequence[Any], output: Callable[[str], torch.Tensor]
+) -> list[Any]:
+    """The results of a model in order, from the tensors it was given and the graph's outputs."""
+    counted = _counted(imported, tensors)
+    results: list[Any] = []
+    for result in imported.results:
+        kind: str
+        value: Any
+        kind, value = ("output", result) if isinstance(result, str) else result
+        if kind == "output":
+            results.append(output(value))
+        elif kind == "expand":
+            results.append(output(value[0]).expand(value[1]))
+        elif kind == "count":
+            results.append(counted[value])
+        else:
+            value = tensors[value] if kind == "input" else value
+            results.append(value.clone() if kind == "copy" else value)
+    return results
+
+
+def _counted(imported: Imported, tensors: Sequence[Any]) -> dict[tuple[int, int], torch.Tensor]:
+    """Tensors of whole numbers with what is added to them, by place and number: one launch for all
+    to which the same is added."""
+    kinds = (each for each in imported.results if not isinstance(each, str))
+    counts = [value for kind, value in kinds if kind == "count"]
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    for number in dict.fromkeys(number for _, number in counts):
+        pairs = [pair for pair in counts if pair[1] == number]
+        sums = torch._foreach_add([tensors[place] for place, _ in pairs], number)
+        made.update(zip(pairs, sums, strict=True))
+    return made
 
 
 def _nothing() -> None:

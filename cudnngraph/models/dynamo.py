@@ -22,7 +22,7 @@ from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
 from . import report, saved
-from .bound import MAX_SHAPES, Bound
+from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
 from .report import Report
@@ -168,7 +168,7 @@ class _Made:
     """A graph for one form of its inputs: bound, its random inputs, as torch runs it, and the
     places of results that nothing reads."""
 
-    bound: Bound
+    bound: Direct
     device: torch.device
     draws: Sequence[Draw]
     traced: torch.fx.GraphModule
@@ -332,7 +332,7 @@ class _Compiled:
             executable = None
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
-            bound = Bound(imported, executable, device)
+            bound = Direct(imported, executable)
             return _Made(bound, device, draws, traced, frozenset(forms))
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)

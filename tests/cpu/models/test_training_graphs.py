@@ -431,3 +431,30 @@ def test_attention_as_gpus_have_it_is_ours_and_torchs_if_it_drops(
         return
     assert "aten" not in ops and {"sdpa", "sdpa_backward"} <= {*ops}
     assert set(seeds) == {"copy"}, "nothing is drawn"
+
+
+def test_a_step_reads_the_callers_tensors_and_holds_no_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of each weight and of each saved tensor would be a launch, and memory, a tensor."""
+    from cudnngraph.runtime.executable import Executable
+
+    read: set[int] = set()
+    run = Executable.outputs_for
+
+    def noted(self: Executable, tensors: Any, **options: Any) -> Any:
+        read.update(each.data_ptr() for each in tensors)
+        return run(self, tensors, **options)
+
+    monkeypatch.setattr(Executable, "outputs_for", noted)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+    compiled = torch.compile(model, backend="cudnngraph")
+    x = torch.randn(2, 3, 8, 8)
+    first = compiled(x)
+    first.sum().backward()
+    assert {p.data_ptr() for p in model.parameters() if p.dim() == 4} <= read
+    assert x.data_ptr() in read
+    kept = first.detach().clone()
+    second = compiled(x + 1)
+    assert second.data_ptr() != first.data_ptr() and torch.equal(first.detach(), kept)
