@@ -257,7 +257,7 @@ class DeviceRules:
         alternative="one block for each row",
     )
     kernel_min_run_bytes: int = _measured(
-        32,
+        16,
         "bytes side by side",
         "how much of a row has to lie together for a generated kernel of rows (an estimate)",
         alternative="a kernel that goes down columns",

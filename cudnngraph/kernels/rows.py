@@ -54,6 +54,7 @@ class Rows:
     reductions: tuple[tuple[Reduce, ...], ...]  # by the pass that computes them
     bytes: int  # of an element, the widest
     strided: bool = False  # too few elements of a row lie side by side in memory
+    apart: bool = False  # not all of them do
 
     @property
     def lanes(self) -> int:
@@ -199,7 +200,7 @@ def _with_reductions(
     run = run_of(cut)
     short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
     strided = short and numel(shape) > SMALL
-    return Rows(row, inner, tuple(outputs), passes, widest, strided)
+    return Rows(row, inner, tuple(outputs), passes, widest, strided, run < inner.extent)
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:

@@ -99,6 +99,8 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     """Why a region should not be one kernel of rows, or None."""
     if not rows.reductions:
         return None
+    if not schedule.chunks and rows.apart:
+        return "rows in pieces, which no registers hold: each pass would gather them again"
     long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
     if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"
