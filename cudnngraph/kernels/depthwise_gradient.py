@@ -187,16 +187,11 @@ class _Kernel:
         """Read neighbours of a row, or lanes of channels, where tests say that there are some."""
         lanes = self._plan.lanes
         wide = along * lanes
-        target = f"{to}[{at} + j / {lanes}][j % {lanes}]"
-        if tests:
-            yield "#pragma unroll"
-            yield f"for (int j = 0; j < {wide}; ++j) {target} = 0.0f;"
-            yield f"if ({' && '.join(tests)}) {{"
-        yield f"const auto in = load<{wide}>({where});"
+        test = f"_if<{wide}>({' && '.join(tests)}, " if tests else f"<{wide}>("
+        yield f"const auto in = load{test}{where});"
         yield "#pragma unroll"
-        yield f"for (int j = 0; j < {wide}; ++j) {target} = get(in.at[j]);"
-        if tests:
-            yield "}"
+        yield f"for (int j = 0; j < {wide}; ++j)"
+        yield f"  {to}[{at} + j / {lanes}][j % {lanes}] = get(in.at[j]);"
 
     def _products(self, place: int, tap: int) -> Iterator[str]:
         """Add a row of a tile times that of what was convolved to the sums of a row of taps."""
