@@ -236,11 +236,11 @@ class DeviceRules:
         "how much a kernel of windows may compute again that lie over each other (an estimate)",
         alternative="two kernels",
     )
-    depthwise_waits_per_block: float = _measured(
-        1.0,
-        "times the instructions of a block's strips",
-        "how long a round of a multiprocessor's blocks waits for memory (an estimate)",
-        alternative="strips of other sizes",
+    depthwise_wait_blocks: int = _measured(
+        1,
+        "blocks of a multiprocessor",
+        "how many more would hide how long a depthwise kernel waits for memory (an estimate)",
+        alternative="strips and tiles of other sizes",
     )
 
 

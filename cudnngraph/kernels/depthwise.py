@@ -19,10 +19,11 @@ from .index import Sum, Var, counter, place
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, reachable, tape_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .source import ARGS, NAME, Source
-from .tape import Depthwise, Index, Pick, Read, Refused, Value
+from .tape import Depthwise, Index, Map, Pick, Read, Refused, Value, View
 from .write import Code, Narrower, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
+MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 THREADS = 128  # of a block, about
 SEGMENT_BYTES = 64  # of neighbouring channels, that a block reads together at best
 REGISTERS = 64 << 10  # of a multiprocessor, of every GPU that cuDNN runs on
@@ -107,6 +108,8 @@ def region_of(spec: GraphSpec) -> _Region:
     """The region as such a kernel sees it. Raises :class:`Refused`."""
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
+    if any(spec.tensors[name].extent >= MOST_ELEMENTS for name in (*spec.inputs, *spec.outputs)):
+        raise Refused("a tensor that needs an index of 64 bits")
     values = tape_of(spec)
     convs = [value for value in reachable(values) if isinstance(value, Depthwise)]
     if len(convs) != 1:
@@ -212,7 +215,7 @@ def _cost(region: _Region, strip: _Strip, processors: int) -> float | None:
     units = count * -(-height // high) * -(-width // wide) * channels / lanes
     blocks, resident = math.ceil(units / THREADS / processors), _resident(region, strip)
     whole, rest = divmod(blocks, resident)
-    waits = rules().depthwise_waits_per_block
+    waits = rules().depthwise_wait_blocks
     rounds = whole * (resident + waits) + (rest + waits if rest else 0.0)
     return taken * rounds * max(1.0, held / most) ** 2
 
@@ -302,9 +305,11 @@ class _Strips(Writer):
         stack = [(value, index) for value, _, index in self._rows.outputs]
         while stack:
             value, index = stack.pop()
-            if not isinstance(value, Read):
+            if isinstance(value, Map | View):  # of what is joined, a part has its own places alone
                 stack += self._below(value, index)
-            elif place(index, value.tensor.stride).vars() == {self._region.channel}:
+            elif isinstance(value, Read) and place(index, value.tensor.stride).vars() == {
+                self._region.channel
+            }:
                 self._at(value, index)
         lines, self._lines = self._lines, []
         return lines
@@ -385,7 +390,8 @@ class _Strips(Writer):
         yield f"const u32 y0 = down * {region.moved(0, strips.high)}u;"
         yield f"const u32 x0 = right * {region.moved(1, strips.wide)}u;"
         yield f"const auto* const from = p{self._places[x.name]} + ({origin});"
-        bordered = not all(region.inside(1, strips.wide, at) for at in columns)
+        within = [at - first for at in columns if region.inside(1, strips.wide, at)]
+        bordered = len(within) < len(columns)
         if bordered:  # a bit for each column: whether there is something
             yield "u32 columns = 0u;"
             yield "#pragma unroll"
@@ -396,9 +402,13 @@ class _Strips(Writer):
             yield f"  float line[{last - first + 1}][{strips.lanes}];"
             inside = region.inside(0, strips.high, row)
             test = "" if inside else f"y0 + {row} < {x.shape[2]}u"
-            if bordered:
-                yield f"  const u32 inside = {f'{test} ? columns : 0u' if test else 'columns'};"
+            if bordered and test:
+                yield f"  const u32 inside = {test} ? columns : 0u;"
                 test = "inside >> i & 1u"
+            elif bordered:
+                test = "columns >> i & 1u"
+                if within:
+                    test = f"(i >= {within[0]} && i <= {within[-1]}) || {test}"
             yield "  #pragma unroll"
             yield f"  for (int i = 0; i <= {last - first}; ++i) {{"
             where = f"from + ({row * h} + (i + {first}) * {w})"

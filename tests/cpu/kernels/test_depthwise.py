@@ -180,11 +180,58 @@ def test_what_no_such_kernel_has_is_refused() -> None:
     with pytest.raises(Refused, match="3 lanes"):
         depthwise.write(g.spec(), Strips(3, 4, 1, 0, 8))
 
+    g = cg.Graph("large")
+    x = g.input("x", (1 << 16, 64, 32, 32), torch.float16)
+    g.output("y", g.conv(x, g.input("w", (64, 1, 3, 3), torch.float16), groups=64))
+    with pytest.raises(Refused, match="index of 64 bits"):
+        patterns.by_rule(g.spec(), 132)
+
     g = cg.Graph("strides")
     x, w = g.input("x", (1, 4, 8, 8), torch.float16), g.input("w", (4, 1, 3, 3), torch.float16)
     g.output("y", g.conv_transpose(x, w, stride=2, groups=4))
     with pytest.raises(Refused, match="no multiple of its stride"):
         depthwise.write(g.spec(), Strips(1, 4, 1, 0, 8))
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+def test_what_differs_by_channels_is_read_once_and_only_where_it_is(layout: str) -> None:
+    g = cg.Graph("channels")
+    x = g.input("x", (2, 16, 5, 6), torch.float16, layout=layout)
+    y = g.conv(x, g.input("w", (16, 1, 3, 3), torch.float16), padding=1, groups=16)
+    y = g.bias(y, g.input("b", (16,), torch.float16))
+    parts = [g.input(name, (1, 8, 1, 1), torch.float16) for name in ("c", "d")]
+    g.output("y", g.mul(y, g.concat(parts, 1)))
+    spec = g.spec()
+    choice = patterns.by_rule(spec, 132)
+    source = patterns.source(spec, choice)
+    before, inside = source.text.split("for (u32 at = ")
+    read = {
+        name: [f"(p{at} + " in text or f"get(p{at}[" in text for text in (before, inside)]
+        for at, name in enumerate(spec.inputs)
+    }
+    if layout == "channels_last":  # a thread has its channels for all places
+        assert read["b"] == [True, False]
+    assert read["c"] == read["d"] == [False, True]
+    inputs = random_inputs(spec, torch.device("cpu"))
+    out = spec.tensors["y"].empty("cpu")
+    host_kernels.run(source, [*inputs, out])
+    (want,) = reference.run(spec, inputs, torch.float64)
+    numerics.check(out, want, torch.float16)
+
+
+def test_a_window_stands_behind_it() -> None:
+    g = cg.Graph("window")
+    x = g.input("x", (1, 8, 6, 6), torch.float16, layout="channels_last")
+    z = g.input("z", (1, 8, 3, 3), torch.float16, layout="channels_last")
+    y = g.conv(x, g.input("w", (8, 1, 3, 3), torch.float16), padding=1, groups=8)
+    g.output("y", g.add(y, g.interpolate(z, (6, 6), mode="nearest")))
+    spec = g.spec()
+    source = patterns.source(spec, patterns.by_rule(spec, 132))
+    inputs = random_inputs(spec, torch.device("cpu"))
+    out = spec.tensors["y"].empty("cpu")
+    host_kernels.run(source, [*inputs, out])
+    (want,) = reference.run(spec, inputs, torch.float64)
+    numerics.check(out, want, torch.float16)
 
 
 @pytest.mark.parametrize("border", [8, 6, 5])
