@@ -91,6 +91,9 @@ template <int N, class T> D vec<T, N> load(const T* p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
+template <int N, class T> D vec<T, N> load_if(bool there, const T* p) {
+  return there ? load<N>(p) : vec<T, N>{};
+}
 template <int N, class T> D void store(T* p, const vec<T, N>& x) {
   if ((uintptr_t)p % sizeof x) wrong = MISALIGNED;
   memcpy(p, &x, sizeof x);

@@ -262,13 +262,6 @@ class DeviceRules:
         "how much of a row has to lie together for a generated kernel of rows (an estimate)",
         alternative="a kernel that goes down columns",
     )
-    strip_held: int = _measured(
-        48,
-        "numbers that a thread holds",
-        "how much a thread of a depthwise kernel may hold before fewer threads fit beside it",
-        page="h200-kernels.md",
-        alternative="other strips",
-    )
     window_most_reads: int = _measured(
         256,
         "elements that are read for one",
@@ -280,6 +273,12 @@ class DeviceRules:
         "pointwise ops for each element",
         "how much a kernel of windows may compute again that lie over each other (an estimate)",
         alternative="two kernels",
+    )
+    depthwise_wait_blocks: int = _measured(
+        1,
+        "blocks of a multiprocessor",
+        "how many more would hide how long a depthwise kernel waits for memory (an estimate)",
+        alternative="strips and tiles of other sizes",
     )
 
 

@@ -7,24 +7,33 @@ lie apart in memory a thread has one channel, and reads the taps where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
-from .index import Sum, Var, counter
-from .rows import VECTOR_BYTES, Rows, Schedule, reachable, tape_of
+from .index import Sum, Var, counter, place
+from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, reachable, tape_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .source import ARGS, NAME, Source
-from .tape import Depthwise, Index, Pick, Read, Refused, Value
+from .tape import Depthwise, Index, Map, Pick, Read, Refused, Value, View
 from .write import Code, Narrower, Writer
 
 SHARED_BYTES = 48 << 10  # that a block has without asking
-THREADS = 256
-WIDE_LOAD = 4  # lanes, from where on a wider load saves little
-BLOCKS = 8  # of a multiprocessor, which share out all places
-MEASURED = 4  # schedules of each number of lanes
+MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
+THREADS = 128  # of a block, about
+SEGMENT_BYTES = 64  # of neighbouring channels, that a block reads together at best
+REGISTERS = 64 << 10  # of a multiprocessor, of every GPU that cuDNN runs on
+MOST_REGISTERS = 255  # of a thread
+OTHERS = 10  # registers of a thread beside the numbers that it holds, about
+UNROLLED = 3584  # products of a strip, which are written out one by one
+MEASURED, MOST = 3, 9  # schedules that are measured of each number of lanes, and of all
+
+# About how many instructions a strip takes beside its products, to rank schedules; counted in SASS.
+_OF_A_STRIP, _OF_A_LOAD, _OF_A_STORE, _OF_A_RESULT, _OF_A_LONE = 90.0, 2.0, 2.0, 4.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -61,15 +70,46 @@ class _Region:
         return gcd(most, self.x.shape[1], *others)
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """The stride at which windows follow each other: that of a gradient is 1."""
-        return (1, 1) if self.conv.transposed else self.conv.stride
+    def taps_shape(self) -> tuple[int, int]:
+        """The rows and columns of taps."""
+        _, _, rows, columns = self.taps.shape
+        return rows, columns
+
+    def met(self, dim: int, size: int) -> dict[int, list[tuple[int, int]]]:
+        """The rows (dim 0) or columns (1) of what is convolved that a strip of a size meets.
+
+        They are counted from the strip's origin. Each has pairs of the strip's own row and the
+        taps' row that meet there.
+        """
+        conv = self.conv
+        step, padding, by = conv.stride[dim], conv.padding[dim], conv.dilation[dim]
+        found: dict[int, list[tuple[int, int]]] = {}
+        for own in range(size):
+            for tap in range(self.taps_shape[dim]):
+                at, rest = own * step + tap * by - padding, 0
+                if conv.transposed:
+                    at, rest = divmod(own + padding - tap * by, step)
+                if not rest:
+                    found.setdefault(at, []).append((own, tap))
+        return dict(sorted(found.items()))
+
+    def moved(self, dim: int, size: int) -> int:
+        """How far the origins of neighbouring strips are apart in what is convolved."""
+        step = self.conv.stride[dim]
+        return size // step if self.conv.transposed else size * step
+
+    def inside(self, dim: int, size: int, at: int) -> bool:
+        """Whether a row or column that strips meet lies in the image for all strips."""
+        last = (-(-self.conv.shape[2 + dim] // size) - 1) * self.moved(dim, size)
+        return at >= 0 and last + at < self.x.shape[2 + dim]
 
 
 def region_of(spec: GraphSpec) -> _Region:
     """The region as such a kernel sees it. Raises :class:`Refused`."""
     if any(tensor.numel == 0 for tensor in spec.tensors.values()):
         raise Refused("a tensor is empty")
+    if any(spec.tensors[name].extent >= MOST_ELEMENTS for name in (*spec.inputs, *spec.outputs)):
+        raise Refused("a tensor that needs an index of 64 bits")
     values = tape_of(spec)
     convs = [value for value in reachable(values) if isinstance(value, Depthwise)]
     if len(convs) != 1:
@@ -95,46 +135,95 @@ def has_depthwise(spec: GraphSpec) -> bool:
 def strips(spec: GraphSpec, processors: int) -> list[Strips]:
     """Schedules that are worth measuring, the one by rule first. Raises :class:`Refused`.
 
-    By rule a thread reads as little as it can for a place, while its sums and a row of what it
-    reads stay in registers.
+    By rule a thread takes few instructions for a place, and enough threads have room for what they
+    hold in registers.
     """
     region = region_of(spec)
     _, channels, height, width = region.conv.shape
-    rows, columns = region.taps.shape[2:]
-    strided = region.conv.transposed and max(region.conv.stride) > 1
-    step = region.conv.stride[1] if strided else 1
+    down, right = region.conv.stride if region.conv.transposed else (1, 1)
     found: dict[Strips, float] = {}
-    for lanes in {region.lanes, max(1, region.lanes // 2), max(1, region.lanes // 4)}:
-        vectors = _vectors(channels // lanes) if region.lanes > 1 else 0
-        for wanted in (2, 4, 8):
-            wide = _even(width, wanted, step, columns)
-            for high in {1, 1 if strided else min(2, height), 1 if strided else min(4, height)}:
-                held = lanes * (high * wide + (wide - 1) * region.steps[1] + columns)
-                read = (rows + high - 1) / high * (wide + columns - 1) / wide
-                cost = read * max(1, held / rules().strip_held) / min(WIDE_LOAD, lanes)
-                found[Strips(lanes, wide, high, vectors, BLOCKS * processors)] = cost
+    for lanes in sorted({max(1, region.lanes // part) for part in (1, 2, 4, 8)}):
+        vectors = 0
+        if region.lanes > 1:
+            vectors = _vectors(channels // lanes, lanes * region.x.dtype.itemsize)
+        for high in _sizes(height, down):
+            for wide in _sizes(width, right):
+                cost = _cost(region, (lanes, wide, high, vectors), processors)
+                if cost is not None:
+                    blocks = processors * _resident(region, (lanes, wide, high, vectors))
+                    found[Strips(lanes, wide, high, vectors, blocks)] = cost
     ranked = sorted(found, key=lambda each: (found[each], -each.lanes))
-    tried = [
-        each
+    of_lanes = (
+        [each for each in ranked if each.lanes == lanes][:MEASURED]
         for lanes in dict.fromkeys(each.lanes for each in ranked)
-        for each in [each for each in ranked if each.lanes == lanes][:MEASURED]
-    ]
-    return [*tried, *(replace(each, blocks=4 * each.blocks) for each in tried[:2])]
+    )
+    tried = [each for some in zip_longest(*of_lanes) for each in some if each][:MOST]
+    return [*tried, *(replace(each, blocks=16 * each.blocks) for each in tried[:2])]
 
 
-def _vectors(count: int) -> int:
-    """The vectors of channels of a block: a part of all, 16 at most if there is one."""
-    return max(each for each in range(1, min(16, count) + 1) if count % each == 0)
+_Strip = tuple[int, int, int, int]  # lanes, width, height, vectors
 
 
-def _even(width: int, wanted: int, step: int, columns: int) -> int:
-    """A width of strips near the wanted one: the one that reads least for a place of a row."""
+def _vectors(count: int, size: int) -> int:
+    """The vectors of channels of a block, a part of all: few idle threads, much read together."""
 
-    def read(each: int) -> float:
-        return -(-width // each) * (each + columns - 1) / width
+    def lost(each: int) -> tuple[float, int]:
+        team = THREADS // each * each
+        idle = -(-team // WARP) * WARP / team
+        return idle / min(1.0, each * size / SEGMENT_BYTES), -each
 
-    tried = [each for each in range(step, 2 * wanted) if each % step == 0 and 2 * each >= wanted]
-    return min(tried or [step], key=read)
+    return min((each for each in range(1, min(WARP, count) + 1) if count % each == 0), key=lost)
+
+
+def _sizes(extent: int, step: int) -> list[int]:
+    """Sizes of strips along an extent, multiples of a step: those that leave little over."""
+    most = -(-extent // step) * step
+    wanted = (min(-(-each // step) * step, most) for each in (1, 2, 4, 7, 8))
+    return sorted({step, *(each for each in wanted if -(-extent // each) * each <= 1.2 * most)})
+
+
+def _held(region: _Region, strip: _Strip) -> int:
+    """The numbers that a thread holds: sums, a row of what is convolved, taps that meet it."""
+    lanes, wide, high, _ = strip
+    rows, columns = region.taps_shape
+    return lanes * (wide * high + len(region.met(1, wide)) + min(high, rows) * columns)
+
+
+def _resident(region: _Region, strip: _Strip) -> int:
+    """About how many blocks a multiprocessor has at a time."""
+    registers = min(MOST_REGISTERS, -(-(_held(region, strip) + OTHERS) // 8) * 8)
+    return min(REGISTERS // (registers * THREADS), MOST_THREADS // THREADS * 2)
+
+
+def _cost(region: _Region, strip: _Strip, processors: int) -> float | None:
+    """About how long it takes, None for too long a text.
+
+    A multiprocessor has blocks in rounds. Its blocks of one round take turns: the fewer they are,
+    the longer it waits for each one's loads.
+    """
+    lanes, wide, high, _ = strip
+    count, channels, height, width = region.conv.shape
+    rows, columns = region.met(0, high), region.met(1, wide)
+    pairs = sum(map(len, rows.values())) * sum(map(len, columns.values()))
+    if lanes * pairs > UNROLLED and (lanes, wide, high) != (1, *_smallest(region)):
+        return None
+    loads, places = len(rows) * len(columns), wide * high
+    lone = _OF_A_LONE if lanes == 1 else 0.0
+    taken = lanes * pairs + loads * (lanes * (1 + lone) + _OF_A_LOAD) + _OF_A_STRIP
+    taken += places * (_OF_A_STORE + lanes * (_OF_A_RESULT + lone))
+    held, most = _held(region, strip) + OTHERS, float(MOST_REGISTERS)
+    units = count * -(-height // high) * -(-width // wide) * channels / lanes
+    blocks, resident = math.ceil(units / THREADS / processors), _resident(region, strip)
+    whole, rest = divmod(blocks, resident)
+    waits = rules().depthwise_wait_blocks
+    rounds = whole * (resident + waits) + (rest + waits if rest else 0.0)
+    return taken * rounds * max(1.0, held / most) ** 2
+
+
+def _smallest(region: _Region) -> tuple[int, int]:
+    """The width and height of the smallest strip."""
+    down, right = region.conv.stride if region.conv.transposed else (1, 1)
+    return right, down
 
 
 def write(spec: GraphSpec, strips: Strips) -> Source:
@@ -143,6 +232,10 @@ def write(spec: GraphSpec, strips: Strips) -> Source:
     channels, lanes = region.conv.shape[1], strips.lanes
     if min(lanes, strips.wide, strips.high, strips.blocks) < 1 or region.lanes % lanes:
         raise Refused(f"{lanes} lanes of channels")
+    if region.conv.transposed and (
+        strips.high % region.conv.stride[0] or strips.wide % region.conv.stride[1]
+    ):
+        raise Refused("strips of a gradient that are no multiple of its stride")
     if strips.vectors and channels // lanes % strips.vectors:
         raise Refused(f"{strips.vectors} vectors of {channels // lanes}")
     try:
@@ -173,6 +266,7 @@ class _Strips(Writer):
         conv, strips, region = self._region.conv, self._strips, self._region
         made = Code("made[j]", 2) if strips.lanes > 1 else Code("made[0]", 1)
         self._known[id(conv), region.index] = made
+        before = self._of_channels()
         self._written()
         count, channels, height, width = conv.shape
         beside, below = -(-width // strips.wide), -(-height // strips.high)
@@ -181,12 +275,13 @@ class _Strips(Writer):
             places *= channels
         blocks, begin = self._shared_out(places)
         body = [
+            *(before if strips.vectors else ()),
             *begin,
-            f"const u32 w0 = at % {beside}u * {strips.wide}u;",
-            f"const u32 h0 = at / {beside}u % {below}u * {strips.high}u;",
             *self._image(beside * below),
+            *(() if strips.vectors else before),
+            f"const u32 right = at % {beside}u, down = at / {beside}u % {below}u;",
             f"float sum[{strips.high}][{strips.wide}][{strips.lanes}] = {{}};",
-            *(self._scattered() if conv.transposed and max(conv.stride) > 1 else self._window()),
+            *self._sums(),
             *self._behind(),
             "}",
         ]
@@ -204,6 +299,20 @@ class _Strips(Writer):
             ]
         )
         return Source(text, blocks, self._plan.team)
+
+    def _of_channels(self) -> list[str]:
+        """Read what differs by channels alone, once for all places of a thread."""
+        stack = [(value, index) for value, _, index in self._rows.outputs]
+        while stack:
+            value, index = stack.pop()
+            if isinstance(value, Map | View):  # of what is joined, a part has its own places alone
+                stack += self._below(value, index)
+            elif isinstance(value, Read) and place(index, value.tensor.stride).vars() == {
+                self._region.channel
+            }:
+                self._at(value, index)
+        lines, self._lines = self._lines, []
+        return lines
 
     def _shared_out(self, places: int) -> tuple[int, list[str]]:
         """The number of blocks, and the loop of a thread over its places."""
@@ -263,122 +372,91 @@ class _Strips(Writer):
             "const u32 k = first + own;",
         ]
 
-    def _tap(self, row: str, column: str) -> str:
-        """C++ for a tap of lane j."""
-        taps, flip = self._region.taps, self._region.conv.transposed
-        rows, columns = taps.shape[2:]
-        if flip and max(self._region.conv.stride) == 1:
-            row, column = f"({rows - 1} - ({row}))", f"({columns - 1} - ({column}))"
+    def _tap(self, row: int) -> str:
+        """C++ for the tap of a row, column s and lane j."""
+        taps = self._region.taps
         if self._strips.vectors:
-            return f"taps[({row}) * {columns} + ({column})][own + j]"
+            return f"taps[{row * taps.shape[3]} + s][own + j]"
         c, _, r, s = taps.stride
-        return f"get(p{self._places[taps.name]}[k * {c}u + ({row}) * {r}u + ({column}) * {s}u])"
+        return f"get(p{self._places[taps.name]}[k * {c}u + {row * r}u + s * {s}u])"
 
-    def _line(self, columns: int, start: str) -> list[str]:
-        """Read a row ``y`` of what is convolved, so many columns from ``start`` on."""
-        x, lanes = self._region.x, self._strips.lanes
+    def _sums(self) -> Iterator[str]:
+        """The sums of a strip, row by row of what its windows cover."""
+        strips, region, x = self._strips, self._region, self._region.x
+        rows, columns = region.met(0, strips.high), region.met(1, strips.wide)
+        first, last = min(columns), max(columns)
         n, c, h, w = x.stride
-        pointer = f"p{self._places[x.name]}"
-        base = f"n * {n}u + k * {c}u + (u32)y * {h}u + (u32)x * {w}u"
-        if lanes > 1:
-            read = [
-                f"  const auto in = load<{lanes}>({pointer} + ({base}));",
-                "  #pragma unroll",
-                f"  for (int j = 0; j < {lanes}; ++j) line[i][j] = get(in.at[j]);",
-            ]
-        else:
-            read = [f"  line[i][0] = get({pointer}[{base}]);"]
-        return [
-            f"float line[{columns}][{lanes}];",
-            "#pragma unroll",
-            f"for (int i = 0; i < {columns}; ++i) {{",
-            f"  const int x = {start} + i;",
-            "  #pragma unroll",
-            f"  for (int j = 0; j < {lanes}; ++j) line[i][j] = 0.0f;",
-            f"  if (x >= 0 && x < {x.shape[3]}) {{",
-            *("  " + each for each in read),
-            "  }",
-            "}",
-        ]
+        origin = f"n * {n}u + k * {c}u + y0 * {h}u + x0 * {w}u"
+        yield f"const u32 y0 = down * {region.moved(0, strips.high)}u;"
+        yield f"const u32 x0 = right * {region.moved(1, strips.wide)}u;"
+        yield f"const auto* const from = p{self._places[x.name]} + ({origin});"
+        within = [at - first for at in columns if region.inside(1, strips.wide, at)]
+        bordered = len(within) < len(columns)
+        if bordered:  # a bit for each column: whether there is something
+            yield "u32 columns = 0u;"
+            yield "#pragma unroll"
+            yield f"for (int i = {first}; i <= {last}; ++i)"
+            yield f"  columns |= (u32)(x0 + i < {x.shape[3]}u) << (i - {first});"
+        for row, meetings in rows.items():
+            yield "{"
+            yield f"  float line[{last - first + 1}][{strips.lanes}];"
+            inside = region.inside(0, strips.high, row)
+            test = "" if inside else f"y0 + {row} < {x.shape[2]}u"
+            if bordered and test:
+                yield f"  const u32 inside = {test} ? columns : 0u;"
+                test = "inside >> i & 1u"
+            elif bordered:
+                test = "columns >> i & 1u"
+                if within:
+                    test = f"(i >= {within[0]} && i <= {within[-1]}) || {test}"
+            yield "  #pragma unroll"
+            yield f"  for (int i = 0; i <= {last - first}; ++i) {{"
+            where = f"from + ({row * h} + (i + {first}) * {w})"
+            read = f"load_if<{strips.lanes}>({test}, " if test else f"load<{strips.lanes}>("
+            yield f"    const auto in = {read}{where});"
+            yield "    #pragma unroll"
+            yield f"    for (int j = 0; j < {strips.lanes}; ++j) line[i][j] = get(in.at[j]);"
+            yield "  }"
+            for high, tap in meetings:
+                yield from ("  " + line for line in self._products(high, tap, first))
+            yield "}"
 
-    def _window(self) -> list[str]:
-        """The sums of a strip, row by row of what its windows cover; of a gradient with stride 1
-        the taps are the other way round."""
-        conv, strips, taps = self._region.conv, self._strips, self._region.taps
-        (down, right), (by_row, by_column) = self._region.steps, conv.dilation
-        rows, columns = taps.shape[2:]
-        above, left = conv.padding
+    def _products(self, high: int, row: int, first: int) -> Iterator[str]:
+        """Add a row of taps times what its windows cover of a line."""
+        strips, conv = self._strips, self._region.conv
+        step, by, left = conv.stride[1], conv.dilation[1], conv.padding[1]
+        yield "#pragma unroll"
+        yield f"for (int s = 0; s < {self._region.taps.shape[3]}; ++s)"
+        yield "  #pragma unroll"
+        yield f"  for (int j = 0; j < {strips.lanes}; ++j) {{"
+        yield f"    const float tap = {self._tap(row)};"
+        yield "    #pragma unroll"
+        yield f"    for (int t = 0; t < {strips.wide}; ++t) {{"
         if conv.transposed:
-            above, left = (rows - 1) * by_row - above, (columns - 1) * by_column - left
-        covered = (strips.high - 1) * down + (rows - 1) * by_row + 1
-        read = (strips.wide - 1) * right + (columns - 1) * by_column + 1
-        return [
-            "#pragma unroll 1",
-            f"for (int row = 0; row < {covered}; ++row) {{",
-            f"  const int y = (int)h0 * {down} - {above} + row;",
-            f"  if (y < 0 || y >= {self._region.x.shape[2]}) continue;",
-            *("  " + each for each in self._line(read, f"(int)w0 * {right} - {left}")),
-            "  #pragma unroll",
-            f"  for (int high = 0; high < {strips.high}; ++high) {{",
-            f"    const int r = row - high * {down};",
-            f"    if (r < 0 || r % {by_row} || r / {by_row} >= {rows}) continue;",
-            "    #pragma unroll",
-            f"    for (int s = 0; s < {columns}; ++s) {{",
-            "      #pragma unroll",
-            f"      for (int j = 0; j < {strips.lanes}; ++j) {{",
-            f"        const float tap = {self._tap(f'r / {by_row}', 's')};",
-            "        #pragma unroll",
-            f"        for (int t = 0; t < {strips.wide}; ++t)",
-            f"          sum[high][t][j] += line[t * {right} + s * {by_column}][j] * tap;",
-            "      }",
-            "    }",
-            "  }",
-            "}",
-        ]
-
-    def _scattered(self) -> list[str]:
-        """The sums of a strip of a gradient with a stride: of each tap only some places."""
-        conv, strips, taps = self._region.conv, self._strips, self._region.taps
-        (down, right), (by_row, by_column) = conv.stride, conv.dilation
-        rows, columns = taps.shape[2:]
-        above, left = conv.padding
-        low = (left - (columns - 1) * by_column) // right
-        read = (strips.wide - 1 + left) // right - low + 1
-        return [
-            "#pragma unroll 1",
-            f"for (int r = 0; r < {rows}; ++r) {{",
-            f"  const int from = (int)h0 + {above} - r * {by_row};",
-            f"  const int y = from / {down};",
-            f"  if (from < 0 || from % {down} || y >= {self._region.x.shape[2]}) continue;",
-            *("  " + each for each in self._line(read, f"(int)(w0 / {right}u) + ({low})")),
-            "  #pragma unroll",
-            f"  for (int s = 0; s < {columns}; ++s) {{",
-            "    #pragma unroll",
-            f"    for (int j = 0; j < {strips.lanes}; ++j) {{",
-            f"      const float tap = {self._tap('r', 's')};",
-            "      #pragma unroll",
-            f"      for (int t = 0; t < {strips.wide}; ++t) {{",
-            f"        const int x = t + {left} - s * {by_column} - ({low * right});",
-            f"        if (x % {right} == 0) sum[0][t][j] += line[x / {right}][j] * tap;",
-            "      }",
-            "    }",
-            "  }",
-            "}",
-        ]
+            yield f"      const int x = t + {left - first * step} - s * {by};"
+            test, at = f"if (x % {step} == 0) " if step > 1 else "", f"x / {step}"
+        else:
+            test, at = "", f"t * {step} + s * {by} - {left + first}"
+        yield f"      {test}sum[{high}][t][j] += line[{at}][j] * tap;"
+        yield "    }"
+        yield "  }"
 
     def _behind(self) -> list[str]:
-        """What is computed of the sums, and written."""
+        """What is computed of the sums, and written.
+
+        Indices have 64 bits: so the compiler adds a place within the strip to an address.
+        """
         strips, (_, _, height, width) = self._strips, self._region.conv.shape
         return [
             "#pragma unroll",
-            f"for (int high = 0; high < {strips.high}; ++high) {{",
-            "  const u32 h = h0 + high;",
+            f"for (int y = 0; y < {strips.high}; ++y) {{",
+            f"  const u64 h = (u64)(down * {strips.high}u) + y;",
             f"  if (h >= {height}u) continue;" if height % strips.high else "",
             "  #pragma unroll",
-            f"  for (int t = 0; t < {strips.wide}; ++t) {{",
-            "    const u32 w = w0 + t;",
+            f"  for (int x = 0; x < {strips.wide}; ++x) {{",
+            f"    const u64 w = (u64)(right * {strips.wide}u) + x;",
             f"    if (w >= {width}u) continue;" if width % strips.wide else "",
-            f"    const float (&made)[{strips.lanes}] = sum[high][t];",
+            f"    const float (&made)[{strips.lanes}] = sum[y][x];",
             *("    " + line for line in self._lines),
             "  }",
             "}",

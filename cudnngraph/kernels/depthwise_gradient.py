@@ -152,29 +152,44 @@ class _Kernel:
         yield "  }"
         yield "}"
 
+    def _within(self) -> list[int]:
+        """The loads of a row of what was convolved that reach over no border, for all tiles."""
+        plan, region = self._plan, self._region
+        first, length, along = region.line(plan.lanes, plan.wide)
+        beside, _, _ = region.grid(plan.wide, plan.high)
+        last = (beside - 1) * plan.wide * region.stride[1] + first
+        width = region.x.shape[3]
+        return [i for i in range(0, length, along) if first + i >= 0 and last + i + along <= width]
+
     def _bordered(self) -> bool:
         """Whether rows of what was convolved reach over its left or right border."""
+        _, length, along = self._region.line(self._plan.lanes, self._plan.wide)
+        return len(self._within()) < length // along
+
+    def _tested(self, row: int) -> bool:
+        """Whether a row of what was convolved may lie above or below it."""
         plan, region = self._plan, self._region
-        first, length, _ = region.line(plan.lanes, plan.wide)
-        beside, _, _ = region.grid(plan.wide, plan.high)
-        last = (beside - 1) * plan.wide * region.stride[1] + first + length
-        return first < 0 or last > region.x.shape[3]
+        _, below, _ = region.grid(plan.wide, plan.high)
+        rows = (region.groups(plan.taps) - 1) * plan.taps * region.dilation[0]
+        first = row - region.padding[0]
+        last = (below - 1) * plan.high * region.stride[0] + rows + first
+        return first < 0 or last >= region.x.shape[2]
 
     def _line(self, row: int) -> Iterator[str]:
         """Read a row of what was convolved, zeros where there is none."""
         plan, region = self._plan, self._region
         _, length, along = region.line(plan.lanes, plan.wide)
         _, _, h, w = region.x.stride
-        _, below, _ = region.grid(plan.wide, plan.high)
-        rows = region.groups(plan.taps) * plan.taps - 1
-        lowest = (below * plan.high - 1) * region.stride[0] + rows * region.dilation[0]
-        tests = []
-        if region.padding[0] or lowest >= region.x.shape[2]:
-            tests.append(f"(u32)(y0 + {row}) < {region.x.shape[2]}u")
-        if self._bordered():
-            test = f"{tests[0]} ? columns : 0u" if tests else "columns"
+        tests = [f"(u32)(y0 + {row}) < {region.x.shape[2]}u"] if self._tested(row) else []
+        within = self._within()
+        if self._bordered() and tests:
+            yield f"const u32 inside = {tests[0]} ? columns : 0u;"
             tests = [f"inside >> (i / {along}) & 1u"]
-            yield f"const u32 inside = {test};"
+        elif self._bordered():
+            test = f"columns >> (i / {along}) & 1u"
+            if within:
+                test = f"(i >= {within[0]} && i <= {within[-1]}) || {test}"
+            tests = [test]
         yield f"const auto* const row = from + (i64)(y0 + {row}) * {h} + (i64)x0 * {w};"
         yield f"float line[{length}][{plan.lanes}];"
         yield "#pragma unroll"
@@ -187,16 +202,11 @@ class _Kernel:
         """Read neighbours of a row, or lanes of channels, where tests say that there are some."""
         lanes = self._plan.lanes
         wide = along * lanes
-        target = f"{to}[{at} + j / {lanes}][j % {lanes}]"
-        if tests:
-            yield "#pragma unroll"
-            yield f"for (int j = 0; j < {wide}; ++j) {target} = 0.0f;"
-            yield f"if ({' && '.join(tests)}) {{"
-        yield f"const auto in = load<{wide}>({where});"
+        test = f"_if<{wide}>({' && '.join(tests)}, " if tests else f"<{wide}>("
+        yield f"const auto in = load{test}{where});"
         yield "#pragma unroll"
-        yield f"for (int j = 0; j < {wide}; ++j) {target} = get(in.at[j]);"
-        if tests:
-            yield "}"
+        yield f"for (int j = 0; j < {wide}; ++j)"
+        yield f"  {to}[{at} + j / {lanes}][j % {lanes}] = get(in.at[j]);"
 
     def _products(self, place: int, tap: int) -> Iterator[str]:
         """Add a row of a tile times that of what was convolved to the sums of a row of taps."""

@@ -61,10 +61,18 @@ template <> struct raw<16> { typedef uint4 type; };
 template <> struct raw<8> { typedef uint2 type; };
 template <> struct raw<4> { typedef u32 type; };
 template <> struct raw<2> { typedef unsigned short type; };
+template <> struct raw<1> { typedef u8 type; };
 template <int N, class T> D vec<T, N> load(const T* p) {
   vec<T, N> x;
   typedef typename raw<sizeof(T) * N>::type bytes;
   *(bytes*)&x = *(const bytes*)p;
+  return x;
+}
+template <int N, class T> D vec<T, N> load_if(bool there, const T* p) {
+  typedef typename raw<sizeof(T) * N>::type bytes;
+  vec<T, N> x;
+  bytes zero = {};
+  *(bytes*)&x = there ? *(const bytes*)p : zero;
   return x;
 }
 template <int N, class T> D void store(T* p, const vec<T, N>& x) {

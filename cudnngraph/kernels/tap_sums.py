@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -22,12 +23,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHARED_BYTES = 48 << 10  # that a block has without asking
 MOST_ELEMENTS = 1 << 31  # that an index of 32 bits may count
 BITS = 32  # of a number that says which elements of a row there are
-THREADS = 256
+THREADS = 128  # of a block, about
 SEGMENT_BYTES = 64  # of neighbouring channels, that a block reads together at best
 REGISTERS = 64 << 10  # of a multiprocessor, of every GPU that cuDNN runs on
-OTHERS = 40  # registers of a thread beside the numbers that it holds, about
-HELD = 128  # numbers of a thread: sums, a tile, and a row of what was convolved
-UNROLLED = 2048  # products of a tile, which are written out one by one
+OTHERS = 36  # registers of a thread beside those for what it holds, about
+HELD = 160  # registers of a thread for what it holds, at most
+UNROLLED = 3584  # products of a tile, which are written out one by one
 MEASURED, MOST = 3, 8  # tiles that are measured of each number of lanes, and of all
 EVEN = 0.9  # of all multiprocessors' places for blocks, which are enough
 WAVES = 4  # of blocks, at most, by which all multiprocessors get as many
@@ -221,7 +222,7 @@ def schedules(spec: GraphSpec, processors: int) -> list[TapSums]:
     for lanes in sorted({max(1, region.lanes // part) for part in (1, 2, 4, 8)}):
         for taps in sorted({rows, -(-rows // 2), 1}):
             for wide in _sizes(width, (1, 2, 4, 7, 8)):
-                for high in _sizes(height, (1, 2, 4)):
+                for high in _sizes(height, (1, 2, 4, 7, 8)):
                     cost = _cost(region, (lanes, taps, wide, high), processors)
                     dealt = _dealt(region, (lanes, taps, wide, high), processors)
                     if cost is not None and _goes(region, dealt):
@@ -250,7 +251,7 @@ def _others_of(first: TapSums) -> list[TapSums]:
     """Other numbers of threads and blocks to measure; of one block for all tiles there is one
     launch."""
     at_once = first.blocks // first.resident
-    doubled = first.threads < THREADS and first.resident % 2 == 0
+    doubled = first.threads <= THREADS and first.resident % 2 == 0
     threads, resident, blocks = (
         (2 * first.threads, first.resident // 2, first.blocks // 2)
         if doubled
@@ -277,10 +278,17 @@ def _sizes(extent: int, wanted: tuple[int, ...]) -> list[int]:
 
 
 def _held(region: Region, tile: _Tile) -> int:
-    """The numbers that a thread holds."""
+    """The registers of a thread for what it holds: sums, a tile as it is in memory, and a row of
+    what was convolved."""
     lanes, taps, wide, high = tile
     _, length, _ = region.line(lanes, wide)
-    return lanes * (taps * region.kernel[1] + high * wide + length)
+    held = lanes * high * wide * region.dy.dtype.itemsize // 4
+    return lanes * (taps * region.kernel[1] + length) + held
+
+
+def _resident(region: Region, tile: _Tile) -> int:
+    """About how many blocks a multiprocessor has at a time."""
+    return max(1, REGISTERS // (THREADS * (_held(region, tile) + OTHERS)))
 
 
 def _cost(region: Region, tile: _Tile, processors: int) -> float | None:
@@ -289,7 +297,7 @@ def _cost(region: Region, tile: _Tile, processors: int) -> float | None:
     _, _, height, width = region.dy.shape
     columns, groups, places = region.kernel[1], region.groups(taps), wide * high
     held = _held(region, tile)
-    if taps * columns * places * lanes > UNROLLED or held > 2 * HELD:
+    if taps * columns * places * lanes > UNROLLED or held > HELD:
         return None
     _, length, along = region.line(lanes, wide)
     rows = len(region.met(taps, high))
@@ -298,18 +306,18 @@ def _cost(region: Region, tile: _Tile, processors: int) -> float | None:
     loads = rows * length / along + places / region.along(region.dy, lanes, wide)
     read = _OF_A_NUMBER * (rows * line + places) + _OF_A_LOAD * loads / lanes
     units = tiles * groups * -(-region.channels // lanes)
-    threads = processors * THREADS * rules().kernel_blocks_per_sm
-    summed = _OF_A_SUM * taps * columns / max(1.0, units / threads)
+    resident = _resident(region, tile)
+    steps = units / (processors * THREADS * resident)
+    summed = _OF_A_SUM * taps * columns / max(1.0, steps)
     cost = groups * (taps * columns + (read + summed) / places)
     cost *= beside * wide / width * below * high / height
-    return cost * max(1.0, held / HELD) * max(1.0, threads / 2 / units)
+    return cost * math.ceil(steps) / steps * (1 + rules().depthwise_wait_blocks / resident)
 
 
 def _dealt(region: Region, tile: _Tile, processors: int) -> TapSums:
     """The schedule of a tile by rule."""
     lanes, taps, wide, high = tile
-    threads = THREADS if 3 * _held(region, tile) <= 2 * HELD else THREADS // 2
-    resident = max(1, REGISTERS // (threads * (_held(region, tile) + OTHERS)))
+    threads, resident = THREADS, _resident(region, tile)
     resident = min(resident, MOST_THREADS // threads)
     groups, (_, _, tiles) = region.groups(taps), region.grid(wide, high)
     vectors = 1
@@ -330,9 +338,11 @@ def _dealt(region: Region, tile: _Tile, processors: int) -> TapSums:
 
 
 def _vectors(count: int, size: int) -> int:
-    """The vectors of channels of a block: few threads without any, and much read together."""
+    """The vectors of channels of a block: few idle threads, and much read together."""
 
     def lost(each: int) -> tuple[float, int]:
-        return -(-count // each) * each / count / min(1.0, each * size / SEGMENT_BYTES), -each
+        team = THREADS // each * each
+        idle = -(-team // WARP) * WARP / team * (-(-count // each) * each / count)
+        return idle / min(1.0, each * size / SEGMENT_BYTES), -each
 
     return min(range(1, min(WARP, count) + 1), key=lost)

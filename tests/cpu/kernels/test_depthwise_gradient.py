@@ -103,7 +103,8 @@ def test_random_ones_are_right_by_every_schedule() -> None:
 @pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
 @pytest.mark.parametrize("size", [3, 5, 7])
 def test_every_schedule_of_a_usual_one_is_right(size: int, layout: str) -> None:
-    spec = gradient((2, 24, 14, 16), (size, size), layouts=(layout, layout), padding=size // 2)
+    shape = (2, 24, 14, 16) if layout == "channels_last" else (7, 3, 28, 40)  # more than one block
+    spec = gradient(shape, (size, size), layouts=(layout, layout), padding=size // 2)
     choices = patterns.choices(spec, 2)
     assert len(choices) >= 6
     sources = [host_kernels.expect(patterns.source(spec, choice)) for choice in choices]
