@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,17 +33,31 @@ def float32_reductions(spec: GraphSpec) -> GraphSpec:
         nodes[place] = replace(node, outputs=(wide.name,))
         nodes.append(Node("identity", f"{result.name}_narrow", (wide.name,), (result.name,)))
     found = spec if tensors == spec.tensors else replace(spec, tensors=tensors, nodes=tuple(nodes))
+    readers = _readers(found)
     for node in spec.nodes:
         if node.op == "reduction" and found.tensors[node.results[0]].dtype == torch.float32:
-            found = _narrow_for_products(found, node.results[0])
+            made = _narrow_for_products(found, node.results[0], readers)
+            if made is not found:
+                found, readers = made, _readers(made)
     return found
 
 
-def _narrow_for_products(spec: GraphSpec, name: str) -> GraphSpec:
+def _readers(spec: GraphSpec) -> dict[str, list[Node]]:
+    """The nodes that read each tensor."""
+    readers: dict[str, list[Node]] = {}
+    for node in spec.nodes:
+        for name in dict.fromkeys(node.operands):
+            readers.setdefault(name, []).append(node)
+    return readers
+
+
+def _narrow_for_products(
+    spec: GraphSpec, name: str, readers: Mapping[str, Sequence[Node]]
+) -> GraphSpec:
     """The graph in which products read a float32 tensor in 16 bits if their others have these."""
     dtypes = {
         spec.tensors[other].dtype
-        for node, read in _behind_views(spec, name)
+        for node, read in _behind_views(readers, name)
         if OPS[node.op].has("multiplies")
         for other in node.operands
         if other != read and spec.tensors[other].dtype in LOW_PRECISION
@@ -71,14 +85,13 @@ def _narrow_for_products(spec: GraphSpec, name: str) -> GraphSpec:
     return _without_dead_views(replace(spec, tensors=tensors, nodes=tuple(nodes)))
 
 
-def _behind_views(spec: GraphSpec, name: str) -> Iterator[tuple[Node, str]]:
+def _behind_views(readers: Mapping[str, Sequence[Node]], name: str) -> Iterator[tuple[Node, str]]:
     """What reads a tensor, also through views, with the name that it reads."""
-    names = {name}
-    for node in spec.nodes:
-        for read in names & set(node.operands):
-            yield node, read
-            if OPS[node.op].view:
-                names |= set(node.results)
+    for node in readers.get(name, ()):
+        yield node, name
+        if OPS[node.op].view:
+            for seen in node.results:
+                yield from _behind_views(readers, seen)
 
 
 def _without_dead_views(spec: GraphSpec) -> GraphSpec:
