@@ -275,10 +275,23 @@ class DeviceRules:
         alternative="two kernels",
     )
     depthwise_wait_blocks: int = _measured(
+        2,
+        "blocks of a multiprocessor",
+        "how many more would hide how long a depthwise kernel waits for memory",
+        alternative="strips of other sizes",
+    )
+    depthwise_sums_wait_blocks: int = _measured(
         1,
         "blocks of a multiprocessor",
-        "how many more would hide how long a depthwise kernel waits for memory (an estimate)",
-        alternative="strips and tiles of other sizes",
+        "the same for a kernel of the gradient of a depthwise weight",
+        alternative="tiles of other sizes",
+    )
+    patch_most_instructions: int = _measured(
+        3072,
+        "instructions of a thread",
+        "how long a kernel of a pool's gradient may be before it waits for its own text "
+        "(an estimate: 48 KB, of an instruction cache of 128 KB)",
+        alternative="patches of other sizes",
     )
 
 

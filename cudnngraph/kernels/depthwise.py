@@ -170,7 +170,9 @@ def _vectors(count: int, size: int) -> int:
     def lost(each: int) -> tuple[float, int]:
         team = THREADS // each * each
         idle = -(-team // WARP) * WARP / team
-        return idle / min(1.0, each * size / SEGMENT_BYTES), -each
+        run = each * size
+        read = run + SEGMENT_BYTES - math.gcd(run, SEGMENT_BYTES)  # in whole segments, on average
+        return idle * read / run, -each
 
     return min((each for each in range(1, min(WARP, count) + 1) if count % each == 0), key=lost)
 

@@ -138,7 +138,8 @@ def grid_of(
         deep = min(max(1, threads // wide), space.row.extent)
         return vectors / round_up(vectors, wide) * wide * deep
 
-    widths = [unit * many for many in range(1, max(1, columns // unit) + 1)]
+    most = min(columns // unit, -(-vectors // unit))  # no threads that have no column
+    widths = [unit * many for many in range(1, max(1, most) + 1)]
     enough = MOSTLY * max(map(use, widths))
     wide = max(each for each in widths if use(each) >= enough)
     deep = min(max(1, threads // wide), space.row.extent)

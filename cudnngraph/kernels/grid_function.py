@@ -13,6 +13,7 @@ from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
+from .ahead import each_step, most_ahead, registers_kept
 from .gather import PARTS, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
@@ -98,9 +99,9 @@ class GridFunction(Writer):
         read, loads = self._begun(steps, step, where)
         return [
             *(*head, *read, *loads, *self._early, *before),
-            *_each_step(steps, step, where, gather),
+            *each_step(steps, step, where, gather),
             *(*reduced, "meet_cluster();", *together, *self._before),
-            *_each_step(steps, step, where, self._lines),
+            *each_step(steps, step, where, self._lines),
         ]
 
     def _write(self, outputs: Sequence[tuple[Value, TensorSpec, Index]]) -> None:
@@ -134,10 +135,14 @@ class GridFunction(Writer):
         head, step, where = self._places_of(backwards)
         steps = -(-self._grid.per // step)
         most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
-        most = most if steps <= most else -(-most // 2)  # registers for more threads
+        if steps > most:  # registers for more threads
+            kept = registers_kept(self._plan.lanes, self._lines, self._early + self._before)
+            reads, writes = [each for each, _ in self._ahead], "store<" in " ".join(self._lines)
+            fit = most_ahead(self._grid.threads, self._plan.lanes, kept, reads, writes)
+            most = min(-(-most // 2), fit)
         ahead = -(-steps // -(-steps // most))
         read, loads = self._begun(ahead, step, where)
-        body = _each_step(ahead, step, where, self._lines)
+        body = each_step(ahead, step, where, self._lines)
         once = [*head, *read, *loads, *self._early, *together, *self._before]
         if ahead == steps:
             return [*once, *body]
@@ -148,7 +153,7 @@ class GridFunction(Writer):
         """The variables of what is read ahead, and its reads."""
         lines = [line for _, lines in self._ahead for line in lines]
         read = [f"{kind}[{ahead}];" for kind, _ in self._ahead]
-        return read, _each_step(ahead, step, where, lines)
+        return read, each_step(ahead, step, where, lines)
 
     def _places_of(self, backwards: bool) -> tuple[list[str], int, str]:
         """Where a thread begins, its step, and where it is at ``at``."""
@@ -475,21 +480,6 @@ class GridFunction(Writer):
             self._found |= {id(v): code for v, code in zip(gather.values, codes, strict=True)}
         self._lines, self._known, self._moves = [], {}, False
         self._plan, self._names = Schedule(1, self._plan.team), dict(names)
-
-
-def _each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[str]:
-    """Lines for each of the steps that are read ahead."""
-    if not lines:
-        return []
-    return [
-        "#pragma unroll",
-        f"for (u32 u = 0; u < {ahead}u; ++u) {{",
-        f"  const u32 at = first + u * {step}u;",
-        "  if (at < count) {",
-        *("    " + line for line in (where, *lines)),
-        "  }",
-        "}",
-    ]
 
 
 def indexed(index: Index, shape: Sequence[int], to: TensorSpec) -> Index:

@@ -15,9 +15,10 @@ import torch
 from ..backend.plan import KERNEL, Choice
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec
-from . import depthwise, depthwise_gradient, pieces, split, tap_sums, tiles
+from . import depthwise, depthwise_gradient, pieces, pool_gradient, split, tap_sums, tiles
 from .depthwise import Strips
 from .pieces import Pieces
+from .pool_gradient import Patches
 from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
 from .scalars import ROUNDED
 from .source import Source
@@ -27,7 +28,7 @@ from .tape import Refused
 from .tiling import Tiling, tiles_of, tilings
 from .write import write
 
-Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces
+Pattern = Schedule | Split | Tiling | Strips | TapSums | Pieces | Patches
 
 #: The knobs of a choice by the pattern that they are the schedule of.
 _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
@@ -36,6 +37,7 @@ _KNOBS: Mapping[type[Pattern], tuple[str, ...]] = {
     Tiling: ("lanes", "along", "across", "threads"),
     Pieces: ("lanes", "threads", "blocks"),
     Strips: ("lanes", "wide", "high", "vectors", "blocks"),
+    Patches: ("lanes", "patch_wide", "patch_high", "threads"),
     TapSums: ("lanes", "taps", "wide", "high", "vectors", "threads", "resident", "blocks"),
 }
 
@@ -78,6 +80,11 @@ def by_rule(spec: GraphSpec, processors: int) -> Choice:
             else:
                 return choice_of(strips)
         raise refused
+    if pool_gradient.has_gradient(spec):
+        with suppress(Refused):
+            patches = pool_gradient.patches(spec, processors)[0]
+            pool_gradient.write(spec, patches)
+            return choice_of(patches)
     if len(pieces.pieces_of(spec)) > 1:
         with suppress(Refused):
             several = pieces.schedules(processors)[0]
@@ -108,6 +115,8 @@ def choices(spec: GraphSpec, processors: int) -> list[Choice]:
         return list(found | dict.fromkeys(map(choice_of, sums)))
     if depthwise.has_depthwise(spec):
         return list(found | dict.fromkeys(map(choice_of, depthwise.strips(spec, processors))))
+    if isinstance(schedule_of(next(iter(found))), Patches):
+        found |= dict.fromkeys(map(choice_of, pool_gradient.patches(spec, processors)))
     if isinstance(schedule_of(next(iter(found))), Pieces):
         found |= dict.fromkeys(map(choice_of, pieces.schedules(processors)))
     with suppress(Refused):
@@ -141,7 +150,7 @@ def source(spec: GraphSpec, choice: Choice, most_blocks: int = 0) -> Source:
 
 def _name(spec: GraphSpec) -> str:
     """A name that says what is computed."""
-    ops = [node.op for node in spec.nodes if node.op not in ("constant", "identity")]
+    ops = [node.op for node in spec.nodes if node.op not in ("constant", "identity", "cast")]
     return "_".join(["cudnngraph", *dict.fromkeys(ops or ["copy"])])[:MOST_NAME].rstrip("_")
 
 
@@ -150,6 +159,8 @@ def _written(spec: GraphSpec, schedule: Pattern, most_blocks: int) -> Source:
         return depthwise.write(spec, schedule)
     if isinstance(schedule, TapSums):
         return depthwise_gradient.write(spec, schedule)
+    if isinstance(schedule, Patches):
+        return pool_gradient.write(spec, schedule)
     if isinstance(schedule, Pieces):
         return pieces.write(spec, schedule)
     if isinstance(schedule, Split):

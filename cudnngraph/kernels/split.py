@@ -52,6 +52,7 @@ from .stages import (
     rows_inside,
     stage_of,
     widest_read,
+    written_beside,
 )
 from .tape import Index, Place, Read, Refused, Value, Window, mapped
 from .write import Narrower, Writer
@@ -176,10 +177,9 @@ class _Composer:
 
     def _around(self) -> GraphSpec:
         """All tensors that a function may read and write."""
-        spec = self._spec
-        names = (*spec.inputs, *spec.outputs)
-        tensors = {name: spec.tensors[name] for name in names}
-        tensors |= {name: tensor for name, (tensor, _) in self._held.items()}
+        spec, names = self._spec, (*self._spec.inputs, *self._spec.outputs)
+        held = {name: tensor for name, (tensor, _) in self._held.items()}
+        tensors = {name: spec.tensors[name] for name in names} | held
         return GraphSpec(spec.name, tensors, (), (*names, *self._held), ())
 
     def _new(self, shape: Sequence[int]) -> TensorSpec:
@@ -359,6 +359,7 @@ class _Composer:
         self._grids.append((space, grid))
         beside = _placed(space, self._sharing([each.operand for each in gathers]))
         self._left = [each for each in self._left if all(each[1] is not to for _, to, _ in beside)]
+        found |= written_beside((value, to) for value, to, _ in beside)
         reads = [*(each.operand for each in gathers), *(value for value, _, _ in beside)]
         if grid.chunks == 1:
             outputs = [(*each, indexed(space.kept, space.kept_shape, each[1])) for each in given]

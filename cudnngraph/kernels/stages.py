@@ -156,6 +156,21 @@ def stage_of(gathers: Sequence[Gather], outputs: Outputs) -> list[tuple[Value, T
     return held + [(value, to) for value, to in outputs if id(value) in small]
 
 
+def written_beside(outputs: Iterable[tuple[Value, TensorSpec]]) -> dict[int, Value]:
+    """Outputs that a function writes while it reduces, as what later ones read of them: those of
+    several tensors, which are more to read than the output is."""
+
+    def bytes_of(tensors: Iterable[TensorSpec]) -> int:
+        return sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+
+    found: dict[int, Value] = {}
+    for value, to in outputs:
+        reads = {each.tensor for each in reachable([value]) if isinstance(each, Read)}
+        if value.type == "float" and bytes_of(reads) > bytes_of([to]):
+            found[id(value)] = Read(to.shape, to)
+    return found
+
+
 def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
     """The outputs with other values in place of some that they are made of."""
     made = dict(by)

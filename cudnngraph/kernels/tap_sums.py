@@ -311,7 +311,7 @@ def _cost(region: Region, tile: _Tile, processors: int) -> float | None:
     summed = _OF_A_SUM * taps * columns / max(1.0, steps)
     cost = groups * (taps * columns + (read + summed) / places)
     cost *= beside * wide / width * below * high / height
-    return cost * math.ceil(steps) / steps * (1 + rules().depthwise_wait_blocks / resident)
+    return cost * math.ceil(steps) / steps * (1 + rules().depthwise_sums_wait_blocks / resident)
 
 
 def _dealt(region: Region, tile: _Tile, processors: int) -> TapSums:

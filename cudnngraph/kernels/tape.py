@@ -149,6 +149,14 @@ class Window(Value):
     reads: int
 
 
+@dataclass(frozen=True, eq=False)
+class MaxGradient(Window):
+    """The gradient of a max pool: ``operands`` are that of its result, and its image; ``dims`` are
+    the windows along each spatial dim."""
+
+    dims: tuple[Any, ...]
+
+
 def operands_of(value: Value) -> tuple[Value, ...]:
     """The values that a value is made of."""
     if isinstance(value, (Map, Join, Pick, Depthwise, Window)):

@@ -4,6 +4,7 @@
 - 16-bit sums become float32 sums and a cast.
 - Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
   matmuls.
+- Results of pointwise ops lie as most of what these read.
 - Operands of a concatenation are written in place.
 """
 
@@ -15,6 +16,7 @@ from .annotate import annotate
 from .concat import concat_in_place
 from .masks import align_masks, bool_masks_to_additive
 from .packed import insert_ragged_offsets, match_gradient_strides
+from .pointwise_layout import lay_pointwise
 from .reductions import float32_reductions
 from .row_layout import propagate_row_layout
 from .views import alias_views, sink_views
@@ -31,9 +33,10 @@ def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
 
 def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric and aligned masks, float32 sums, views and slices for what
-    needs no copy, views behind what a product's plan may do, and the strides and the offsets of
-    packed sequences.
+    needs no copy, views behind what a product's plan may do, results of pointwise ops as their
+    operands lie, and the strides and the offsets of packed sequences.
     """
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
+    seen = lay_pointwise(seen)
     made = concat_in_place(sink_views(propagate_row_layout(seen)))
     return insert_ragged_offsets(match_gradient_strides(made))

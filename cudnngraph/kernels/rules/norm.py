@@ -103,10 +103,8 @@ def batch_norm_train(node: Node, operands: Operands, result: TensorSpec) -> tupl
     middle = mean(x, dims)
     variance = variance_of(x, middle)
     inverse = _inverse(variance, node.attr("eps"))
-    y = add(
-        mul(mul(sub(x, middle), inverse), _channels(weight, rank)),
-        _channels(bias, rank),
-    )
+    factor = mul(inverse, _channels(weight, rank))  # of a channel: one register instead of two
+    y = add(mul(sub(x, middle), factor), _channels(bias, rank))
     vector = (x.shape[1],)
     found = (y, reshape(middle, vector), reshape(inverse, vector))
     if running_mean is None or running_var is None:
@@ -126,11 +124,13 @@ def batch_norm_backward(node: Node, operands: Operands, result: TensorSpec) -> t
     rank, shape = len(x.shape), vectors[0].shape
     weight, middle, inverse = (_channels(each, rank) for each in vectors)
     dims = tuple(dim for dim in range(rank) if dim != 1)
-    normal = mul(sub(x, middle), inverse)
-    dbias, dweight = reduced("sum", dy, dims), reduced("sum", mul(dy, normal), dims)
-    share = 1.0 / count_of(x, dims)
-    pull = add(times(dbias, share), mul(normal, times(dweight, share)))
-    dx = mul(mul(weight, inverse), sub(dy, pull))
+    # What is one number for a channel stays out of the loops over its elements.
+    centred = sub(x, middle)
+    dbias = reduced("sum", dy, dims)
+    dweight = mul(reduced("sum", mul(dy, centred), dims), inverse)
+    share, factor = -1.0 / count_of(x, dims), mul(weight, inverse)
+    slope = mul(mul(factor, inverse), times(dweight, share))
+    dx = add(mul(dy, factor), add(mul(centred, slope), mul(factor, times(dbias, share))))
     return dx, reshape(dweight, shape), reshape(dbias, shape)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...device.rules import rules
 from ...ir.spec import Node, TensorSpec
 from ..scalars import number
-from ..tape import Map, Read, Refused, Value, View, Window, mean, operands_of
+from ..tape import Map, MaxGradient, Read, Refused, Value, View, Window, mean, operands_of
 from .pointwise import Operands
 
 if TYPE_CHECKING:
@@ -167,13 +167,17 @@ def window(
     shape: tuple[int, ...],
     write: Callable[[Steps], str],
     reads: int,
+    shared: int | None = None,
 ) -> Window:
-    """A window that is no too long way to compute what it is of. Raises Refused."""
+    """A window that is no too long way to compute what it is of. Raises Refused.
+
+    ``shared`` says how often an element of an operand is computed at most, where windows share it.
+    """
     if reads > rules().window_most_reads:
         raise Refused("windows of many elements")
     for operand in operands:
         work = _work(operand, {})
-        again = reads * math.prod(shape) / max(1, math.prod(operand.shape))
+        again = shared or reads * math.prod(shape) / max(1, math.prod(operand.shape))
         if again > 1 and again * work > rules().window_most_again:
             raise Refused("windows of what is computed at some length")
     return Window(shape, operands, write, reads)
@@ -284,8 +288,9 @@ def avg_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
 def max_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
     """The sum over the windows of an element of which it is the maximum, as torch finds it.
 
-    That is the last NaN, else the first of the largest. The windows are searched again for every
-    element: indices that a forward would keep take more memory than that takes time.
+    That is the last NaN, else the first of the largest. The windows are searched again: indices
+    that a forward would keep take more memory than that takes time. Images have a pattern of their
+    own (:mod:`~cudnngraph.kernels.pool_gradient`); here every element searches its windows.
     """
     dy, x = operands
     assert dy is not None and x is not None
@@ -307,7 +312,10 @@ def max_pool_backward(node: Node, operands: Operands, result: TensorSpec) -> tup
             steps.lanes(f"{total} += {wins} ? {steps.read(0, at)} : 0.0f;")
         return total
 
-    return (window((dy, x), result.shape, write, reads),)
+    image = len(dims) == 2 and all(isinstance(dim, Strided) for dim in dims)
+    shared = math.prod(dim.windows for dim in dims) if image else None
+    made = window((dy, x), result.shape, write, reads, shared)
+    return (MaxGradient(made.shape, made.operands, made.write, made.reads, tuple(dims)),)
 
 
 def _compare(steps: Steps, wins: str, mine: str, places: Sequence[str]) -> None:
