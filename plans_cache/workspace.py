@@ -96,6 +96,12 @@ class WorkspacePool(Generic[Block]):
         """The most that :attr:`held_bytes` has been."""
         return self._high_water_bytes
 
+    def release(self, device: int, stream: int) -> None:
+        """Let go of the blocks of a stream that is not used again, of all threads."""
+        with self._lock:
+            for slots in self._all.values():
+                slots.pop((device, stream), None)
+
     def clear(self) -> None:
         """Let go of every block, of all threads."""
         with self._lock:

@@ -99,6 +99,7 @@ OUT: Mapping[str, OutRule] = {
     "log_softmax_backward": _softmax_backward(_aten._log_softmax_backward_data),
     "ragged_offsets": ragged_into,
     "identity": lambda inputs, attrs, out: copied(inputs[0], out),
+    "cast": lambda inputs, attrs, out: copied(inputs[0], out),
     "bias": _per_channel(torch.add),
     "scale": _per_channel(torch.mul),
     "relu": lambda inputs, attrs, out: torch.clamp_min(inputs[0], 0, out=out),
@@ -501,7 +502,7 @@ def _runs_in_own_dtype(node: Node, spec: GraphSpec) -> bool:
     constants = {each.results[0] for each in spec.nodes if each.op == "constant"}
     real = [spec.tensors[name].dtype for name in node.operands if name not in constants]
     result = spec.tensors[node.results[0]].dtype
-    if not real or node.op == "identity":
+    if not real or node.op in ("identity", "cast"):
         return bool(real)
     if node.op == "matmul":  # no mixed dtypes
         return {*real, result} in ({torch.float16}, {torch.bfloat16}, {torch.float32})

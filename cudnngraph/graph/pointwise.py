@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..errors import Problem
 from ..ops.table import OPS
 from .core import Core
@@ -193,6 +195,13 @@ class PointwiseMethods(Core):
     def identity(self, x: Value, *, name: str | None = None) -> Value:
         """x itself; with ``output(dtype=..., layout=...)`` a conversion."""
         return self._one("identity", x, name=name)
+
+    def cast(self, x: Value, dtype: torch.dtype, *, name: str | None = None) -> Value:
+        """x, of any floating dtype, as another: as an output, and where it is kept between steps.
+
+        Within a plan or a kernel nothing is rounded: values there are of the intermediate dtype.
+        """
+        return self._one("cast", x, dtype=dtype, name=name)
 
     def to_float(self, x: Value, *, name: str | None = None) -> Value:
         """x (uint8, int8 or int32) as float32."""

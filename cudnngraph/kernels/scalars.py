@@ -281,6 +281,7 @@ RULES: Mapping[str, Code] = {
     "clamp": _clamp,
     "relu_backward": _relu_backward,
     "identity": lambda args, attrs: args[0],
+    "cast": lambda args, attrs: args[0],
     "to_float": lambda args, attrs: f"(float){args[0]}",
     "neg": lambda args, attrs: f"(-{args[0]})",
     "reciprocal": lambda args, attrs: f"(1.0f / {args[0]})",

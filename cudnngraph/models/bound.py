@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -99,7 +99,9 @@ class Bound:
             if mine is not None:
                 mine.copy_(given)
         self()
-        return _assembled(self.imported, tensors, lambda name: self._result(name, reuse))
+        return _assembled(
+            self.imported, tensors, lambda name: self._result(name, reuse), self.written
+        )
 
     def _result(self, name: str, reuse: bool) -> torch.Tensor:
         made = self.written[name]
@@ -140,7 +142,7 @@ class Direct:
             seen.add(name)
             return made[name] if first else strided_copy(made[name])
 
-        return _assembled(self.imported, tensors, output)
+        return _assembled(self.imported, tensors, output, made)
 
 
 def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
@@ -151,9 +153,13 @@ def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
 
 
 def _assembled(
-    imported: Imported, tensors: Sequence[Any], output: Callable[[str], torch.Tensor]
+    imported: Imported,
+    tensors: Sequence[Any],
+    output: Callable[[str], torch.Tensor],
+    made: Mapping[str, torch.Tensor],
 ) -> list[Any]:
-    """The results of a model in order, from the tensors it was given and the graph's outputs."""
+    """The results of a model in order, from the tensors it was given and the graph's outputs: each
+    a tensor of its own by ``output``, or ``made`` where it is shown."""
     counted = _counted(imported, tensors)
     results: list[Any] = []
     for result in imported.results:
@@ -164,6 +170,10 @@ def _assembled(
             results.append(output(value))
         elif kind == "expand":
             results.append(output(value[0]).expand(value[1]))
+        elif kind == "view":
+            source, shape, stride, past = value
+            whole = tensors[source] if isinstance(source, int) else made[source]
+            results.append(whole.as_strided(shape, stride, whole.storage_offset() + past))
         elif kind == "count":
             results.append(counted[value])
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ..errors import CannotImport
 from ..graph.value import Value
-from ..ir.spec import contiguous_strides, overlaps_itself
+from ..ir.spec import contiguous_strides, is_dense, overlaps_itself
 from ..ops.base import FLOATS
 from .aten_ops import hands_on, is_laid_out
 
@@ -28,7 +29,57 @@ def results_of(c: Importer, node: torch.fx.Node) -> list[Result]:
     """Declare the outputs of the graph for the ``output`` node of a traced one."""
     named: _Named = {}
     flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-    return [_result(c, each, named) for each in flat]
+    shown = _views(c, flat)
+    return [
+        _shown(c, each, shown[place], named) if place in shown else _result(c, each, named)
+        for place, each in enumerate(flat)
+    ]
+
+
+def _views(c: Importer, flat: Sequence[Any]) -> dict[int, torch.fx.Node]:
+    """The places of results that may be views, as torch has them, and what each is a view of:
+    those saved for a gradient, where together they are all of it."""
+    found: dict[int, torch.fx.Node] = {}
+    read: dict[torch.fx.Node, int] = {}
+    for place in c.saved:
+        node = flat[place]
+        if not isinstance(node, torch.fx.Node) or not isinstance(c.env[node], Value):
+            continue
+        whole = _viewed(node)
+        if whole is None or not isinstance(c.env[whole], Value):
+            continue
+        found[place] = whole
+        read[whole] = read.get(whole, 0) + int(node.meta["val"].numel())
+    return {place: each for place, each in found.items() if read[each] >= each.meta["val"].numel()}
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The tensor whose memory a node shows; None for one that is none of another."""
+    whole = node
+    while whole.op == "call_function" and whole.all_input_nodes:
+        source = whole.all_input_nodes[0]
+        maker: Any = source.target if whole.target is operator.getitem else whole.target
+        if (
+            not isinstance(maker, torch._ops.OpOverload)
+            or all(made.alias_info is None for made in maker._schema.returns)
+            or maker._schema.is_mutable
+        ):
+            break
+        whole = source
+    form, seen = whole.meta.get("val"), node.meta.get("val")
+    if whole is node or not isinstance(form, torch.Tensor) or not isinstance(seen, torch.Tensor):
+        return None
+    dense = is_dense(tuple(form.shape), tuple(form.stride())) and form.numel() > 0
+    return whole if dense and form.dtype == seen.dtype else None
+
+
+def _shown(c: Importer, node: torch.fx.Node, whole: torch.fx.Node, named: _Named) -> Result:
+    """A result that is a view of an output, or of what the model was given."""
+    form, seen, value = whole.meta["val"], node.meta["val"], c.env[whole]
+    place = c.place_of(value) if hands_on(whole) else None
+    root = place if place is not None else _output(c, value, tuple(form.stride()), named)
+    past = seen.storage_offset() - form.storage_offset()
+    return "view", (root, tuple(seen.shape), tuple(seen.stride()), past)
 
 
 def _result(c: Importer, each: Any, named: _Named) -> Result:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +31,19 @@ def backward_first() -> AbstractContextManager[Any]:
     config: Any = torch._functorch.config
     name = "force_non_lazy_backward_lowering"
     return config.patch({name: True}) if hasattr(config, name) else nullcontext()
+
+
+def within(budget: float | None) -> AbstractContextManager[Any]:
+    """Let a forward keep a part of the bytes that its backward would read; None for torch's
+    setting."""
+    config: Any = torch._functorch.config
+    return nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
+
+
+def fewest_bytes() -> Any:
+    """torch's partitioner of forward and backward that keeps the fewest bytes, and has pointwise
+    ops computed again."""
+    return import_module("functorch.compile").min_cut_rematerialization_partition
 
 
 def pool_again(module: torch.fx.GraphModule) -> None:
@@ -52,6 +66,19 @@ def pool_again(module: torch.fx.GraphModule) -> None:
             pooled.meta["val"] = pool(source.meta["val"], *args[1:])
         again.meta["val"] = pooled.meta["val"][1]
         node.args = (*node.args[:-1], again)
+        changed = True
+    if changed:
+        module.recompile()
+
+
+def without_running(module: torch.fx.GraphModule) -> None:
+    """Take running statistics away from gradients of batch norms that do not read them: those of
+    the batch's own statistics."""
+    changed = False
+    for node in module.graph.nodes:
+        if node.target is not _aten.native_batch_norm_backward.default or not node.args[7]:
+            continue
+        node.args = (*node.args[:3], None, None, *node.args[5:])
         changed = True
     if changed:
         module.recompile()

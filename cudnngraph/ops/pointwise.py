@@ -9,7 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .base import InferContext, InferRule, Result, Rule, Tensors, dtype_name, register
+from ..arguments import shown
+from .base import (
+    FLOATS,
+    REQUIRED,
+    InferContext,
+    InferRule,
+    Result,
+    Rule,
+    Tensors,
+    dtype_name,
+    register,
+)
 from .checks import broadcast_shapes, float_operand, like_order, number_attr, same_shape
 from .operands import need
 
@@ -151,6 +162,19 @@ def _to_float(call: InferContext) -> list[Result] | None:
     return [Result(x.shape, torch.float32, like_order(x))]
 
 
+def _cast(call: InferContext) -> list[Result] | None:
+    x, given = call["x"], call.attrs["dtype"]
+    kinds = {dtype_name(dtype): dtype for dtype in FLOATS}
+    name = dtype_name(given) if isinstance(given, torch.dtype) else given
+    dtype = kinds.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        call.problem(f"dtype={shown(given)}", " or ".join(f"torch.{kind}" for kind in kinds))
+    if not float_operand(call, "x") or dtype is None:
+        return None
+    call.attrs["dtype"] = name
+    return [Result(x.shape, dtype, like_order(x))]
+
+
 def _constant(call: InferContext) -> list[Result] | None:
     return [Result((), torch.float32, ())] if number_attr(call, "value") is not None else None
 
@@ -283,6 +307,15 @@ for _name, _slope in (
         traits="activation_gradient fp16_safe",
     )
 _elementwise("identity", _run_unary(lambda x: x), traits="fp16_safe keeps_positive")
+register(
+    "cast",
+    "x",
+    _cast,
+    _run_unary(lambda x: x),
+    pointwise=True,
+    dtype=REQUIRED,
+    traits="fp16_safe keeps_positive row_by_row sinks_views",
+)
 register(
     "to_float",
     "x",

@@ -36,7 +36,7 @@ def is_anchor(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
 
 def is_copy(node: Node, tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether a node only changes the layout, which no plan of cuDNN does."""
-    if node.op != "identity":
+    if node.op not in ("identity", "cast"):
         return False
     source, result = tensors[node.operands[0]], tensors[node.results[0]]
     return not same_layout(source.shape, source.stride, result.stride)
@@ -53,9 +53,14 @@ class CutGraph:
         return is_anchor(node, self.spec.tensors)
 
     def takes_epilogue(self, node: Node) -> bool:
-        """Whether pointwise ops behind a node may be part of its plan."""
+        """Whether pointwise ops behind a node may be part of its plan.
+
+        Those behind the gradient of a convolution's weight are not: its engines for 16-bit data
+        write 16 bits.
+        """
         row = OPS[node.op]
-        return not (row.pointwise or row.view or row.torch_only)
+        none = row.pointwise or row.view or row.torch_only
+        return not none and not row.has("convolution_gradient")
 
     def takes_prologue(self, node: Node) -> bool:
         """Whether pointwise ops in front of a node may be part of its plan, as cuDNN has it."""
@@ -114,7 +119,11 @@ class CutGraph:
         for node in self.spec.nodes:
             for name in node.results:
                 tensor, dtype = self.spec.tensors[name], self._data[name]
-                if name in self.spec.outputs or name in self._wide or dtype == tensor.dtype:
+                if name in self.spec.outputs or name in self._wide:
+                    continue
+                if node.op == "cast":
+                    narrow.update(self._as_cast(node))
+                if node.op == "cast" or dtype == tensor.dtype:
                     continue
                 if node.op == "reduction":  # cuDNN writes float32, and it is small
                     continue
@@ -128,6 +137,27 @@ class CutGraph:
                 if dtype in LOW_PRECISION and small:
                     narrow[name] = replace(tensor, dtype=dtype)
         return narrow
+
+    def _as_cast(self, node: Node) -> dict[str, TensorSpec]:
+        """A cast's result as it crosses: in 16 bits if it comes of such, or goes to such.
+
+        What products read has the dtype that it was cast to, as their other operand has.
+        """
+        (name,), (source,) = node.results, node.operands
+        kinds = [self._data[name]]
+        if not self._feeds_products(name):
+            kinds.append(self._data[source])
+        dtype = next((kind for kind in kinds if kind in LOW_PRECISION), kinds[0])
+        tensor = self.spec.tensors[name]
+        return {} if dtype == tensor.dtype else {name: replace(tensor, dtype=dtype)}
+
+    def _feeds_products(self, name: str) -> bool:
+        """Whether a product reads a tensor, or a view of it."""
+        return any(
+            OPS[each.op].has("multiplies")
+            or (OPS[each.op].view and self._feeds_products(each.results[0]))
+            for each in self.readers.get(name, ())
+        )
 
     def _is_row_product(self, node: Node) -> bool:
         """Whether a product is there for its sums along rows alone, as in a row's dot product."""
@@ -179,13 +209,25 @@ class CutGraph:
         wide = {
             name
             for name in self.spec.outputs
-            if self.spec.tensors[name].dtype == torch.float32 and self._data[name] in LOW_PRECISION
+            if self.spec.tensors[name].dtype == torch.float32
+            and (self._data[name] in LOW_PRECISION or self._is_cast(name))
         }
         for node in reversed(self.spec.nodes):
             op = OPS[node.op]
             if (op.pointwise or op.view) and node.results[0] in wide:
-                wide |= set(node.operands)
+                wide |= {name for name in node.operands if not self._is_weight_gradient(name)}
         return frozenset(wide)
+
+    def _is_weight_gradient(self, name: str) -> bool:
+        """Whether a tensor is a gradient that engines for 16-bit data write in 16 bits."""
+        return name in self.producer and OPS[self.producer[name].op].has("convolution_gradient")
+
+    def _is_cast(self, name: str) -> bool:
+        """Whether a tensor is what was cast, or a view of it."""
+        node = self.producer.get(name)
+        while node is not None and OPS[node.op].view:
+            node = self.producer.get(node.operands[0])
+        return node is not None and node.op == "cast"
 
     def _data_dtype(self, node: Node, data: Mapping[str, torch.dtype]) -> torch.dtype:
         """The dtype of the data that a node works on: of its first operand for an anchor, else what
@@ -194,6 +236,8 @@ class CutGraph:
         own = self.spec.tensors[node.results[0]].dtype
         if OPS[node.op].has("own_data"):
             return own
+        if node.op == "cast":
+            return getattr(torch, node.attr("dtype"))  # type: ignore[no-any-return]
         if self.is_anchor(node):
             dtype = data[node.operands[0]]
             return dtype if dtype in FLOATS or OPS[node.op].view else own

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ..arguments import shown
 from ..errors import CaptureError, PolicyError
 from .bound import CapturedCall
+from .process import PROCESS
 
 _log = logging.getLogger(__name__)
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -219,6 +220,8 @@ class CapturedStep:
                 parameter.grad = gradient
             del self._forms[next(key for key, each in self._forms.items() if each is form)]
             raise CaptureError(f"the step cannot be captured: {_said(error)}") from error
+        if self._stream is not None:  # the graph has memory of its own
+            PROCESS.workspace.release(torch.cuda.current_device(), self._stream.cuda_stream)
         form.held = [each for each in gradients if each is not None]
         form.held += [p.grad for p in parameters if p.grad is not None]
 

@@ -131,28 +131,35 @@ def grown(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item
 
 
 def _side_by_side(graph: CutGraph, items: Sequence[Item], kernels: Kernels) -> list[Item]:
-    """Items of which those that read inputs alone, and that none reads, are one kernel."""
+    """Items of which those are one kernel that may run first, since they read inputs alone (casts,
+    as of a model's weights, and what none reads), and the casts that may run last, since none reads
+    them, as of gradients."""
     inputs = {*graph.spec.inputs, *(n.results[0] for n in graph.spec.nodes if n.op == "constant")}
-
-    def alone(item: Item) -> bool:
-        read = {name for node in item.nodes for name in node.operands} - item.names
+    first: list[Item] = []
+    last: list[Item] = []
+    for item in items:
         mine = {node.name for node in item.nodes}
+        read = {name for node in item.nodes for name in node.operands} - item.names
         users = (user for name in item.names for user in graph.readers.get(name, ()))
-        return item.open and read <= inputs and all(user.name in mine for user in users)
-
+        unread = all(user.name in mine for user in users)
+        casts = all(node.op == "cast" for node in item.nodes)
+        if item.open and read <= inputs and (casts or unread):
+            first.append(item)
+        elif item.open and casts and unread:
+            last.append(item)
     left = list(items)
-    beside = [item for item in items if alone(item)]
-    while len(beside) > 1:
-        together = [beside.pop(0)]
-        tensors = len(_outside(graph, together[0]))
-        while beside and tensors + len(_outside(graph, beside[0])) <= MOST_TENSORS:
-            together.append(beside.pop(0))
-            tensors += len(_outside(graph, together[-1]))
-        nodes = _sorted(graph, together)
-        if len(together) > 1 and isinstance(kernels.choice(graph, nodes), Choice):
-            left[left.index(together[0])] = Item(nodes, open=True)
-            gone = set(together[1:])
-            left = [each for each in left if each not in gone]
+    for beside in (first, last):
+        while len(beside) > 1:
+            together = [beside.pop(0)]
+            tensors = len(_outside(graph, together[0]))
+            while beside and tensors + len(_outside(graph, beside[0])) <= MOST_TENSORS:
+                together.append(beside.pop(0))
+                tensors += len(_outside(graph, together[-1]))
+            nodes = _sorted(graph, together)
+            if len(together) > 1 and isinstance(kernels.choice(graph, nodes), Choice):
+                left[left.index(together[-1])] = Item(nodes, open=True)
+                gone = set(together[:-1])
+                left = [each for each in left if each not in gone]
     return left
 
 
@@ -163,9 +170,15 @@ def _sorted(graph: CutGraph, items: Sequence[Item]) -> Group:
 
 
 def _outside(graph: CutGraph, item: Item) -> set[str]:
-    """The inputs that an item reads, and the outputs that it makes."""
-    names = {name for node in item.nodes for name in (*node.operands, *node.results)}
-    return names & {*graph.spec.inputs, *graph.spec.outputs}
+    """What an item reads from others, but for constants, and what it makes for others."""
+    mine, outputs = {node.name for node in item.nodes}, set(graph.spec.outputs)
+    made = {name for node in item.nodes for name in node.results}
+    read = {name for node in item.nodes for name in node.operands} - made
+    return {name for name in read if name in graph.producer or name in graph.spec.inputs} | {
+        name
+        for name in made
+        if name in outputs or any(user.name not in mine for user in graph.readers.get(name, ()))
+    }
 
 
 def _sources(item: Item, home: dict[str, Item]) -> list[Item]:

@@ -17,6 +17,7 @@ from cudnngraph.errors import NotSupported
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import compile as compiler
+from cudnngraph.kernels import patterns, pool_gradient
 from cudnngraph.kernels.cubin import Resources, resources
 from cudnngraph.kernels.rows import rows_of, schedule_for
 from cudnngraph.kernels.rules import RULES
@@ -153,6 +154,21 @@ def test_a_cubin_says_what_the_assembler_said(capability: int) -> None:
         (wanted,) = re.findall(r"(\d+) bytes smem", log)
         assert resources(code) == Resources(int(registers), int(frame), int(wanted))
         assert resources(code).shared_bytes == 4 * shared
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+def test_gradients_of_max_pools_spill_nothing(layout: str, dtype: torch.dtype) -> None:
+    g = cg.Graph("max_pool_backward")
+    dy = g.input("dy", (64, 64, 56, 56), dtype, layout=layout)
+    x = g.input("x", (64, 64, 112, 112), dtype, layout=layout)
+    dx = g.max_pool_backward(dy, x, kernel_size=3, stride=2, padding=1)
+    g.output("dx", g.relu_backward(dx, x))
+    spec = g.spec()
+    for at, schedule in enumerate(pool_gradient.patches(spec, PROCESSORS)):
+        text = patterns.source(spec, patterns.choice_of(schedule)).text
+        for capability in (80, 90, 120) if at == 0 else (90,):
+            assert resources(compiler.cubin(text, capability)).local_bytes == 0, schedule
 
 
 def compiled(text: str, capability: int) -> tuple[bytes, str]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
+from cudnngraph.executor import reference
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.settings import override
 from tests import coverage, numerics
@@ -145,3 +146,66 @@ def test_a_kept_kernel_is_loaded_without_compiling(
         monkeypatch.setattr(compiler, "cubin", cubin)
         again = compiled(group_norm((2, 64, 16, 16), "contiguous", F16))
         assert again.tier != "built" and kinds(again) == {"kernel"}
+
+
+@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [F32, F16, torch.bfloat16])
+@pytest.mark.parametrize("attrs", [(3, 2, 1), (2, 2, 0), (3, 1, 1)], ids=str)
+def test_gradients_of_max_pools_are_torchs_where_most_elements_are_zero(
+    attrs: tuple[int, int, int], dtype: torch.dtype, layout: str, tune: str
+) -> None:
+    kernel, stride, padding = attrs
+    size = (56 + 2 * padding - kernel) // stride + 1
+    g = cg.Graph("max_pool_backward")
+    dy = g.input("dy", (4, 64, size, size), dtype, layout=layout)
+    x = g.input("x", (4, 64, 56, 56), dtype, layout=layout)
+    dx = g.max_pool_backward(dy, x, kernel_size=kernel, stride=stride, padding=padding)
+    g.output("dx", g.relu_backward(dx, x))
+    exe = compiled(g, tune=tune, budget_s=2.0)
+    assert kinds(exe) == {"kernel"}
+    given = [exe.spec.tensors[name].empty("cuda").normal_() for name in ("dy", "x")]
+    given[1].copy_(given[1].mul(2).round().relu())
+    found = exe(*given)
+    there = given[1].double().requires_grad_()
+    y = F.max_pool2d(there, kernel, stride, padding)
+    (want,) = torch.autograd.grad(y, there, given[0].double())
+    want = torch.where(there > 0, want, 0.0).detach()
+    assert numerics.relative_error(found, want) <= numerics.bound(dtype, found.dtype)
+    assert torch.equal(found == 0, want == 0)
+
+
+@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
+@pytest.mark.parametrize("broadcast", [False, True], ids=["residual", "average"])
+def test_gradients_of_norms_with_a_residual(broadcast: bool, tune: str) -> None:
+    """The sum of two gradients, or of that of an average, which torch lays row-major."""
+    shape = (8, 256, 48, 48)
+    g = cg.Graph("norm")
+    dy, y, x = (
+        g.input(name, shape, torch.bfloat16, layout="channels_last") for name in ("dy", "y", "x")
+    )
+    small = (*shape[:2], 1, 1) if broadcast else shape
+    other = g.input("other", small, torch.bfloat16, layout="channels_last")
+    dz = g.relu_backward(g.add(g.div(g.expand(other, shape), 9.0) if broadcast else other, dy), y)
+    vectors = [g.input(name, shape[1:2], F32) for name in ("w", "mean", "inverse")]
+    for name, value in zip(("dx", "dw", "db"), g.batch_norm_backward(dz, x, *vectors), strict=True):
+        g.output(name, value)
+    g.output("dz", dz, layout="channels_last")
+    exe = compiled(g, tune=tune, budget_s=2.0)
+    assert kinds(exe) == {"kernel"}
+    torch.manual_seed(0)
+    given = [exe.spec.tensors[name].empty("cuda").normal_() for name in exe.spec.inputs]
+    wanted = reference.run(exe.spec, given, torch.float64)
+    h = cg.Graph("torch")  # which sums up what it has rounded, as a tuned choice may
+    args = [h.input("dz", shape, torch.float64), h.input("x", shape, torch.float64)]
+    args += [h.input(name, shape[1:2], torch.float64) for name in ("w", "mean", "inverse")]
+    for name, value in zip(("dx", "dw", "db"), h.batch_norm_backward(*args), strict=True):
+        h.output(name, value)
+    named = dict(zip(exe.spec.inputs, given, strict=True))
+    rounded = [wanted[3].bfloat16(), *(named[name] for name in ("x", "w", "mean", "inverse"))]
+    own = reference.run(h.spec(), [each.double() for each in rounded], torch.float64)
+    for found, want, torchs in zip(exe(*given), wanted, (*own, wanted[3]), strict=True):
+        bound = numerics.bound(torch.bfloat16, found.dtype)
+        if tune == "autotune":
+            bound += numerics.relative_error(torchs, want)
+        assert numerics.relative_error(found, want) <= bound

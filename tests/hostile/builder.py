@@ -76,6 +76,7 @@ METHODS: Mapping[str, Good] = {
     ),
     "dequantize": Good({"x": (IMAGE, torch.int8), "scale": (4,)}),
     "quantize": Good({"scale": (4,)}, {"dtype": torch.int8}),
+    "cast": Good(attrs={"dtype": torch.float16}),
     "to_float": Good({"x": (IMAGE, torch.uint8)}),
     "logical_and": Good({"x": (IMAGE, BOOL), "y": (IMAGE, BOOL)}),
     "logical_or": Good({"x": (IMAGE, BOOL), "y": (IMAGE, BOOL)}),

@@ -191,6 +191,20 @@ def others() -> Iterator[Case]:
             {"x": small_whole(0, 256), "scale": uniform(0.01, 0.02), "shift": uniform(-2.0, -1.0)},
             result=dtype,
         )
+    for kind in (F16, BF16, F32):
+        yield table_case(
+            "pointwise",
+            f"cast_to_{str(kind).removeprefix('torch.')}",
+            {"x": ((24, 64), BF16, None), "s": ((64,), F32, None)},
+            lambda g, v, kind=kind: {"y": g.cast(g.relu(v["x"]) * v["s"], kind)},
+            lambda t, kind=kind: {
+                "y": (t["x"].relu() * t["s"]).to(
+                    torch.float64 if t["s"].dtype == torch.float64 else kind
+                )
+            },
+            {},
+            result=kind,
+        )
     for kind in (torch.int8, torch.int32):
         yield table_case(
             "pointwise",

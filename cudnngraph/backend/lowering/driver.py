@@ -22,6 +22,7 @@ from ...ops.table import by_port
 from .. import handles
 from .attention import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged, sdpa_varlen, sdpa_varlen_backward
 from .base import Refused
+from .casts import without_casts
 from .context import Context, Extra, Rule, dtypes
 from .conv import conv_wgrad, convolution
 from .dims import view_of
@@ -135,6 +136,7 @@ RULES: Mapping[str, Rule] = {
     "gelu_tanh_backward": gelu_tanh_backward,
     "silu_backward": call("swish_backward"),
     "identity": call("identity"),
+    "cast": call("identity"),
     "to_float": call("identity"),
     "neg": call("neg"),
     "abs": call("abs"),
@@ -181,6 +183,7 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     ``sm_version=`` without one. Raises :class:`NotSupported` where no rule applies or cuDNN's own
     validation refuses.
     """
+    spec = without_casts(spec)
     for name, tensor in spec.tensors.items():
         if tensor.dtype not in dtypes(frontend):
             raise NotSupported(

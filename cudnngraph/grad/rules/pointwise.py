@@ -161,6 +161,7 @@ RULES: Mapping[str, GradRule | NoGradient] = {
     "gelu_tanh_backward": no_double_backward("gelu_tanh_backward"),
     "silu_backward": no_double_backward("silu_backward"),
     "identity": lambda c: {"x": lambda: c.dy},
+    "cast": lambda c: {"x": lambda: c.dy},
     "to_float": NoGradient("is of whole numbers", flat=True),
     "neg": lambda c: {"x": lambda: -c.dy},
     "abs": _abs,

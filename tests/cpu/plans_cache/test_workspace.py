@@ -59,6 +59,19 @@ def test_clear_lets_go_of_every_block() -> None:
     assert pool.get(0, 0, 1).asked == (0, 0, 1)
 
 
+def test_a_stream_that_is_not_used_again_lets_go_of_its_blocks_alone() -> None:
+    pool = WorkspacePool(Block)
+    gone, kept = weakref.ref(pool.get(0, 7, 100)), pool.get(0, 8, 50)
+    other = threading.Thread(target=pool.get, args=(0, 7, 64))
+    other.start()
+    other.join()
+    pool.release(0, 7)
+    pool.release(0, 9)
+    gc.collect()
+    assert gone() is None and pool.held_bytes == 50
+    assert pool.get(0, 8, 50) is kept
+
+
 def test_the_high_water_mark_counts_all_that_was_held_at_once_and_never_falls() -> None:
     pool = WorkspacePool(Block)
     pool.get(0, 0, 100)
