@@ -95,7 +95,9 @@ class Imported:
     the model's results in order: the name of an output, or ``(kind, value)`` with the kind "input"
     and the place of a tensor that is handed on, "value" and what the result always is, "copy" and a
     tensor whose numbers it always has, "expand" and the name of an output with the shape that it is
-    expanded to, or "count" and the place of a tensor of whole numbers with what is added to it.
+    expanded to, "view" and the name of an output or the place of a tensor with the shape, strides
+    and offset of the view, or "count" and the place of a tensor of whole numbers with what is added
+    to it.
     ``spec`` is None where nothing is left to compute. ``folded`` counts batch norms in weights.
     ``packed`` says how an image lies in an input that is no such image.
     """
@@ -120,6 +122,7 @@ def convert(
     on_gpu: bool = False,
     kernels: bool = False,
     random: bool = False,
+    saved: Sequence[int] = (),
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
@@ -128,9 +131,10 @@ def convert(
     faster there: images of three channels get a fourth where convolutions by constant weights alone
     read them, several short sequences of attention are one, constant masks are aligned. ``kernels``
     leaves nothing to torch that a generated kernel does. ``random`` takes ops that draw random
-    numbers as they are. Raises :class:`CannotImport` with the op and its line where that cannot be.
+    numbers as they are. ``saved`` are the places of results that only a gradient reads: they may be
+    views. Raises :class:`CannotImport` with the op and its line where that cannot be.
     """
-    options = (channels_last, keep_strides, on_gpu, kernels, random)
+    options = (channels_last, keep_strides, on_gpu, kernels, random, saved)
     return Importer(module, constants, placeholders, name, *options).run()
 
 
@@ -165,6 +169,7 @@ class Importer:
     on_gpu: bool
     kernels: bool
     random: bool
+    saved: Sequence[int]
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)

@@ -5,6 +5,7 @@ There is one graph of ours for each form of the inputs; torch's own runs what ca
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
@@ -21,17 +22,19 @@ from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import report, saved
+from . import again, report, saved, whole
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
+from .replay import Replayed
 from .report import Report
 from .retrace import retraced
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _numbers = count(1)
-_OPTIONS = ("channels_last", "policy", "max_shapes", "check")
+_OPTIONS = ("channels_last", "policy", "max_shapes", "check", "activation_memory_budget")
+_MODES = ("default", "reduce-overhead")
 MAX_WEIGHT_CHANGES = 3  # of the weights, after which they are inputs like others
 
 
@@ -49,7 +52,11 @@ def backend(
     for inference; weights that change are taken anew. Random numbers are torch's, drawn
     anew for each call. What cannot be imported runs as torch's own graph, and the log and
     :func:`cudnngraph.reports` say why. ``options``: ``channels_last`` (bool), ``policy``,
-    ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says).
+    ``max_shapes``, ``check`` (bool; by default as ``CUDNNGRAPH_CHECK`` says), and
+    ``activation_memory_budget`` (0 to 1; by default torch's setting of that name, 1): the part of
+    the bytes, of those that a forward would keep for its backward, that it may keep; the backward
+    computes the rest again. ``mode="reduce-overhead"`` has forward and backward run as CUDA graphs
+    (:mod:`~cudnngraph.models.replay`); :func:`cudnngraph.capture_step` takes the optimizer too.
 
     With ``check`` the first call of each graph, for each set of shapes and of bound weights, is
     compared with torch's run of the same graph in float64: results, new values of buffers, what the
@@ -60,13 +67,19 @@ def backend(
     from torch._dynamo.backends.common import aot_autograd
 
     unknown = [name for name in options or {} if name not in _OPTIONS]
-    if unknown or mode not in (None, "default"):
-        what = f"option {', '.join(unknown)}" if unknown else f"mode={mode!r}"
+    if unknown:
+        what = f"option {', '.join(unknown)}"
         raise PolicyError(f"{what} is unknown to this backend; options are {', '.join(_OPTIONS)}")
-    given = {"check": settings.current().check, **(options or {})}
+    if mode not in (None, *_MODES):
+        raise PolicyError(f"mode={mode!r} is unknown to this backend; it has {', '.join(_MODES)}")
+    given = {"check": settings.current().check, **(options or {}), "mode": mode}
     if type(given["check"]) is not bool:
         raise PolicyError(f"check={shown(given['check'])}; expected True or False")
+    budget = given.get("activation_memory_budget")
+    if budget is not None and not (type(budget) in (int, float) and 0 <= budget <= 1):
+        raise PolicyError(f"activation_memory_budget={shown(budget)}; expected 0 to 1, or None")
     names, number = _input_names(module), next(_numbers)
+    whole.keep(module)
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
@@ -80,6 +93,8 @@ def backend(
 
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         saved.pool_again(traced)
+        saved.without_running(traced)
+        again.find_again(traced)
         if forwards:
             forward = forwards.pop()
             saved.compute_again(traced, forward.traced)
@@ -91,9 +106,12 @@ def backend(
         )
 
     make: Any = aot_autograd
-    with saved.backward_first():
+    with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
         made: Callable[..., Any] = make(
-            fw_compiler=training, bw_compiler=backward, inference_compiler=inference
+            fw_compiler=training,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=saved.fewest_bytes(),
         )(module, example_inputs)
     return made
 
@@ -169,6 +187,7 @@ class _Made:
     places of results that nothing reads."""
 
     bound: Direct
+    run: Callable[[Sequence[Any]], list[Any]]
     device: torch.device
     draws: Sequence[Draw]
     traced: torch.fx.GraphModule
@@ -196,6 +215,7 @@ class _Compiled:
         self._static = tuple(static)
         self._last = bool(options.get("channels_last", False))
         self._policy = options.get("policy")
+        self._replays = options.get("mode") == "reduce-overhead"
         self._max_shapes = int(options.get("max_shapes", MAX_SHAPES))
         self._forms: dict[Hashable, Any] = {}
         self._weights: tuple[Any, ...] = ()
@@ -235,6 +255,16 @@ class _Compiled:
             if at >= user and getattr(each, "name", None) in unread
         )
 
+    def _returned(self, traced: torch.fx.GraphModule) -> list[int]:
+        """The places of results that the user gets."""
+        names = self._names(len(_results(traced)))
+        return [at for at, name in enumerate(names) if name.startswith("result")]
+
+    def _saved(self, traced: torch.fx.GraphModule) -> list[int]:
+        """The places of results that the backward alone reads."""
+        names = self._names(len(_results(traced)))
+        return [at for at, name in enumerate(names) if name.startswith(_SAVED)]
+
     def __call__(self, *args: Any) -> Any:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._notice_changes(args)
@@ -244,6 +274,7 @@ class _Compiled:
                 found = None
                 if len(self._forms) < self._max_shapes:
                     found = self._made(args)
+                    gc.collect()  # what was built may hold these tensors in cycles
                 else:
                     _log.warning("over %d shapes: this one runs by torch", self._max_shapes)
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")
@@ -255,7 +286,7 @@ class _Compiled:
             tensors += [draw.make() for draw in found.draws]
             if self._check and not found.bound.compared:
                 return tuple(self._compared(found, args, tensors))
-            return tuple(found.bound.run(tensors))
+            return tuple(found.run(tensors))
 
     def _compared(self, made: _Made, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """The first results of a graph, compared with eager's."""
@@ -324,6 +355,7 @@ class _Compiled:
                 keep_strides=True,
                 kernels=generates(self._policy),
                 random=True,
+                saved=self._saved(traced),
             )
             results = list(imported.results)
             for place, form in forms.items():
@@ -333,7 +365,10 @@ class _Compiled:
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
             bound = Direct(imported, executable)
-            return _Made(bound, device, draws, traced, frozenset(forms))
+            run = (
+                Replayed(bound, device, self._returned(traced)).run if self._replays else bound.run
+            )
+            return _Made(bound, run, device, draws, traced, frozenset(forms))
         except (CannotImport, GraphError) as error:
             _log.warning("a graph of torch.compile runs by torch: %s", error)
             self._left_to_torch(args, str(error))

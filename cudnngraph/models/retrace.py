@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from . import whole
+
 
 def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule:
     """A graph of ATen ops as it runs on ``args``, with the form of each value: a copy.
@@ -18,10 +20,13 @@ def retraced(traced: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Grap
     if _fits(traced, args):
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(traced.graph, {}))
+        whole.as_torch(graph)
         return torch.fx.GraphModule(traced, graph)
     from torch.fx.experimental.proxy_tensor import make_fx
 
     made: torch.fx.GraphModule = make_fx(traced, tracing_mode="fake")(*args)
+    whole.as_torch(made.graph)
+    made.recompile()
     return made
 
 

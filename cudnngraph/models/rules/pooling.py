@@ -14,7 +14,7 @@ from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
 )
-from ...ops.base import LOW_PRECISION
+from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
 
 def _reduced(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
-        x = c.value(a["self"])
-        if a.get("dtype") not in (None, x.dtype):
-            raise Skip
+        x, dtype = c.value(a["self"]), a.get("dtype")
+        if dtype not in (None, x.dtype):
+            if not c.kernels or dtype not in FLOATS:
+                raise Skip
+            x = c.g.cast(x, dtype)
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
         if x.dtype in LOW_PRECISION:  # of which a reduction of ours is float32
             if mode == "mean" and c.kernels and _of_images(x, dims):
                 y = c.g.adaptive_avg_pool(x, (1,) * (len(x.shape) - 2))
                 return y if a.get("keepdim", False) else c.g.reshape(y, x.shape[:2])
+            if c.kernels:
+                return c.g.cast(c.g.reduction(x, dims, mode, bool(a.get("keepdim"))), x.dtype)
             raise Skip  # torch's own returns 16 bits of 16 bits, in one kernel
         return c.g.reduction(x, dims, mode, bool(a.get("keepdim", False)))
 
@@ -137,6 +141,26 @@ def _max_pool_backward(rank: int) -> Rule:
     return rule
 
 
+def _adaptive_max(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> tuple[Value, None]:
+        x = c.value(a["self"])
+        if len(x.shape) != rank + 2 or reads(c.node, 1):
+            raise Skip  # the indices are wanted too
+        return c.g.adaptive_max_pool(x, spread(a["output_size"], rank)), None
+
+    return rule
+
+
+def _adaptive_max_backward(rank: int) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x, dy = c.value(a["self"]), c.value(a["grad_output"])
+        if len(x.shape) != rank + 2:
+            raise Skip
+        return c.g.adaptive_max_pool_backward(dy, x, dy.shape[2:])
+
+    return rule
+
+
 def _avg_pool_backward(rank: int) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x, dy = c.value(a["self"]), c.value(a["grad_output"])
@@ -167,14 +191,32 @@ def _adaptive_mean_backward(rank: int) -> Rule:
     return rule
 
 
+def _size_or_scales(
+    a: Arguments, image: Sequence[int], wanted: Sequence[int]
+) -> tuple[Sequence[int] | None, Sequence[float] | None]:
+    """What interpolation goes by: sizes, or the scales that give them."""
+    scales = a.get("scale_factors")
+    if scales is None:
+        names = ("scales_d", "scales_h", "scales_w", "scales")
+        scales = [a[name] for name in names if a.get(name) is not None]
+    if not scales:
+        return tuple(wanted), None
+    if len(scales) != len(image):
+        raise Skip
+    made = [int(length * scale) for length, scale in zip(image, scales, strict=True)]
+    if made != list(wanted):
+        raise Skip
+    return None, tuple(scales)
+
+
 def _upsample_backward(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
-        dy, sizes = c.value(a["grad_output"]), tuple(a["input_size"])
-        if any(value is not None for name, value in a.items() if name.startswith("scales")):
-            raise Skip
+        dy, image = c.value(a["grad_output"]), tuple(a["input_size"])[2:]
+        if math.prod(image) == 1 and (c.kernels or dy.dtype not in LOW_PRECISION):
+            return c.g.reduction(dy, tuple(range(2, len(dy.shape))), "sum", True)
+        size, scales = _size_or_scales(a, image, dy.shape[2:])
         corners = bool(a.get("align_corners", False))
-        size = dy.shape[2:]
-        return c.g.interpolate_backward(dy, size, None, mode, corners, input_size=sizes[2:])
+        return c.g.interpolate_backward(dy, size, scales, mode, corners, input_size=image)
 
     return rule
 
@@ -182,15 +224,10 @@ def _upsample_backward(mode: str) -> Rule:
 def _upsample(mode: str) -> Rule:
     def rule(c: Importer, a: Arguments) -> Value:
         x = c.value(first(a))
-        scales = a.get("scale_factors")
-        if "scale_factors" not in a:
-            many = [a[name] for name in ("scales_d", "scales_h", "scales_w", "scales") if name in a]
-            if any(each is not None for each in many):
-                raise Skip
-        seen = c.node.meta["val"].shape
+        seen = tuple(c.node.meta["val"].shape)
         if math.prod(x.shape[2:]) == 1 and mode != "bicubic":
-            return c.g.expand(x, tuple(seen))
-        size = None if scales is not None else tuple(seen[2:])
+            return c.g.expand(x, seen)
+        size, scales = _size_or_scales(a, x.shape[2:], seen[2:])
         return c.g.interpolate(x, size, scales, mode, a.get("align_corners"))
 
     return rule
@@ -256,6 +293,8 @@ RULES: dict[str, Rule] = {
     **{f"max_pool{rank}d_with_indices": _max_pool(rank) for rank in (2, 3)},
     **{f"avg_pool{rank}d": _avg_pool(rank) for rank in (1, 2, 3)},
     **{f"max_pool{rank}d_with_indices_backward": _max_pool_backward(rank) for rank in (2, 3)},
+    **{f"adaptive_max_pool{rank}d": _adaptive_max(rank) for rank in (2, 3)},
+    **{f"adaptive_max_pool{rank}d_backward": _adaptive_max_backward(rank) for rank in (2, 3)},
     **{f"avg_pool{rank}d_backward": _avg_pool_backward(rank) for rank in (2, 3)},
     **{f"_adaptive_avg_pool{rank}d_backward": _adaptive_mean_backward(rank) for rank in (2, 3)},
     **{f"{name}_backward": _upsample_backward(mode) for name, mode in UPSAMPLES.items()},

@@ -56,11 +56,11 @@ def _filled(c: Importer, shape: Sequence[int], like: Value, number: float) -> Va
     return c.g.expand(one, tuple(shape), ())
 
 
-def _between(c: Importer, x: Value, dim: int, before: int, behind: int, number: float) -> Value:
+def between(c: Importer, x: Value, dim: int, before: int, behind: int, number: float) -> Value:
     """x with so many slices of one number before and behind it; cut, if that is below zero."""
     size = x.shape[dim]
     if before < 0 or behind < 0:
-        x = _part(c, x, dim, max(0, -before), size - max(0, -behind))
+        x = part(c, x, dim, max(0, -before), size - max(0, -behind))
     parts = [
         _filled(c, (*x.shape[:dim], count, *x.shape[dim + 1 :]), x, number) if count > 0 else None
         for count in (before, behind)
@@ -80,7 +80,7 @@ def _pad(c: Importer, a: Arguments) -> Value:
         raise Skip
     for place in range(len(pads) // 2):
         before, behind = pads[2 * place : 2 * place + 2]
-        x = _between(c, x, len(x.shape) - 1 - place, before, behind, number)
+        x = between(c, x, len(x.shape) - 1 - place, before, behind, number)
     return x
 
 
@@ -92,9 +92,9 @@ def _slice_backward(c: Importer, a: Arguments) -> Value:
         raise Skip
     if taken.step > 1:  # zeros between the elements: a dim of its own, merged again
         apart = c.g.reshape(dy, (*dy.shape[: dim + 1], 1, *dy.shape[dim + 1 :]))
-        apart = _between(c, apart, dim + 1, 0, taken.step - 1, 0.0)
+        apart = between(c, apart, dim + 1, 0, taken.step - 1, 0.0)
         dy = c.g.reshape(apart, (*dy.shape[:dim], len(taken) * taken.step, *dy.shape[dim + 1 :]))
-    return _between(c, dy, dim, taken.start, sizes[dim] - taken.start - dy.shape[dim], 0.0)
+    return between(c, dy, dim, taken.start, sizes[dim] - taken.start - dy.shape[dim], 0.0)
 
 
 def _select_backward(c: Importer, a: Arguments) -> Value:
@@ -104,7 +104,7 @@ def _select_backward(c: Importer, a: Arguments) -> Value:
     if dy.dtype not in FLOATS:
         raise Skip
     apart = c.g.reshape(dy, (*sizes[:dim], 1, *sizes[dim + 1 :]))
-    return _between(c, apart, dim, index, sizes[dim] - index - 1, 0.0)
+    return between(c, apart, dim, index, sizes[dim] - index - 1, 0.0)
 
 
 def _relabels(source: torch.Tensor, made: Any) -> bool:
@@ -182,9 +182,12 @@ def _same(c: Importer, a: Arguments) -> Value:
     if a.get("dtype") in (None, x.dtype) and not a.get("train"):
         return x
     normed = written_norm(c)
-    if normed is None:
+    if normed is not None:
+        return normed
+    dtype = a.get("dtype")
+    if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
         raise Skip
-    return normed
+    return c.g.cast(x, dtype)
 
 
 MOST_FILLED = 1 << 20  # elements of a tensor of one number that is kept
@@ -285,7 +288,7 @@ def _transpose(c: Importer, a: Arguments) -> Value:
     return c.g.transpose(x, a.get("dim0", 0), a.get("dim1", 1))
 
 
-def _part(c: Importer, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
+def part(c: Importer, x: Value, dim: int, start: Any, stop: Any, step: int = 1) -> Value:
     size = x.shape[dim]
     taken = range(*slice(start, stop, step).indices(size))
     if len(taken) == size:
@@ -294,27 +297,27 @@ def _part(c: Importer, x: Value, dim: int, start: Any, stop: Any, step: int = 1)
 
 
 def _slice(c: Importer, a: Arguments) -> Value:
-    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["end"], a["step"])
+    return part(c, c.value(a["self"]), a["dim"], a["start"], a["end"], a["step"])
 
 
 def _narrow(c: Importer, a: Arguments) -> Value:
     if not isinstance(a["start"], int):
         raise Skip
-    return _part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
+    return part(c, c.value(a["self"]), a["dim"], a["start"], a["start"] + a["length"])
 
 
 def _select(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
     dim, index = a["dim"] % len(x.shape), a["index"]
     index += x.shape[dim] if index < 0 else 0
-    return c.g.reshape(_part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
+    return c.g.reshape(part(c, x, dim, index, index + 1), (*x.shape[:dim], *x.shape[dim + 1 :]))
 
 
 def _split(c: Importer, a: Arguments) -> tuple[Value, ...]:
     x, made, start = c.value(a["self"]), [], 0
     dim = a["dim"] % len(x.shape)
     for seen in c.node.meta["val"]:
-        made.append(_part(c, x, dim, start, start + seen.shape[dim]))
+        made.append(part(c, x, dim, start, start + seen.shape[dim]))
         start += seen.shape[dim]
     return tuple(made)
 

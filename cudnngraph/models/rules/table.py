@@ -6,10 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..aten_ops import packets
-from . import activations, attention, conv, gradients, linear, norm, pointwise, pooling, shape
+from . import (
+    activations,
+    arithmetic,
+    arrange,
+    attention,
+    conv,
+    gradients,
+    linear,
+    losses,
+    norm,
+    pointwise,
+    pooling,
+    shape,
+)
 from .base import Rule
 
-_PARTS = (*(conv, norm, pointwise, activations, linear, attention, shape, pooling, gradients),)
+_PARTS = (
+    *(conv, norm, pointwise, activations, linear, attention, shape, pooling, gradients),
+    *(arithmetic, arrange, losses),
+)
 
 #: ATen op → how it is said here. What has no rule, or whose rule does not apply, stays torch's own.
 RULES: Mapping[Any, Rule] = {

@@ -87,7 +87,7 @@ def test_neither_indices_nor_constants_say_that_an_image_is_none() -> None:
     index = torch.randint(6, (2, 8, 6, 6))
     for function in (
         lambda m, x: torch.gather(m.conv(x), 2, m.index),
-        lambda m, x: torch.lerp(m.conv(x), m.ends, 0.5),
+        lambda m, x: torch.hypot(m.conv(x), m.ends),
     ):
         model = Of(function, conv=nn.Conv2d(3, 8, 3), index=index, ends=image(2, 8, 6, 6))
         spec = check(model, image(2, 3, 8, 8), channels_last=True).spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,11 +19,9 @@ import cudnngraph as cg
 from cudnngraph.models import dynamo, report, retrace
 from cudnngraph.models.convert import convert
 from cudnngraph.runtime import checks
-from tests import numerics
 from tests.fused import compiled
 from tests.models import Of, image
-
-Function = Callable[..., torch.Tensor]
+from tests.training import Function, alike, left_to_torch, trained
 
 
 @pytest.fixture(autouse=True)
@@ -32,34 +30,6 @@ def _new_compiler(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     gc.collect()
     with caplog.at_level(logging.WARNING, "cudnngraph"):
         yield
-
-
-def left_to_torch() -> list[str]:
-    """The ops that are torch's own in the graphs of this test."""
-    found = cg.reports()
-    assert found and not any(report.refused for report in found), list(map(str, found))
-    return [name for report in found for name, _ in report.opaque]
-
-
-def trained(call: Function, *data: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
-    """The result and the gradients of what floats, with random numbers of a seed."""
-    given = [x.detach().requires_grad_(x.is_floating_point()) for x in data]
-    torch.manual_seed(seed)
-    y = call(*given)
-    scale = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    wanted = [x for x in given if x.requires_grad]
-    return [y.detach(), *torch.autograd.grad((y * scale.to(y.dtype)).sum(), wanted)]
-
-
-def alike(function: Function, *data: torch.Tensor, **options: Any) -> list[str]:
-    """Train a function by the backend, compare with float64, and return what is left to torch."""
-    found = trained(compiled(function, **options), *data)
-    own = trained(function, *data)
-    wide = [x.double() if x.is_floating_point() else x for x in data]
-    for mine, torchs, exact in zip(found, own, trained(function, *wide), strict=True):
-        assert mine.shape == torchs.shape and mine.dtype == torchs.dtype
-        numerics.check(mine, exact, torch.float32, torchs, terms=64)
-    return left_to_torch()
 
 
 # -- random numbers --------------------------------------------------------------------------------

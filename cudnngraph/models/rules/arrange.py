@@ -1,0 +1,180 @@
+"""Rules for ops that put elements elsewhere: rolls, shuffles, padding by the image's own pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...graph.value import Value
+from ...ir.spec import is_channels_last, is_contiguous
+from ...ops.base import FLOATS
+from .base import Arguments, Rule, Skip, spread
+from .shape import MOST_FILLED, between, part
+
+if TYPE_CHECKING:
+    from ..convert import Importer
+
+
+def _roll(c: Importer, a: Arguments) -> Value:
+    x, shifts, dims = c.value(a["self"]), spread(a["shifts"], 1), a.get("dims") or ()
+    dims = spread(dims, 1)
+    if len(shifts) != len(dims):
+        raise Skip  # of all elements in a row
+    rank = len(x.shape)
+    moved = [
+        (dim % rank, shift % max(1, x.shape[dim])) for dim, shift in zip(dims, shifts, strict=True)
+    ]
+    if len({dim for dim, shift in moved if shift}) > 1 and not c.kernels:
+        raise Skip  # torch's own copies once
+    for dim, shift in moved:
+        if shift:
+            size = x.shape[dim]
+            behind, before = part(c, x, dim, size - shift, size), part(c, x, dim, 0, size - shift)
+            x = c.g.concat([behind, before], dim)
+    return x
+
+
+def _channel_shuffle(c: Importer, a: Arguments) -> Value:
+    x, groups = c.value(a["self"]), int(a["groups"])
+    n, channels, *pixels = x.shape
+    apart = groups, channels // groups
+    if is_channels_last(x.shape, x.stride) and not is_contiguous(x.shape, x.stride):
+        rank = len(x.shape)
+        rows = c.g.reshape(c.g.permute(x, (0, *range(2, rank), 1)), (n, *pixels, *apart))
+        y = c.g.reshape(c.g.transpose(rows, -1, -2), (n, *pixels, channels))
+        return c.g.permute(y, (0, rank - 1, *range(1, rank - 1)))
+    y = c.g.transpose(c.g.reshape(x, (n, *apart, *pixels)), 1, 2)
+    return c.g.reshape(y, x.shape)
+
+
+def _pixel_shuffle(c: Importer, a: Arguments) -> Value:
+    return c.g.pixel_shuffle(c.value(a["self"]), int(a["upscale_factor"]))
+
+
+def _pixel_unshuffle(c: Importer, a: Arguments) -> Value:
+    return c.g.pixel_unshuffle(c.value(a["self"]), int(a["downscale_factor"]))
+
+
+# -- padding --------------------------------------------------------------------------------------
+
+MOST_SLICES = 4  # of one element that a side of a dim is padded by
+
+
+def _padded_dims(c: Importer, x: Value, a: Arguments) -> Iterator[tuple[int, int, int]]:
+    """The dims that are padded, with how many elements before and behind: last first."""
+    pads = list(a["padding"])
+    if not c.kernels or x.dtype not in FLOATS or min(pads) < 0:
+        raise Skip  # torch's own copies once, whatever the number of dims
+    for place in range(len(pads) // 2):
+        before, behind = pads[2 * place : 2 * place + 2]
+        if before or behind:
+            yield len(x.shape) - 1 - place, before, behind
+
+
+def _picked(c: Importer, x: Value, dim: int, places: Sequence[int]) -> list[Value]:
+    if len(places) > MOST_SLICES:
+        raise Skip
+    return [part(c, x, dim, place, place + 1) for place in places]
+
+
+def _reflection_pad(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    for dim, before, behind in _padded_dims(c, x, a):
+        size = x.shape[dim]
+        first = _picked(c, x, dim, range(before, 0, -1))
+        last = _picked(c, x, dim, range(size - 2, size - 2 - behind, -1))
+        x = c.g.concat([*first, x, *last], dim)
+    return x
+
+
+def _replication_pad(c: Importer, a: Arguments) -> Value:
+    x = c.value(a["self"])
+    for dim, before, behind in _padded_dims(c, x, a):
+        size, parts = x.shape[dim], [x]
+        for count, place in ((before, 0), (behind, size - 1)):
+            if count:
+                shape = (*x.shape[:dim], count, *x.shape[dim + 1 :])
+                wide = c.g.expand(part(c, x, dim, place, place + 1), shape)
+                parts = [*parts, wide] if place or parts[0] is not x else [wide, *parts]
+        x = c.g.concat(parts, dim)
+    return x
+
+
+def _reflection_backward(c: Importer, a: Arguments) -> Value:
+    """What lies within, and what lies outside from where it was taken."""
+    dy, image = c.value(a["grad_output"]), c.value(a["self"]).shape
+    for dim, before, behind in _padded_dims(c, dy, a):
+        size = image[dim]
+        dx = part(c, dy, dim, before, before + size)
+        if before:
+            first = _picked(c, dy, dim, range(before - 1, -1, -1))
+            dx = c.g.add(dx, between(c, _joined(c, first, dim), dim, 1, size - 1 - before, 0.0))
+        if behind:
+            end = before + size + behind
+            last = _picked(c, dy, dim, range(end - 1, end - 1 - behind, -1))
+            dx = c.g.add(dx, between(c, _joined(c, last, dim), dim, size - 1 - behind, 1, 0.0))
+        dy = dx
+    return dy
+
+
+def _replication_backward(c: Importer, a: Arguments) -> Value:
+    dy, image = c.value(a["grad_output"]), c.value(a["self"]).shape
+    for dim, before, behind in _padded_dims(c, dy, a):
+        size = image[dim]
+        dx = part(c, dy, dim, before, before + size)
+        if before:
+            total = c.g.reduction(part(c, dy, dim, 0, before), dim, "sum", True)
+            dx = c.g.add(dx, between(c, total, dim, 0, size - 1, 0.0))
+        if behind:
+            outside = part(c, dy, dim, before + size, before + size + behind)
+            total = c.g.reduction(outside, dim, "sum", True)
+            dx = c.g.add(dx, between(c, total, dim, size - 1, 0, 0.0))
+        dy = dx
+    return dy
+
+
+def _joined(c: Importer, parts: Sequence[Value], dim: int) -> Value:
+    return c.g.concat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def _slice_scatter(c: Importer, a: Arguments) -> Value:
+    x, source = c.value(a["self"]), c.value(a["src"])
+    dim = a["dim"] % len(x.shape)
+    taken = range(*slice(a["start"], a["end"], a["step"]).indices(x.shape[dim]))
+    if taken.step != 1 or source.dtype != x.dtype or not taken:
+        raise Skip
+    size, parts = x.shape[dim], [source]
+    if taken.start:
+        parts = [part(c, x, dim, 0, taken.start), *parts]
+    if taken.stop < size:
+        parts = [*parts, part(c, x, dim, taken.stop, size)]
+    return _joined(c, parts, dim)
+
+
+def _triangle(upper: bool) -> Rule:
+    def rule(c: Importer, a: Arguments) -> Value:
+        x = c.value(a["self"])
+        if x.dtype not in FLOATS or x.shape[-1] * x.shape[-2] > MOST_FILLED:
+            raise Skip
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=c.device)
+        kept = mask.triu(a["diagonal"]) if upper else mask.tril(a["diagonal"])
+        return c.g.where(c.constant(kept, "triangle"), x, 0.0)
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "roll": _roll,
+    "channel_shuffle": _channel_shuffle,
+    "pixel_shuffle": _pixel_shuffle,
+    "pixel_unshuffle": _pixel_unshuffle,
+    **{f"reflection_pad{rank}d": _reflection_pad for rank in (1, 2, 3)},
+    **{f"reflection_pad{rank}d_backward": _reflection_backward for rank in (1, 2, 3)},
+    **{f"replication_pad{rank}d": _replication_pad for rank in (1, 2, 3)},
+    **{f"replication_pad{rank}d_backward": _replication_backward for rank in (1, 2, 3)},
+    "slice_scatter": _slice_scatter,
+    "tril": _triangle(False),
+    "triu": _triangle(True),
+}

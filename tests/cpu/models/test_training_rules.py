@@ -1,0 +1,212 @@
+"""Losses, rearrangements, gates and adaptive max pooling within graphs of torch.compile."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnngraph as cg
+from cudnngraph.models import dynamo
+from tests import generated
+from tests.fused import compiled
+from tests.models import image
+from tests.training import Function, alike, left_to_torch, trained
+
+GENERATES = cg.Policy(kernels=True)
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    torch._dynamo.reset()
+    gc.collect()
+    with caplog.at_level(logging.WARNING, "cudnngraph"):
+        yield
+
+
+CLASSES = torch.tensor([0, 5, 2, 2, 6, 1])
+PIXELS = (torch.arange(2 * 5 * 3) % 4).view(2, 5, 3)
+REDUCTIONS = ("mean", "sum", "none")
+PAIR: Shapes = ((6, 7), (6, 7))
+IMAGE: Shapes = ((2, 4, 6, 5),)
+
+LOSSES: dict[str, tuple[Function, Shapes]] = {
+    f"{name}, {how}": (lambda *x, loss=loss, how=how: loss(*x, reduction=how), shapes)
+    for how in REDUCTIONS
+    for name, (loss, shapes) in {
+        "cross entropy": (lambda x, reduction: _classes(x, CLASSES, reduction), ((6, 7),)),
+        "cross entropy of pixels": (
+            lambda x, reduction: _classes(x, PIXELS, reduction),
+            ((2, 4, 5, 3),),
+        ),
+        "likelihood": (
+            lambda x, reduction: F.nll_loss(x.tanh(), CLASSES, reduction=reduction),
+            ((6, 7),),
+        ),
+        "squares": (F.mse_loss, PAIR),
+        "differences": (F.l1_loss, PAIR),
+        "smooth": (lambda x, y, reduction: F.smooth_l1_loss(x, y, reduction, beta=0.7), PAIR),
+        "Huber": (lambda x, y, reduction: F.huber_loss(x, y, reduction, delta=1.3), PAIR),
+        "logits": (
+            lambda x, y, reduction: F.binary_cross_entropy_with_logits(
+                x * 30, y.sigmoid(), reduction=reduction
+            ),
+            PAIR,
+        ),
+    }.items()
+}
+
+
+def _classes(x: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(x, target, reduction=reduction, ignore_index=2)
+
+
+def _pads(mode: str, *pads: int) -> Function:
+    return lambda x: F.pad(x.tanh(), pads, mode=mode)
+
+
+ARRANGED: dict[str, tuple[Function, Shapes]] = {
+    "reflected lines": (_pads("reflect", 2, 3), ((2, 3, 7),)),
+    "reflected": (_pads("reflect", 1, 2, 3, 0), IMAGE),
+    "reflected to the border": (_pads("reflect", 3, 3, 2, 3), ((2, 3, 4, 5),)),
+    "reflected volumes": (_pads("reflect", 1, 1, 1, 0, 0, 1), ((1, 2, 3, 4, 3),)),
+    "repeated borders of lines": (_pads("replicate", 2, 3), ((2, 3, 7),)),
+    "repeated borders": (_pads("replicate", 1, 2, 7, 0), IMAGE),
+    "rolled": (lambda x: torch.roll(x.tanh(), (2, -8), (2, 3)), IMAGE),
+    "rolled in place": (lambda x: torch.roll(x.tanh(), (6, 1), (2, 3)), IMAGE),
+    "pixels of channels": (lambda x: F.pixel_shuffle(x.tanh(), 2), IMAGE),
+    "channels of pixels": (lambda x: F.pixel_unshuffle(x.tanh(), 2), ((2, 3, 4, 6),)),
+    "shuffled channels": (lambda x: F.channel_shuffle(x.tanh(), 2), IMAGE),
+    "lower triangle": (lambda x: x.tanh().tril(-1), ((2, 5, 7),)),
+    "upper triangle": (lambda x: x.tanh().triu(1), ((2, 5, 7),)),
+    "scattered slices": (lambda x, y: x.tanh().slice_scatter(y.exp(), 1, 2, 5), ((3, 7), (3, 3))),
+}
+COMPUTED: dict[str, tuple[Function, Shapes]] = {
+    "gated": (lambda x: F.glu(x, 1), IMAGE),
+    "prelu": (lambda x, w: F.prelu(x, w), ((2, 4, 6, 5), (4,))),
+    "signs": (lambda x: x.sign() * x.exp() + F.softsign(x), PAIR[:1]),
+    "products added": (lambda x, y, z: torch.addcmul(x, y, z, value=0.3), PAIR + PAIR[:1]),
+    "quotients added": (
+        lambda x, y, z: torch.addcdiv(x, y, z.exp() + 1, value=-0.3),
+        PAIR + PAIR[:1],
+    ),
+    "near the first": (lambda x, y: torch.lerp(x, y, 0.3), PAIR),
+    "near the second": (lambda x, y: torch.lerp(x, y, 0.8), PAIR),
+    "matrices added": (
+        lambda x, y, z: torch.baddbmm(x, y, z, beta=0.5, alpha=0.3),
+        ((2, 3, 5), (2, 3, 4), (2, 4, 5)),
+    ),
+    "instances alone": (lambda x: F.instance_norm(x), IMAGE),
+    "largest of parts": (lambda x: F.adaptive_max_pool2d(x.tanh(), (4, 2)), IMAGE),
+    "largest of lines": (lambda x: F.adaptive_max_pool1d(x.tanh(), 3), ((2, 3, 7),)),
+    "largest of volumes": (lambda x: F.adaptive_max_pool3d(x.tanh(), 2), ((1, 2, 3, 4, 5),)),
+}
+CASES = {**LOSSES, **ARRANGED, **COMPUTED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_it_is_left_to_torch(name: str) -> None:
+    function, shapes = CASES[name]
+    torch.manual_seed(0)
+    assert alike(function, *(torch.randn(shape) for shape in shapes), policy=GENERATES) == []
+
+
+@pytest.mark.parametrize("name", ARRANGED)
+def test_images_of_16_bits_and_channels_last_are_arranged_alike(name: str) -> None:
+    function, shapes = ARRANGED[name]
+    torch.manual_seed(0)
+    data = [torch.randn(shape).bfloat16() for shape in shapes]
+    if data[0].dim() == 4:
+        data = [x.to(memory_format=torch.channels_last) for x in data]
+    assert alike(function, *data, dtype=torch.bfloat16, policy=GENERATES) == []
+
+
+WRITTEN = {
+    **{name: case for name, case in LOSSES.items() if "cross" not in name and "none" not in name},
+    **ARRANGED,
+    **{name: COMPUTED[name] for name in ("gated", "prelu", "signs", "near the second")},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_that_are_generated_for_it_compute_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = generated.install(monkeypatch)
+    function, shapes = WRITTEN[name]
+    torch.manual_seed(0)
+    alike(function, *(torch.randn(shape) for shape in shapes), policy=GENERATES)
+    assert made
+
+
+def test_a_class_that_no_row_has_counts_for_nothing() -> None:
+    ignored = torch.full_like(CLASSES, 2)
+
+    def none_of_it(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, ignored, ignore_index=2, reduction="sum") + x.sum()
+
+    assert alike(none_of_it, torch.randn(6, 7), policy=GENERATES) == []
+
+
+def test_weights_of_classes_are_torchs() -> None:
+    weight = torch.rand(7) + 0.5
+
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, CLASSES, weight.to(x.dtype))
+
+    left = alike(weighted, torch.randn(6, 7))
+    assert sorted(left) == ["aten.nll_loss_backward.default", "aten.nll_loss_forward.default"]
+
+
+def test_wide_reflections_are_torchs() -> None:
+    left = alike(_pads("reflect", 9, 9), torch.randn(2, 3, 16), policy=GENERATES)
+    assert sorted(left) == [
+        "aten.reflection_pad1d.default",
+        "aten.reflection_pad1d_backward.default",
+    ]
+
+
+def _lost(x: torch.Tensor) -> torch.Tensor:
+    y = F.adaptive_max_pool2d(x, (4, 2)).flatten(1)
+    return F.cross_entropy(y, CLASSES[:2], ignore_index=5)
+
+
+@pytest.mark.parametrize("refused", ["forward", "backward"])
+def test_a_graph_that_is_torchs_meets_one_of_ours(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = dynamo.convert
+
+    def refuse(module: Any, *args: Any, **options: Any) -> Any:
+        is_backward = any("backward" in str(node.target) for node in module.graph.nodes)
+        if is_backward == (refused == "backward"):
+            raise cg.CannotImport("not this one")
+        return real(module, *args, **options)
+
+    monkeypatch.setattr(dynamo, "convert", refuse)
+    x = image(2, 3, 6, 5)
+    for mine, own in zip(trained(compiled(_lost), x), trained(_lost, x), strict=True):
+        torch.testing.assert_close(mine, own)
+
+
+def test_neither_counts_nor_places_are_saved() -> None:
+    x, saved = image(2, 3, 6, 5), list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        trained(compiled(_lost, policy=GENERATES), x)
+    assert left_to_torch() == []
+    places = [each for each in saved if each.dtype == torch.int64 and each.dim() == 4]
+    assert all(set(each.stride()) == {0} for each in places), "one element stands for all"
+
+
+def test_instances_with_weights_are_normalised_by_ours() -> None:
+    def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.instance_norm(x, weight=weight, bias=bias)
+
+    data = [torch.randn(shape).double() for shape in ((2, 4, 6, 5), (4,), (4,))]
+    assert alike(normalised, *data, policy=GENERATES) == []

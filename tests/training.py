@@ -1,0 +1,47 @@
+"""Training of a function by the backend of torch.compile, beside torch and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cudnngraph as cg
+from tests import numerics
+from tests.fused import compiled
+
+Function = Callable[..., torch.Tensor]
+
+
+def left_to_torch() -> list[str]:
+    """The ops that are torch's own in the graphs of this test."""
+    found = cg.reports()
+    assert found and not any(report.refused for report in found), list(map(str, found))
+    return [name for report in found for name, _ in report.opaque]
+
+
+def trained(call: Function, *data: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    """The result and the gradients of what floats, with random numbers of a seed."""
+    given = [x.detach().requires_grad_(x.is_floating_point()) for x in data]
+    torch.manual_seed(seed)
+    y = call(*given)
+    scale = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [x for x in given if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad((y * scale.to(y.dtype)).sum(), wanted)]
+
+
+def alike(
+    function: Function, *data: torch.Tensor, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[str]:
+    """Train a function by the backend, compare with float64, and return what is left to torch.
+
+    ``dtype`` is the coarsest that the function computes in.
+    """
+    found = trained(compiled(function, **options), *data)
+    own = trained(function, *data)
+    wide = [x.double() if x.is_floating_point() else x for x in data]
+    for mine, torchs, exact in zip(found, own, trained(function, *wide), strict=True):
+        assert mine.shape == torchs.shape and mine.dtype == torchs.dtype
+        numerics.check(mine, exact, dtype, torchs, terms=64)
+    return left_to_torch()
