@@ -16,6 +16,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend import libraries
+from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference, torch_steps
 from cudnngraph.explain.offline import _Walk
 from cudnngraph.ir.spec import GraphSpec
@@ -35,7 +36,7 @@ class Program(program.Program):
         super().__init__(spec, device, *rest)
         self.uses_cudnn = False
         free = self._layout.free
-        self._torch_runs = tuple(
+        self.torch_runs = tuple(
             None if number in free else self._simulated(step)
             for number, step in enumerate(self.steps)
         )
@@ -56,13 +57,20 @@ def _filled(size_bytes: int) -> torch.Tensor:
     return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, target: str = TARGET) -> None:
-    """From now on the CPU runs graphs as the GPU ``target`` would be asked to."""
-    driver = libraries.load_driver().usable
+def _refuse(part: GraphSpec) -> Any:
+    raise NotSupported(f"graph '{part.name}'", ["every op is a step"])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, target: str | None = TARGET) -> None:
+    """From now on the CPU runs graphs as the GPU ``target`` would be asked to; with None every op
+    is a step of its own, and the library is not needed."""
+    policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
+    build = _refuse
+    if target is not None:
+        build = _Walk(target, policy, libraries.load_driver().usable).build
 
     def chosen(spec: GraphSpec, why: str) -> Selection:
-        policy = cg.Policy(allow_tf32=False, tune="heuristic", verify="off")
-        made = heuristic.heuristic(spec, policy, _Walk(target, policy, driver).build)
+        made = heuristic.heuristic(spec, policy, build)
         return Selection(made.steps, (None,) * len(made.steps))
 
     monkeypatch.setattr(compiling, "reference_only", chosen)

@@ -1,4 +1,4 @@
-"""Device memory that outlasts the call that asks for it."""
+"""Device memory: what outlasts the call that asks for it, and copies of the same strides."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def outside_graph_pool(device: torch.device, make: Callable[[], T]) -> T:
     if failed:
         raise failed.pop()  # kept nowhere, for it keeps the callers' frames
     return made.pop()
+
+
+def strided_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides in memory of its own; torch's clone closes gaps."""
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor.detach()) if 0 not in tensor.stride() else _expanded_copy(tensor)
+
+
+def _expanded_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of an expanded tensor, expanded again: its repeated elements are stored once."""
+    core = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            core = core.narrow(dim, 0, 1)
+    return core.clone().as_strided(tensor.shape, tensor.stride())

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..backend import handles
+from ..device.allocation import strided_copy
 from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
-from ..runtime.executable import Executable, strided_copy
+from ..runtime.executable import Executable
 from .convert import Imported
 
 MAX_SHAPES = 8
@@ -117,6 +118,7 @@ class Direct:
         self.executable = executable
         self.compared = False  # with eager
         self._inputs: list[tuple[int, TensorSpec] | torch.Tensor] = []  # by place, or constants
+        self._behind = _read_behind(imported)
         if executable is None or imported.spec is None:
             return
         places = {name: at for at, name in enumerate(imported.inputs) if name is not None}
@@ -125,16 +127,22 @@ class Direct:
             held = imported.constants.get(name)
             self._inputs.append((places[name], tensor) if held is None else _aligned(held))
 
-    def run(self, tensors: Sequence[Any]) -> list[Any]:
-        """The results for ``tensors``, each a tensor of its own."""
+    def run(self, tensors: list[Any]) -> list[Any]:
+        """The results for ``tensors``, each a tensor of its own. The list is emptied, and each
+        tensor let go when it is read no more."""
         made: dict[str, torch.Tensor] = {}
         if self.executable is not None:
             given = [
                 each if isinstance(each, torch.Tensor) else _laid(tensors[each[0]], each[1])
                 for each in self._inputs
             ]
-            outputs = self.executable.outputs_for(given, checked=False)
+            kept = {at: tensors[at] for at in self._behind}
+            tensors.clear()
+            outputs = self.executable.stepwise(given)
             made = dict(zip(self.executable.spec.outputs, outputs, strict=True))
+        else:
+            kept = dict(enumerate(tensors))
+            tensors.clear()
         seen: set[str] = set()
 
         def output(name: str) -> torch.Tensor:
@@ -142,7 +150,20 @@ class Direct:
             seen.add(name)
             return made[name] if first else strided_copy(made[name])
 
-        return _assembled(self.imported, tensors, output, made)
+        return _assembled(self.imported, kept, output, made)
+
+
+def _read_behind(imported: Imported) -> frozenset[int]:
+    """The places of tensors that are read when the graph has run, or shown by a result."""
+    found: set[int] = set()
+    for result in imported.results:
+        if isinstance(result, str):
+            continue
+        kind, value = result
+        place = value[0] if kind in ("view", "count") else value
+        if kind != "value" and type(place) is int:
+            found.add(place)
+    return frozenset(found)
 
 
 def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
@@ -154,7 +175,7 @@ def _laid(tensor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
 
 def _assembled(
     imported: Imported,
-    tensors: Sequence[Any],
+    tensors: Mapping[int, Any] | Sequence[Any],
     output: Callable[[str], torch.Tensor],
     made: Mapping[str, torch.Tensor],
 ) -> list[Any]:
@@ -182,7 +203,9 @@ def _assembled(
     return results
 
 
-def _counted(imported: Imported, tensors: Sequence[Any]) -> dict[tuple[int, int], torch.Tensor]:
+def _counted(
+    imported: Imported, tensors: Mapping[int, Any] | Sequence[Any]
+) -> dict[tuple[int, int], torch.Tensor]:
     """Tensors of whole numbers with what is added to them, by place and number: one launch for all
     to which the same is added."""
     kinds = (each for each in imported.results if not isinstance(each, str))

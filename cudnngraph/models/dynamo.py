@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -83,13 +82,13 @@ def backend(
 
     def inference(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         places = _static_places(len(examples))
-        return _boxed(_Compiled(traced, places, given, _result_names(names), f"graph {number}"))
+        return _Compiled(traced, places, given, _result_names(names), f"graph {number}")
 
     forwards: list[_Compiled] = []
 
     def training(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         forwards.append(_Compiled(traced, (), given, _result_names(names), f"forward {number}"))
-        return _boxed(forwards[-1])
+        return forwards[-1]
 
     def backward(traced: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
         saved.pool_again(traced)
@@ -99,11 +98,9 @@ def backend(
             forward = forwards.pop()
             saved.compute_again(traced, forward.traced)
             forward.leave_out(saved.unread(traced))
-        return _boxed(
-            _Compiled(
-                traced, (), given, _gradient_names(names), f"backward {number}", gradients=True
-            )
-        )
+        saved.allow_again()
+        title = f"backward {number}"
+        return _Compiled(traced, (), given, _gradient_names(names), title, gradients=True)
 
     make: Any = aot_autograd
     with saved.backward_first(), saved.within(given.get("activation_memory_budget")):
@@ -177,17 +174,13 @@ def _static_places(count: int) -> tuple[int, ...]:
     return tuple(place for place in places if place < count)
 
 
-def _boxed(function: Callable[..., Any]) -> Any:
-    return import_module("functorch.compile").make_boxed_func(function)
-
-
 @dataclass(frozen=True)
 class _Made:
     """A graph for one form of its inputs: bound, its random inputs, as torch runs it, and the
     places of results that nothing reads."""
 
     bound: Direct
-    run: Callable[[Sequence[Any]], list[Any]]
+    run: Callable[[list[Any]], list[Any]]
     device: torch.device
     draws: Sequence[Draw]
     traced: torch.fx.GraphModule
@@ -196,7 +189,7 @@ class _Made:
 
 class _Compiled:
     """A graph of torch.compile, run as ours for each form of its inputs, as itself where it cannot
-    be."""
+    be. It is called with a list of these, which it empties."""
 
     def __init__(
         self,
@@ -208,6 +201,7 @@ class _Compiled:
         *,
         gradients: bool = False,
     ) -> None:
+        self._boxed_call = True  # as AOTAutograd asks, of the instance
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
         self._unread: tuple[int, ...] = ()  # results
@@ -265,7 +259,7 @@ class _Compiled:
         names = self._names(len(_results(traced)))
         return [at for at, name in enumerate(names) if name.startswith(_SAVED)]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, args: list[Any]) -> Any:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             self._notice_changes(args)
             form = tuple(map(_form_of, args))
@@ -281,14 +275,18 @@ class _Compiled:
                 self._forms[form] = found
             if found is None:
                 return self.traced(*args)
-            free = [arg for place, arg in enumerate(args) if place not in self._static]
-            tensors = [arg for arg in free if isinstance(arg, torch.Tensor)]
+            tensors = [
+                arg
+                for place, arg in enumerate(args)
+                if place not in self._static and isinstance(arg, torch.Tensor)
+            ]
             tensors += [draw.make() for draw in found.draws]
             if self._check and not found.bound.compared:
                 return tuple(self._compared(found, args, tensors))
+            args.clear()
             return tuple(found.run(tensors))
 
-    def _compared(self, made: _Made, args: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    def _compared(self, made: _Made, args: Sequence[Any], tensors: list[Any]) -> list[Any]:
         """The first results of a graph, compared with eager's."""
         bound = made.bound
         if not comparison.is_possible(each for each in args if isinstance(each, torch.Tensor)):

@@ -44,7 +44,7 @@ class Replayed:
         self._made: list[Any] = []
         self._given: list[Any] = []  # of what the last replay gave
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def run(self, tensors: list[torch.Tensor]) -> list[Any]:
         """The results for ``tensors``; see the class."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return self.bound.run(tensors)
@@ -90,7 +90,7 @@ class Replayed:
         ]
 
         def call() -> None:
-            self._made = self.bound.run(self._own)
+            self._made = self.bound.run(list(self._own))
 
         self._captured = CapturedCall(call, self._device, warm=False)
         self._own = [each if at in self._moves else None for at, each in enumerate(self._own)]

@@ -132,6 +132,17 @@ def _constant_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return found
 
 
+def allow_again() -> None:
+    """Let the backward that is being compiled run with ``retain_graph=True``.
+
+    AOTAutograd would refuse that for a backward that may write over what was saved. Ours does not.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata: Any = None if context is None else context.fw_metadata
+    if getattr(metadata, "bw_donated_idxs", None):
+        metadata.bw_donated_idxs = []
+
+
 def unread(module: torch.fx.GraphModule) -> frozenset[str]:
     """The names of the inputs that nothing reads."""
     nodes = module.graph.nodes

@@ -1,6 +1,8 @@
-"""Memory between the steps of a program: one block, used again and again.
+"""Memory between the steps of a program.
 
-Tensors that never live together share it; what is memory of another tensor (see
+:class:`Layout` plans one block, used again and again: tensors that never live together share it.
+:class:`Turns` plans memory of an allocator: each tensor is made before the step that writes it, and
+let go behind the last that reads it. What is memory of another tensor (see
 :mod:`~cudnngraph.partition.aliases`) takes none of its own.
 """
 
@@ -12,10 +14,11 @@ from types import MappingProxyType
 
 import torch
 
-from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, round_up
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec, round_up
 from .aliases import Location, Made, aliases
 from .analysis import compute_nodes
 
+Life = tuple[int, int]  # the first and the last step
 SUBALLOCATION_BYTES = 256  # tensors in a block begin at multiples, as those of torch's allocator
 
 
@@ -130,14 +133,54 @@ class Layout:
         return values
 
 
-Life = tuple[int, int]  # the first and the last step
+@dataclass(frozen=True)
+class Turns:
+    """Which tensors are made before each step, and which are let go: those read before it.
+
+    Workspace of a step is a tensor of bytes by the step's number. Outputs are never let go.
+    """
+
+    makes: tuple[tuple[TensorSpec | int, ...], ...]
+    drops: tuple[tuple[str | int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[StepMemory],
+        inputs: Collection[str],
+        outputs: Collection[str],
+        until: Mapping[int, int] = MappingProxyType({}),
+    ) -> Turns:
+        """Those of ``steps``, which may be running ``until`` a later one."""
+        known = aliases([step.made() for step in steps], {*inputs, *outputs})
+        inside = {each.form.name: str(each.root) for each in known.order}
+        lives = _lives(_read(steps, {*inputs, *outputs}, until, inputs), inside)
+        makes: list[list[TensorSpec | int]] = [[] for _ in steps]
+        drops: list[list[str | int]] = [[] for _ in range(len(steps) + 1)]
+        forms = {name: step.spec.tensors[name] for step in steps for name in step.spec.outputs}
+        for name, (first, last) in lives.items():
+            if name in inside:
+                continue
+            if name not in inputs:
+                makes[first].append(forms[name])
+            if name not in outputs:
+                drops[last + 1].append(name)
+        for number, step in enumerate(steps):
+            if step.workspace_bytes and number not in known.free:
+                makes[number].append(number)
+                drops[until.get(number, number) + 1].append(number)
+        return cls(tuple(map(tuple, makes)), tuple(map(tuple, drops)))
 
 
 def _read(
-    steps: Sequence[StepMemory], bound: Collection[str], until: Mapping[int, int]
+    steps: Sequence[StepMemory],
+    bound: Collection[str],
+    until: Mapping[int, int],
+    inputs: Collection[str] = (),
 ) -> dict[str, Life]:
-    """From the step that makes each tensor to the last one that reads it."""
-    lives: dict[str, Life] = {}
+    """From the step that makes each tensor to the last one that reads it; ``inputs`` are there
+    before the first."""
+    lives: dict[str, Life] = dict.fromkeys(inputs, (-1, -1))
     for number, step in enumerate(steps):
         stop = until.get(number, number)
         for name in step.spec.inputs:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch.autograd import forward_ad
 
+from ..device.allocation import strided_copy
 from ..errors import BindError, Problem
 from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
@@ -192,6 +193,11 @@ class Executable(Generic[R]):
             if outputs[output] is not tensors[at]:  # that was a copy at an aligned address
                 tensors[at].copy_(outputs[output])
         return outputs
+
+    def stepwise(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs in order for inputs in order, which are known to fit. ``tensors`` is emptied,
+        and each is let go behind the step that reads it last: :class:`~.stepwise.Stepwise`."""
+        return self._program.stepwise.run(tensors, self._order)
 
     def outputs_if_fit(self, tensors: Sequence[Any], over: Over = ()) -> list[torch.Tensor] | None:
         """:meth:`outputs_for` inputs in order; None if one is not exactly as declared."""
@@ -471,20 +477,3 @@ def _decided(decisions: Sequence[Decision]) -> Iterator[str]:
         yield f"{mark}: {decision.subject}:{took} {decision.reason}"
     for reason, count in alone.items():
         yield f"{count} more plans {reason}"
-
-
-def strided_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same strides in memory of its own; torch's clone closes gaps."""
-    copy = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copy.copy_(tensor.detach()) if 0 not in tensor.stride() else _expanded_copy(tensor)
-
-
-def _expanded_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of an expanded tensor, expanded again: its repeated elements are stored once."""
-    core = tensor.detach()
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            core = core.narrow(dim, 0, 1)
-    return core.clone().as_strided(tensor.shape, tensor.stride())

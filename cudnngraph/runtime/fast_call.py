@@ -18,7 +18,7 @@ import torch
 
 from ..backend import handles
 from ..backend.plan import Plan
-from ..ir.spec import ALIGNMENT_BYTES, GraphSpec
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec
 
 Call = Callable[[Sequence[Any]], "list[torch.Tensor] | None"]
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -124,20 +124,116 @@ def build_call(
             ]
     code.append(f"if stream != entry.stream: follow({index})")
     for number, (spec, plan, offset) in enumerate(steps.planned):
-        if plan.native is None:
+        pack = [steps.address(name) for name in (*spec.inputs, *spec.outputs)]
+        launched = _launched(number, plan, pack, f"base + {offset}", names)
+        if launched is None:
             return None
-        launch, place = plan.native
-        pack: list[str | int] = [steps.address(name) for name in (*spec.inputs, *spec.outputs)]
-        for position, past in plan.added:
-            pack.append(past if position is None else f"{pack[position]} + {past}")
-        pointers = array("Q", [each if isinstance(each, int) else 0 for each in pack])
-        names |= {f"p{number}": pointers, f"launch{number}": launch}
-        code += [f"p{number}[{at}] = {each}" for at, each in enumerate(pack) if type(each) is str]
-        address, count = pointers.buffer_info()
-        code.append(f"launch{number}({address}, {count}, base + {offset}, handle, {place})")
+        code += launched
     results = ", ".join(f"t{at}" for at in range(many, many + len(outputs)))
     made: Call = _function("tensors", [*code, f"return [{results}]"], names)
     return made
+
+
+def _launched(
+    number: int, plan: Plan, addresses: Sequence[str], scratch: str, names: dict[str, Any]
+) -> list[str] | None:
+    """The code that launches a plan, at addresses that are code; None where it cannot be."""
+    if plan.native is None:
+        return None
+    launch, place = plan.native
+    pack: list[str | int] = list(addresses)
+    for position, past in plan.added:
+        pack.append(past if position is None else f"{pack[position]} + {past}")
+    pointers = array("Q", [each if isinstance(each, int) else 0 for each in pack])
+    names |= {f"p{number}": pointers, f"launch{number}": launch}
+    code = [f"p{number}[{at}] = {each}" for at, each in enumerate(pack) if type(each) is str]
+    address, count = pointers.buffer_info()
+    return [*code, f"launch{number}({address}, {count}, {scratch}, handle, {place})"]
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """A tensor to allocate: its place, its form, and those that lie in it: bytes past its start."""
+
+    place: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    inside: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step of :func:`build_stepwise`: the places let go before it, what is allocated, the place
+    of its workspace, and for a torch step the tensors that lie in others (place, that one's,
+    elements past it, form). Tensors are by place: inputs, outputs, those between."""
+
+    drops: tuple[int, ...]
+    makes: tuple[Allocated, ...]
+    workspace: int | None
+    views: tuple[tuple[int, int, int, TensorSpec], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def build_stepwise(
+    turns: Sequence[tuple[Turn, Plan | None, Any]],
+    inside: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+    given: Sequence[int],
+    results: Sequence[int],
+    device: torch.device,
+) -> Call | None:
+    """Return a function of a list of inputs, which it empties, that returns the outputs.
+
+    ``turns`` has for each step what it needs, its plan, and for a torch step what runs it on lists
+    of inputs and outputs. ``inside`` are tensors that lie in inputs. The n-th of the list has the
+    place ``given[n]``, the n-th output ``results[n]``. The function returns None, without side
+    effects, where :func:`build_call`'s does. None where it cannot be generated.
+    """
+    index, empty = device.index, _fast_empty()
+    names: dict[str, Any] = {**_here(index), "empty": torch.empty_strided, "device": device}
+    form = "empty(size{0}, stride{0}, dtype=dtype{0}, device=device)"
+    if empty is not None:
+        names["empty"], form = empty, "empty(size{0}, stride{0}, dtype{0})"
+    together = " | ".join(f"a{at}" for at in given)
+    code = [
+        f"{', '.join(f't{at}' for at in given)}, = tensors",
+        *(f"a{at} = t{at}.data_ptr()" for at in given),
+        f"if ({together}) & {ALIGNMENT_BYTES - 1} or current() != {index} or capturing(): "
+        "return None",
+        "tensors.clear()",
+        f"if stream_of({index}) != entry.stream: follow({index})",
+        *(f"a{at} = a{root} + {past}" for root, lie in inside for at, past in lie),
+    ]
+    for number, (turn, plan, run) in enumerate(turns):
+        code += [f"t{at} = None" for at in turn.drops]
+        for made in turn.makes:
+            at = made.place
+            names |= {f"size{at}": made.size, f"stride{at}": made.stride, f"dtype{at}": made.dtype}
+            code += [f"t{at} = {form.format(at)}", f"a{at} = t{at}.data_ptr()"]
+            code += [f"a{other} = a{at} + {past}" for other, past in made.inside]
+        if plan is not None:
+            pack = [f"a{at}" for at in (*turn.inputs, *turn.outputs)]
+            scratch = "0" if turn.workspace is None else f"a{turn.workspace}"
+            launched = _launched(number, plan, pack, scratch, names)
+            if launched is None:
+                return None
+            code += launched
+            continue
+        shown = {}
+        for at, root, past, spec in turn.views:
+            names |= {f"shape{at}": spec.shape, f"lies{at}": spec.stride}
+            start = f"t{root}.storage_offset() + {past}"
+            shown[at] = f"t{root}.as_strided(shape{at}, lies{at}, {start})"
+        lists = [
+            ", ".join(shown.get(at, f"t{at}") for at in places)
+            for places in (turn.inputs, turn.outputs)
+        ]
+        names[f"run{number}"] = run
+        code.append(f"run{number}([{lists[0]}], [{lists[1]}])")
+    made_last = ", ".join(f"t{at}" for at in results)
+    made_call: Call = _function("tensors", [*code, f"return [{made_last}]"], names)
+    return made_call
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,14 @@ class Process:
         uses it again later in the same graph, and frees it with the graph. The plans are kept.
         """
         if torch.cuda.is_current_stream_capturing():
-            held = self.captured if self.recording.held is None else self.recording.held
-            held[id(plans)] = plans
+            self.hold(plans)
             return _allocate(device, stream, size_bytes) if size_bytes else None
         return self.workspace.get(device, stream, size_bytes) if size_bytes else None
+
+    def hold(self, plans: Any) -> None:
+        """Keep plans for the CUDA graph that is being captured on this thread."""
+        held = self.captured if self.recording.held is None else self.recording.held
+        held[id(plans)] = plans
 
     def after_fork(self) -> None:
         """In a child: drop the parent's plans and workspaces without destroying them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ from ..select.decision import Selection, StepPlan
 from . import fast_call, streams
 from .first_launch import FirstRun
 from .process import PROCESS
+from .stepwise import Stepwise
 
 Launch = Callable[[Any], None]
 
-# A step of a direct run: addresses and tensors by place, the scratch memory, the handle.
-_Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
+# A step of a direct run: addresses and tensors by place, its scratch memory, the handle.
+Runner = Callable[[Sequence[int], Sequence[Any], int, Any], None]
 
 
 class Program:
@@ -54,16 +55,18 @@ class Program:
         self._allow_tf32 = bool(policy.allow_tf32)
         self._threads = threading.local()
         self._threads.plans = selection.built
-        laid = [
+        self.laid = laid = [
             StepMemory(step.spec, step.choice is not None, step.workspace_bytes)
             for step in self.steps
         ]
-        self._until = streams.overlappable(laid) if device.type == "cuda" else {}
-        self._sides = streams.streams(device) if self._until else []
-        self._layout = Layout(laid, {*spec.inputs, *spec.outputs}, self._until)
+        self.until = streams.overlappable(laid) if device.type == "cuda" else {}
+        self.sides = streams.streams(device) if self.until else []
+        self._layout = Layout(laid, {*spec.inputs, *spec.outputs}, self.until)
         self.scratch_bytes = self._layout.size_bytes
         free = self._layout.free
-        self._torch_runs = tuple(
+        self.running = [number for number in range(len(laid)) if number not in free]
+        self._offsets = [self._layout.scratch[number] for number in self.running]
+        self.torch_runs = tuple(
             None if step.choice is not None or number in free else self._torch_run(step)
             for number, step in enumerate(self.steps)
         )
@@ -71,15 +74,20 @@ class Program:
 
     def direct_steps(self, order: Sequence[int] | None) -> fast_call.Steps | None:
         """Return the steps for :func:`fast_call.build_call`, or None if one is torch's."""
-        if any(run is not None for run in self._torch_runs):
+        if any(run is not None for run in self.torch_runs):
             return None
-        steps = zip(self.steps, self._plans(), self._layout.scratch, strict=True)
+        steps = zip(self.steps, self.plans(), self._layout.scratch, strict=True)
         planned = [(step.spec, plan, offset) for step, plan, offset in steps if plan is not None]
-        return fast_call.Steps(self._places, self._behind, order, planned, self.scratch_bytes)
+        return fast_call.Steps(self.places, self.behind, order, planned, self.scratch_bytes)
+
+    @cached_property
+    def stepwise(self) -> Stepwise:
+        """Runs in memory that is allocated step by step."""
+        return Stepwise(self)
 
     def _number_places(self) -> None:
         """Give every tensor a place for direct runs: inputs, outputs, and the layout's."""
-        places = self._places = {
+        places = self.places = {
             name: at for at, name in enumerate((*self.spec.inputs, *self.spec.outputs))
         }
         behind: list[tuple[int, int]] = []  # (place or -1 for the scratch memory, bytes past it)
@@ -89,9 +97,9 @@ class Program:
             shows[len(places)] = (root, each.past, each.form)
             places[each.form.name] = len(places)
             behind.append((root, each.past * each.form.dtype.itemsize))
-        self._behind = tuple(behind)
+        self.behind = tuple(behind)
         needed: set[int] = set()  # by torch steps, which take tensors; a plan takes addresses
-        for number, run in enumerate(self._torch_runs):
+        for number, run in enumerate(self.torch_runs):
             spec = self.steps[number].spec
             wanted = [places[name] for name in (*spec.inputs, *spec.outputs)] if run else []
             while wanted:
@@ -131,9 +139,10 @@ class Program:
     @property
     def runs_here(self) -> bool:
         """Whether it has run on this thread."""
-        return getattr(self._threads, "runners", None) is not None
+        return self._first is None and getattr(self._threads, "runners", None) is not None
 
-    def _plans(self) -> Sequence[Plan | None]:
+    def plans(self) -> Sequence[Plan | None]:
+        """The plans of the steps, for this thread."""
         plans: Sequence[Plan | None] | None = getattr(self._threads, "plans", None)
         if plans is None:
             index = self.device.index
@@ -152,7 +161,7 @@ class Program:
 
     def launches(self, tensors: Mapping[str, torch.Tensor], stream: int) -> list[Launch]:
         """The launches, in order, on ``tensors`` (inputs and outputs); each takes the handle."""
-        block, plans = None, self._plans()
+        block, plans = None, self.plans()
         if self.scratch_bytes or self.device.type == "cuda":
             block = PROCESS.scratch(self.device.index, stream, self.scratch_bytes, plans)
         values = self._layout.tensors(block, tensors)
@@ -172,7 +181,7 @@ class Program:
         scratch: int,
         block: torch.Tensor | None,
     ) -> Launch:
-        step, run = self.steps[number], self._torch_runs[number]
+        step, run = self.steps[number], self.torch_runs[number]
         inputs = [values[name] for name in step.spec.inputs]
         outputs = [values[name] for name in step.spec.outputs]
         if plan is None:
@@ -182,68 +191,58 @@ class Program:
         pointers = plan.pointers([tensor.data_ptr() for tensor in (*inputs, *outputs)])
         return fast_call.PlanLaunch(plan, pointers, scratch, block)
 
-    def _runners(self) -> Sequence[_Runner]:
-        """The steps of a direct run, for this thread."""
-        runners: Sequence[_Runner] | None = getattr(self._threads, "runners", None)
+    def runners(self) -> Sequence[Runner]:
+        """What runs the steps that run anything, for this thread."""
+        runners: Sequence[Runner] | None = getattr(self._threads, "runners", None)
         if runners is None:
-            steps = zip(
-                self.steps, self._plans(), self._torch_runs, self._layout.scratch, strict=True
-            )
-            runners = tuple(
-                self._runner(step.spec, plan, run, offset)
-                for step, plan, run, offset in steps
+            steps = zip(self.steps, self.plans(), self.torch_runs, strict=True)
+            runners = self._threads.runners = tuple(
+                self._runner(step.spec, plan, run)
+                for step, plan, run in steps
                 if plan is not None or run is not None
             )
-            if self._first is None:
-                self._threads.runners = runners
-            elif not torch.cuda.is_current_stream_capturing():
-                return (partial(self._run_first, runners),)
         return runners
 
-    def _run_first(
-        self, runners: Sequence[_Runner], addresses: Any, values: Any, base: int, handle: Any
-    ) -> None:
-        """All steps of a direct run, the first."""
-        calls = [partial(run, addresses, values, base, handle) for run in runners]
-        if not self.ran_first(calls):  # another thread was done before
-            for call in calls:
-                call()
-        self._threads.runners = runners
+    def runs(self) -> list[tuple[Plan | None, Callable[[Any, Any], None] | None]]:
+        """The plan of each step that runs anything, for this thread, or what runs it by torch on
+        lists of inputs and outputs."""
+        kind = self.device.type
+        steps = zip(self.plans(), self.torch_runs, strict=True)
+        return [
+            (plan, None if run is None else partial(_shielded, kind, run))
+            for plan, run in steps
+            if plan is not None or run is not None
+        ]
 
     def ran_first(self, calls: Sequence[Callable[[], None]]) -> bool:
         """Call what runs the steps, those that run anything, if that is to be watched."""
         first = self._first
         if first is None:
             return False
-        first.run(zip(self._running(), calls, strict=True))
+        first.run(zip(self.running, calls, strict=True))
         self._first = None
         return True
-
-    def _running(self) -> list[int]:
-        """The numbers of the steps that run anything."""
-        return [number for number in range(len(self.steps)) if number not in self._layout.free]
 
     def _runner(
         self,
         spec: GraphSpec,
         plan: Plan | None,
         torch_run: Callable[[Any, Any], None] | None,
-        offset: int,
-    ) -> _Runner:
+    ) -> Runner:
         inputs, outputs = (
-            tuple(self._places[name] for name in names) for names in (spec.inputs, spec.outputs)
+            tuple(self.places[name] for name in names) for names in (spec.inputs, spec.outputs)
         )
         if plan is not None:
             start = plan.launcher(inputs + outputs)
 
-            def launch(addresses: Any, values: Any, base: int, handle: Any) -> None:
-                start(addresses, base + offset, handle)
+            def launch(addresses: Any, values: Any, scratch: int, handle: Any) -> None:
+                start(addresses, scratch, handle)
 
             return launch
         assert torch_run is not None
         kind = self.device.type
 
-        def run(addresses: Any, values: Any, base: int, handle: Any) -> None:
+        def run(addresses: Any, values: Any, scratch: int, handle: Any) -> None:
             _shielded(
                 kind, torch_run, [values[at] for at in inputs], [values[at] for at in outputs]
             )
@@ -265,7 +264,7 @@ class Program:
 
     def _run_here(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         index = self.device.index
-        block = PROCESS.scratch(index, handles.raw_stream(index), self.scratch_bytes, self._plans())
+        block = PROCESS.scratch(index, handles.raw_stream(index), self.scratch_bytes, self.plans())
         handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
         self._steps_on(tensors, addresses, block, handle)
 
@@ -280,11 +279,11 @@ class Program:
         if self.uses_cudnn and block is not None:
             base = block.data_ptr()
         if addresses:
-            for root, past in self._behind:
+            for root, past in self.behind:
                 addresses.append(past + (base if root < 0 else addresses[root]))
         values: Sequence[Any] = tensors
         if self._shown:
-            values = [*tensors, *[None] * len(self._behind)]
+            values = [*tensors, *[None] * len(self.behind)]
             for at, root, offset, form in self._shown:
                 if root < 0:
                     assert block is not None
@@ -293,22 +292,31 @@ class Program:
                     source = values[root]
                     offset += source.storage_offset()
                 values[at] = source.as_strided(form.shape, form.stride, offset)
-        if self._until and torch.cuda.is_current_stream_capturing():
-            self.play([partial(run, addresses, values, base) for run in self._runners()])
+        runs = zip(self.runners(), self._offsets, strict=True)
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing and self.until:
+            self.play([partial(run, addresses, values, base + offset) for run, offset in runs])
             return
-        for run in self._runners():
-            run(addresses, values, base, handle)
+        if self._first is not None and not capturing:
+            calls = [partial(run, addresses, values, base + at, handle) for run, at in runs]
+            if self.ran_first(calls):
+                return
+            for call in calls:  # another thread was done before
+                call()
+            return
+        for run, offset in runs:
+            run(addresses, values, base + offset, handle)
 
     def play(self, calls: Sequence[Launch]) -> None:
         """Call what runs the steps, those that run anything, during a capture."""
         index = self.device.index
-        if not self._until:
+        if not self.until:
             handle = handles.handle_on_current_stream(index) if self.uses_cudnn else None
             for call in calls:
                 call(handle)
             return
-        by_number = dict(zip(self._running(), calls, strict=True))
-        streams.run(by_number, self._until, self._sides, index)
+        by_number = dict(zip(self.running, calls, strict=True))
+        streams.run(by_number, self.until, self.sides, index)
 
 
 def _shielded(kind: str, run: Callable[[Any, Any], None], inputs: Any, outputs: Any) -> None:

@@ -50,10 +50,14 @@ def run(
     until: Mapping[int, int],
     sides: Sequence[torch.cuda.Stream],
     index: int,
+    prepare: Callable[[int], None] | None = None,
 ) -> None:
     """Call steps, by number and in order, with this thread's handle, which is on the stream that
     they are to run on: the current one, or for those in ``until`` a side stream, which the current
-    one waits for behind the step that ``until`` says. To be called during a capture."""
+    one waits for behind the step that ``until`` says. To be called during a capture.
+
+    ``prepare(number)`` comes before each, on the current stream, which has waited by then.
+    """
     main = torch.cuda.current_stream(index)
     free, away = list(sides), dict[int, torch.cuda.Stream]()
 
@@ -64,6 +68,8 @@ def run(
 
     for number, call in calls.items():
         join(number)
+        if prepare is not None:
+            prepare(number)
         if number not in until:
             call(handles.handle_on_current_stream(index))
             continue
@@ -71,5 +77,5 @@ def run(
         side.wait_stream(main)
         with torch.cuda.stream(side):
             call(handles.handle_on_current_stream(index))
-    join(1 + max(until.values()))
+    join(1 + max(until.values(), default=0))
     handles.handle_on_current_stream(index)

@@ -419,13 +419,13 @@ def test_a_step_reads_the_callers_tensors_and_holds_no_copies(
     from cudnngraph.runtime.executable import Executable
 
     read: set[int] = set()
-    run = Executable.outputs_for
+    run = Executable.stepwise
 
-    def noted(self: Executable, tensors: Any, **options: Any) -> Any:
+    def noted(self: Executable, tensors: Any) -> Any:
         read.update(each.data_ptr() for each in tensors)
-        return run(self, tensors, **options)
+        return run(self, tensors)
 
-    monkeypatch.setattr(Executable, "outputs_for", noted)
+    monkeypatch.setattr(Executable, "stepwise", noted)
     torch._dynamo.reset()
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
     compiled = torch.compile(model, backend="cudnngraph")

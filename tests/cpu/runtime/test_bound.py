@@ -394,7 +394,7 @@ def test_a_capture_keeps_the_plans_and_takes_memory_of_its_own(
         def play(self, calls: list[Callable[[Any], None]]) -> None:
             assert capturing
 
-        def _plans(self) -> Any:
+        def plans(self) -> Any:
             return plans
 
         def _steps_on(self, tensors: object, starts: object, block: Any, handle: Any) -> None:

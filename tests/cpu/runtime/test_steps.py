@@ -469,16 +469,16 @@ def test_a_short_call_launches_what_a_bound_one_does(
     assert len(seen) == 4 and not gpu.followed
     short = list(seen)
     seen.clear()
-    for step, plan in zip(program.steps, program._plans(), strict=True):
+    for step, plan in zip(program.steps, program.plans(), strict=True):
         assert plan is not None
         seen.append((step.choice, step.spec))
     addresses, base = list(starts), slots[None, 5].block.data_ptr()
-    for root, past in program._behind:
+    for root, past in program.behind:
         addresses.append(past + (base if root < 0 else addresses[root]))
     for (choice, pointers, _), (other, spec) in zip(short, seen, strict=True):
         names = (*spec.inputs, *spec.outputs)
         assert choice == other
-        assert pointers == tuple(addresses[program._places[name]] for name in names)
+        assert pointers == tuple(addresses[program.places[name]] for name in names)
 
 
 def test_a_short_call_hands_constants_and_shifted_addresses_on(
