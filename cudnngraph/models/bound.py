@@ -14,6 +14,7 @@ from ..ir.spec import ALIGNMENT_BYTES, TensorSpec, is_dense
 from ..runtime.bound import CapturedCall
 from ..runtime.executable import Executable
 from .convert import Imported
+from .written import write
 
 MAX_SHAPES = 8
 
@@ -111,11 +112,17 @@ class Bound:
 
 
 class Direct:
-    """A graph that reads the caller's tensors and writes new ones: it holds constants alone."""
+    """A graph that reads the caller's tensors and writes new ones: it holds constants alone.
 
-    def __init__(self, imported: Imported, executable: Executable | None) -> None:
+    Its first results are new values of the tensors at the places ``written``.
+    """
+
+    def __init__(
+        self, imported: Imported, executable: Executable | None, written: Sequence[int] = ()
+    ) -> None:
         self.imported = imported
         self.executable = executable
+        self.written = tuple(written)
         self.compared = False  # with eager
         self._inputs: list[tuple[int, TensorSpec] | torch.Tensor] = []  # by place, or constants
         self._behind = _read_behind(imported)
@@ -128,7 +135,18 @@ class Direct:
             self._inputs.append((places[name], tensor) if held is None else _aligned(held))
 
     def run(self, tensors: list[Any]) -> list[Any]:
-        """The results for ``tensors``, each a tensor of its own. The list is emptied, and each
+        """Write what is written, and return the other results; see :meth:`results`."""
+        targets = [tensors[at] for at in self.written]
+        results = self.results(tensors)
+        return self.write(targets, results)
+
+    def write(self, targets: Sequence[torch.Tensor], results: list[Any]) -> list[Any]:
+        """Write the first results into tensors, and return the others."""
+        write(targets, results[: len(targets)])
+        return results[len(targets) :]
+
+    def results(self, tensors: list[Any]) -> list[Any]:
+        """All results for ``tensors``, each a tensor of its own. The list is emptied, and each
         tensor let go when it is read no more."""
         made: dict[str, torch.Tensor] = {}
         if self.executable is not None:

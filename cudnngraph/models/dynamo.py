@@ -21,7 +21,7 @@ from ..arguments import shown
 from ..errors import CannotImport, GraphError, PolicyError
 from ..runtime import comparison, custom_ops
 from ..runtime.compile import compile, generates
-from . import again, report, saved, whole
+from . import again, report, saved, whole, written
 from .bound import MAX_SHAPES, Direct
 from .convert import convert
 from .draws import Draw, take_out
@@ -109,12 +109,14 @@ def backend(
             bw_compiler=backward,
             inference_compiler=inference,
             partition_fn=saved.fewest_bytes(),
+            keep_inference_input_mutations=True,
         )(module, example_inputs)
     return made
 
 
 _SAVED = "tensor"  # what the name of a result begins with that is saved
-Names = Callable[[int], "list[str]"]  # what each of so many results of a graph is
+#: What each of so many results of a graph is, of which the first are new values of these inputs.
+Names = Callable[[int, Sequence[int]], "list[str]"]
 
 
 def _input_names(module: torch.fx.GraphModule) -> list[str]:
@@ -142,14 +144,15 @@ def _result_names(inputs: Sequence[str]) -> Names:
     tokens = len(getattr(metadata, "tokens", ()))
     many = getattr(metadata, "num_outputs", None)
 
-    def names(count: int) -> list[str]:
+    def new(at: int) -> str:
+        return f"the new '{inputs[at]}'" if at < len(inputs) else f"the new input {at}"
+
+    def names(count: int, written: Sequence[int]) -> list[str]:
+        made = [new(at) for at in written]
         if many is None:
-            return [f"result {at}" for at in range(count)]
-        made = [f"token {at}" for at in range(tokens)]
-        made += [
-            f"the new '{inputs[at]}'" if at < len(inputs) else f"the new input {at}"
-            for at in changed
-        ]
+            return made + [f"result {at}" for at in range(count - len(made))]
+        made += [f"token {at}" for at in range(tokens)]
+        made += [new(at) for at in changed]
         made += [f"result {at}" for at in range(many)]
         made += [f"{_SAVED} {at} for the gradient" for at in range(count - len(made))]
         return made[:count]
@@ -158,7 +161,7 @@ def _result_names(inputs: Sequence[str]) -> Names:
 
 
 def _gradient_names(inputs: Sequence[str]) -> Names:
-    def names(count: int) -> list[str]:
+    def names(count: int, written: Sequence[int]) -> list[str]:
         if count != len(inputs):  # views of one tensor that is written count as one
             return [f"the gradient of input {at}" for at in range(count)]
         return [f"the gradient of '{name}'" for name in inputs]
@@ -202,11 +205,12 @@ class _Compiled:
         gradients: bool = False,
     ) -> None:
         self._boxed_call = True  # as AOTAutograd asks, of the instance
+        self._written = written.take_out(traced)
         self.traced, self._title = traced, title
         self._names, self._gradients = names, gradients
         self._unread: tuple[int, ...] = ()  # results
         self._check = bool(options["check"])
-        self._static = tuple(static)
+        self._static = tuple(place for place in static if place not in self._written)
         self._last = bool(options.get("channels_last", False))
         self._policy = options.get("policy")
         self._replays = options.get("mode") == "reduce-overhead"
@@ -242,21 +246,24 @@ class _Compiled:
         """Make no results that the backward's inputs of these names would be and that it does not
         read."""
         results = _results(self.traced)
-        user = len(results) - sum(name.startswith(_SAVED) for name in self._names(len(results)))
+        user = len(results) - sum(name.startswith(_SAVED) for name in self._named(len(results)))
         self._unread = tuple(
             at
             for at, each in enumerate(results)
             if at >= user and getattr(each, "name", None) in unread
         )
 
+    def _named(self, count: int) -> list[str]:
+        return self._names(count, self._written)
+
     def _returned(self, traced: torch.fx.GraphModule) -> list[int]:
-        """The places of results that the user gets."""
-        names = self._names(len(_results(traced)))
+        """The places of results that the user gets, behind those that are written."""
+        names = self._named(len(_results(traced)))[len(self._written) :]
         return [at for at, name in enumerate(names) if name.startswith("result")]
 
     def _saved(self, traced: torch.fx.GraphModule) -> list[int]:
         """The places of results that the backward alone reads."""
-        names = self._names(len(_results(traced)))
+        names = self._named(len(_results(traced)))
         return [at for at, name in enumerate(names) if name.startswith(_SAVED)]
 
     def __call__(self, args: list[Any]) -> Any:
@@ -274,7 +281,9 @@ class _Compiled:
                     self._left_to_torch(args, f"over {self._max_shapes} shapes")
                 self._forms[form] = found
             if found is None:
-                return self.traced(*args)
+                results = self.traced(*args)
+                written.write([args[at] for at in self._written], results[: len(self._written)])
+                return results[len(self._written) :]
             tensors = [
                 arg
                 for place, arg in enumerate(args)
@@ -291,18 +300,19 @@ class _Compiled:
         bound = made.bound
         if not comparison.is_possible(each for each in args if isinstance(each, torch.Tensor)):
             return bound.run(tensors)  # the next call is compared
+        targets = [tensors[at] for at in bound.written]
         subject = "torch.compile"
         run = comparison.fx_run(made.traced, custom_ops.by_reference)
         drawn = tensors[len(tensors) - len(made.draws) :]
         eager = comparison.expected(subject, run, [*args, *drawn])
-        results = bound.run(tensors)
+        results = bound.results(tensors)
         if eager is not None:
             executable = bound.executable
             steps = () if executable is None else executable.steps
             tf32 = executable is not None and executable.in_tf32
             found = eager.check(
                 subject,
-                self._names(len(results)),
+                self._named(len(results)),
                 [None if at in made.left_out else each for at, each in enumerate(results)],
                 floor=comparison.coarsest((step.spec for step in steps), tf32=tf32),
                 gradients=self._gradients,
@@ -311,7 +321,7 @@ class _Compiled:
                 "%s: %d floating results are as near to float64 as eager", subject, len(found)
             )
         bound.compared = True
-        return results
+        return bound.write(targets, results)
 
     def _notice_changes(self, args: Sequence[Any]) -> None:
         """Bind the weights anew that were written or exchanged since the last call."""
@@ -362,7 +372,8 @@ class _Compiled:
             executable = None
             if imported.spec is not None:
                 executable = compile(imported.spec, device, policy=self._policy)
-            bound = Direct(imported, executable)
+            places = [tensors.index(names[at]) for at in self._written]
+            bound = Direct(imported, executable, places)
             run = (
                 Replayed(bound, device, self._returned(traced)).run if self._replays else bound.run
             )

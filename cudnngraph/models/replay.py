@@ -30,7 +30,7 @@ class Replayed:
 
     Inputs that lie where they lay at the call before, such as parameters, are read there; others
     are copied into tensors of the graph's. ``copied`` has the places of the results that are copied
-    out.
+    out. Where an input that the graph writes lies elsewhere, it runs as it is.
     """
 
     def __init__(self, bound: Direct, device: torch.device, copied: Collection[int]) -> None:
@@ -55,7 +55,10 @@ class Replayed:
         with torch.cuda.device(self._device):
             if not all(each.expired() for each in self._given):
                 return self.bound.run(tensors)
-            if self._note(tensors) or self._captured is None:
+            anew = self._note(tensors)
+            if not self._moves.isdisjoint(self.bound.written):
+                return self.bound.run(tensors)
+            if anew or self._captured is None:
                 self._capture(tensors)
             if self._captured is None:
                 return self.bound.run(tensors)
@@ -98,9 +101,8 @@ class Replayed:
     def _results(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         found: list[Any] = []
         self._given = []
-        for at, (kind, made) in enumerate(
-            zip(self.bound.imported.results, self._made, strict=True)
-        ):
+        kinds = self.bound.imported.results[len(self.bound.written) :]
+        for at, (kind, made) in enumerate(zip(kinds, self._made, strict=True)):
             if not isinstance(kind, str) and kind[0] in ("input", "value"):
                 found.append(tensors[kind[1]] if kind[0] == "input" else made)
             elif not isinstance(kind, str) and kind[0] == "view" and isinstance(kind[1][0], int):

@@ -137,11 +137,15 @@ class Layout:
 class Turns:
     """Which tensors are made before each step, and which are let go: those read before it.
 
-    Workspace of a step is a tensor of bytes by the step's number. Outputs are never let go.
+    Workspace of a step is a tensor of bytes by the step's number. Outputs are never let go. What is
+    small is in one block of ``block_bytes``, for the whole run, at ``offsets``: an allocation takes
+    the host as long as a launch.
     """
 
     makes: tuple[tuple[TensorSpec | int, ...], ...]
     drops: tuple[tuple[str | int, ...], ...]
+    offsets: Mapping[str | int, int]
+    block_bytes: int
 
     @classmethod
     def of(
@@ -155,21 +159,47 @@ class Turns:
         known = aliases([step.made() for step in steps], {*inputs, *outputs})
         inside = {each.form.name: str(each.root) for each in known.order}
         lives = _lives(_read(steps, {*inputs, *outputs}, until, inputs), inside)
-        makes: list[list[TensorSpec | int]] = [[] for _ in steps]
-        drops: list[list[str | int]] = [[] for _ in range(len(steps) + 1)]
         forms = {name: step.spec.tensors[name] for step in steps for name in step.spec.outputs}
-        for name, (first, last) in lives.items():
-            if name in inside:
-                continue
-            if name not in inputs:
-                makes[first].append(forms[name])
-            if name not in outputs:
-                drops[last + 1].append(name)
+        made: dict[str | int, Lifetime] = {
+            name: Lifetime(forms[name].extent * forms[name].dtype.itemsize, *life)
+            for name, life in lives.items()
+            if name not in inside and name not in inputs
+        }
         for number, step in enumerate(steps):
             if step.workspace_bytes and number not in known.free:
-                makes[number].append(number)
-                drops[until.get(number, number) + 1].append(number)
-        return cls(tuple(map(tuple, makes)), tuple(map(tuple, drops)))
+                last = until.get(number, number)
+                made[number] = Lifetime(step.workspace_bytes, number, last)
+        offsets, block_bytes = _in_one_block(made, outputs)
+        makes: list[list[TensorSpec | int]] = [[] for _ in steps]
+        drops: list[list[str | int]] = [[] for _ in range(len(steps) + 1)]
+        for name in inputs:
+            drops[lives[name][1] + 1].append(name)
+        for each, life in made.items():
+            if each not in offsets:
+                makes[life.first].append(each if isinstance(each, int) else forms[each])
+                if each not in outputs:
+                    drops[life.last + 1].append(each)
+        return cls(tuple(map(tuple, makes)), tuple(map(tuple, drops)), offsets, block_bytes)
+
+
+SMALL_PART = 32  # what together is less than such a part of all tensors is small
+
+
+def _in_one_block(
+    made: Mapping[str | int, Lifetime], outputs: Collection[str]
+) -> tuple[dict[str | int, int], int]:
+    """The offsets of the smallest tensors that are no outputs in a block, and its bytes."""
+    left = sum(life.size_bytes for life in made.values()) // SMALL_PART
+    small: list[str | int] = []
+    for each in sorted(made, key=lambda each: made[each].size_bytes):
+        if each in outputs:
+            continue
+        left -= made[each].size_bytes
+        if left < 0:
+            break
+        small.append(each)
+    offsets, total = assign_offsets([made[each] for each in small])
+    return dict(zip(small, offsets, strict=True)), round_up(total, ALIGNMENT_BYTES)
 
 
 def _read(

@@ -181,14 +181,16 @@ def build_stepwise(
     inside: Sequence[tuple[int, Sequence[tuple[int, int]]]],
     given: Sequence[int],
     results: Sequence[int],
+    block: int,
     device: torch.device,
 ) -> Call | None:
     """Return a function of a list of inputs, which it empties, that returns the outputs.
 
     ``turns`` has for each step what it needs, its plan, and for a torch step what runs it on lists
     of inputs and outputs. ``inside`` are tensors that lie in inputs. The n-th of the list has the
-    place ``given[n]``, the n-th output ``results[n]``. The function returns None, without side
-    effects, where :func:`build_call`'s does. None where it cannot be generated.
+    place ``given[n]``, the n-th output ``results[n]``; ``block`` is that of a tensor of bytes. The
+    function returns None, without side effects, where :func:`build_call`'s does. None where it
+    cannot be generated.
     """
     index, empty = device.index, _fast_empty()
     names: dict[str, Any] = {**_here(index), "empty": torch.empty_strided, "device": device}
@@ -222,9 +224,10 @@ def build_stepwise(
             continue
         shown = {}
         for at, root, past, spec in turn.views:
-            names |= {f"shape{at}": spec.shape, f"lies{at}": spec.stride}
-            start = f"t{root}.storage_offset() + {past}"
-            shown[at] = f"t{root}.as_strided(shape{at}, lies{at}, {start})"
+            names |= {f"shape{at}": spec.shape, f"lies{at}": spec.stride, f"kind{at}": spec.dtype}
+            start = str(past) if root == block else f"t{root}.storage_offset() + {past}"
+            whole = f"t{root}.view(kind{at})" if root == block else f"t{root}"
+            shown[at] = f"{whole}.as_strided(shape{at}, lies{at}, {start})"
         lists = [
             ", ".join(shown.get(at, f"t{at}") for at in places)
             for places in (turn.inputs, turn.outputs)

@@ -37,11 +37,13 @@ class Stepwise:
         turns = Turns.of(program.laid, spec.inputs, spec.outputs, program.until)
         places: dict[str | int, int] = {}
         places.update(program.places)
-        for makes in turns.makes:
-            places |= {each: len(places) for each in makes if isinstance(each, int)}
-        self._count, self._inputs = len(places), len(spec.inputs)
+        for number, step in enumerate(program.laid):
+            if step.workspace_bytes:
+                places[number] = len(places)
+        self._block = len(places)
+        self._count, self._inputs = len(places) + 1, len(spec.inputs)
         self._outputs = slice(self._inputs, self._inputs + len(spec.outputs))
-        lies = self._lies()
+        lies = self._lies({places[each]: offset for each, offset in turns.offsets.items()})
         inside: dict[int, list[tuple[int, int]]] = {}
         for at, (root, past) in lies.items():
             inside.setdefault(root, []).append((at, past))
@@ -57,6 +59,10 @@ class Stepwise:
         self._inside = [(at, tuple(inside[at])) for at in range(self._inputs) if at in inside]
         drops: list[int] = []
         pending: list[Allocated] = []
+        if turns.block_bytes:
+            lie = tuple(inside.get(self._block, ()))
+            block = Allocated(self._block, (turns.block_bytes,), (1,), torch.uint8, lie)
+            pending.append(block)
         running = set(program.running)
         for number, step in enumerate(program.laid):
             drops += [places[each] for each in turns.drops[number]]
@@ -74,11 +80,12 @@ class Stepwise:
             drops, pending = [], []
         self._last = tuple(pending)  # of steps that run nothing
 
-    def _lies(self) -> dict[int, tuple[int, int]]:
-        """The places of tensors that lie in another: its place, and the bytes past its start."""
+    def _lies(self, offsets: dict[int, int]) -> dict[int, tuple[int, int]]:
+        """The places of tensors that lie in another: its place, and the bytes past its start.
+        Those at ``offsets`` lie in the block."""
         program = self._program
         bound = len(program.places) - len(program.behind)
-        found: dict[int, tuple[int, int]] = {}
+        found = {at: (self._block, offset) for at, offset in offsets.items()}
         for at, (root, past) in enumerate(program.behind, bound):
             if root >= 0:
                 whole, more = found.get(root, (root, 0))
@@ -142,6 +149,7 @@ class Stepwise:
                 self._inside,
                 places[: self._inputs],
                 places[self._inputs :],
+                self._block,
                 program.device,
             )
         return made[key]
@@ -226,6 +234,8 @@ class Stepwise:
     ) -> None:
         for at, root, past, form in step.views:
             source = values[root]
+            if root == self._block:
+                source = source.view(form.dtype)
             values[at] = source.as_strided(form.shape, form.stride, source.storage_offset() + past)
         scratch = 0 if step.workspace is None else addresses[step.workspace]
         run(addresses, values, scratch, handle)

@@ -19,6 +19,7 @@ import cudnngraph as cg
 from cudnngraph.models import dynamo, report, retrace
 from cudnngraph.models.convert import convert
 from cudnngraph.runtime import checks
+from tests import numerics
 from tests.fused import compiled
 from tests.models import Of, image
 from tests.training import Function, alike, left_to_torch, trained
@@ -165,6 +166,56 @@ def test_batches_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> N
     assert launched == [3, 3]
     assert [int(norm.num_batches_tracked) for norm in norms] == [2, 2, 2]
     assert left_to_torch() == []
+
+
+def test_what_a_model_writes_is_written_in_one_launch_for_each_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Running statistics, counts of batches, and an argument that the model adds to."""
+    launched: list[int] = []
+    real = torch._foreach_copy_
+
+    def copy(targets: Any, values: Any) -> None:
+        launched.append(len(targets))
+        real(targets, values)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+            total.add_(x.sum(0))
+            return torch.cat([norm(x) for norm in self.norms])
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    model, own = Model(), Model()
+    run = compiled(model)
+    found, wanted = torch.zeros(4), torch.zeros(4)
+    for step in range(3):
+        x = image(5, 4) + step
+        run(x, found).sum().backward()
+        own(x, wanted).sum().backward()
+    assert sorted(launched) == [3] * 3 + [7] * 3, "of int64, of float32"
+    numerics.check(found, wanted.double(), torch.float32, terms=64)
+    for mine, torchs in zip(model.buffers(), own.buffers(), strict=True):
+        assert mine._version >= 3
+        numerics.check(mine, torchs.double(), torch.float32, terms=64)
+
+
+def test_a_graph_that_torch_runs_writes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise cg.CannotImport("not this one")
+
+    monkeypatch.setattr(dynamo, "convert", refuse)
+    norm, own = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    run = compiled(norm)
+    for step in range(2):
+        x = image(5, 4) + step
+        run(x).sum().backward()
+        own(x).sum().backward()
+    for mine, torchs in zip(norm.buffers(), own.buffers(), strict=True):
+        assert torch.equal(mine, torchs)
 
 
 def _pooled(x: torch.Tensor) -> torch.Tensor:
