@@ -85,14 +85,14 @@ def near(model: nn.Module, run: Callable[..., torch.Tensor], x: torch.Tensor) ->
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bound.Direct, list[Any]]]:
     """The graphs that run in a test, with their results."""
     seen: list[tuple[bound.Direct, list[Any]]] = []
-    run = bound.Direct.run
+    run = bound.Direct.results
 
     def watched(self: bound.Direct, tensors: Any) -> list[Any]:
         results = run(self, tensors)
         seen.append((self, results))
         return results
 
-    monkeypatch.setattr(bound.Direct, "run", watched)
+    monkeypatch.setattr(bound.Direct, "results", watched)
     return seen
 
 

@@ -162,13 +162,13 @@ def test_a_new_value_of_a_buffer_is_compared_and_none_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = net()
-    real = bindings.Direct.run
+    real = bindings.Direct.results
 
     def wrong(self: Any, tensors: Sequence[Any], **options: Any) -> list[Any]:
         results = real(self, tensors, **options)
         return [r * 1.1 if isinstance(r, torch.Tensor) and r.shape == (8,) else r for r in results]
 
-    monkeypatch.setattr(bindings.Direct, "run", wrong)
+    monkeypatch.setattr(bindings.Direct, "results", wrong)
     before = copy.deepcopy(dict(model.named_buffers()))
     with pytest.raises(cg.WrongResult, match=r"the new '1\.running_mean' is off by 0\.1,"):
         compiled(model, check=True)(image())
@@ -294,13 +294,13 @@ def _(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_that_draws_unsaid_is_left_out_and_the_rest_is_compared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = bindings.Direct.run
+    real = bindings.Direct.results
 
     def another(self: Any, *given: Any, **options: Any) -> list[Any]:
         torch.rand(1)  # it draws in another order than eager torch
         return real(self, *given, **options)
 
-    monkeypatch.setattr(bindings.Direct, "run", another)
+    monkeypatch.setattr(bindings.Direct, "results", another)
     x = torch.randn(16)
     with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
         torch.manual_seed(5)
