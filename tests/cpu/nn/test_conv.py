@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnngraph as cg
 from tests import numerics
+from tests.ranks import on_two_ranks
 from tests.samples import F32, F64
 
-ROOT = Path(__file__).parents[3]
 EXACT = 1e-9
 Block = Any
 
@@ -556,32 +552,6 @@ def test_replace_leaves_hooks_and_shared_modules_alone() -> None:
 
 
 # -- several processes -----------------------------------------------------------------------------
-
-
-def on_two_ranks(worker: str, tmp_path: Path) -> list[Any]:
-    """Return what each of two processes prints in its last line."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tests/workers" / worker),
-                str(rank),
-                str(tmp_path / "meet"),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            env=environ,
-        )
-        for rank in range(2)
-    ]
-    told = []
-    for process in running:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        told.append(json.loads(out.splitlines()[-1]))
-    return told
 
 
 def test_two_processes_train_as_torchs_model_does(tmp_path: Path) -> None:
