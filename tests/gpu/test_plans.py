@@ -67,7 +67,7 @@ def test_the_public_call_of_the_frontend_gives_the_same_bits_as_the_one_by_addre
     exe = conv(torch.float16).compile("cuda")
     given = tensors(exe)
     want = exe(**given)
-    (plan,) = exe._program._plans()
+    (plan,) = exe._program.plans()
     assert plan is not None and plan.native is not None
     (name,), out = exe.spec.outputs, torch.zeros_like(want)
     native, plan.native = plan.native, None

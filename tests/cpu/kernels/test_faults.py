@@ -151,7 +151,7 @@ def test_a_kernel_is_compiled_and_loaded_once_for_all_threads(
     gpu.compiles = "compiled twice"
     found: list[Any] = []
     program = exe._program
-    threads = [Thread(target=lambda: found.append(program._plans())) for _ in range(3)]
+    threads = [Thread(target=lambda: found.append(program.plans())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -183,7 +183,7 @@ def test_a_kept_kernel_of_another_generator_is_made_anew(
 
 def test_a_kernel_that_needs_more_workspace_than_its_step_has_is_stale(gpu: Gpu) -> None:
     exe = compiled()
-    (step,), (plan,) = exe._program.steps, exe._program._plans()
+    (step,), (plan,) = exe._program.steps, exe._program.plans()
     assert step.choice is not None and isinstance(plan, kernel.Kernel)
     assert kernel.why_stale(plan, step.spec, plan.workspace_bytes) is None
     plan.workspace_bytes += 256
