@@ -256,6 +256,13 @@ class DeviceRules:
         "(an estimate)",
         alternative="one block for each row",
     )
+    kernel_row_elements: int = _measured(
+        4,
+        "elements of a row",
+        "how many one thread of a generated kernel has before more threads share a short row "
+        "(an estimate)",
+        alternative="other numbers of threads for a row",
+    )
     kernel_min_run_bytes: int = _measured(
         16,
         "bytes side by side",

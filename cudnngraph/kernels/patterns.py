@@ -19,7 +19,7 @@ from . import depthwise, depthwise_gradient, pieces, pool_gradient, split, tap_s
 from .depthwise import Strips
 from .pieces import Pieces
 from .pool_gradient import Patches
-from .rows import MOST_KEPT, MOST_THREADS, WARP, Rows, Schedule, rows_of, schedule_for
+from .rows import MOST_KEPT, MOST_THREADS, SMALL_BLOCK, WARP, Rows, Schedule, rows_of, schedule_for
 from .scalars import ROUNDED
 from .source import Source
 from .split import Split
@@ -181,15 +181,16 @@ def _schedules(rows: Rows, by_rule: Schedule) -> list[Schedule]:
     found = [by_rule]
     for many in filter(None, lanes):
         for team in teams:
-            if not WARP <= team <= MOST_THREADS:
+            if not 1 <= team <= MOST_THREADS:
                 continue
             chunks = -(-rows.inner.extent // (many * team))
             resident = chunks if chunks * many <= MOST_KEPT else 0
             if resident and team == by_rule.team and not by_rule.chunks:
                 found.append(Schedule(many, team, 1, 0))  # read again, with registers to spare
+            least = max(1, WARP // team)  # rows that a block is whole warps of
             found += [
                 Schedule(many, team, together, resident)
-                for together in (1, 2, 4)
-                if together * team <= max(team, 256)
+                for together in (least, 2 * least, 4 * least, SMALL_BLOCK // team)
+                if 0 < together * team <= max(team, 256)
             ]
     return found

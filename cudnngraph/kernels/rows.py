@@ -24,6 +24,7 @@ MOST_THREADS = 1024  # of a block, by CUDA
 MOST_KEPT = 64  # elements of a row that a thread keeps in registers
 MOST_REGISTERS = 1 << 16  # of a block; half of them are for what is not kept
 SMALL = 4096  # elements, which may lie anyhow
+SMALL_BLOCK = 128  # threads
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Rows:
     reductions: tuple[tuple[Reduce, ...], ...]  # by the pass that computes them
     bytes: int  # of an element, the widest
     strided: bool = False  # too few elements of a row lie side by side in memory
+    beside: bool = False  # but rows do
     apart: bool = False  # not all of them do
 
     @property
@@ -197,10 +199,10 @@ def _with_reductions(
         tuple(each for each in reductions if level[id(each)] == number + 1)
         for number in range(max(level.values()))
     )
-    run = run_of(cut)
-    short = run < inner.extent and run * widest < rules().kernel_min_run_bytes
-    strided = short and numel(shape) > SMALL
-    return Rows(row, inner, tuple(outputs), passes, widest, strided, run < inner.extent)
+    run, least = run_of(cut), rules().kernel_min_run_bytes
+    strided = run < inner.extent and run * widest < least and numel(shape) > SMALL
+    beside = strided and widest * run_of([each for each in parts if each not in cut]) >= least
+    return Rows(row, inner, tuple(outputs), passes, widest, strided, beside, run < inner.extent)
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:
@@ -210,13 +212,17 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
         while lanes > 1 and rows.inner.extent // lanes < processors * 1024:
             lanes //= 2
         return Schedule(lanes, 256)
+    if rows.beside and rows.inner.extent <= MOST_KEPT:
+        return Schedule(1, 1, SMALL_BLOCK, rows.inner.extent)
     parts = rows.inner.extent // lanes
     team = WARP
+    while team > 1 and lanes * -(-parts // (team // 2)) <= max(lanes, rules().kernel_row_elements):
+        team //= 2
     # As few threads as hold a row, which then wait least for each other (h200-kernels.md).
     while team < MOST_THREADS and -(-parts // team) * lanes > MOST_KEPT // 2:
         team *= 2
     chunks = -(-parts // team)
-    small = max(1, 128 // team)
+    small = max(1, SMALL_BLOCK // team)
     kept = chunks * lanes
     fits = kept <= MOST_KEPT and 2 * team * kept <= MOST_REGISTERS
     return Schedule(lanes, team, small, chunks if fits else 0)

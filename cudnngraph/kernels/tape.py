@@ -216,6 +216,13 @@ def reduced(kind: Kind, x: Value, dims: Sequence[int]) -> Reduce:
     return Reduce(shape, x, tuple(dims), kind)
 
 
+def total(x: Value, dims: Sequence[int]) -> Value:
+    """The sum over dims, which stay with extent 1."""
+    if isinstance(x, Picked) and tuple(dims) == (x.dim,):
+        return x.one
+    return reduced("sum", x, dims)
+
+
 def count_of(x: Value, dims: Sequence[int]) -> int:
     """How many elements a reduction over dims takes together."""
     return math.prod(x.shape[dim] for dim in dims)
@@ -223,9 +230,9 @@ def count_of(x: Value, dims: Sequence[int]) -> int:
 
 def mean(x: Value, dims: Sequence[int]) -> Mean:
     """The mean over dims, which stay with extent 1."""
-    total = reduced("sum", x, dims)
-    made = _over(total, count_of(x, dims))
-    return Mean(made.shape, made.operands, made.code, total)
+    summed = reduced("sum", x, dims)
+    made = _over(summed, count_of(x, dims))
+    return Mean(made.shape, made.operands, made.code, summed)
 
 
 def variance(x: Value, middle: Mean) -> Map:

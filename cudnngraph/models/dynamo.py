@@ -108,7 +108,7 @@ def backend(
             fw_compiler=training,
             bw_compiler=backward,
             inference_compiler=inference,
-            partition_fn=saved.fewest_bytes(),
+            partition_fn=saved.fewest_bytes(kernels=generates(given.get("policy"))),
             keep_inference_input_mutations=True,
         )(module, example_inputs)
     return made

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
+
+from ..ops.base import LOW_PRECISION
 
 _aten: Any = torch.ops.aten
 
@@ -40,10 +42,92 @@ def within(budget: float | None) -> AbstractContextManager[Any]:
     return nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
 
 
-def fewest_bytes() -> Any:
+def fewest_bytes(*, kernels: bool) -> Any:
     """torch's partitioner of forward and backward that keeps the fewest bytes, and has pointwise
-    ops computed again."""
-    return import_module("functorch.compile").min_cut_rematerialization_partition
+    ops computed again. With ``kernels``, logarithms of a softmax are such: a kernel computes them
+    of scores in 16 bits and two numbers for each row."""
+    partition = import_module("functorch.compile").min_cut_rematerialization_partition
+    if not kernels:
+        return partition
+
+    def parted(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        log_softmax_in_parts(joint)
+        return partition(joint, inputs, **options)
+
+    return parted
+
+
+def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
+    """Have logarithms of a softmax in float32 or wider, and their gradients, as pointwise ops and
+    reductions."""
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        if node.target in _LOSSES:
+            _without_scores(graph, node)
+        parts = _PARTS.get(node.target) if node.op == "call_function" else None
+        made = node.meta.get("val")
+        if parts is None or not isinstance(made, torch.Tensor) or made.dim() == 0:
+            continue
+        if made.dtype in LOW_PRECISION:
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(parts(graph, made, *node.args))
+        graph.erase_node(node)
+        changed = True
+    if changed:
+        module.recompile()
+
+
+def _log_softmax(
+    graph: torch.fx.Graph, made: torch.Tensor, x: torch.fx.Node, dim: int, half: bool
+) -> torch.fx.Node:
+    if x.meta["val"].dtype != made.dtype:
+        x = _called(graph, _aten._to_copy.default, x, dtype=made.dtype)
+    shifted = _called(graph, _aten.sub.Tensor, x, _called(graph, _aten.amax.default, x, [dim], True))
+    powers = _called(graph, _aten.exp.default, shifted)
+    total = _called(graph, _aten.sum.dim_IntList, powers, [dim], True)
+    return _called(graph, _aten.sub.Tensor, shifted, _called(graph, _aten.log.default, total))
+
+
+def _log_softmax_backward(
+    graph: torch.fx.Graph,
+    made: torch.Tensor,
+    dy: torch.fx.Node,
+    y: torch.fx.Node,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.fx.Node:
+    while y.target is _aten.detach.default:  # which the partitioner would not compute again
+        (y,) = y.all_input_nodes
+    total = _called(graph, _aten.sum.dim_IntList, dy, [dim], True)
+    powers = _called(graph, _aten.exp.default, y)
+    return _called(graph, _aten.sub.Tensor, dy, _called(graph, _aten.mul.Tensor, powers, total))
+
+
+def _without_scores(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Take the scores away from the gradient of a loss, which reads nothing but their shape."""
+    like = node.args[1].meta["val"]
+    with graph.inserting_before(node):
+        zero = _called(graph, _aten.full.default, [], 0.0, dtype=like.dtype, device=like.device)
+        shape = _called(graph, _aten.expand.default, zero, list(like.shape))
+    node.args = (node.args[0], shape, *node.args[2:])
+
+
+_LOSSES = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
+_PARTS: dict[Any, Callable[..., torch.fx.Node]] = {
+    _aten._log_softmax.default: _log_softmax,
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+}
+
+
+def _called(graph: torch.fx.Graph, op: Any, *args: Any, **options: Any) -> torch.fx.Node:
+    """A call of an op, with what it makes of the values that are known of its arguments."""
+    node = graph.call_function(op, args, options)
+    seen = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in args]
+    with torch.no_grad():
+        node.meta["val"] = op(*seen, **options)
+    return node
 
 
 def pool_again(module: torch.fx.GraphModule) -> None:

@@ -5,6 +5,7 @@
 - Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
   matmuls.
 - Results of pointwise ops lie as most of what these read.
+- Gradients of resizing by much go through one dim after the other.
 - Operands of a concatenation are written in place.
 """
 
@@ -18,6 +19,7 @@ from .masks import align_masks, bool_masks_to_additive
 from .packed import insert_ragged_offsets, match_gradient_strides
 from .pointwise_layout import lay_pointwise
 from .reductions import float32_reductions
+from .resizing import resize_dim_by_dim
 from .row_layout import propagate_row_layout
 from .views import alias_views, sink_views
 
@@ -34,9 +36,9 @@ def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
 def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric and aligned masks, float32 sums, views and slices for what
     needs no copy, views behind what a product's plan may do, results of pointwise ops as their
-    operands lie, and the strides and the offsets of packed sequences.
+    operands lie, gradients of resizing dim by dim, and the strides and the offsets of packed sequences.
     """
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
-    seen = lay_pointwise(seen)
+    seen = lay_pointwise(resize_dim_by_dim(seen))
     made = concat_in_place(sink_views(propagate_row_layout(seen)))
     return insert_ragged_offsets(match_gradient_strides(made))

@@ -3,7 +3,7 @@
     python docs/results/h200_steps.py --out docs/results/h200-steps.md
 
 A step is the forward in bf16 autocast, the loss, the backward and a fused SGD with momentum (AdamW
-for the GPT), gradients set to none. Each model runs in a process of its own, its contenders one
+for the GPT), gradients set to none. Model and loss are compiled together. Each model runs in a process of its own, its contenders one
 after the other on copies of the same weights. Each reports its time a step, the most memory that
 was allocated after its first step (weights, gradients and state with it, and what a capture
 allocates), how long its first step took, and its loss after the last step. ``--models`` and
@@ -143,8 +143,19 @@ def convnext() -> tuple[nn.Module, Batch, Loss]:
 MODELS = {f.__name__: f for f in (resnet50, gpt, deeplab, unet, convnext)}
 
 
+class WithLoss(nn.Module):
+    """A model with its loss."""
+
+    def __init__(self, model: nn.Module, loss_of: Loss) -> None:
+        super().__init__()
+        self.model, self.loss_of = model, loss_of
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss_of(self.model(x), y)
+
+
 def step_of(
-    model: nn.Module, forward: Callable[..., Any], loss_of: Loss, adam: bool
+    model: nn.Module, forward: Callable[..., Any], adam: bool
 ) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
     """A step of training, and its optimizer."""
     optimizer: torch.optim.Optimizer
@@ -156,7 +167,7 @@ def step_of(
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_of(forward(x), y)
+            loss = forward(x, y)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -165,7 +176,7 @@ def step_of(
 
 
 def forward_of(way: str, model: nn.Module, tune: str) -> Callable[..., Any]:
-    """The model as a way runs it."""
+    """The model, with its loss, as a way runs it."""
     if way.startswith("cudnngraph"):
         policy = cg.Policy(tune=tune)  # type: ignore[arg-type]
 
@@ -190,7 +201,8 @@ def measure(name: str, way: str, made: tuple[nn.Module, Batch, Loss], args: Any)
     if name != "gpt":
         model = model.to(memory_format=torch.channels_last)
     step: Any
-    step, optimizer = step_of(model, forward_of(way, model, args.tune), loss_of, name == "gpt")
+    forward = forward_of(way, WithLoss(model, loss_of), args.tune)
+    step, optimizer = step_of(model, forward, name == "gpt")
     if way.endswith("captured"):
         step = cg.capture_step(step, optimizers=optimizer, reuse_results=True)
     start = time.perf_counter()

@@ -36,6 +36,11 @@ class Resized:
         return self.mode.startswith("nearest")
 
     @property
+    def same(self) -> bool:
+        """Whether each result is the element at its place."""
+        return self.size == self.wanted and float(self.scale) == 1.0
+
+    @property
     def scale(self) -> torch.Tensor:
         """The step from element to element of the result, in float32."""
         if self.corners:
@@ -158,10 +163,13 @@ def _line(steps: Steps, dim: Resized, at: str) -> tuple[str, str]:
 @contextmanager
 def _results(steps: Steps, dims: Sequence[Resized]) -> Iterator[tuple[list[str], list[str]]]:
     """A loop over the results that an element is part of, and its factors in them."""
-    reads = math.prod(dim.reach()[1] for dim in dims)
+    reads = _reads(dims)
     with ExitStack() as stack:
         found, factors = [], []
         for dim, own in zip(dims, steps.at, strict=True):
+            if dim.same:
+                found.append(own)
+                continue
             before, count = dim.reach()
             nth = stack.enter_context(steps.loop(count, reads))
             at = steps.place(f"{own} * {dim.wanted}u / {dim.size}u - {before}u + {nth}")
@@ -180,6 +188,11 @@ def _results(steps: Steps, dims: Sequence[Resized]) -> Iterator[tuple[list[str],
         yield found, factors
 
 
+def _reads(dims: Sequence[Resized]) -> int:
+    """The results that an element may be part of."""
+    return math.prod(1 if dim.same else dim.reach()[1] for dim in dims)
+
+
 def interpolate_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
     """The sum of the gradients of what an element is part of, each by its factor there."""
     (dy,) = operands
@@ -194,5 +207,4 @@ def interpolate_backward(node: Node, operands: Operands, result: TensorSpec) -> 
             steps.lanes(f"{total} += {product};")
         return total
 
-    reads = math.prod(dim.reach()[1] for dim in dims)
-    return (window((dy,), result.shape, write, reads),)
+    return (window((dy,), result.shape, write, _reads(dims)),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir.spec import Node, TensorSpec
-from ..tape import Kind, Picked, Value, mapped, mean, mul, reduced, reshape, sub
+from ..tape import Kind, Value, mapped, mean, mul, reduced, reshape, sub, total
 from .pointwise import Operands
 
 
@@ -32,8 +32,8 @@ def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Val
     assert x is not None
     dim = node.attr("dim") % len(x.shape)
     shifted = _shifted(x, dim)
-    total = reduced("sum", _exp(shifted), (dim,))
-    return (mapped(lambda a, b: f"({a} - logf({b}))", shifted, total),)
+    powers = reduced("sum", _exp(shifted), (dim,))
+    return (mapped(lambda a, b: f"({a} - logf({b}))", shifted, powers),)
 
 
 def softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -49,9 +49,7 @@ def log_softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> 
     dy, y = operands
     assert dy is not None and y is not None
     dim = node.attr("dim") % len(y.shape)
-    known = isinstance(dy, Picked) and dy.dim == dim
-    total = dy.one if isinstance(dy, Picked) and known else reduced("sum", dy, (dim,))
-    return (sub(dy, mul(_exp(y), total)),)
+    return (sub(dy, mul(_exp(y), total(dy, (dim,)))),)
 
 
 def reduction(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -65,5 +63,7 @@ def reduction(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value
         return (x,)
     if mode == "mean":
         return (reshape(mean(x, dims), result.shape),)
-    kinds: dict[str, Kind] = {"sum": "sum", "max": "max", "amax": "max", "min": "min"}
+    if mode == "sum":
+        return (reshape(total(x, dims), result.shape),)
+    kinds: dict[str, Kind] = {"max": "max", "amax": "max", "min": "min"}
     return (reshape(reduced(kinds[mode], x, dims), result.shape),)

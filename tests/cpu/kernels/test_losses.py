@@ -15,6 +15,7 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
+from cudnngraph.kernels.rows import Schedule
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.tape import Refused
 from tests import generated, host_kernels, numerics
@@ -92,6 +93,12 @@ LOSSES = [
     *(Loss(kind, (70, 64), how, F16) for kind in KINDS for how in REDUCTIONS),
     *(Loss(kind, (9, 8), how, ignore=3) for kind in KINDS for how in REDUCTIONS),
     *(Loss(kind, (2, 16, 4, 6), how, last=True) for kind in KINDS for how in REDUCTIONS),
+    *(
+        Loss(kind, (2, 21, 12, 16), how, last=last)
+        for kind in KINDS
+        for how in REDUCTIONS
+        for last in (False, True)
+    ),
     *(Loss(kind, (3, 40000), how) for kind in KINDS for how in REDUCTIONS),
     *(Loss(kind, (40000, 3), "mean") for kind in KINDS),
 ]
@@ -143,6 +150,29 @@ def test_a_loss_is_as_in_float64(kind: str, reduction: str) -> None:
         spec = loss.graph().spec()
         for made in sources(spec):
             judge(loss, spec, run(made, spec, loss.inputs(spec)))
+
+
+def test_threads_that_share_a_short_row() -> None:
+    """A thread has a pixel of its own where pixels lie side by side, and few share one where its
+    classes do."""
+    for last, team in ((False, 1), (True, 8)):
+        g = cg.Graph("scores")
+        stride = (8064, 1, 336, 21) if last else (8064, 384, 24, 1)
+        x = g.input("x", (2, 21, 16, 24), F32, stride=stride)
+        g.output("y", g.log_softmax(x, 1))
+        spec = g.spec()
+        schedule = patterns.schedule_of(patterns.by_rule(spec, 132))
+        assert isinstance(schedule, Schedule)
+        assert schedule.team == team
+        assert schedule.threads == 128
+        others = [patterns.schedule_of(each) for each in patterns.choices(spec, 132)]
+        assert len({each.team for each in others if isinstance(each, Schedule)}) > 1
+        x64 = torch.randn(spec.tensors["x"].shape, generator=torch.Generator().manual_seed(1))
+        given = [spec.tensors["x"].empty("cpu").copy_(x64)]
+        (exact,), (theirs,) = reference.run(spec, given, torch.float64), reference.run(spec, given)
+        for each in patterns.choices(spec, 132):
+            (out,) = run(source(spec, each), spec, given)
+            numerics.check(out, exact, F32, theirs)
 
 
 # -- classes that do not count, or that there are not ----------------------------------------------

@@ -204,6 +204,25 @@ def test_neither_counts_nor_places_are_saved() -> None:
     assert all(set(each.stride()) == {0} for each in places), "one element stands for all"
 
 
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("generates", [True, False])
+def test_scores_in_16_bits_are_saved_and_no_logarithms(how: str, generates: bool) -> None:
+    """A kernel of the gradient computes them again; torch's op would be many without kernels."""
+    data, saved = torch.randn(6, 3), list[torch.Tensor]()
+    weight = torch.randn(3, 64).bfloat16()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((x.bfloat16() @ weight).float(), CLASSES, reduction=how)
+
+    policy = GENERATES if generates else cg.Policy(kernels=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = trained(compiled(loss, policy=policy), data)
+    rows = [each for each in saved if each.shape == (6, 64) and each.dtype == torch.float32]
+    assert len(rows) == (0 if generates else 1)
+    for mine, own in zip(found, trained(loss, data), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
+
+
 def test_instances_with_weights_are_normalised_by_ours() -> None:
     def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.instance_norm(x, weight=weight, bias=bias)
