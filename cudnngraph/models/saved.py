@@ -84,7 +84,8 @@ def _log_softmax(
 ) -> torch.fx.Node:
     if x.meta["val"].dtype != made.dtype:
         x = _called(graph, _aten._to_copy.default, x, dtype=made.dtype)
-    shifted = _called(graph, _aten.sub.Tensor, x, _called(graph, _aten.amax.default, x, [dim], True))
+    most = _called(graph, _aten.amax.default, x, [dim], True)
+    shifted = _called(graph, _aten.sub.Tensor, x, most)
     powers = _called(graph, _aten.exp.default, shifted)
     total = _called(graph, _aten.sum.dim_IntList, powers, [dim], True)
     return _called(graph, _aten.sub.Tensor, shifted, _called(graph, _aten.log.default, total))
@@ -107,11 +108,12 @@ def _log_softmax_backward(
 
 def _without_scores(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Take the scores away from the gradient of a loss, which reads nothing but their shape."""
-    like = node.args[1].meta["val"]
+    given: Sequence[Any] = node.args
+    like = given[1].meta["val"]
     with graph.inserting_before(node):
         zero = _called(graph, _aten.full.default, [], 0.0, dtype=like.dtype, device=like.device)
         shape = _called(graph, _aten.expand.default, zero, list(like.shape))
-    node.args = (node.args[0], shape, *node.args[2:])
+    node.args = (given[0], shape, *given[2:])
 
 
 _LOSSES = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)

@@ -36,7 +36,8 @@ def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
 def prepared(spec: GraphSpec) -> GraphSpec:
     """The graph that is cut: numeric and aligned masks, float32 sums, views and slices for what
     needs no copy, views behind what a product's plan may do, results of pointwise ops as their
-    operands lie, gradients of resizing dim by dim, and the strides and the offsets of packed sequences.
+    operands lie, gradients of resizing dim by dim, and the strides and the offsets of packed
+    sequences.
     """
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
     seen = lay_pointwise(resize_dim_by_dim(seen))

@@ -3,11 +3,12 @@
     python docs/results/h200_steps.py --out docs/results/h200-steps.md
 
 A step is the forward in bf16 autocast, the loss, the backward and a fused SGD with momentum (AdamW
-for the GPT), gradients set to none. Model and loss are compiled together. Each model runs in a process of its own, its contenders one
-after the other on copies of the same weights. Each reports its time a step, the most memory that
-was allocated after its first step (weights, gradients and state with it, and what a capture
-allocates), how long its first step took, and its loss after the last step. ``--models`` and
-``--ways`` choose; ``--breakdown`` adds the kernels of a step.
+for the GPT), gradients set to none. Model and loss are compiled together. Each model runs in a
+process of its own, its contenders one after the other on copies of the same weights. Each reports
+its time a step, the most memory that was allocated after its first step (weights, gradients and
+state with it, and what a capture allocates), how long its first step took, and its loss after the
+last step. ``--models`` and ``--ways`` choose; ``--breakdown`` adds the kernels of a step. With
+``--warm`` torch.compile compiles all models side by side before, so its first steps take less.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -271,6 +273,19 @@ def lines_of(name: str, found: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def warm(args: Any) -> None:
+    """Fill torch.compile's cache with what it makes of all models, side by side."""
+    ways = ";".join(way for way in args.ways if way.startswith("torch.compile"))
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for name in args.models:
+            command = [sys.executable, __file__, "--one", str(Path(folder) / f"{name}.json")]
+            command += ["--models", name, "--ways", ways, "--rounds", "1"]
+            running.append(subprocess.Popen(command))
+        for process in running:
+            process.wait(args.limit)
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
@@ -279,6 +294,7 @@ def main() -> None:
     parser.add_argument("--tune", default="heuristic")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--breakdown", default="")
+    parser.add_argument("--warm", action="store_true")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a model")
     parser.add_argument("--one", type=Path, help="measure here, and write JSON")
     parser.add_argument("--out", type=Path)
@@ -294,6 +310,8 @@ def main() -> None:
         f"docs/results/{Path(__file__).name} {' '.join(sys.argv[1:])}`.",
         "",
     ]
+    if args.warm:
+        warm(args)
     for name in args.models:
         one = (args.out or Path("steps.md")).with_suffix(f".{name}.json")
         command = [sys.executable, __file__, "--one", str(one), "--models", name]
