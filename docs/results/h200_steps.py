@@ -282,8 +282,13 @@ def warm(args: Any) -> None:
             command = [sys.executable, __file__, "--one", str(Path(folder) / f"{name}.json")]
             command += ["--models", name, "--ways", ways, "--rounds", "1"]
             running.append(subprocess.Popen(command))
+        until = time.monotonic() + args.limit
         for process in running:
-            process.wait(args.limit)
+            try:
+                process.wait(max(1.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def main() -> None:
