@@ -1,13 +1,131 @@
-"""Concatenate without copying: have each operand written into its slice of the result."""
+"""Concatenate without copying: have each operand written into its slice of the result.
+
+What views show of tensors is concatenated as these tensors are, and shown so behind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
-from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, is_channels_last
+from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, TensorSpec, is_channels_last, view_strides
 from ..ops.table import OPS
+from ..ops.views import order_of
 from ..partition.analysis import CutGraph
 from .annotate import BOUNDED
+from .views import views_of
+
+
+def concat_before_views(spec: GraphSpec) -> GraphSpec:
+    """The graph with concatenations in front of the views that show their operands, where these are
+    alike: gradients of queries, keys and values that attention writes by heads."""
+    graph = CutGraph(spec)
+    for node in spec.nodes:
+        if node.op == "concat" and node.results[0] not in spec.outputs:
+            graph = _before_views(graph, node)
+    return graph.spec
+
+
+def _before_views(graph: CutGraph, node: Node) -> CutGraph:
+    tensors = graph.spec.tensors
+    chains = [views_of(graph, name) for name in node.operands]
+    sources = [tensors[name] for _, name in chains]
+    if len({each.name for each in sources}) < len(node.operands):
+        return graph
+    if not all(chain and graph.may_join(name) for chain, name in chains):
+        return graph
+    dims = {_dims_of(graph, chain, node.attr("dim")) for chain, _ in chains}
+    orders = {tuple(_order(graph, view) for view in chain) for chain, _ in chains}
+    (found, *more), first = dims, chains[0][0]
+    if more or found is None or len(orders) > 1:
+        return graph
+    many = sum(each.shape[found[-1]] for each in sources)
+    if len({_widened(each.shape, found[-1], many) for each in sources}) > 1:
+        return graph
+    shapes = [  # of the result, of what is seen between the views, and of the sources together
+        tensors[node.results[0]].shape,
+        *(
+            _widened(tensors[view.operands[0]].shape, dim, 0)
+            for view, dim in zip(first, found[1:], strict=True)
+        ),
+    ]
+    for at, (view, dim) in enumerate(zip(first, found[1:], strict=True), 1):
+        own, shown = (tensors[name].shape for name in (view.operands[0], view.results[0]))
+        grown = shapes[at - 1][found[at - 1]] * own[dim]
+        if grown % shown[found[at - 1]]:
+            return graph
+        shapes[at] = _widened(own, dim, grown // shown[found[at - 1]])
+    strides: list[tuple[int, ...]] = [tensors[node.results[0]].stride]
+    for at, view in enumerate(first):
+        order, given = _order(graph, view), strides[-1]
+        if order is None:
+            seen = view_strides(shapes[at], given, shapes[at + 1])
+            if seen is None:
+                return graph
+            strides.append(seen)
+        else:
+            strides.append(tuple(given[order.index(dim)] for dim in range(len(order))))
+    label, dtype = node.results[0], tensors[node.results[0]].dtype
+    names = [label, *(f"{label}_early{at}" for at in range(len(first)))]
+    made = {
+        name: TensorSpec(name, shape, stride, dtype)
+        for name, shape, stride in zip(names[1:], shapes[1:], strides[1:], strict=True)
+    }
+    attrs = tuple((key, found[-1] if key == "dim" else value) for key, value in node.attrs)
+    joined = replace(
+        node, inputs=tuple(each.name for each in sources), outputs=(names[-1],), attrs=attrs
+    )
+    shows = []
+    for at, view in reversed(list(enumerate(first))):
+        seen_as = view.attrs if view.op != "reshape" else (("shape", shapes[at]),)
+        named = replace(view, name=f"{node.name}_view{at}", attrs=seen_as)
+        shows.append(replace(named, inputs=(names[at + 1],), outputs=(names[at],)))
+    gone = {view.name for chain, _ in chains for view in chain}
+    unread = {name for chain, _ in chains for view in chain for name in view.results}
+    nodes: list[Node] = []
+    for each in graph.spec.nodes:
+        if each.name == node.name:
+            nodes += [joined, *shows]
+        elif each.name not in gone:
+            nodes.append(each)
+    kept = {name: form for name, form in tensors.items() if name not in unread}
+    return CutGraph(replace(graph.spec, tensors={**kept, **made}, nodes=tuple(nodes)))
+
+
+def _order(graph: CutGraph, view: Node) -> tuple[int, ...] | None:
+    order = order_of(view, len(graph.spec.tensors[view.operands[0]].shape))
+    return None if order is None else tuple(order)
+
+
+def _widened(shape: Sequence[int], dim: int, many: int) -> tuple[int, ...]:
+    return (*shape[:dim], many, *shape[dim + 1 :])
+
+
+def _dims_of(graph: CutGraph, chain: Sequence[Node], dim: int) -> tuple[int, ...] | None:
+    """The dim in which a view is concatenated, and where it is before each view of a chain, the
+    last of which comes first; None where there is none."""
+    tensors = graph.spec.tensors
+    found = [dim % len(tensors[chain[0].results[0]].shape)]
+    for view in chain:
+        own, shown = (tensors[name].shape for name in (view.operands[0], view.results[0]))
+        order = order_of(view, len(own))
+        if order is not None:
+            found.append(order[found[-1]])
+            continue
+        if view.op != "reshape":
+            return None
+        front, size = prod(shown[: found[-1]]), shown[found[-1]]
+        starts = [
+            at
+            for at in range(len(own))
+            if prod(own[:at]) == front
+            and any(prod(own[at:end]) == size for end in range(at + 1, len(own) + 1))
+        ]
+        if not starts:
+            return None
+        found.append(starts[0])
+    return tuple(found)
 
 
 def concat_in_place(spec: GraphSpec) -> GraphSpec:

@@ -6,7 +6,7 @@
   matmuls.
 - Results of pointwise ops lie as most of what these read.
 - Gradients of resizing by much go through one dim after the other.
-- Operands of a concatenation are written in place.
+- Operands of a concatenation are written in place, and joined before views that show them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .annotate import annotate
-from .concat import concat_in_place
+from .concat import concat_before_views, concat_in_place
 from .masks import align_masks, bool_masks_to_additive
 from .packed import insert_ragged_offsets, match_gradient_strides
 from .pointwise_layout import lay_pointwise
@@ -40,6 +40,6 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     sequences.
     """
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
-    seen = lay_pointwise(resize_dim_by_dim(seen))
+    seen = lay_pointwise(resize_dim_by_dim(concat_before_views(seen)))
     made = concat_in_place(sink_views(propagate_row_layout(seen)))
     return insert_ragged_offsets(match_gradient_strides(made))

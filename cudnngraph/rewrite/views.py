@@ -47,7 +47,7 @@ def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     """The graph with the views in front of one pointwise op behind it, where that is possible."""
     spec, tensors, result = graph.spec, graph.spec.tensors, graph.spec.tensors[node.results[0]]
     for shown in node.operands:
-        chain, name = _views_of(graph, shown)
+        chain, name = views_of(graph, shown)
         whole = all(tensors[each].numel == result.numel for each in (name, shown))
         parts = any(view.op == "slice" for view in chain)
         if not chain or parts or not whole or not _of_product(graph, name):
@@ -83,7 +83,7 @@ def _sink_one(graph: CutGraph, node: Node) -> CutGraph:
     return graph
 
 
-def _views_of(graph: CutGraph, name: str) -> tuple[list[Node], str]:
+def views_of(graph: CutGraph, name: str) -> tuple[list[Node], str]:
     """The views that end in a tensor, the last of them first, and what they are of; as far as each
     is read once."""
     chain: list[Node] = []
