@@ -1,4 +1,4 @@
-"""Rows by their norms on a GPU: what is no ordinary row, by a plan and by a torch step."""
+"""Rows by their norms on a GPU: what is no ordinary row, by a plan, a torch step and a kernel."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def unusual(dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_are_not_ordinary_are_normalized_as_in_float64(
-    dtype: torch.dtype, way: str
+    dtype: torch.dtype, way: str, kernels: bool
 ) -> None:
     g = cg.Graph("normalize")
     g.output("y", g.normalize(g.input("x", SHAPE, dtype, stride=WAYS[way])))
-    exe = g.compile()
-    assert [step.choice is None for step in exe.steps] == [way == "torch"]
+    exe = g.compile(kernels=kernels)
+    by_torch = way == "torch" and not kernels
+    assert [step.choice is None for step in exe.steps] == [by_torch]
     x = torch.empty_strided(SHAPE, WAYS[way], dtype=dtype, device="cuda")
     x.copy_(unusual(dtype).view(SHAPE))
     (exact,) = reference.run(exe.spec, [x.cpu()], torch.float64)
