@@ -64,6 +64,10 @@ class Rows:
         most = VECTOR_BYTES // min(4, max(1, self.bytes))
         return gcd(self.inner.extent, most)
 
+    def across(self, schedule: Schedule) -> bool:
+        """Whether threads that are neighbours would read what does not lie side by side."""
+        return self.strided and not (self.beside and schedule.team == 1)
+
 
 def tape_of(spec: GraphSpec) -> list[Value]:
     """The values of the outputs. Raises :class:`Refused`."""

@@ -105,9 +105,7 @@ def why_slow(rows: Rows, schedule: Schedule, processors: int) -> str | None:
     long = not schedule.chunks or rows.inner.extent >= rules().kernel_long_row
     if long and rows.row.extent < processors:
         return "few long rows: one team of threads would read each alone"
-    if rows.strided and not (rows.beside and schedule.team == 1):
-        return "rows that lie across memory"
-    return None
+    return "rows that lie across memory" if rows.across(schedule) else None
 
 
 def reduces(spec: GraphSpec) -> bool:
