@@ -65,11 +65,13 @@ def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.target in _LOSSES:
             _without_scores(graph, node)
+            changed = True
         parts = _PARTS.get(node.target) if node.op == "call_function" else None
         made = node.meta.get("val")
         if parts is None or not isinstance(made, torch.Tensor) or made.dim() == 0:
             continue
-        if made.dtype in LOW_PRECISION:
+        empty = any(type(size) is int and size == 0 for size in made.shape)  # have no maximum
+        if made.dtype in LOW_PRECISION or empty:
             continue
         with graph.inserting_before(node):
             node.replace_all_uses_with(parts(graph, made, *node.args))
@@ -112,8 +114,15 @@ def _without_scores(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     like = given[1].meta["val"]
     with graph.inserting_before(node):
         zero = _called(graph, _aten.full.default, [], 0.0, dtype=like.dtype, device=like.device)
-        shape = _called(graph, _aten.expand.default, zero, list(like.shape))
+        sizes = [_size(graph, given[1], dim) for dim in range(like.dim())]
+        shape = _called(graph, _aten.expand.default, zero, sizes)
     node.args = (given[0], shape, *given[2:])
+
+
+def _size(graph: torch.fx.Graph, node: torch.fx.Node, dim: int) -> int | torch.fx.Node:
+    """The extent of a dim, as a node if it is left open."""
+    size = node.meta["val"].shape[dim]
+    return size if type(size) is int else _called(graph, _aten.sym_size.int, node, dim)
 
 
 _LOSSES = (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default)
@@ -126,7 +135,7 @@ _PARTS: dict[Any, Callable[..., torch.fx.Node]] = {
 def _called(graph: torch.fx.Graph, op: Any, *args: Any, **options: Any) -> torch.fx.Node:
     """A call of an op, with what it makes of the values that are known of its arguments."""
     node = graph.call_function(op, args, options)
-    seen = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in args]
+    seen = torch.fx.map_arg(args, lambda each: each.meta["val"])
     with torch.no_grad():
         node.meta["val"] = op(*seen, **options)
     return node

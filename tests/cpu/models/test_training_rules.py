@@ -223,6 +223,33 @@ def test_scores_in_16_bits_are_saved_and_no_logarithms(how: str, generates: bool
         torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("sides", [(), (2, 3)], ids=["rows", "images"])
+def test_losses_of_sizes_that_change_are_trained(sides: tuple[int, ...]) -> None:
+    weight = torch.randn(5, 7)
+
+    def loss(x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        scores = (x.movedim(1, -1).bfloat16() @ weight.bfloat16()).movedim(-1, 1)
+        return F.cross_entropy(scores.float(), classes)
+
+    call = torch.compile(loss, backend=dynamo.backend, dynamic=True)
+    for rows in (4, 9, 6):
+        data = torch.randn(rows, 5, *sides)
+        classes = torch.randint(7, (rows, *sides))
+        found = trained(call, data, classes)
+        for mine, own in zip(found, trained(loss, data, classes), strict=True):
+            torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-3)
+    assert not any(report.refused for report in cg.reports())
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
+def test_a_log_softmax_of_nothing_is_trained(shape: tuple[int, ...]) -> None:
+    def logarithms(x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(x * 2, dim=1)
+
+    found = trained(compiled(logarithms, policy=GENERATES), torch.randn(shape))
+    assert [tuple(each.shape) for each in found] == [shape, shape]
+
+
 def test_instances_with_weights_are_normalised_by_ours() -> None:
     def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.instance_norm(x, weight=weight, bias=bias)
