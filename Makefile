@@ -5,14 +5,15 @@
 #   DEVICELESS=0        leave out the deviceless tier and the 1.3 GB cuDNN library that it needs
 #   JOBS=4              test processes
 #   FRONTEND=1.32.0     the cuDNN frontend to install; 1.28.0 is the slim one (1.29 on adds 490 MB)
+#   TORCH='<=2.15.0'    the torch to install, as pip's requirement puts it
 
 PYTHON     ?= python3
 DEVICELESS ?= 1
 JOBS       ?= 2
 FRONTEND   ?= 1.28.0
-TORCH      ?= 2.13.0
-# What pip installs beside PyPI's newest torch: its own cuDNN (9.26), and the newest frontend.
-NEWEST_TORCH    ?= 2.15.0
+TORCH      ?= ==2.13.0
+# PyPI's newest torch, or what a machine's own constraints leave of it, with its own cuDNN; the newest frontend.
+NEWEST_TORCH    ?= <=2.15.0
 NEWEST_FRONTEND ?= 1.32.0
 
 # What the versions of torch and cuDNN can change on a CPU: what is traced, what autograd says, numbers, imports.
@@ -68,8 +69,8 @@ $(BARE):
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
 	  $(PYTHON) $(TORCH_HOME) > "$$($(PY) $(SITE))/torch-of-the-system.pth"; \
 	else \
-	  echo 'set-up: installing torch $(TORCH) into $(VENV)'; \
-	  $(PYTHON) -m venv $(VENV) && $(PIP) install 'torch==$(TORCH)'; \
+	  echo 'set-up: installing torch$(TORCH) into $(VENV)'; \
+	  $(PYTHON) -m venv $(VENV) && $(PIP) install 'torch$(TORCH)'; \
 	fi
 	@touch $@
 
