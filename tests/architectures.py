@@ -46,6 +46,25 @@ def resnet18() -> nn.Module:
     )
 
 
+class Frozen(nn.Module):
+    """A model that is trained with its batch norms as they are, as detectors are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y
+
+
 class SqueezeExcite(nn.Module):
     """Channels weighted by what a small network makes of their means."""
 
@@ -467,6 +486,7 @@ _IMAGES, _TOKENS = [((2, 3, 32, 32), 0)], [((2, 11), 31)]
 
 ARCHITECTURES: dict[str, Architecture] = {
     "ResNet-18": Architecture(resnet18, [((4, 3, 32, 32), 0)]),
+    "frozen norms": Architecture(lambda: Frozen(resnet18()), [((4, 3, 32, 32), 0)]),
     "ResNet-50": Architecture(lambda: models.ResNet((1, 1), 8, 10), [((4, 3, 32, 32), 0)]),
     "ConvNeXt": Architecture(lambda: models.ConvNeXt((8, 12), (1, 1), 10), _IMAGES),
     "EfficientNet": Architecture(efficientnet, [((4, 3, 32, 32), 0)]),

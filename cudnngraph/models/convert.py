@@ -406,6 +406,8 @@ class Importer:
         seen = node.meta.get("val")
         several = seen if isinstance(seen, (tuple, list)) else (seen,)
         tensors = iter(made if isinstance(made, tuple) else (made,))
+        if several[0] is None:  # which :func:`meant` has asked for too
+            next(tensors)
         results = tuple(  # what is no tensor is always the same
             next(tensors, None) if isinstance(each, torch.Tensor) else each for each in several
         )

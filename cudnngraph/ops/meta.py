@@ -264,6 +264,7 @@ _GIVE_STATISTICS = frozenset(
     for name in (
         *("native_layer_norm", "native_group_norm", "native_batch_norm"),
         *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+        "_native_batch_norm_legit_no_training",
     )
 )
 

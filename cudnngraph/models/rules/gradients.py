@@ -36,7 +36,7 @@ def _batch_norm_train(c: Importer, a: Arguments) -> tuple[Value, ...]:
 
 def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     if not a["train"]:
-        raise Skip
+        return _batch_norm_frozen_backward(c, a)
     dy, x, mean, deviation = (
         c.value(a[name]) for name in ("grad_out", "input", "save_mean", "save_invstd")
     )
@@ -44,6 +44,27 @@ def _batch_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
     return tuple(
         value if wanted else None for value, wanted in zip(made, a["output_mask"], strict=True)
     )
+
+
+def _batch_norm_frozen_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
+    """Of y = (x - mean) * inverse * weight + bias, with running statistics."""
+    g = c.g
+    dy, x, mean, var = (
+        c.value(a[name]) for name in ("grad_out", "input", "running_mean", "running_var")
+    )
+    inverse = g.rsqrt(g.add(var, float(a["eps"])))
+    of_x, of_weight, of_bias = a["output_mask"]
+    over, column = (0, *range(2, len(x.shape))), (1, -1, *(1,) * (len(x.shape) - 2))
+    dx = dweight = None
+    if of_x:
+        factor = inverse if a["weight"] is None else g.mul(inverse, c.value(a["weight"]))
+        dx = g.scale(dy, factor)
+    if of_weight or of_bias:
+        dy = dy if dy.dtype == mean.dtype else g.cast(dy, mean.dtype)
+    if of_weight:
+        centred = g.sub(x, g.reshape(mean, column))
+        dweight = g.mul(g.reduction(g.mul(dy, centred), over), inverse)
+    return dx, dweight, g.reduction(dy, over) if of_bias else None
 
 
 def _convolution_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:

@@ -60,12 +60,41 @@ def _batch_norm(c: Importer, a: Arguments) -> Any:
     """One that no convolution took in: a scale and a bias."""
     norm = norm_of(c.node.target.overloadpacket, a)
     if norm is None:
-        raise Skip
+        return _with_given_statistics(c, a)
     x = c.value(a["input"])
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = c.g.scale(x, c.constant(norm.scale.to(wide), "scale"))
     y = c.g.bias(y, c.constant(norm.shift.to(wide), "shift"))
     return (y, None, None) if gives_many(c.node) else y
+
+
+def _with_given_statistics(c: Importer, a: Arguments) -> Any:
+    """A batch norm by running statistics that are no constants, as in training with norms frozen.
+
+    What it saves for its gradient has no elements on a CPU.
+    """
+    if a.get("training", False) or a["running_mean"] is None or a["running_var"] is None:
+        raise Skip
+    eps = float(a["epsilon" if "epsilon" in a else "eps"])
+    x, mean, var = (c.value(a[name]) for name in ("input", "running_mean", "running_var"))
+    weight, bias = (None if a[name] is None else c.value(a[name]) for name in ("weight", "bias"))
+    if (weight is None) != (bias is None):
+        raise Skip
+    y = c.g.batch_norm(x, mean, var, weight, bias, eps=eps)
+    if not gives_many(c.node):
+        return y
+    saved: list[Any] = [None, None]
+    for place, number in enumerate((1, 2)):
+        if not reads(c.node, number):
+            continue
+        seen = c.node.meta["val"][number]
+        if seen.numel() == 0:
+            given = [value.dtype for value in (x, mean, var)]
+            dtype = forms.dtype_made(c.node.target, number, seen.dtype, given)
+            saved[place] = torch.empty(0, dtype=dtype, device=c.device)
+        else:
+            saved[place] = c.g.identity(mean) if number == 1 else c.g.rsqrt(c.g.add(var, eps))
+    return (y, *saved)
 
 
 def written_norm(c: Importer) -> Value | None:

@@ -250,6 +250,37 @@ def test_a_log_softmax_of_nothing_is_trained(shape: tuple[int, ...]) -> None:
     assert [tuple(each.shape) for each in found] == [shape, shape]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_nothing_of_frozen_batch_norms_is_left_to_torch(affine: bool, dtype: torch.dtype) -> None:
+    """How near their gradients are to float64 is tested by the architecture of that name."""
+    mean, var = torch.randn(4), torch.rand(4) + 0.5
+
+    def normalised(x: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+        return F.relu(F.batch_norm(torch.tanh(x), mean, var, *vectors))
+
+    data = [torch.randn(2, 4, 5, 6).to(dtype)]
+    data += [torch.randn(4), torch.randn(4)] if affine else []
+    found = trained(compiled(normalised), *data)
+    assert left_to_torch() == []
+    for mine, own in zip(found, trained(normalised, *data), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
+
+
+def test_a_gradient_of_the_second_operand_alone_is_its_own() -> None:
+    """The gradient of the image, which nobody asks for, has the same shape."""
+    image = torch.randn(3, 2, 2, 2)
+
+    def sampled(grid: torch.Tensor) -> torch.Tensor:
+        given = image.to(grid.dtype)
+        return F.grid_sample(given, torch.tanh(grid), align_corners=False)
+
+    assert alike(sampled, torch.randn(3, 2, 2, 2)) == [
+        "aten.grid_sampler_2d.default",
+        "aten.grid_sampler_2d_backward.default",
+    ]
+
+
 def test_instances_with_weights_are_normalised_by_ours() -> None:
     def normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.instance_norm(x, weight=weight, bias=bias)
