@@ -38,6 +38,7 @@ TESTED: tuple[Tested, ...] = (
     Tested("2.11", 91900, "1.28", (_H200, _H100), "tests/gpu, before each set of results"),
     Tested("2.11", 91900, "1.32", (_H200,), "tests/gpu, before each set of results"),
     Tested("2.13", 91900, "1.28", (), "`make test`, at each change"),
+    Tested("2.14", 92400, "1.32", (), "`make test-newest`, where pip is held below torch 2.15"),
     Tested("2.15", 92600, "1.32", (), "`make test-newest`, at each change; once tests/cpu whole"),
     Tested("2.15", 92801, "1.32", (), "tests/deviceless, once"),
 )
