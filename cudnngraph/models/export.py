@@ -52,9 +52,8 @@ def export(
     held = Held(model)
     try:
         with _exporting():
-            traced = tracer.trace(model, args, kwargs or {})
+            traced = _traced(model, args, kwargs or {}, held)
             if traced is None:
-                held.restore()
                 made, changed = by_torch(model, args, kwargs)
             else:
                 names = tuple(traced.placeholders)
@@ -69,6 +68,18 @@ def export(
     if changed:
         check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
     return made
+
+
+def _traced(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], held: Held
+) -> tracer.Traced | None:
+    """The first run of a model that will do; what others have changed is put back."""
+    for way in tracer.WAYS:
+        traced = tracer.trace(model, args, kwargs, way)
+        if traced is not None:
+            return traced
+        held.restore()
+    return None
 
 
 #: What is to be said of a model that changes something in place.
