@@ -398,6 +398,8 @@ def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any,
                 kwargs[last] = torch.backends.cudnn.enabled
         elif kwargs.get("return_indices") or len(args) > len(packet.default._schema.arguments):
             raise TypeError
+    if function is torch.Tensor.reshape and all(isinstance(each, int) for each in args[1:]):
+        args = args if "shape" in kwargs else (args[0], list(args[1:]))
     kwargs = {key: value for key, value in kwargs.items() if key != "return_indices"}
     if "default" not in packet.overloads():
         return args, kwargs

@@ -267,8 +267,24 @@ def _index(c: Importer, a: Arguments) -> Value:
     return c.g.interpolate(x, size)
 
 
+def _masked_number(c: Importer, a: Arguments) -> Value:
+    x, (mask,) = c.value(a["self"]), a["indices"]
+    number = a["values"]
+    if not isinstance(mask, (Value, torch.Tensor)) or mask.dtype != torch.bool:
+        raise Skip
+    if not isinstance(number, (Value, torch.Tensor)) or math.prod(number.shape) != 1:
+        raise Skip
+    mask, more = c.value(mask), len(x.shape) - len(mask.shape)
+    mask = c.g.reshape(mask, (*mask.shape, *(1,) * more)) if more else mask
+    if isinstance(number, torch.Tensor) and x.dtype in FLOATS:
+        return c.g.where(mask, float(number), x)
+    return c.g.where(mask, c.g.reshape(c.value(number), (1,) * len(x.shape)), x)
+
+
 def _index_put(c: Importer, a: Arguments) -> Value:
-    """The gradient of that: what is added up where nothing was."""
+    """The gradient of that, what is added up where nothing was; or a number where a mask holds."""
+    if not a["accumulate"] and len(a["indices"]) == 1:
+        return _masked_number(c, a)
     dy, seen = c.value(a["values"]), c.node.args[0].meta["val"]
     if not a["accumulate"] or getattr(c.node.args[0].target, "overloadpacket", None) not in _ZEROS:
         raise Skip

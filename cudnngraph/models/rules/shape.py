@@ -35,7 +35,9 @@ def _full(number: float | None) -> Rule:
         seen = c.node.meta["val"]
         near = next((each for each in c.constants.values() if each.dim()), None)
         device = seen.device if near is None else near.device
-        value = a["fill_value"] if number is None else number
+        value = a.get("fill_value", a.get("value")) if number is None else number
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            value = value.item()
         if device.type == "meta" or seen.numel() > MOST_FILLED:
             raise Skip
         asked = {torch.device(each).type for each in (seen.device, a.get("device")) if each}
@@ -341,9 +343,10 @@ def _stack(c: Importer, a: Arguments) -> Value:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
-    **dict.fromkeys(("new_zeros", "zeros_like"), _full(0)),
+    **dict.fromkeys(("new_zeros", "zeros_like", "zero"), _full(0)),
+    **dict.fromkeys(("new_empty", "empty_like"), _full(0)),  # whatever stands there
     **dict.fromkeys(("new_ones", "ones_like"), _full(1)),
-    **dict.fromkeys(("new_full", "full_like"), _full(None)),
+    **dict.fromkeys(("new_full", "full_like", "fill"), _full(None)),
     **dict.fromkeys(forms.IDENTITIES, _same),
     **dict.fromkeys(forms.RESHAPES, _reshape),
     "expand": _expand,

@@ -241,8 +241,8 @@ def _writes_a_held_tensor(m: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: Mapping[str, tuple[Callable[..., Any], str]] = {
-    "argument": (lambda m, x: (x[:, 1].add_(1), x)[1], "changes 'x' in place"),
-    "reshaped_argument": (lambda m, x: x.reshape(-1).add_(1), "changes 'x' in place"),
+    "argument": (lambda m, x: (x[:, 1].add_(1), x)[1], "changes 'args_0' in place"),
+    "reshaped_argument": (lambda m, x: x.reshape(-1).add_(1), "changes 'args_0' in place"),
     "held": (_writes_a_held_tensor, "changes 'c' in place"),
 }
 
