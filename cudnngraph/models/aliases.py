@@ -70,7 +70,13 @@ class Aliases:
         self._seen[id(tensor)] = Seen(tensor, node, Memory(node.op == "placeholder"))
 
     def made(
-        self, tensor: Tensor, node: torch.fx.Node, op: Any, args: Any, kwargs: Any, place: int | None
+        self,
+        tensor: Tensor,
+        node: torch.fx.Node,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        place: int | None,
     ) -> None:
         """Note a result of an op."""
         operands = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
@@ -187,7 +193,9 @@ def _transposed(make: Make, whole: Tensor, value: Tensor, a: Any) -> Tensor:
 
 def _permuted(make: Make, whole: Tensor, value: Tensor, a: Any) -> Tensor:
     dims = [dim % whole.dim() for dim in a["dims"]]
-    made: Tensor = make(_aten.permute.default, (value, [dims.index(n) for n in range(len(dims))]), {})
+    made: Tensor = make(
+        _aten.permute.default, (value, [dims.index(n) for n in range(len(dims))]), {}
+    )
     return made
 
 

@@ -67,13 +67,17 @@ VIEWS: Mapping[str, Callable[[Tensor, random.Random], Tensor]] = {
     "cut": _cut,
     "split": _split,
     "view": _view,
-    "select": lambda t, r: t.select(n := r.randrange(t.dim()), r.randrange(-t.shape[n], t.shape[n])),
+    "select": lambda t, r: t.select(
+        n := r.randrange(t.dim()), r.randrange(-t.shape[n], t.shape[n])
+    ),
     "transpose": lambda t, r: t.transpose(r.randrange(t.dim()), -1),
     "permute": lambda t, r: t.permute(r.sample(range(t.dim()), t.dim())),
     "unsqueeze": lambda t, r: t.unsqueeze(r.randint(-t.dim() - 1, t.dim())),
     "squeeze": lambda t, r: t.squeeze() if r.random() < 0.5 else t.squeeze(r.randrange(t.dim())),
     "narrow": lambda t, r: t.narrow(n := r.randrange(t.dim()), 0, r.randint(1, t.shape[n])),
-    "diagonal": lambda t, r: t.diagonal(r.choice([0, 1]), 0, -1) if min(t.shape) > 1 < t.dim() else t,
+    "diagonal": lambda t, r: (
+        t.diagonal(r.choice([0, 1]), 0, -1) if min(t.shape) > 1 < t.dim() else t
+    ),
     "detach": lambda t, r: t.detach(),
 }
 PERHAPS: Mapping[str, Callable[[Tensor, random.Random], Tensor]] = {
