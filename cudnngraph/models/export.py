@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ def export(
         raise CannotImport(
             f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
         ) from error
+    except tracer.Foreign as error:
+        raise CannotImport(f"{type(model).__name__} {_foreign(model, error)}") from error
     finally:
         held.restore()
     if changed:
@@ -80,6 +83,18 @@ def _traced(
             return traced
         held.restore()
     return None
+
+
+def _foreign(model: nn.Module, error: tracer.Foreign) -> str:
+    """What is to be said of an object that a graph can neither take nor give, and the mend."""
+    what = f"returns a {error.kind}" if error.gives else f"is given a {error.kind}"
+    mend = "return the tensors in it" if error.gives else "give the tensors in it"
+    if "use_cache" in inspect.signature(model.forward).parameters or "Cache" in error.kind:
+        mend = "call it with use_cache=False, or " + mend
+    return (
+        f"{what}, which a graph does not: it has tensors, plain values, and tuples, lists and "
+        f"dicts of them; {mend}"
+    )
 
 
 #: What is to be said of a model that changes something in place.

@@ -92,6 +92,14 @@ class Writes(Untraceable):
         self.tensor = tensor
 
 
+class Foreign(Untraceable):
+    """It takes or ``gives`` an object that is no tensor, plain value or container of those."""
+
+    def __init__(self, leaf: Any, *, gives: bool) -> None:
+        super().__init__(f"{'a result' if gives else 'an argument'} is a {type(leaf).__name__}")
+        self.kind, self.gives = type(leaf).__name__, gives
+
+
 class MetaTensor(torch.Tensor):
     """A tensor of some device without memory: ``meta`` has the same form on torch's meta device.
 
@@ -153,8 +161,7 @@ class Traced:
             for name, tensor in tensors(remove_duplicate=False):
                 state[name] = self._held(name, tensor)
         leaves, form = pytree.tree_flatten((tuple(args), kwargs))
-        if any(not isinstance(leaf, _LEAVES) for leaf in leaves):
-            raise Untraceable("an argument is an object of another kind")
+        _check_leaves(leaves, gives=False)
         names = _names(model, form, leaves)
         leaves = [
             self._given(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
@@ -171,8 +178,7 @@ class Traced:
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             raise Untraceable("it changes its arguments")
         made, self.out_spec = pytree.tree_flatten(result)
-        if any(not isinstance(leaf, _LEAVES) for leaf in made):
-            raise Untraceable("a result is an object of another kind")
+        _check_leaves(made, gives=True)
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
         )
@@ -376,6 +382,12 @@ class Traced:
 # -- helpers -------------------------------------------------------------------------------------
 
 
+def _check_leaves(leaves: Sequence[Any], *, gives: bool) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, _LEAVES):
+            raise Foreign(leaf, gives=gives)
+
+
 def _casts() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
@@ -577,7 +589,7 @@ def trace(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], way: Sequence[str] = ()
 ) -> Traced | None:
     """``model`` called so, in one of the ``WAYS``; None where it is not for this. Raises
-    :class:`Writes` where that is because it writes over what it holds.
+    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`.
 
     What a model compiles within itself, control flow among it, must not meet the modes of the run:
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
@@ -588,7 +600,7 @@ def trace(
     try:
         with _saying(way):
             return _traced(model, args, kwargs)
-    except Writes:
+    except (Writes, Foreign):
         raise
     except Exception as error:  # whatever it is, torch.export is to say so
         _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
@@ -603,7 +615,7 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except Writes:
+        except (Writes, Foreign):
             raise
         except Exception:
             if not guard.asked:
