@@ -363,6 +363,28 @@ def _is_scores(node: Node) -> bool:
     return False
 
 
+def unrepeated_heads(node: Any) -> Node | None:
+    """The tensor (B, H, S, D) of which a node has each head several times, one behind another, as
+    grouped queries are written; None for another node."""
+    if not _is_call(node) or meta.op_name(node) not in meta.RESHAPES:
+        return None
+    wide = node.args[0]
+    while _is_call(wide) and meta.op_name(wide) in ("clone", "contiguous"):
+        wide = wide.args[0]
+    if not _is_call(wide) or meta.op_name(wide) != "expand":
+        return None
+    apart = wide.args[0]
+    if not _is_call(apart) or apart.target is not torch.ops.aten.unsqueeze.default:
+        return None
+    source = apart.args[0]
+    before, after = apart.meta["val"].shape, wide.meta["val"].shape
+    if len(before) != 5 or before[2] != 1 or apart.args[1] not in (2, -3):
+        return None
+    heads = (before[0], before[1] * after[2], *before[3:])
+    same = (*before[:2], after[2], *before[3:]) == tuple(after)
+    return source if same and tuple(node.meta["val"].shape) == heads else None  # type: ignore[return-value]
+
+
 # -- norms -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from ...ir.spec import (
     odd_rows,
 )
 from ...ops.base import LOW_PRECISION
-from ..patterns import LEAST, AttentionMatch, Term, match_attention
+from ..patterns import LEAST, AttentionMatch, Term, match_attention, unrepeated_heads
 from .base import Arguments, Rule, Skip, reads
 
 if TYPE_CHECKING:
@@ -331,8 +331,42 @@ def _sdpa(c: Importer, a: Arguments) -> Value:
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
     if a["dropout_p"]:
         raise Skip
-    scale = None if a["scale"] is None else float(a["scale"])
-    return _attend(c, (q, k, v), a["attn_mask"], causal=a["is_causal"], scale=scale)
+    mask, scale = a["attn_mask"], None if a["scale"] is None else float(a["scale"])
+    if len(q.shape) == 4:
+        k, v = _unrepeated(c, q, k, v)
+        return _attend(c, (q, k, v), mask, causal=a["is_causal"], scale=scale)
+    batch = q.shape[:-2]
+    if not batch or any(x.shape[:-2] != batch for x in (k, v)):
+        raise Skip
+    four = (batch[0], 1) if len(batch) == 1 else (math.prod(batch[:-1]), batch[-1])
+    if mask is not None:
+        mask = mask if isinstance(mask, torch.Tensor) else c.value(mask)
+        before = (1,) * (len(q.shape) - len(mask.shape)) + tuple(mask.shape[:-2])
+        if math.prod(before) == 1:
+            form: tuple[int, ...] = (1, 1)
+        elif math.prod(before[:-1]) == 1 and len(batch) > 1:
+            form = (1, before[-1])
+        elif before == batch:
+            form = four
+        else:
+            raise Skip
+        form = (*form, *mask.shape[-2:])
+        mask = mask.reshape(form) if isinstance(mask, torch.Tensor) else c.g.reshape(mask, form)
+    q, k, v = (c.g.reshape(x, (*four, *x.shape[-2:])) for x in (q, k, v))
+    y = _attend(c, (q, k, v), mask, causal=a["is_causal"], scale=scale)
+    return c.g.reshape(y, tuple(c.node.meta["val"].shape))
+
+
+def _unrepeated(c: Importer, q: Value, k: Value, v: Value) -> tuple[Value, Value]:
+    """Keys and values without what only repeats each head for several of the queries'."""
+    found = [unrepeated_heads(node) for node in c.node.args[1:3]]
+    if len(found) < 2 or any(each is None for each in found):
+        return k, v
+    one, two = (c.env[each] for each in found if each is not None)
+    alike = all(isinstance(each, Value) and each.dtype == q.dtype for each in (one, two))
+    if not alike or one.shape[:3] != two.shape[:3] or q.shape[1] % one.shape[1]:
+        return k, v
+    return one, two
 
 
 def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:

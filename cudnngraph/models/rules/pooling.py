@@ -18,6 +18,7 @@ from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
+from .shape import MOST_PLACED, in_order
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -45,11 +46,14 @@ def _reduced(mode: str) -> Rule:
 
 
 def _vector_norm(c: Importer, a: Arguments) -> Value:
-    x = c.value(a["self"])
-    if a["ord"] != 2 or a["dtype"] is not None or x.dtype in LOW_PRECISION:
+    x = given = c.value(a["self"])
+    if a["ord"] != 2 or a["dtype"] is not None or (x.dtype in LOW_PRECISION and not c.kernels):
         raise Skip
     dims = None if a["dim"] is None else tuple(spread(a["dim"], 1))
-    return c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
+    if given.dtype in LOW_PRECISION:
+        x = c.g.cast(x, torch.float32)
+    y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
+    return y if y.dtype == given.dtype else c.g.cast(y, given.dtype)
 
 
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
@@ -263,8 +267,22 @@ def _repeats(c: Importer, sizes: Sequence[int], indices: Sequence[Any]) -> tuple
 
 def _index(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
+    if _picks_all(x.shape, a["indices"]):
+        return c.g.reshape(x, tuple(c.node.meta["val"].shape))
     size = _repeats(c, x.shape, a["indices"])
     return c.g.interpolate(x, size)
+
+
+def _picks_all(shape: Sequence[int], indices: Sequence[Any]) -> bool:
+    """Whether constant indices pick all elements in order, as of the mask of a batch's tokens."""
+    given = [each for each in indices if each is not None]
+    if not given or not all(isinstance(each, torch.Tensor) for each in given):
+        return False
+    if not 0 < math.prod(shape) <= MOST_PLACED or any(each.is_meta for each in given):
+        return False
+    picked = [slice(None) if each is None else each.cpu() for each in indices]
+    places = torch.arange(math.prod(shape)).view(tuple(shape))[tuple(picked)]
+    return places.numel() == math.prod(shape) and in_order(places)
 
 
 def _masked_number(c: Importer, a: Arguments) -> Value:

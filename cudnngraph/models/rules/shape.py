@@ -147,7 +147,7 @@ def _places(seen: torch.Tensor, a: Arguments) -> torch.Tensor:
     return found.clone(memory_format=torch.contiguous_format)
 
 
-def _in_order(places: torch.Tensor) -> bool:
+def in_order(places: torch.Tensor) -> bool:
     return bool((places.flatten() == torch.arange(places.numel())).all())
 
 
@@ -157,7 +157,7 @@ def _as_strided(c: Importer, a: Arguments) -> Any:
     if _relabels(seen, c.node.meta["val"]):
         return x
     places = _places(seen, a)
-    if places.numel() == seen.numel() and _in_order(places) and x.dtype in FLOATS:
+    if places.numel() == seen.numel() and in_order(places) and x.dtype in FLOATS:
         return c.g.reshape(x, tuple(places.shape))
     places = places.to(c.device)
     return c.left_to_torch("aten.take.default", [x, places], {}, c.node, image=False)
@@ -172,7 +172,7 @@ def _as_strided_scatter(c: Importer, a: Arguments) -> Any:
         raise Skip  # what is written last is not said
     if others.shape != tuple(places.shape):
         raise Skip
-    if places.numel() == seen.numel() and _in_order(places) and others.dtype in FLOATS:
+    if places.numel() == seen.numel() and in_order(places) and others.dtype in FLOATS:
         return c.g.reshape(others, tuple(seen.shape))
     given = [c.value(x), places.to(c.device), others]
     return c.left_to_torch("aten.put.default", given, {}, c.node, image=False)
