@@ -172,6 +172,8 @@ def by_torch(
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
+        if "data-dependent" in str(error):
+            raise CannotImport(f"{name} {_asks(model, error)}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
@@ -196,6 +198,16 @@ def by_torch(
         program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
     )
     return made, changes.state
+
+
+def _asks(model: nn.Module, error: Exception) -> str:
+    """What is to be said of a model whose ops depend on numbers, and the mend."""
+    where = last_line(str(error))
+    mend = "choose with torch.where among results of one shape"
+    if callable(getattr(model, "set_experts_implementation", None)):  # as transformers calls it
+        mend = "for experts call model.set_experts_implementation('grouped_mm'); else " + mend
+    at = f" ({where})" if where else ""
+    return f"asks for the numbers in a tensor, which a graph does not{at}; {mend}"
 
 
 def _export_failure(error: Exception) -> str:

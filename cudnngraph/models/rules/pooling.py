@@ -45,6 +45,17 @@ def _reduced(mode: str) -> Rule:
     return rule
 
 
+def _largest(mode: str) -> Rule:
+    """The largest or least along a dim, if nobody reads where they are."""
+
+    def rule(c: Importer, a: Arguments) -> tuple[Value, None]:
+        if "dim" not in a or reads(c.node, 1):
+            raise Skip
+        return _reduced(mode)(c, a), None
+
+    return rule
+
+
 def _vector_norm(c: Importer, a: Arguments) -> Value:
     x = given = c.value(a["self"])
     if a["ord"] != 2 or a["dtype"] is not None or (x.dtype in LOW_PRECISION and not c.kernels):
@@ -319,6 +330,8 @@ RULES: dict[str, Rule] = {
     "sum": _reduced("sum"),
     "linalg_vector_norm": _vector_norm,
     "amax": _reduced("max"),
+    "max": _largest("max"),
+    "min": _largest("min"),
     "amin": _reduced("min"),
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
     "_adaptive_avg_pool2d": _adaptive_mean(2),

@@ -110,6 +110,13 @@ FORMS: Mapping[str, tuple[Callable[..., Any], tuple[int, ...], set[str], set[str
         {"where"},
         {"aten"},
     ),
+    "largest": (
+        lambda m, x: x - x.max(-1, keepdim=True).values + x.min(1, keepdim=True)[0],
+        (3, 5, 8),
+        {"reduction"},
+        {"aten"},
+    ),
+    "where the largest are": (lambda m, x: x.max(-1), (3, 5, 8), {"aten"}, {"reduction"}),
     "two numbers": (
         lambda m, x: torch.where(x > 0, torch.zeros(()), torch.tensor(-2.0)) * x,
         (3, 5, 8),

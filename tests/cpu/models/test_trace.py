@@ -263,6 +263,29 @@ def test_a_cache_in_the_results_is_refused_with_the_mend() -> None:
     torch.testing.assert_close(y, x * 2)
 
 
+class Experts(nn.Module):
+    """A loop over the experts that some token has chosen, as transformers has them by default."""
+
+    def set_experts_implementation(self, name: str) -> None:
+        """As transformers has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, where it is large times two."""
+        for chosen in (x > 0).any(-1).nonzero():
+            x = x * chosen
+        return x
+
+
+def test_experts_that_a_loop_chooses_are_refused_with_the_mend() -> None:
+    text = (
+        r"Experts asks for the numbers in a tensor, which a graph does not \(test_trace.py:\d+ in "
+        r"forward: .*\); for experts call model.set_experts_implementation\('grouped_mm'\); else "
+        "choose with torch.where among results of one shape"
+    )
+    with pytest.raises(CannotImport, match=text):
+        cg.fuse(Experts().eval(), image(4, 6))
+
+
 def test_an_object_among_the_arguments_is_refused() -> None:
     model = Of(lambda m, b: b.kept[0] * 2).eval()
     text = "Of is given a Cache, which a graph does not: .*; call it with use_cache=False, or give"
