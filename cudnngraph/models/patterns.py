@@ -1,10 +1,8 @@
-"""Attention and norms that a model writes out, found in its graph of ATen ops.
+"""Attention that a model writes out, found in its graph of ATen ops.
 
 softmax(scale · q k^T + masks) v is attention whoever writes it: a product, numbers that scale it,
 for all or each head, what is added to it or masked of it, softmax along the keys, and a product
-with v. Where nobody reads what lies between, it is one op (:func:`match_attention`). So are rows
-by the roots of their mean squares, times a weight (:func:`match_rms_norm`); and rows by their
-norms, whoever reads those (:func:`match_normalize`).
+with v. Where nobody reads what lies between, it is one op (:func:`match_attention`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -25,7 +23,7 @@ LEAST = -1e10  # beside this a score, and what is added to it, is nothing
 _MATMULS = frozenset({"matmul", "bmm", "baddbmm"})
 _SCALES = frozenset({"mul", "div"})
 _SOFTMAX = frozenset({"softmax", "_softmax", "special_softmax"})
-_SAME = frozenset({*meta.IDENTITIES, "to", "type_as"})  # but for the dtype
+SAME = frozenset({*meta.IDENTITIES, "to", "type_as"})  # but for the dtype
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def match_attention(node: Node) -> AttentionMatch | None:
     softmax, without_sink = weights
     given = meta.bind_arguments(softmax.target, softmax.args, softmax.kwargs)
     shape = tuple(softmax.meta["val"].shape)
-    if given["dim"] not in (-1, len(shape) - 1) or not _is_float(softmax):
+    if given["dim"] not in (-1, len(shape) - 1) or not is_float(softmax):
         return None
     below, sink = softmax.args[0], None
     if without_sink:
@@ -134,7 +132,7 @@ def match_attention(node: Node) -> AttentionMatch | None:
         bias, query, key = scores.args[:3]
         given = meta.bind_arguments(scores.target, scores.args, scores.kwargs)
         alone = scale == 1.0 and softcap is None and not head_scales and given["beta"] == 1
-        if not alone or not isinstance(bias, Node) or not _is_number(given["alpha"]):
+        if not alone or not isinstance(bias, Node) or not is_number(given["alpha"]):
             return None
         terms.append(Term(bias, frame))
         scale = float(given["alpha"])
@@ -163,8 +161,9 @@ def _hides(number: float | None, beside: bool) -> bool:
 def _weights(node: Node | None) -> tuple[Node, bool] | None:
     """The softmax below weights, and whether all but its last column are the weights."""
     if node is not None and meta.op_name(node) in meta.RESHAPES and _is_shaped(node.args[0]):
-        before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-        node = _followers(node.args[0]) if before[-2:] == after[-2:] else None
+        source: Any = node.args[0]
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        node = _followers(source) if before[-2:] == after[-2:] else None
     sliced = node is not None and meta.op_name(node) == "slice"
     if node is not None and sliced:
         given = meta.bind_arguments(node.target, node.args, node.kwargs)
@@ -179,7 +178,7 @@ def _weights(node: Node | None) -> tuple[Node, bool] | None:
     return None if node is None or meta.op_name(node) not in _SOFTMAX else (node, sliced)
 
 
-def _is_shaped(node: Any) -> bool:
+def _is_shaped(node: Any) -> TypeGuard[Node]:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -187,10 +186,11 @@ def _with_sink(node: Any) -> tuple[Node, Node] | None:
     """Scores and the column behind them, of what may be less its largest."""
     whole = _followers(node)
     if whole is not None and meta.op_name(whole) == "sub":
-        whole, most = whole.args[0], whole.args[1]
-        if not isinstance(whole, Node) or len(whole.users) != 2 or not _is_largest(most, whole):
+        source, most = whole.args[0], whole.args[1]
+        if not isinstance(source, Node) or len(source.users) != 2 or not _is_largest(most, source):
             return None
-    if not _is_call(whole) or meta.op_name(whole) != "cat":
+        whole = source
+    if whole is None or not is_call(whole) or meta.op_name(whole) != "cat":
         return None
     given = meta.bind_arguments(whole.target, whole.args, whole.kwargs)
     last = whole.meta["val"].dim() - 1
@@ -236,9 +236,9 @@ def _split_sum(node: Node) -> tuple[Node, Node] | None:
 
 def _narrow(node: Node) -> Node:
     """The node that one is a wider float of: scores are computed in float32 all the same."""
-    while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
+    while is_call(node) and meta.op_name(node) in SAME and is_float(node):
         before = node.args[0]
-        if not isinstance(before, Node) or not _is_shaped(before) or not _is_float(before):
+        if not isinstance(before, Node) or not _is_shaped(before) or not is_float(before):
             return node
         if before.meta["val"].dtype.itemsize > node.meta["val"].dtype.itemsize:
             return node
@@ -251,7 +251,7 @@ def _factor(node: Node) -> float | None:
     if meta.op_name(node) not in _SCALES or not isinstance(node.args[0], Node):
         return None
     number = node.args[1] if len(node.args) == 2 else None
-    if not _is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
+    if not is_number(number) or not number or node.kwargs.get("rounding_mode") is not None:
         return None
     return float(number) if meta.op_name(node) == "mul" else 1.0 / float(number)  # type: ignore[arg-type]
 
@@ -286,31 +286,31 @@ def _of_heads(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> float:
     """A number, or that of a tensor which is made of one; else NaN."""
-    while isinstance(value, Node) and meta.op_name(value) in _SAME:
+    while isinstance(value, Node) and meta.op_name(value) in SAME:
         value = value.args[0]
     if isinstance(value, Node) and meta.op_name(value) == "scalar_tensor":
         value = value.args[0]
     elif isinstance(value, Node) and meta.op_name(value) == "full" and not value.args[0]:
         value = value.args[1]
-    return float(value) if _is_number(value) else math.nan
+    return float(value) if is_number(value) else math.nan
 
 
-def _is_float(node: Node) -> bool:
+def is_float(node: Node) -> bool:
     return node.meta["val"].dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _followers(node: Any) -> Node | None:
     """Return the node behind conversions to float dtypes, or None if others read the node too."""
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
-        if not isinstance(node.meta.get("val"), torch.Tensor) or not _is_float(node):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not is_float(node):
             return None
-        if meta.op_name(node) not in _SAME:
+        if meta.op_name(node) not in SAME:
             return node
         node = node.args[0]
     return None
@@ -366,15 +366,15 @@ def _is_scores(node: Node) -> bool:
 def unrepeated_heads(node: Any) -> Node | None:
     """The tensor (B, H, S, D) of which a node has each head several times, one behind another, as
     grouped queries are written; None for another node."""
-    if not _is_call(node) or meta.op_name(node) not in meta.RESHAPES:
+    if not is_call(node) or meta.op_name(node) not in meta.RESHAPES:
         return None
     wide = node.args[0]
-    while _is_call(wide) and meta.op_name(wide) in ("clone", "contiguous"):
+    while is_call(wide) and meta.op_name(wide) in ("clone", "contiguous"):
         wide = wide.args[0]
-    if not _is_call(wide) or meta.op_name(wide) != "expand":
+    if not is_call(wide) or meta.op_name(wide) != "expand":
         return None
     apart = wide.args[0]
-    if not _is_call(apart) or apart.target is not torch.ops.aten.unsqueeze.default:
+    if not is_call(apart) or apart.target is not torch.ops.aten.unsqueeze.default:
         return None
     source = apart.args[0]
     before, after = apart.meta["val"].shape, wide.meta["val"].shape
@@ -382,126 +382,12 @@ def unrepeated_heads(node: Any) -> Node | None:
         return None
     heads = (before[0], before[1] * after[2], *before[3:])
     same = (*before[:2], after[2], *before[3:]) == tuple(after)
-    return source if same and tuple(node.meta["val"].shape) == heads else None  # type: ignore[return-value]
+    return source if same and tuple(node.meta["val"].shape) == heads else None
 
 
-# -- norms -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NormMatch:
-    """x / sqrt(mean(x * x) + eps) along the last dim, times ``weight`` if that is not None."""
-
-    x: Node
-    weight: Node | None
-    eps: float
-
-
-def match_rms_norm(node: Node) -> NormMatch | None:
-    """The RMS norm that ends with ``node``: with its weight, or with what it is converted to."""
-    end = _alone(node)
-    plain = _by_root(end)
-    if plain is not None:
-        return NormMatch(plain[0], None, plain[1])
-    if not _is_call(end) or meta.op_name(end) != "mul":
-        return None
-    for main, weight in (end.args[:2], end.args[1::-1]):
-        if isinstance(main, Node) and isinstance(weight, Node) and len(main.users) == 1:
-            normed = _by_root(_alone(main))
-            if normed is not None:
-                return NormMatch(normed[0], weight, normed[1])
-    return None
-
-
-def _alone(node: Any) -> Any:
-    """The node below conversions between float dtypes; None if others read it."""
-    while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
-        node = node.args[0]
-        if isinstance(node, Node) and len(node.users) != 1:
-            return None
-    return node
-
-
-def _source(node: Any) -> Any:
-    """The node below conversions between float dtypes that keep every bit."""
-    while _is_call(node) and meta.op_name(node) in _SAME and _is_float(node):
-        before = node.args[0]
-        seen = before.meta.get("val") if isinstance(before, Node) else None
-        if not isinstance(seen, torch.Tensor):
-            return node
-        if seen.dtype.itemsize > node.meta["val"].dtype.itemsize:
-            return node
-        node = before
-    return node
-
-
-def _is_call(node: Any) -> bool:
+def is_call(node: Any) -> bool:
     return (
         isinstance(node, Node)
         and isinstance(node.target, torch._ops.OpOverload)
         and isinstance(node.meta.get("val"), torch.Tensor)
     )
-
-
-def _by_root(node: Any) -> tuple[Node, float] | None:
-    """x and eps of x / sqrt(mean(x * x) + eps), where nobody else reads the root."""
-    if not _is_call(node) or len(node.args) < 2:
-        return None
-    if meta.op_name(node) == "div" and node.kwargs.get("rounding_mode") is None:
-        pairs = [(node.args[0], "sqrt", node.args[1])]
-    elif meta.op_name(node) == "mul":
-        pairs = [(main, "rsqrt", root) for main, root in (node.args[:2], node.args[1::-1])]
-    else:
-        return None
-    for main, kind, root in pairs:
-        if not _is_call(root) or meta.op_name(root) != kind or len(root.users) != 1:
-            continue
-        total = _source(root.args[0])
-        if not _is_call(total) or meta.op_name(total) != "add":
-            continue
-        mean, eps = _source(total.args[0]), total.args[1]
-        alpha = meta.bind_arguments(total.target, total.args, total.kwargs).get("alpha", 1)
-        if not _is_number(eps) or not 0 <= eps < math.inf or alpha != 1:
-            continue
-        squared, x = _squared(mean), _source(main)
-        if squared is not None and squared is x and _is_float(x):
-            return x, float(eps)
-    return None
-
-
-def _squared(mean: Any) -> Any:
-    """The x in ``mean`` of x squared, along the last dim, which is kept; else None."""
-    if not _is_call(mean) or mean.target is not torch.ops.aten.mean.dim:
-        return None
-    given = meta.bind_arguments(mean.target, mean.args, mean.kwargs)
-    square, dims = _source(given["self"]), given["dim"]
-    if not _is_call(square) or not given["keepdim"]:
-        return None
-    if list(dims or ()) not in ([-1], [square.meta["val"].dim() - 1]):
-        return None
-    kind, args = meta.op_name(square), square.args
-    if kind == "square" or (kind == "pow" and args[1:] == (2,)):
-        return _source(args[0])
-    return _source(args[0]) if kind == "mul" and args[0] is args[1] else None
-
-
-def match_normalize(node: Node) -> float | None:
-    """The least norm by which a quotient divides, if it is of rows by their norms (F.normalize
-    over the last dim); else None."""
-    given = meta.bind_arguments(node.target, node.args, node.kwargs)
-    x, clamped = given["self"], given["other"]
-    if _is_call(clamped) and meta.op_name(clamped) == "expand":
-        clamped = clamped.args[0]
-    if not _is_call(clamped) or meta.op_name(clamped) not in ("clamp_min", "clamp"):
-        return None
-    clamp = meta.bind_arguments(clamped.target, clamped.args, clamped.kwargs)
-    norms, floor = clamp["self"], clamp["min"]
-    if not _is_call(norms) or meta.op_name(norms) != "linalg_vector_norm" or not _is_number(floor):
-        return None
-    norm = meta.bind_arguments(norms.target, norms.args, norms.kwargs)
-    if norm["self"] is not x:
-        return None
-    rows = list(norm["dim"] or ()) in ([-1], [x.meta["val"].dim() - 1]) and norm["keepdim"]
-    plain = norm["ord"] == 2 and norm["dtype"] is None
-    unbound = clamp.get("max") is None and given.get("rounding_mode") is None
-    return float(floor) if rows and plain and unbound and 0 <= floor < math.inf else None

@@ -151,7 +151,7 @@ def _of_softmax(c: Importer, a: Arguments) -> Value:
         return x
     if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
         raise Skip
-    return c.g.cast(x, dtype)  # type: ignore[no-any-return]
+    return c.g.cast(x, dtype)
 
 
 def _safe_softmax(c: Importer, a: Arguments) -> Value:

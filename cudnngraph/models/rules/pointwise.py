@@ -12,7 +12,7 @@ from ...graph.builder import Graph
 from ...graph.value import Value
 from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
-from ..patterns import match_normalize
+from ..norm_patterns import match_normalize
 from .base import Arguments, Rule, Skip, first
 from .norm import written_norm
 
