@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,9 +53,8 @@ def export(
     held = Held(model)
     try:
         with _exporting():
-            traced = tracer.trace(model, args, kwargs or {})
+            traced = _traced(model, args, kwargs or {}, held)
             if traced is None:
-                held.restore()
                 made, changed = by_torch(model, args, kwargs)
             else:
                 names = tuple(traced.placeholders)
@@ -64,11 +64,37 @@ def export(
         raise CannotImport(
             f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
         ) from error
+    except tracer.Foreign as error:
+        raise CannotImport(f"{type(model).__name__} {_foreign(model, error)}") from error
     finally:
         held.restore()
     if changed:
         check_kept(model, args, kwargs or {}, list(dict.fromkeys(changed)))
     return made
+
+
+def _traced(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], held: Held
+) -> tracer.Traced | None:
+    """The first run of a model that will do; what others have changed is put back."""
+    for way in tracer.WAYS:
+        traced = tracer.trace(model, args, kwargs, way)
+        if traced is not None:
+            return traced
+        held.restore()
+    return None
+
+
+def _foreign(model: nn.Module, error: tracer.Foreign) -> str:
+    """What is to be said of an object that a graph can neither take nor give, and the mend."""
+    what = f"returns a {error.kind}" if error.gives else f"is given a {error.kind}"
+    mend = "return the tensors in it" if error.gives else "give the tensors in it"
+    if "use_cache" in inspect.signature(model.forward).parameters or "Cache" in error.kind:
+        mend = "call it with use_cache=False, or " + mend
+    return (
+        f"{what}, which a graph does not: it has tensors, plain values, and tuples, lists and "
+        f"dicts of them; {mend}"
+    )
 
 
 #: What is to be said of a model that changes something in place.
@@ -146,6 +172,8 @@ def by_torch(
             program = torch.export.export(model, tuple(args), dict(kwargs or {}), strict=False)
             program = program.run_decompositions({})
     except Exception as error:
+        if "data-dependent" in str(error):
+            raise CannotImport(f"{name} {_asks(model, error)}") from error
         raise CannotImport(f"{name} cannot be exported: {_export_failure(error)}") from error
     if changes.arguments:
         raise CannotImport(f"{name} changes its arguments, which a graph does not")
@@ -170,6 +198,16 @@ def by_torch(
         program.graph_module, constants, tuple(placeholders), program.call_spec.out_spec
     )
     return made, changes.state
+
+
+def _asks(model: nn.Module, error: Exception) -> str:
+    """What is to be said of a model whose ops depend on numbers, and the mend."""
+    where = last_line(str(error))
+    mend = "choose with torch.where among results of one shape"
+    if callable(getattr(model, "set_experts_implementation", None)):  # as transformers calls it
+        mend = "for experts call model.set_experts_implementation('grouped_mm'); else " + mend
+    at = f" ({where})" if where else ""
+    return f"asks for the numbers in a tensor, which a graph does not{at}; {mend}"
 
 
 def _export_failure(error: Exception) -> str:

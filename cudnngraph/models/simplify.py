@@ -65,6 +65,8 @@ def _key(given: Any) -> Hashable:
 def _unchanged(node: Node) -> Node | None:
     """The operand that a node gives as it is, None where it computes something."""
     name = meta.op_name(node)
+    if node.target is torch.ops.aten.copy.default:
+        return _copied(node)
     if name not in _NEUTRAL or len(node.args) != 2 or node.kwargs:
         return None
     x, number = node.args
@@ -77,3 +79,13 @@ def _unchanged(node: Node) -> Node | None:
     if not before.dtype.is_floating_point or before.dtype != after.dtype:
         return None
     return x if before.shape == after.shape else None  # type: ignore[return-value]
+
+
+def _copied(node: Node) -> Node | None:
+    """What is written over all of a tensor of its own form."""
+    source, made = node.args[1], node.meta.get("val")
+    seen = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(seen, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return None
+    alike = (seen.shape, seen.dtype, seen.device) == (made.shape, made.dtype, made.device)
+    return source if alike and len(node.args) == 2 else None  # type: ignore[return-value]

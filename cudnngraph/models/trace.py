@@ -3,19 +3,19 @@
 torch.export says the same of more models, in ten times the time: it has to be ready for sizes that
 change, for state, for control flow. Here every op that torch dispatches becomes a node of an FX
 graph, in the order of the run; a few that torch would take apart (:data:`ATOMIC`) stay whole, as
-torch.export leaves them. What writes over memory that something else sees, draws random numbers,
-asks for the numbers in a tensor, changes the model, or is unusual in any other way is given up:
-then torch.export is to say what there is to say.
+torch.export leaves them. What is written over tensors becomes new ones (:mod:`.aliases`). What
+draws random numbers, asks for the numbers in a tensor, changes the model, or is unusual in any
+other way is given up: then torch.export is to say what there is to say.
 """
 
 from __future__ import annotations
 
 import inspect
 import linecache
+import logging
 import operator
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +29,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ir.spec import overlaps_itself
 from ..ops import meta as forms
 from ..ops.pooling import UPSAMPLE
+from .aliases import Aliases
 
 _aten: Any = torch.ops.aten
+_log = logging.getLogger(__name__)
 _TORCH = str(Path(torch.__file__).parent)
 
 #: Ops that are one node each, though torch makes them of others.
@@ -60,10 +63,8 @@ _OF_MEMORY: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("data_ptr", "storage", "_typed_storage", "untyped_storage")
 )
-#: Ops whose result may be a view or a copy, as the strides are: what writes over it is given up.
-_MAY_COPY = frozenset(
-    f"aten::{name}" for name in ("reshape", "flatten", "clone", "_to_copy", "_unsafe_view")
-)
+#: Reshapes that strides may forbid.
+_OF_STRIDES: frozenset[Any] = frozenset((_aten.view.default, _aten._unsafe_view.default))
 _NORMS: frozenset[Any] = frozenset({F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm})
 _POOLS: frozenset[Any] = frozenset({F.max_pool1d, F.max_pool2d, F.max_pool3d})
 #: Those that are written in Python: their arguments may have other places than the op's.
@@ -89,6 +90,14 @@ class Writes(Untraceable):
     def __init__(self, op: Any, tensor: torch.Tensor) -> None:
         super().__init__(f"{op} writes over what the model holds")
         self.tensor = tensor
+
+
+class Foreign(Untraceable):
+    """It takes or ``gives`` an object that is no tensor, plain value or container of those."""
+
+    def __init__(self, leaf: Any, *, gives: bool) -> None:
+        super().__init__(f"{'a result' if gives else 'an argument'} is a {type(leaf).__name__}")
+        self.kind, self.gives = type(leaf).__name__, gives
 
 
 class MetaTensor(torch.Tensor):
@@ -136,11 +145,10 @@ class Traced:
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.placeholders: list[str] = []
-        self._nodes: dict[int, torch.fx.Node] = {}  # by the tensor's id
+        self._aliases = Aliases(self._new)
         self._shapes: dict[int, MetaTensor] = {}  # of what has memory, by its id
         self._real: dict[int, tuple[str, torch.Tensor]] = {}  # what stands for a constant
         self._alive: list[torch.Tensor] = []  # so that no other gets the id of one
-        self._views: Counter[int] = Counter()  # how many of them see one memory
         self._failed = False
         self.exchanged: list[str] = []  # parameters and buffers with other tensors in their place
         self._run(model, args, dict(kwargs))
@@ -153,8 +161,7 @@ class Traced:
             for name, tensor in tensors(remove_duplicate=False):
                 state[name] = self._held(name, tensor)
         leaves, form = pytree.tree_flatten((tuple(args), kwargs))
-        if any(not isinstance(leaf, _LEAVES) for leaf in leaves):
-            raise Untraceable("an argument is an object of another kind")
+        _check_leaves(leaves, gives=False)
         names = _names(model, form, leaves)
         leaves = [
             self._given(leaf, name) if isinstance(leaf, torch.Tensor) else leaf
@@ -171,8 +178,7 @@ class Traced:
         if now_form != form or any(a is not b for a, b in zip(now, leaves, strict=True)):
             raise Untraceable("it changes its arguments")
         made, self.out_spec = pytree.tree_flatten(result)
-        if any(not isinstance(leaf, _LEAVES) for leaf in made):
-            raise Untraceable("a result is an object of another kind")
+        _check_leaves(made, gives=True)
         self.graph.output(
             tuple(self._operand(x) if isinstance(x, torch.Tensor) else x for x in made)
         )
@@ -200,6 +206,9 @@ class Traced:
             raise Untraceable("an argument is held by the model too")
         return found
 
+    def _without_memory(self, tensor: torch.Tensor) -> MetaTensor:
+        return tensor if isinstance(tensor, MetaTensor) else self._held("constant", tensor)
+
     def _given(self, tensor: torch.Tensor, name: str) -> MetaTensor:
         if id(tensor) in self._shapes:
             raise Untraceable("a tensor has two places")
@@ -209,18 +218,15 @@ class Traced:
 
     def _see(self, tensor: MetaTensor, node: torch.fx.Node) -> MetaTensor:
         node.meta["val"] = tensor
-        self._nodes[id(tensor)] = node
         self._alive.append(tensor)
-        self._views[_memory(tensor)] += 1
+        self._aliases.add(tensor, node)
         return tensor
 
     def _operand(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of a tensor."""
-        if not isinstance(tensor, MetaTensor):
-            tensor = self._held("constant", tensor)
-        found = self._nodes.get(id(tensor))
-        if found is not None:
-            return found
+        tensor = self._without_memory(tensor)
+        if tensor in self._aliases:
+            return self._aliases.node(tensor)
         if id(tensor) not in self._real:
             raise Untraceable("a tensor comes from nowhere")
         name, real = self._real[id(tensor)]
@@ -245,10 +251,13 @@ class Traced:
         """Record an op that torch dispatches."""
         if op is torch.ops.prim.device.default:
             return args[0].device
-        if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        if not isinstance(op, torch._ops.OpOverload):
             raise Untraceable(f"{op} is none of torch's ops")
-        make = self._in_place if op._schema.is_mutable else self._new
-        return make(op, args, kwargs)
+        if not op._schema.is_mutable:
+            return self._new(op, args, kwargs)
+        if op.namespace != "aten":
+            raise Untraceable(f"{op} writes over its operands")
+        return self._in_place(op, args, kwargs)
 
     def called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Record a call from Python: an op of :data:`ATOMIC`, or more calls."""
@@ -284,6 +293,7 @@ class Traced:
                 and given["running_mean"] is not None
             ):
                 raise Untraceable(f"{op} changes its statistics")
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._without_memory, (args, kwargs))
         result, device = self._computed(op, args, kwargs)
         many = isinstance(result, (tuple, list))
         metas = list(result) if many else [result]
@@ -292,12 +302,13 @@ class Traced:
         node = self._node(op, args, kwargs)
         with _no_modes():
             made = [MetaTensor(each, device) for each in metas]
-        if not many:
-            return self._see(made[0], node)
-        node.meta["val"] = tuple(made)
+        self._alive += made
+        node.meta["val"] = tuple(made) if many else made[0]
         for place, each in enumerate(made):
-            self._see(each, self.graph.call_function(operator.getitem, (node, place)))
-        return type(result)(made)
+            own = self.graph.call_function(operator.getitem, (node, place)) if many else node
+            own.meta["val"] = each
+            self._aliases.made(each, own, op, args, kwargs, place if many else None)
+        return type(result)(made) if many else made[0]
 
     def _in_place(self, op: Any, args: Any, kwargs: Any) -> Any:
         """One that writes over its first operand, as the op that makes a new tensor."""
@@ -314,18 +325,17 @@ class Traced:
         target = args[0]
         if not isinstance(target, MetaTensor) or id(target) in self._real:
             raise Writes(op, self._real[id(target)][1] if id(target) in self._real else target)
-        before = self._nodes.get(id(target))
-        if before is None or before.op == "placeholder" or self._views[_memory(target)] != 1:
-            raise Untraceable(f"{op} writes over what is seen elsewhere")
-        maker: Any = before.target
-        if getattr(getattr(maker, "_schema", None), "name", "") in _MAY_COPY:
-            raise Untraceable(f"{op} writes over what may be a view")
-        made, _ = self._computed(pure, args, kwargs)
-        if (made.shape, made.dtype) != (target.shape, target.dtype):
-            raise Untraceable(f"{op} converts")
-        node = self._node(pure, args, kwargs)
-        node.meta["val"] = target
-        self._nodes[id(target)] = node
+        first = self._aliases.first(target)
+        if id(first.tensor) in self._real:
+            raise Writes(op, self._real[id(first.tensor)][1])
+        if overlaps_itself(tuple(target.shape), target.stride()):
+            raise Untraceable(f"{op} writes over elements that are one in memory")
+        made = self._new(pure, args, kwargs)
+        if made.shape != target.shape:
+            raise Untraceable(f"{op} changes a shape")
+        if made.dtype != target.dtype:
+            made = self._new(_aten._to_copy.default, (made,), {"dtype": target.dtype})
+        self._aliases.write(target, made)
         return target
 
     def _computed(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
@@ -362,12 +372,20 @@ class Traced:
             return self._operand(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = pytree.tree_map(operand, (args, kwargs))
+        if op in _OF_STRIDES:  # what is written anew may have others
+            op = _aten.reshape.default
         node = self.graph.call_function(op, args, kwargs)
         node.meta["stack_trace"] = _line()
         return node
 
 
 # -- helpers -------------------------------------------------------------------------------------
+
+
+def _check_leaves(leaves: Sequence[Any], *, gives: bool) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, _LEAVES):
+            raise Foreign(leaf, gives=gives)
 
 
 def _casts() -> bool:
@@ -377,10 +395,6 @@ def _casts() -> bool:
 def _no_modes() -> Any:
     """Without the modes of the run, for what is no part of it."""
     return torch._C._DisableTorchDispatch()
-
-
-def _memory(tensor: MetaTensor) -> int:
-    return int(tensor.meta.untyped_storage()._cdata)
 
 
 def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -396,6 +410,8 @@ def _canonical(packet: Any, function: Any, args: Any, kwargs: Any) -> tuple[Any,
                 kwargs[last] = torch.backends.cudnn.enabled
         elif kwargs.get("return_indices") or len(args) > len(packet.default._schema.arguments):
             raise TypeError
+    if function is torch.Tensor.reshape and all(isinstance(each, int) for each in args[1:]):
+        args = args if "shape" in kwargs else (args[0], list(args[1:]))
     kwargs = {key: value for key, value in kwargs.items() if key != "return_indices"}
     if "default" not in packet.overloads():
         return args, kwargs
@@ -543,11 +559,37 @@ class _NoCompiler:
 
 
 _COMPILER = "torch._dynamo"
+_COMPILING, _EXPORTING = "_is_compiling_flag", "_is_exporting_flag"
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced | None:
-    """``model`` called so; None where it is not for this. Raises :class:`Writes` where that is
-    because it writes over what it holds.
+#: What a run may say of itself: torch.compiler's is_compiling(), nothing, or is_exporting() too.
+#: A model that is compiled does not ask for the numbers in a tensor (whether a mask hides any), but
+#: may have control flow in the place of a loop.
+WAYS = ((_COMPILING,), (), (_COMPILING, _EXPORTING))
+_said: dict[str, list[bool]] = {name: [] for name in WAYS[-1]}
+_said_lock = threading.Lock()
+
+
+@contextmanager
+def _saying(way: Sequence[str]) -> Iterator[None]:
+    """Set flags of torch.compiler, which are those of all threads, until the last of this way."""
+    with _said_lock:
+        for name in way:
+            _said[name].append(getattr(torch.compiler, name))
+            setattr(torch.compiler, name, True)
+    try:
+        yield
+    finally:
+        with _said_lock:
+            for name in way:
+                setattr(torch.compiler, name, _said[name].pop())
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], way: Sequence[str] = ()
+) -> Traced | None:
+    """``model`` called so, in one of the ``WAYS``; None where it is not for this. Raises
+    :class:`Writes` where that is because it writes over what it holds, and :class:`Foreign`.
 
     What a model compiles within itself, control flow among it, must not meet the modes of the run:
     that would stay in the compiler's caches. So the compiler is kept out while it is not there
@@ -555,6 +597,17 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
     """
     if _casts():
         return None
+    try:
+        with _saying(way):
+            return _traced(model, args, kwargs)
+    except (Writes, Foreign):
+        raise
+    except Exception as error:  # whatever it is, torch.export is to say so
+        _log.debug("%s is not traced: %s: %s", type(model).__name__, type(error).__name__, error)
+        return None
+
+
+def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     if _COMPILER not in sys.modules:
         guard: Any = _NoCompiler()
         sys.meta_path.insert(0, guard)
@@ -562,17 +615,12 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
             traced = Traced(model, args, kwargs)
             if not guard.asked:  # else the model may have caught that there is none
                 return traced
-        except Writes:
+        except (Writes, Foreign):
             raise
         except Exception:
             if not guard.asked:
-                return None
+                raise
         finally:
             sys.meta_path.remove(guard)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            return Traced(model, args, kwargs)
-    except Writes:
-        raise
-    except Exception:  # whatever it is, torch.export is to say so
-        return None
+    with torch.compiler.set_stance("force_eager"):
+        return Traced(model, args, kwargs)

@@ -140,16 +140,30 @@ def _joined(c: Importer, parts: Sequence[Value], dim: int) -> Value:
 
 
 def _slice_scatter(c: Importer, a: Arguments) -> Value:
+    """A tensor with another in the place of a slice; of every n-th element, with a dim of its own
+    for those between."""
     x, source = c.value(a["self"]), c.value(a["src"])
     dim = a["dim"] % len(x.shape)
-    taken = range(*slice(a["start"], a["end"], a["step"]).indices(x.shape[dim]))
-    if taken.step != 1 or source.dtype != x.dtype or not taken:
+    size, before, behind = x.shape[dim], x.shape[:dim], x.shape[dim + 1 :]
+    taken = range(*slice(a["start"], a["end"], a["step"]).indices(size))
+    if source.dtype != x.dtype or not taken:
         raise Skip
-    size, parts = x.shape[dim], [source]
-    if taken.start:
-        parts = [part(c, x, dim, 0, taken.start), *parts]
-    if taken.stop < size:
-        parts = [*parts, part(c, x, dim, taken.stop, size)]
+    if taken.step == 1:
+        return _put(c, x, source, dim, taken.start)
+    if size % taken.step or len(taken) != size // taken.step:
+        raise Skip
+    apart = c.g.reshape(x, (*before, len(taken), taken.step, *behind))
+    source = c.g.reshape(source, (*before, len(taken), 1, *behind))
+    return c.g.reshape(_put(c, apart, source, dim + 1, taken.start), x.shape)
+
+
+def _put(c: Importer, x: Value, source: Value, dim: int, start: int) -> Value:
+    """x with another tensor in the place of a part of it."""
+    size, parts, end = x.shape[dim], [source], start + source.shape[dim]
+    if start:
+        parts = [part(c, x, dim, 0, start), *parts]
+    if end < size:
+        parts = [*parts, part(c, x, dim, end, size)]
     return _joined(c, parts, dim)
 
 

@@ -19,7 +19,7 @@ from ...ir.spec import (
     odd_rows,
 )
 from ...ops.base import LOW_PRECISION
-from ..patterns import AttentionMatch, match_attention
+from ..patterns import LEAST, AttentionMatch, Term, match_attention, unrepeated_heads
 from .base import Arguments, Rule, Skip, reads
 
 if TYPE_CHECKING:
@@ -49,11 +49,17 @@ MAX_CONSTANT = 1 << 26  # elements of a constant that is made here
 
 
 def _attention(c: Importer, found: AttentionMatch) -> Value | None:
-    q, k, v = (c.value(c.env[node]) for node in (found.query, found.key, found.value))
-    rank, batch = len(q.shape), q.shape[:-2]
-    if q.dtype not in LOW_PRECISION or rank < 3:
+    shape, rank = found.shape, len(found.shape)
+    batch = shape[:-2]
+    if rank < 3:
         return None
-    if any(x.shape[:-2] != batch or x.dtype != q.dtype for x in (k, v)):
+    qkv = [c.value(c.env[node]) for node in (found.query, found.key, found.value)]
+    if any(math.prod(x.shape[:-2]) != math.prod(batch) for x in qkv):
+        return None
+    if any(x.shape[:-2] != batch and len(x.shape) != 3 for x in qkv):
+        return None
+    q, k, v = (x if x.shape[:-2] == batch else c.g.reshape(x, (*batch, *x.shape[-2:])) for x in qkv)
+    if q.dtype not in LOW_PRECISION or any(x.dtype != q.dtype for x in (k, v)):
         return None
 
     def heads(x: Any) -> Any:
@@ -76,11 +82,10 @@ def _attention(c: Importer, found: AttentionMatch) -> Value | None:
         power = math.ldexp(1.0, math.frexp(most)[1])  # so queries do not grow beyond 16 bits
         factors.append(factor / power)
         scale *= power
-    if rank > 4:  # a mask of some of what is before the heads is none of all
-        given = [c.env[node] for node in (*found.added, *(node for node, _, _ in found.masked))]
-        if any(math.prod(each.shape[:-3]) != 1 for each in given):
-            return None
-    masks: list[Any] = [heads(c.env[node]) for node in found.added]
+    terms = [(term, _framed(c, term, shape)) for term in found.terms]
+    if rank > 4 and any(math.prod(each.shape[:-3]) != 1 for _, each in terms):
+        return None  # a mask of some of what is before the heads is none of all
+    masks: list[Any] = [heads(each) for term, each in terms if term.hidden is None]
     for node, (images, windows) in found.window_masks:
         mask = c.env[node]
         if not isinstance(mask, torch.Tensor):
@@ -91,30 +96,80 @@ def _attention(c: Importer, found: AttentionMatch) -> Value | None:
         masks.append(mask.expand(images, windows, -1, -1, -1).flatten(0, 1))
     if not all(each.dtype.is_floating_point for each in masks):
         return None
-    rows = (*batch, q.shape[-2], k.shape[-1 if found.key_transposed else -2])
-    causal, known, left = False, [], None
-    for node, hides, number in found.masked:
-        mask = c.env[node]
-        if not isinstance(mask, torch.Tensor):  # unknown here, so as it is or not at all
-            if number != -math.inf or len(found.masked) > 1 or masks:
-                return None
-            masks.append(heads(c.g.logical_not(mask) if hides else mask))
-            continue
-        known.append(~mask if hides else mask)
-        left = known[-1] if left is None else left & known[-1]
-    if left is not None and bool((~left.expand(rows).any(-1)).any()):
+    hiding = [(term, each) for term, each in terms if term.hidden is not None]
+    unknown = [(term, each) for term, each in hiding if not isinstance(each, torch.Tensor)]
+    known = [
+        (~each if term.hides else each, term)
+        for term, each in hiding
+        if (term, each) not in unknown
+    ]
+    left = reduce(torch.logical_and, (keeps for keeps, _ in known)) if known else None
+    if left is not None and bool((~left.expand(shape).any(-1)).any()):
         return None  # where all is hidden the number makes it the mean
-    for keeps in known:
-        lower = torch.ones(rows[-2:], dtype=torch.bool, device=keeps.device).tril()
-        if rows[-2] == rows[-1] and bool((keeps == lower).all()):
+    causal = False
+    beside = bool(masks or unknown)
+    for keeps, term in known:
+        lower = torch.ones(shape[-2:], dtype=torch.bool, device=keeps.device).tril()
+        certain = not beside or term.hidden == -math.inf
+        if certain and shape[-2] == shape[-1] and bool((keeps == lower).all()):
             causal = True
-        elif masks or len(known) > 1:
+        elif masks or len(known) > 1 or beside:
+            hidden = _least(term, q.dtype) if beside else -math.inf
+            if hidden is None:
+                return None
             zero = torch.zeros((), dtype=q.dtype, device=keeps.device)
-            masks.append(torch.where(heads(keeps), zero, -math.inf))
+            masks.append(torch.where(heads(keeps), zero, hidden))
         else:
             masks.append(heads(keeps))
+    total = _sum(c, masks)
+    if len(unknown) == 1 and total is None and not causal and unknown[0][0].hidden == -math.inf:
+        term, mask = unknown[0]
+        total = heads(c.g.logical_not(mask) if term.hides else mask)
+    elif unknown:
+        total = _hidden(c, total, [(term, heads(each)) for term, each in unknown], q.dtype)
+        if total is None:
+            return None
+    if found.key_transposed:
+        k = c.g.transpose(k, rank - 2, rank - 1)
+    for factor in factors:
+        form = (1,) * (rank - factor.dim()) + tuple(factor.shape)
+        whole = factor.reshape(form).expand(*form[:-1], q.shape[-1])  # so a plan can have it
+        q = c.g.mul(q, c.constant(whole.contiguous()))
+    options: dict[str, Any] = {"scale": scale}
+    if found.softcap is not None:
+        options["softcap"] = found.softcap
+    if found.sink is not None:
+        options["sink"] = _sink(c, found.sink, shape)
+    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, **options)
+    wanted = tuple(c.node.meta["val"].shape)
+    return y if y.shape == wanted else c.g.reshape(y, wanted)
+
+
+def _framed(c: Importer, term: Term, shape: Sequence[int]) -> Any:
+    """What is added to scores of another shape, or hides some, in a shape that fits their own."""
+    x, frame, rank = c.env[term.node], term.frame, len(shape)
+    if tuple(frame) == tuple(shape):
+        return x
+    x = x if isinstance(x, torch.Tensor) else c.value(x)
+    whole = (*(1,) * (len(frame) - len(x.shape)), *x.shape)
+    if tuple(frame[-2:]) == tuple(shape[-2:]):  # other dims in front of rows and keys
+        before = whole[:-2]
+        if math.prod(before) not in (1, math.prod(frame[:-2])):
+            raise Skip
+        rows = (1,) * (rank - 2) if math.prod(before) == 1 else shape[:-2]
+        form = (*rows, *whole[-2:])
+        return x.reshape(form) if isinstance(x, torch.Tensor) else c.g.reshape(x, form)
+    if isinstance(x, torch.Tensor):
+        if math.prod(frame) > MAX_CONSTANT:
+            raise Skip
+        return x.expand(frame).reshape(shape)
+    return c.g.reshape(c.g.expand(x, tuple(frame)), tuple(shape))
+
+
+def _sum(c: Importer, masks: Sequence[Any]) -> Any:
+    """The sum of what is added to scores, that of constants computed once; None for nothing."""
     fixed = [each for each in masks if isinstance(each, torch.Tensor)]
-    if len(fixed) > 1:  # computed once
+    if len(fixed) > 1:
         terms: tuple[torch.Tensor, ...]
         terms = torch.broadcast_tensors(*fixed)  # type: ignore[no-untyped-call]
         if terms[0].numel() <= MAX_CONSTANT:
@@ -124,28 +179,58 @@ def _attention(c: Importer, found: AttentionMatch) -> Value | None:
     total: Any = masks[0] if masks else None
     for each in masks[1:]:
         total = c.g.add(c.value(total), c.value(each))
-    if found.key_transposed:
-        k = c.g.transpose(k, rank - 2, rank - 1)
-    for factor in factors:
-        shape = (1,) * (rank - factor.dim()) + tuple(factor.shape)
-        whole = factor.reshape(shape).expand(*shape[:-1], q.shape[-1])  # so a plan can have it
-        q = c.g.mul(q, c.constant(whole.contiguous()))
-    y = _attend(c, (heads(q), heads(k), heads(v)), total, causal=causal, scale=scale)
-    return y if rank == 4 else c.g.reshape(y, (*batch, q.shape[-2], v.shape[-1]))
+    return total
+
+
+def _least(term: Term, dtype: torch.dtype) -> float | None:
+    """The score that hides a key in ``dtype``; None if others would matter beside it."""
+    least = torch.finfo(dtype).min
+    if term.hidden == -math.inf or (term.hidden is not None and term.hidden >= least):
+        return term.hidden
+    return least if least < LEAST else None
+
+
+def _hidden(
+    c: Importer, total: Any, unknown: Sequence[tuple[Term, Value]], dtype: torch.dtype
+) -> Value | None:
+    """What is added to scores, with the scores of what masks of the caller's hide in their places:
+    where all is hidden the mean is taken."""
+    if total is None:
+        total = torch.zeros((), dtype=dtype, device=c.device)
+    elif total.dtype == torch.bool:
+        return None
+    made = c.value(total)
+    for term, mask in unknown:
+        number = _least(term, made.dtype)
+        if number is None or (number != -math.inf and number > LEAST):
+            return None
+        made = c.g.where(mask, number, made) if term.hides else c.g.where(mask, made, number)
+    return made
+
+
+def _sink(c: Importer, node: Any, shape: Sequence[int]) -> Value:
+    """The score of each head besides those of its keys: a constant."""
+    sink = c.env[node]
+    if not isinstance(sink, torch.Tensor) or sink.is_meta or len(shape) != 4:
+        raise Skip
+    whole = sink.expand(*shape[:-1], 1)
+    if not bool((whole == whole[:1, :, :1]).all()):
+        raise Skip
+    return c.constant(whole[0, :, 0, 0].float().contiguous(), "sink")
 
 
 def _attend(
-    c: Importer, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None
+    c: Importer, qkv: Sequence[Value], mask: Any, *, causal: bool, scale: float | None, **more: Any
 ) -> Value:
     """Attention. Of the short sequences of one example that lie behind one another (the windows of
     a Swin transformer) several are one, whose tokens do not attend to each other's: a block of
     cuDNN's kernel takes as long for 98 rows as for 49."""
     q, k, v = qkv
     mask = _narrowed(mask) if isinstance(mask, torch.Tensor) else mask
-    joined = 1 if causal else _joined(c, qkv, mask)
+    joined = 1 if causal or more else _joined(c, qkv, mask)
     if joined == 1:
         given = None if mask is None else _mask(c, mask, q.dtype)
-        return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale)  # type: ignore[no-any-return]
+        return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale, **more)  # type: ignore[no-any-return]
     batch, _, length, _ = q.shape
     whole = _mask(c, mask, q.dtype, joined, length)
 
@@ -246,8 +331,42 @@ def _sdpa(c: Importer, a: Arguments) -> Value:
     q, k, v = (c.value(a[name]) for name in ("query", "key", "value"))
     if a["dropout_p"]:
         raise Skip
-    scale = None if a["scale"] is None else float(a["scale"])
-    return _attend(c, (q, k, v), a["attn_mask"], causal=a["is_causal"], scale=scale)
+    mask, scale = a["attn_mask"], None if a["scale"] is None else float(a["scale"])
+    if len(q.shape) == 4:
+        k, v = _unrepeated(c, q, k, v)
+        return _attend(c, (q, k, v), mask, causal=a["is_causal"], scale=scale)
+    batch = q.shape[:-2]
+    if not batch or any(x.shape[:-2] != batch for x in (k, v)):
+        raise Skip
+    four = (batch[0], 1) if len(batch) == 1 else (math.prod(batch[:-1]), batch[-1])
+    if mask is not None:
+        mask = mask if isinstance(mask, torch.Tensor) else c.value(mask)
+        before = (1,) * (len(q.shape) - len(mask.shape)) + tuple(mask.shape[:-2])
+        if math.prod(before) == 1:
+            form: tuple[int, ...] = (1, 1)
+        elif math.prod(before[:-1]) == 1 and len(batch) > 1:
+            form = (1, before[-1])
+        elif before == batch:
+            form = four
+        else:
+            raise Skip
+        form = (*form, *mask.shape[-2:])
+        mask = mask.reshape(form) if isinstance(mask, torch.Tensor) else c.g.reshape(mask, form)
+    q, k, v = (c.g.reshape(x, (*four, *x.shape[-2:])) for x in (q, k, v))
+    y = _attend(c, (q, k, v), mask, causal=a["is_causal"], scale=scale)
+    return c.g.reshape(y, tuple(c.node.meta["val"].shape))
+
+
+def _unrepeated(c: Importer, q: Value, k: Value, v: Value) -> tuple[Value, Value]:
+    """Keys and values without what only repeats each head for several of the queries'."""
+    found = [unrepeated_heads(node) for node in c.node.args[1:3]]
+    if len(found) < 2 or any(each is None for each in found):
+        return k, v
+    one, two = (c.env[each] for each in found if each is not None)
+    alike = all(isinstance(each, Value) and each.dtype == q.dtype for each in (one, two))
+    if not alike or one.shape[:3] != two.shape[:3] or q.shape[1] % one.shape[1]:
+        return k, v
+    return one, two
 
 
 def _attended(c: Importer, a: Arguments) -> tuple[Any, ...]:

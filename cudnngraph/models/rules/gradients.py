@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
+from ...ops.base import FLOATS
 from .base import Arguments, Rule, Skip, spread
 from .norm import norm_weight, takes_group_norm
 
@@ -159,9 +160,19 @@ def _group_norm_backward(c: Importer, a: Arguments) -> tuple[Any, ...]:
 
 
 def _softmax(c: Importer, a: Arguments) -> Value:
-    if a["half_to_float"]:
+    return c.g.softmax(_of_softmax(c, a), a["dim"])
+
+
+def _of_softmax(c: Importer, a: Arguments) -> Value:
+    """The operand of a softmax, in the dtype that it is computed in."""
+    x, dtype = c.value(a["self"]), a.get("dtype")
+    if a.get("half_to_float"):
+        dtype = torch.float32
+    if dtype in (None, x.dtype):
+        return x
+    if not c.kernels or x.dtype not in FLOATS or dtype not in FLOATS:
         raise Skip
-    return c.g.softmax(c.value(a["self"]), a["dim"])
+    return c.g.cast(x, dtype)
 
 
 def _safe_softmax(c: Importer, a: Arguments) -> Value:
@@ -175,9 +186,7 @@ def _safe_softmax(c: Importer, a: Arguments) -> Value:
 
 
 def _log_softmax(c: Importer, a: Arguments) -> Value:
-    if a["half_to_float"]:
-        raise Skip
-    return c.g.log_softmax(c.value(a["self"]), a["dim"])
+    return c.g.log_softmax(_of_softmax(c, a), a["dim"])
 
 
 def _softmax_backward(c: Importer, a: Arguments) -> Value:
@@ -194,9 +203,9 @@ RULES: dict[str, Rule] = {
     "convolution_backward": _convolution_backward,
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm_backward": _group_norm_backward,
-    "_softmax": _softmax,
+    **dict.fromkeys(("_softmax", "softmax", "special_softmax"), _softmax),
     "_safe_softmax": _safe_softmax,
-    "_log_softmax": _log_softmax,
+    **dict.fromkeys(("_log_softmax", "log_softmax", "special_log_softmax"), _log_softmax),
     "_softmax_backward_data": _softmax_backward,
     "_log_softmax_backward_data": _log_softmax_backward,
 }

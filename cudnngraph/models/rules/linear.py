@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,25 @@ def _transposed(c: Importer, weight: Any) -> Value:
     return c.g.transpose(c.value(weight), 0, 1)
 
 
+_MOST_DIMS = 4  # of an operand of a product
+
+
+def _product(c: Importer, x: Value, y: Value) -> Value:
+    """x @ y, with the dims in front of more than four as one."""
+    if max(len(x.shape), len(y.shape)) <= _MOST_DIMS:
+        return c.g.matmul(x, y)
+    made = (*x.shape[:-1], y.shape[-1])
+    if len(y.shape) == 2:
+        x = c.g.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    elif x.shape[:-2] == y.shape[:-2]:
+        x, y = (c.g.reshape(z, (math.prod(z.shape[:-2]), *z.shape[-2:])) for z in (x, y))
+    else:
+        raise Skip
+    return c.g.reshape(c.g.matmul(x, y), made)
+
+
 def _linear(c: Importer, a: Arguments) -> Value:
-    y = c.g.matmul(c.value(a["input"]), _transposed(c, a["weight"]))
+    y = _product(c, c.value(a["input"]), _transposed(c, a["weight"]))
     return y if a["bias"] is None else c.g.add(y, c.value(a["bias"]))
 
 
@@ -37,7 +55,7 @@ def _matmul(c: Importer, a: Arguments) -> Value:
     if attended is not None:
         return attended
     other = a["mat2"] if "mat2" in a else a["other"]
-    return c.g.matmul(c.value(a["self"]), c.value(other))
+    return _product(c, c.value(a["self"]), c.value(other))
 
 
 RULES: dict[str, Rule] = {

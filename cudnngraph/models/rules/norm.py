@@ -16,7 +16,7 @@ from ...ir.spec import (
 )
 from ...ops import meta as forms
 from ..aten_ops import NORMS, OF_BATCHES
-from ..patterns import match_rms_norm
+from ..norm_patterns import match_rms_norm
 from .base import Arguments, Rule, Skip, gives_many, reads
 
 if TYPE_CHECKING:

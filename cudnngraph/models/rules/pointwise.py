@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ...graph.builder import Graph
 from ...graph.value import Value
 from ...ops.base import LOW_PRECISION
 from ...ops.pointwise import SOFTPLUS_THRESHOLD
-from ..patterns import match_normalize
+from ..norm_patterns import match_normalize
 from .base import Arguments, Rule, Skip, first
 from .norm import written_norm
 
@@ -96,13 +97,18 @@ def _pow(c: Importer, a: Arguments) -> Value:
 
 
 def _where(c: Importer, a: Arguments) -> Value:
-    return c.g.where(c.value(a["condition"]), c.operand(a["self"]), c.operand(a["other"]))
+    x, y = c.operand(a["self"]), c.operand(a["other"])
+    if not isinstance(x, Value) and not isinstance(y, Value):  # of which the dtype is one's own
+        x = c.value(a["self"])
+    return c.g.where(c.value(a["condition"]), x, y)
 
 
 def _masked_fill(c: Importer, a: Arguments) -> Value:
     x, number = c.value(a["self"]), c.operand(a["value"])
     if isinstance(number, Value):
         raise Skip
+    if not math.isfinite(number):
+        number = c.constant(torch.full((), number, dtype=x.dtype, device=c.device))
     return c.g.where(c.value(a["mask"]), number, x)
 
 
@@ -132,11 +138,10 @@ def _clamp(c: Importer, a: Arguments) -> Value:
     low, high = a.get("min", a.get("min_val")), a.get("max", a.get("max_val"))
     if any(isinstance(each, (torch.Tensor, Value)) for each in (low, high)):
         raise Skip
-    return c.g.clamp(
-        c.value(a["self"]),
-        None if low is None else float(low),
-        None if high is None else float(high),
-    )
+    low = None if low is None or low == -math.inf else float(low)
+    high = None if high is None or high == math.inf else float(high)
+    x = c.value(a["self"])
+    return x if low is None and high is None else c.g.clamp(x, low, high)
 
 
 RULES: dict[str, Rule] = {

@@ -18,6 +18,7 @@ from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
+from .shape import MOST_PLACED, in_order
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -44,12 +45,26 @@ def _reduced(mode: str) -> Rule:
     return rule
 
 
+def _largest(mode: str) -> Rule:
+    """The largest or least along a dim, if nobody reads where they are."""
+
+    def rule(c: Importer, a: Arguments) -> tuple[Value, None]:
+        if "dim" not in a or reads(c.node, 1):
+            raise Skip
+        return _reduced(mode)(c, a), None
+
+    return rule
+
+
 def _vector_norm(c: Importer, a: Arguments) -> Value:
-    x = c.value(a["self"])
-    if a["ord"] != 2 or a["dtype"] is not None or x.dtype in LOW_PRECISION:
+    x = given = c.value(a["self"])
+    if a["ord"] != 2 or a["dtype"] is not None or (x.dtype in LOW_PRECISION and not c.kernels):
         raise Skip
     dims = None if a["dim"] is None else tuple(spread(a["dim"], 1))
-    return c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
+    if given.dtype in LOW_PRECISION:
+        x = c.g.cast(x, torch.float32)
+    y = c.g.sqrt(c.g.reduction(c.g.mul(x, x), dims, "sum", bool(a["keepdim"])))
+    return y if y.dtype == given.dtype else c.g.cast(y, given.dtype)
 
 
 def _of_images(x: Value, dims: Sequence[int] | None) -> bool:
@@ -263,12 +278,42 @@ def _repeats(c: Importer, sizes: Sequence[int], indices: Sequence[Any]) -> tuple
 
 def _index(c: Importer, a: Arguments) -> Value:
     x = c.value(a["self"])
+    if _picks_all(x.shape, a["indices"]):
+        return c.g.reshape(x, tuple(c.node.meta["val"].shape))
     size = _repeats(c, x.shape, a["indices"])
     return c.g.interpolate(x, size)
 
 
+def _picks_all(shape: Sequence[int], indices: Sequence[Any]) -> bool:
+    """Whether constant indices pick all elements in order, as of the mask of a batch's tokens."""
+    given = [each for each in indices if each is not None]
+    if not given or not all(isinstance(each, torch.Tensor) for each in given):
+        return False
+    if not 0 < math.prod(shape) <= MOST_PLACED or any(each.is_meta for each in given):
+        return False
+    picked = [slice(None) if each is None else each.cpu() for each in indices]
+    places = torch.arange(math.prod(shape)).view(tuple(shape))[tuple(picked)]
+    return places.numel() == math.prod(shape) and in_order(places)
+
+
+def _masked_number(c: Importer, a: Arguments) -> Value:
+    x, (mask,) = c.value(a["self"]), a["indices"]
+    number = a["values"]
+    if not isinstance(mask, (Value, torch.Tensor)) or mask.dtype != torch.bool:
+        raise Skip
+    if not isinstance(number, (Value, torch.Tensor)) or math.prod(number.shape) != 1:
+        raise Skip
+    mask, more = c.value(mask), len(x.shape) - len(mask.shape)
+    mask = c.g.reshape(mask, (*mask.shape, *(1,) * more)) if more else mask
+    if isinstance(number, torch.Tensor) and x.dtype in FLOATS:
+        return c.g.where(mask, float(number), x)
+    return c.g.where(mask, c.g.reshape(c.value(number), (1,) * len(x.shape)), x)
+
+
 def _index_put(c: Importer, a: Arguments) -> Value:
-    """The gradient of that: what is added up where nothing was."""
+    """The gradient of that, what is added up where nothing was; or a number where a mask holds."""
+    if not a["accumulate"] and len(a["indices"]) == 1:
+        return _masked_number(c, a)
     dy, seen = c.value(a["values"]), c.node.args[0].meta["val"]
     if not a["accumulate"] or getattr(c.node.args[0].target, "overloadpacket", None) not in _ZEROS:
         raise Skip
@@ -285,6 +330,8 @@ RULES: dict[str, Rule] = {
     "sum": _reduced("sum"),
     "linalg_vector_norm": _vector_norm,
     "amax": _reduced("max"),
+    "max": _largest("max"),
+    "min": _largest("min"),
     "amin": _reduced("min"),
     **{f"adaptive_avg_pool{rank}d": _adaptive_mean(rank) for rank in (1, 2, 3)},
     "_adaptive_avg_pool2d": _adaptive_mean(2),

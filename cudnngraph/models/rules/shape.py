@@ -35,7 +35,9 @@ def _full(number: float | None) -> Rule:
         seen = c.node.meta["val"]
         near = next((each for each in c.constants.values() if each.dim()), None)
         device = seen.device if near is None else near.device
-        value = a["fill_value"] if number is None else number
+        value = a.get("fill_value", a.get("value")) if number is None else number
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            value = value.item()
         if device.type == "meta" or seen.numel() > MOST_FILLED:
             raise Skip
         asked = {torch.device(each).type for each in (seen.device, a.get("device")) if each}
@@ -145,7 +147,7 @@ def _places(seen: torch.Tensor, a: Arguments) -> torch.Tensor:
     return found.clone(memory_format=torch.contiguous_format)
 
 
-def _in_order(places: torch.Tensor) -> bool:
+def in_order(places: torch.Tensor) -> bool:
     return bool((places.flatten() == torch.arange(places.numel())).all())
 
 
@@ -155,7 +157,7 @@ def _as_strided(c: Importer, a: Arguments) -> Any:
     if _relabels(seen, c.node.meta["val"]):
         return x
     places = _places(seen, a)
-    if places.numel() == seen.numel() and _in_order(places) and x.dtype in FLOATS:
+    if places.numel() == seen.numel() and in_order(places) and x.dtype in FLOATS:
         return c.g.reshape(x, tuple(places.shape))
     places = places.to(c.device)
     return c.left_to_torch("aten.take.default", [x, places], {}, c.node, image=False)
@@ -170,7 +172,7 @@ def _as_strided_scatter(c: Importer, a: Arguments) -> Any:
         raise Skip  # what is written last is not said
     if others.shape != tuple(places.shape):
         raise Skip
-    if places.numel() == seen.numel() and _in_order(places) and others.dtype in FLOATS:
+    if places.numel() == seen.numel() and in_order(places) and others.dtype in FLOATS:
         return c.g.reshape(others, tuple(seen.shape))
     given = [c.value(x), places.to(c.device), others]
     return c.left_to_torch("aten.put.default", given, {}, c.node, image=False)
@@ -341,9 +343,10 @@ def _stack(c: Importer, a: Arguments) -> Value:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
-    **dict.fromkeys(("new_zeros", "zeros_like"), _full(0)),
+    **dict.fromkeys(("new_zeros", "zeros_like", "zero"), _full(0)),
+    **dict.fromkeys(("new_empty", "empty_like"), _full(0)),  # whatever stands there
     **dict.fromkeys(("new_ones", "ones_like"), _full(1)),
-    **dict.fromkeys(("new_full", "full_like"), _full(None)),
+    **dict.fromkeys(("new_full", "full_like", "fill"), _full(None)),
     **dict.fromkeys(forms.IDENTITIES, _same),
     **dict.fromkeys(forms.RESHAPES, _reshape),
     "expand": _expand,

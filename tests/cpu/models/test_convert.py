@@ -222,7 +222,7 @@ def test_a_shape_that_depends_on_numbers_is_refused_with_its_line() -> None:
 
 def test_a_branch_on_numbers_is_refused_with_its_line() -> None:
     text = refusal(lambda m, x: x if x.sum() > 0 else -x, image(4))
-    assert text.startswith("Of cannot be exported: ")
+    assert text.startswith("Of asks for the numbers in a tensor, which a graph does not (")
     assert "(test_convert.py:" in text
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cudnngraph as cg
+from cudnngraph.errors import CannotImport
 from cudnngraph.ir.canonical import canonical
 from cudnngraph.ir.spec import print_spec
 from cudnngraph.models import export, trace
@@ -153,19 +155,6 @@ def _catches(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def _writes_a_view(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    y[:, 0].relu_()
-    return y
-
-
-def _writes_what_is_seen(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x * 1
-    row = y[0]
-    y.neg_()
-    return row + y
-
-
 GIVEN_UP: dict[str, Callable[..., Any]] = {
     "random": lambda m, x: x + torch.rand_like(x),
     "dropout": lambda m, x: F.dropout(x, 0.5, True),
@@ -178,8 +167,6 @@ GIVEN_UP: dict[str, Callable[..., Any]] = {
     "statistics": lambda m, x: F.batch_norm(x, m.c, m.c, training=True),
     "address": lambda m, x: x + x.data_ptr() % 2,
     "maybe_a_view": lambda m, x: (y := x * 2, y.flatten(1).add_(1))[0],
-    "view": _writes_a_view,
-    "seen": _writes_what_is_seen,
     "turns": lambda m, x: (x * 1).transpose_(0, 1),
     "out": lambda m, x: torch.add(x, 1, out=torch.empty_like(x)),
     "control_flow": lambda m, x: torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a - 1, (x,)),
@@ -242,13 +229,169 @@ def test_flags_are_those_of_the_real_tensors() -> None:
     torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
 
 
-def test_an_argument_that_the_model_holds_and_objects_are_given_up() -> None:
+def test_an_argument_that_the_model_holds_is_given_up() -> None:
     held = image(2, 4)
     assert trace.trace(Of(lambda m, x: x * 2 + held).eval(), (held,), {}) is None
     writes = Of(lambda m, d: d.setdefault("y", d["x"] * 2)).eval()
     assert trace.trace(writes, ({"x": held},), {}) is None
-    box = SimpleNamespace(x=held)
-    assert trace.trace(Of(lambda m, b: b.x * 2).eval(), (box,), {}) is None
+
+
+class Cache:
+    """An object that a model keeps keys and values in."""
+
+    def __init__(self, *kept: torch.Tensor) -> None:
+        self.kept = kept
+
+
+class Remembers(nn.Module):
+    """A model that gives a cache with its result, unless told not to."""
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> Any:
+        """(x * 2, a cache)."""
+        return (x * 2, Cache(x)) if use_cache else (x * 2,)
+
+
+def test_a_cache_in_the_results_is_refused_with_the_mend() -> None:
+    model, x = Remembers().eval(), image(2, 4)
+    with pytest.raises(CannotImport) as caught:
+        cg.fuse(model, x)
+    assert str(caught.value) == (
+        "Remembers returns a Cache, which a graph does not: it has tensors, plain values, and "
+        "tuples, lists and dicts of them; call it with use_cache=False, or return the tensors in it"
+    )
+    (y,) = cg.fuse(model, x, kwargs={"use_cache": False})(x, use_cache=False)
+    torch.testing.assert_close(y, x * 2)
+
+
+class Experts(nn.Module):
+    """A loop over the experts that some token has chosen, as transformers has them by default."""
+
+    def set_experts_implementation(self, name: str) -> None:
+        """As transformers has it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, where it is large times two."""
+        for chosen in (x > 0).any(-1).nonzero():
+            x = x * chosen
+        return x
+
+
+def test_experts_that_a_loop_chooses_are_refused_with_the_mend() -> None:
+    text = (
+        r"Experts asks for the numbers in a tensor, which a graph does not \(test_trace.py:\d+ in "
+        r"forward: .*\); for experts call model.set_experts_implementation\('grouped_mm'\); else "
+        "choose with torch.where among results of one shape"
+    )
+    with pytest.raises(CannotImport, match=text):
+        cg.fuse(Experts().eval(), image(4, 6))
+
+
+def test_an_object_among_the_arguments_is_refused() -> None:
+    model = Of(lambda m, b: b.kept[0] * 2).eval()
+    text = "Of is given a Cache, which a graph does not: .*; call it with use_cache=False, or give"
+    with pytest.raises(CannotImport, match=text):
+        cg.fuse(model, (Cache(image(2, 4)),))
+
+
+# -- what a run says of itself ---------------------------------------------------------------------
+
+
+def _asks(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """As transformers asks whether a mask hides anything."""
+    mask = x > -9
+    if not torch.compiler.is_compiling() and mask.all():
+        return x * 2
+    return torch.where(mask, x * 2, 0.0)
+
+
+def _loops(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """As Mamba has control flow where it is compiled, and a loop elsewhere."""
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 2, (x,))
+    return x * 2
+
+
+def _exports(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.compiler.is_exporting() else x * 2 + 0 * x.sum().item()
+
+
+SAYS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str]] = {
+    "asks": (_asks, trace.WAYS[0], "where"),
+    "loops": (_loops, trace.WAYS[1], "mul"),
+    "exports": (_exports, trace.WAYS[2], "mul"),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_a_model_hears_that_it_is_traced(name: str) -> None:
+    function, way, op = SAYS[name]
+    model, x = Of(function).eval(), image(2, 6)
+    found = [trace.trace(model, (x,), {}, each) is not None for each in trace.WAYS]
+    assert found[trace.WAYS.index(way)] and not any(found[: trace.WAYS.index(way)])
+    made = export.export(model, (x,))
+    assert isinstance(made.module, trace.Traced)
+    assert op in {
+        str(node.target).split(".")[1]
+        for node in made.module.graph.nodes
+        if "." in str(node.target)
+    }
+    torch.testing.assert_close(cg.fuse(model, x)(x), model(x))
+    assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def test_a_run_that_fails_leaves_no_flag_and_no_state() -> None:
+    seen: SimpleQueue[tuple[bool, list[Any]]] = SimpleQueue()  # a list would be put back too
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.put((torch.compiler.is_compiling(), list(m.kept)))
+        m.kept.append(1)
+        return x * float(x.sum())
+
+    model = Of(forward).eval()
+    model.kept = []
+    with pytest.raises(CannotImport):
+        export.export(model, (image(2, 3),))
+    runs = [seen.get() for _ in range(seen.qsize())]
+    ours = [compiling for compiling, _ in runs[: len(trace.WAYS)]]
+    assert ours == [bool(way) for way in trace.WAYS]
+    assert all(not kept for _, kept in runs) and model.kept == []
+    assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def test_flags_of_several_threads_end_with_the_last() -> None:
+    model = Of(lambda m, x: x * 2 if torch.compiler.is_compiling() else x * 3).eval()
+    failed: list[Any] = []
+
+    def run() -> None:
+        for _ in range(20):
+            if trace.trace(model, (image(2, 3),), {}, trace.WAYS[0]) is None:
+                failed.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed and not torch.compiler.is_compiling()
+
+
+@torch.library.custom_op("cudnngraph_tests::thrice", mutates_args=())
+def _thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@_thrice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_op_of_others_is_a_step_of_its_own() -> None:
+    model, x = Of(lambda m, x: _thrice(x + 1) * 2).eval(), image(2, 6)
+    assert trace.trace(model, (x,), {}) is not None
+    fused = cg.fuse(model, x)
+    torch.testing.assert_close(fused(x), model(x))
+    assert fused.report is not None
+    assert [name for name, _ in fused.report.opaque] == ["cudnngraph_tests.thrice.default"]
 
 
 def test_a_product_into_a_tensor_of_the_model() -> None:
@@ -271,12 +414,6 @@ def test_an_expanded_input_and_memory_as_it_lies() -> None:
         torch.testing.assert_close(
             cg.fuse(strided, x, channels_last=last)(x), strided(x), rtol=1e-4, atol=1e-4
         )
-
-
-def test_views_that_are_written_are_right_by_export() -> None:
-    model, x = model_of(_writes_a_view), image(*IMAGE)
-    fused = cg.fuse(model, x)
-    torch.testing.assert_close(fused(x), model(x))
 
 
 # -- forms -----------------------------------------------------------------------------------------
