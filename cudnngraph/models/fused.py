@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arguments import shown, unreadable
+from ..arguments import shown
 from ..errors import (
     BindError,
     CannotImport,
@@ -31,21 +30,17 @@ from ..errors import (
     WrongResult,
 )
 from ..policy import Policy
-from ..runtime.compile import compile, generates
-from .aten_ops import CONVOLUTIONS
 from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
-from .calls import Call, called_by_leaves, flat, mapped, parameters
-from .check import Wanted, copied, floats
-from .convert import Imported, convert
-from .export import Exported, export, is_exporting
-from .form import Form, difference
-from .numbers import Numbers, as_tensor, warn_of
+from .calls import Call, flat, parameters
+from .check import Wanted, copied
+from .export import is_exporting
+from .form import Form, Options, difference, make
+from .numbers import Numbers, warn_of
 from .report import Report
 from .stand_in import StandIn, first_floating_dtype
 
 _log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
 #: What says that a number cannot be an input of the graph.
 _REFUSED = (CannotImport, WrongResult, GraphError, NotSupported)
 
@@ -88,10 +83,7 @@ class Fused(StandIn):
                 raise PolicyError(f"{name}={shown(flag)}; expected True or False")
         buckets = None if dynamic is None else Buckets(model, dynamic)
         super().__init__(model if dtype is None else copied(model).to(dtype))
-        self._dtype = dtype
-        self._policy = policy
-        self._channels_last = channels_last
-        self._capture = capture
+        self._options = Options(policy, channels_last, dtype, capture)
         self._reuse = reuse_results
         self._max_shapes = max_shapes
         self._buckets = buckets
@@ -145,28 +137,28 @@ class Fused(StandIn):
         form = next(reversed(self._forms.values()))
         errors = form.errors
         if not errors:
-            wanted = Wanted(self.unfused, self._cast((args, kwargs)))
+            wanted = self._wanted(self._call(args, kwargs))
             errors = wanted.check(form.bound.executable, flat(results)[0])
         self.report = replace(self.report, errors=errors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fused:
         super()._apply(fn, recurse)
-        if self._dtype is not None:
-            self._dtype = first_floating_dtype(self.unfused) or self._dtype
+        if self._options.dtype is not None:
+            dtype = first_floating_dtype(self.unfused)
+            self._options = replace(self._options, dtype=dtype)
         return self
 
     def _call(self, args: Any, kwargs: Any) -> Call:
         call = Call(self._name, args, kwargs)
         if self._buckets is not None:
             self._buckets.pad(call, self.unfused)
-        call.read(self._dtype)
+        call.read(self._options.dtype)
         return call
 
-    def _cast(self, arguments: Any) -> Any:
-        """Arguments with their floating tensors in the dtype that was asked for."""
-        if self._dtype is None:
-            return arguments
-        return mapped(lambda leaf: leaf.to(self._dtype) if floats(leaf) else leaf, arguments)
+    def _wanted(self, call: Call) -> Wanted:
+        """What the model gives for a call."""
+        arguments = self._options.cast(call.arguments())
+        return Wanted(self.unfused, arguments, wide=self._check)
 
     # -- forms -------------------------------------------------------------------------------------
 
@@ -209,24 +201,28 @@ class Fused(StandIn):
 
     def _new(self, call: Call, inputs: frozenset[int]) -> Form:
         """A form for a call that none is there for: numbers that change are inputs if they can."""
-        changed = frozenset(self._numbers.changed(call, self._forms.values()))
-        if not inputs | changed:
-            return self._made(call, inputs)
-        made, reason = self._tried(call, inputs | changed)
-        if made is not None:
-            return made
+        wanted = inputs.union(self._numbers.changed(call, self._forms.values()))
+        if not wanted:
+            return self._made(call, wanted)
+        form, reason = self._tried(call, wanted)
         taken: frozenset[int] = frozenset()
-        for place in sorted(inputs | changed):
-            one = len(inputs | changed) == 1  # which has been tried
-            form, why = (None, reason) if one else self._tried(call, taken | {place})
-            if form is not None:
-                made, taken = form, taken | {place}
-            elif self._numbers.fix(call, place):
-                pattern = call.pattern
-                count = 1 + sum(each.pattern == pattern for each in self._forms.values())
-                name = call.names(self.unfused)[place]
-                warn_of(self._name, name, call, place, why, count)
-        return self._made(call, taken) if made is None else made
+        for place in sorted(wanted) if form is None else ():
+            one = None
+            if len(wanted) > 1:
+                one, reason = self._tried(call, taken | {place})
+            if one is None:
+                self._fix(call, place, reason)
+            else:
+                form, taken = one, one.inputs
+        return self._made(call, taken) if form is None else form
+
+    def _fix(self, call: Call, place: int, reason: str) -> None:
+        """Let each value of a number have a form of its own, and say so once."""
+        if not self._numbers.fix(call, place):
+            return
+        pattern, name = call.pattern, call.names(self.unfused)[place]
+        count = 1 + sum(each.pattern == pattern for each in self._forms.values())
+        warn_of(self._name, name, call.numbers[place], reason, count)
 
     def _tried(self, call: Call, inputs: frozenset[int]) -> tuple[Form | None, str]:
         """A form with numbers as inputs, if it gives what the model gives; else why not."""
@@ -245,7 +241,7 @@ class Fused(StandIn):
     def _compare(self, form: Form, call: Call) -> None:
         """Raise :class:`WrongResult` if a form gives other results than the model."""
         self._cut(form, call)
-        wanted = Wanted(self.unfused, self._cast(call.arguments()), wide=self._check)
+        wanted = self._wanted(call)
         wanted.check(form.bound.executable, flat(form.run(call, reuse=True))[0])
 
     def _cut(self, form: Form, call: Call) -> None:
@@ -253,7 +249,7 @@ class Fused(StandIn):
         if not call.is_padded or call.padding in form.cuts:
             return
         assert self._buckets is not None
-        wanted = Wanted(self.unfused, self._cast(call.arguments()), wide=self._check)
+        wanted = self._wanted(call)
         whole = form.bound.run(form.given(call), reuse=True)
         subject = f"{self._name}, padded ({self._buckets.said(call)})"
         if len(whole) != len(wanted.own):
@@ -282,7 +278,7 @@ class Fused(StandIn):
         if shorter.key(form.inputs) != call.key(form.inputs) or shorter.padding != call.padding:
             return
         try:
-            wanted = Wanted(self.unfused, self._cast(shorter.arguments()), wide=self._check)
+            wanted = self._wanted(shorter)
         except Exception as error:
             _log.info("%s is not checked at a shorter size: %s", self._name, error)
             return
@@ -292,56 +288,15 @@ class Fused(StandIn):
 
     def _made(self, call: Call, inputs: frozenset[int]) -> Form:
         """A form with the numbers at the places ``inputs`` as inputs of its graph."""
-        model = self.unfused
-        _check_model(model)
-        given = [
-            (f"tensor {at}", x) for at, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)
-        ]
-        if problems := [problem for where, each in given for problem in unreadable(where, each)]:
-            raise BindError(self._name, problems)
-        leaves = _detached_from(model, call.padded_leaves())
-        device = _device_of(leaves, model)
-        wide = any(x.dtype == torch.float64 for x in (*leaves, *model.parameters()) if floats(x))
-        for at, leaf in enumerate(leaves):
-            if at in inputs:
-                leaves[at] = as_tensor(leaf, device, wide=wide)
-            elif _is_scalar(leaf):
-                leaves[at] = leaf.to(device)
-        leaves = [leaf if at in inputs else self._cast(leaf) for at, leaf in enumerate(leaves)]
+        _check_model(self.unfused)
         try:
-            with called_by_leaves(model, call, leaves) as (args, kwargs):
-                exported = export(model, args, kwargs)
+            form = make(self.unfused, call, inputs, self._options)
         except CannotImport as error:
             mend = self._mend(call)
             raise (CannotImport(f"{error} ({mend})") if mend else error) from error
-        last = self._channels_last
-        if last is None:
-            last = _has_images(exported)
-        imported = convert(
-            exported.module,
-            exported.constants,
-            exported.placeholders,
-            name=self._name,
-            channels_last=last,
-            on_gpu=device.type == "cuda",
-            kernels=generates(self._policy),
-        )
-        _check_results(self._name, imported, leaves, inputs)
-        executable = None
-        if imported.spec is not None:
-            executable = compile(imported.spec, device, policy=self._policy)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            bound = Bound(imported, executable, device, capture=self._capture)
         if self.report is None:
-            self.report = Report.of(
-                self._name,
-                imported,
-                executable,
-                device,
-                channels_last=last,
-                captured=bound.graph is not None,
-            )
-        return Form(bound, exported.out_spec, call.pattern, dict(call.numbers), inputs)
+            self.report = form.report
+        return form
 
     def _mend(self, call: Call) -> str:
         """What may be wrong with a call that the model does not take; "" if nothing is known."""
@@ -349,11 +304,11 @@ class Fused(StandIn):
             said = self._buckets.said(call)
             return f"dynamic= pads {said}: name every argument of that size in it"
         (args, kwargs), own = call.arguments(), parameters(self.unfused)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-            if args[0] and all(key in own for key in args[0]):
-                kind = type(args[0]).__name__
-                return f"the {kind} is one argument; give its items by name: fused(**inputs)"
-        return ""
+        alone = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(alone, Mapping) or not alone or any(key not in own for key in alone):
+            return ""
+        kind = type(alone).__name__
+        return f"the {kind} is one argument; give its items by name: fused(**inputs)"
 
     def __len__(self) -> int:
         """Return the number of forms of inputs that are kept ready."""
@@ -366,7 +321,7 @@ class Fused(StandIn):
     def extra_repr(self) -> str:
         """For torch's printed form of a module."""
         forms = f"{self._name}, {len(self)} of {self._max_shapes} forms"
-        return forms + (", captured" * self._capture)
+        return forms + (", captured" * self._options.capture)
 
 
 def _check_model(model: Any) -> None:
@@ -380,45 +335,6 @@ def _check_model(model: Any) -> None:
         raise PolicyError("the model is fused; expected the model itself, which is its unfused")
     if model.training:
         raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
-
-
-def _check_results(
-    name: str, imported: Imported, leaves: Sequence[Any], inputs: frozenset[int]
-) -> None:
-    """Raise :class:`CannotImport` if a result is of a number itself, beside the number: it is no
-    tensor of the model's then."""
-    tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    for result in imported.results:
-        if isinstance(result, str) or result[0] not in ("view", "count"):
-            continue
-        if result[1][0] in range(len(tensors)) and tensors[result[1][0]] in inputs:
-            raise CannotImport(f"{name}: a result is computed of a number alone")
-
-
-def _is_scalar(leaf: Any) -> bool:
-    """Whether a leaf is a tensor of the CPU that torch takes beside those of a GPU."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu"
-
-
-def _device_of(leaves: Iterable[Any], model: nn.Module) -> torch.device:
-    """The one device of the arguments and the model. Raises :class:`PolicyError` for several."""
-    given = [x for x in leaves if isinstance(x, torch.Tensor) and not _is_scalar(x)]
-    devices = dict.fromkeys(x.device for x in (*given, *model.parameters(), *model.buffers()))
-    if len(devices) > 1:
-        listed = ", ".join(map(str, devices))
-        raise PolicyError(f"arguments and model are on {listed}; expected one device")
-    return next(iter(devices), _CPU)
-
-
-def _has_images(exported: Exported) -> bool:
-    """Whether a model convolves images: their channels are best the fastest dim."""
-    return any(
-        node.op == "call_function"
-        and getattr(node.target, "overloadpacket", None) in CONVOLUTIONS
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and node.meta["val"].dim() in (4, 5)
-        for node in exported.module.graph.nodes
-    )
 
 
 def fuse(
@@ -472,16 +388,3 @@ def fuse(
         raise PolicyError(f"kwargs={shown(kwargs)}; expected a mapping of arguments by name")
     fused._first(args, dict(kwargs or {}))
     return fused
-
-
-def _detached_from(model: nn.Module, leaves: Sequence[Any]) -> list[Any]:
-    """Leaves without those that the model itself holds: tensors of their own in their place."""
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    views: dict[int, torch.Tensor] = {}
-
-    def apart(leaf: Any) -> Any:
-        if id(leaf) not in held or not isinstance(leaf, torch.Tensor):
-            return leaf
-        return views.setdefault(id(leaf), leaf.detach())
-
-    return list(map(apart, leaves))
