@@ -131,16 +131,22 @@ class Bound:
         self, place: int, result: torch.Tensor, sizes: Mapping[int, int], reuse: bool
     ) -> torch.Tensor:
         """A result cut to sizes by dim; the caller's own unless it may be written over."""
-        for dim, size in sizes.items():
-            result = result.narrow(dim, 0, size)
         kind = self.imported.results[place]
         is_output = isinstance(kind, str) or kind[0] == "expand"
+        result = cut_to(result, sizes)
         return result.clone() if is_output and not reuse else result
 
     def _result(self, name: str, reuse: bool) -> torch.Tensor:
         made = self.written[name]
         copied = strided_copy if name in self._gapped else torch.clone
         return made if reuse else copied(made)
+
+
+def cut_to(result: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """The first elements of a result, as many as ``sizes`` say by dim."""
+    for dim, size in sizes.items():
+        result = result.narrow(dim, 0, size)
+    return result
 
 
 class Direct:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import threading
 from collections import UserDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,11 +113,12 @@ def _taken_apart(node: Opened) -> tuple[list[Any], _Like]:
 
 def _with_keys(node: Opened) -> tuple[list[tuple[Any, Any]], _Like]:
     items, like = _taken_apart(node)
-    named = dataclasses.is_dataclass(node.container)
-    kinds = pytree.GetAttrKey if named else pytree.MappingKey
-    if isinstance(node.container, (list, tuple)) and not named:
-        kinds = pytree.SequenceKey
-    return [(kinds(key), item) for key, item in zip(like.keys, items, strict=True)], like
+    key_of: Any = pytree.MappingKey
+    if dataclasses.is_dataclass(node.container):
+        key_of = pytree.GetAttrKey
+    elif isinstance(node.container, (list, tuple)):
+        key_of = pytree.SequenceKey
+    return [(key_of(key), item) for key, item in zip(like.keys, items, strict=True)], like
 
 
 def _put_together(items: Any, like: _Like) -> Any:
@@ -139,28 +141,27 @@ def _cannot_be_made(container: Any) -> str:
 
 
 def _made(container: Any, pairs: Mapping[Any, Any]) -> Any:
-    kind = type(container)
+    kind: Any = type(container)
+    made: Any
     if dataclasses.is_dataclass(container):
         if isinstance(container, Mapping):  # which has each item under two names
             return kind(**pairs)
-        made = copy.copy(container)
-        for key, value in pairs.items():
+        made = object.__new__(kind)
+        for key, value in {**getattr(container, "__dict__", {}), **pairs}.items():
             object.__setattr__(made, key, value)
-        return made
-    if isinstance(container, tuple):
+    elif isinstance(container, tuple):
         made = tuple.__new__(kind, pairs.values())
         getattr(made, "__dict__", {}).update(getattr(container, "__dict__", {}))
-        return made
-    if isinstance(container, list):
+    elif isinstance(container, list):
         made = copy.copy(container)
         made[:] = pairs.values()
-        return made
-    if isinstance(container, (dict, UserDict)):  # whose copy has items of its own
+    elif isinstance(container, (dict, UserDict)):  # whose copy has items of its own
         made = copy.copy(container)
         for key, value in pairs.items():
             made[key] = value
-        return made
-    return kind(dict(pairs))
+    else:
+        made = kind(dict(pairs))
+    return made
 
 
 pytree.register_pytree_node(
@@ -339,18 +340,43 @@ def parameter_at(model: nn.Module, index: int) -> str:
 # -- a model called by its tensors -----------------------------------------------------------------
 
 
-@contextmanager
-def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Iterator[Any]:
-    """Let a model take the tensors among ``leaves`` alone, and open its results.
+class _Run(threading.local):
+    """The run of a model by its leaves in this thread.
 
-    Yields the positional and the named arguments for that: those of ``call`` if a trace takes them
-    as they are.
+    It is kept here since whatever a hook holds is looked through for state of the model.
     """
+
+    given: list[Any] | None = None  # the leaves that the model was given
+    out_spec: Any = None
+
+
+_run = _Run()
+
+
+class ByLeaves:
+    """The arguments that a model takes within :func:`called_by_leaves`, and what its results are.
+
+    ``out_spec`` puts results together if torch cannot, and is None if torch can.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    @property
+    def out_spec(self) -> Any:
+        """As of the last call."""
+        return _run.out_spec
+
+
+@contextmanager
+def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Iterator[ByLeaves]:
+    """Let a model take the tensors among ``leaves`` alone, and give its results as leaves, as far
+    as torch does not take apart the containers of a call or of the results."""
     changed = any(
         isinstance(leaf, torch.Tensor) != isinstance(given, torch.Tensor)
         for leaf, given in zip(leaves, call.leaves, strict=True)
     )
-    hooks, restored = [], list[list[Any]]()
+    hooks = []
     if call.is_plain and not changed and all(isinstance(leaf, PLAIN) for leaf in leaves):
         arguments = call.arguments(leaves)
     else:
@@ -358,21 +384,27 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
 
         def restore(module: Any, args: Any, kwargs: Any) -> Any:
             tensors = iter(pytree.tree_leaves((args, kwargs)))
-            restored.append([next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves])
-            return call.arguments(restored[-1])
+            _run.given = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+            return call.arguments(_run.given)
 
         hooks.append(model.register_forward_pre_hook(restore, prepend=True, with_kwargs=True))
 
     def open_results(module: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        if restored and not _has_leaves(call, (args, kwargs), restored.pop()):
+        given, _run.given = _run.given, None
+        if given is not None and not _has_leaves(call, (args, kwargs), given):
             name = type(model).__name__
             raise CannotImport(f"{name} changes its arguments, which a graph does not")
-        return opened(result)
+        if not any(map(_is_container, pytree.tree_leaves(result))):
+            _run.out_spec = None
+            return result
+        made, _run.out_spec = flat(result)
+        return made
 
     hooks.append(model.register_forward_hook(open_results, with_kwargs=True))
     try:
-        yield arguments
+        yield ByLeaves(*arguments)
     finally:
+        _run.given = _run.out_spec = None
         for hook in hooks:
             hook.remove()
 

@@ -16,6 +16,9 @@ from ..runtime.state import Held, agree
 from ..select.tolerance import relative_error
 from .calls import flat, mapped
 
+#: The relative error to float64 of each result that floats, and the model's own.
+Errors = tuple[tuple[float, float | None], ...]
+
 
 def floats(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -45,9 +48,7 @@ class Wanted:
                     "inputs, which a graph's is not: it depends on what is outside of the model"
                 )
 
-    def check(
-        self, executable: Executable | None, results: Sequence[Any]
-    ) -> tuple[tuple[float, float | None], ...]:
+    def check(self, executable: Executable | None, results: Sequence[Any]) -> Errors:
         """The errors of results, and of the model itself; raises where ours are too large."""
         steps = () if executable is None else executable.steps
         tf32 = executable is not None and executable.in_tf32

@@ -17,9 +17,9 @@ from ..errors import BindError, CannotImport, PolicyError
 from ..policy import Policy
 from ..runtime.compile import compile, generates
 from .aten_ops import CONVOLUTIONS
-from .bound import Bound
+from .bound import Bound, cut_to
 from .calls import Call, Pattern, called_by_leaves, mapped
-from .check import floats
+from .check import Errors, floats
 from .convert import Imported, convert
 from .export import Exported, export
 from .report import Report
@@ -61,7 +61,7 @@ class Form:
     numbers: Mapping[int, Any]
     inputs: frozenset[int]
     cuts: dict[Hashable, Cuts] = field(default_factory=dict)
-    errors: tuple[tuple[float, float | None], ...] = ()
+    errors: Errors = ()
 
     def given(self, call: Call) -> list[Any]:
         """What the graph reads of a call: tensors, as large as it takes them, and numbers."""
@@ -73,13 +73,20 @@ class Form:
 
     def run(self, call: Call, *, reuse: bool) -> Any:
         """The results of a call, as the model gives them."""
+        results = self.bound.run(self.given(call), reuse=reuse, sizes=self._sizes(call))
+        return pytree.tree_unflatten(results, self.out_spec)
+
+    def cut(self, results: Sequence[Any], call: Call) -> list[Any]:
+        """Results at the sizes of a padded call, cut to those of the call."""
+        sizes = self._sizes(call)
+        return [cut_to(each, sizes.get(at, {})) for at, each in enumerate(results)]
+
+    def _sizes(self, call: Call) -> dict[int, dict[int, int]]:
         cuts = self.cuts[call.padding] if call.is_padded else {}
-        sizes = {
+        return {
             result: {dim: call.axes[axis][0] for dim, axis in dims.items()}
             for result, dims in cuts.items()
         }
-        results = self.bound.run(self.given(call), reuse=reuse, sizes=sizes)
-        return pytree.tree_unflatten(results, self.out_spec)
 
 
 def difference(old: Form, new: Form, names: Mapping[int, str]) -> str:
@@ -113,8 +120,9 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
             leaves[at] = as_tensor(leaf, device, wide=wide)
         elif isinstance(leaf, torch.Tensor):
             leaves[at] = options.cast(leaf.to(device) if _is_scalar(leaf) else leaf)
-    with called_by_leaves(model, call, leaves) as (args, kwargs):
-        exported = export(model, args, kwargs)
+    with called_by_leaves(model, call, leaves) as run:
+        exported = export(model, run.args, run.kwargs)
+        out_spec = exported.out_spec if run.out_spec is None else run.out_spec
     last = options.channels_last
     if last is None:
         last = _has_images(exported)
@@ -135,7 +143,7 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
         bound = Bound(imported, executable, device, capture=options.capture)
     captured = bound.graph is not None
     report = Report.of(name, imported, executable, device, channels_last=last, captured=captured)
-    return Form(bound, report, exported.out_spec, call.pattern, dict(call.numbers), inputs)
+    return Form(bound, report, out_spec, call.pattern, dict(call.numbers), inputs)
 
 
 def as_tensor(number: Any, device: torch.device, *, wide: bool) -> torch.Tensor:

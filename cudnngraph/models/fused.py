@@ -33,7 +33,7 @@ from ..policy import Policy
 from .bound import MAX_SHAPES, Bound
 from .buckets import Buckets, cuts_of
 from .calls import Call, flat, parameters
-from .check import Wanted, copied
+from .check import Errors, Wanted, copied
 from .export import is_exporting
 from .form import Form, Options, difference, make
 from .numbers import Numbers, warn_of
@@ -95,7 +95,12 @@ class Fused(StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the model and the options; it compiles on its first call, from the cache."""
-        fresh = {"_forms": OrderedDict(), "_lock": None, "_numbers": Numbers(), "report": None}
+        fresh: dict[str, Any] = {
+            "_forms": OrderedDict(),
+            "_lock": None,
+            "_numbers": Numbers(),
+            "report": None,
+        }
         return {**super().__getstate__(), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,7 +192,7 @@ class Fused(StandIn):
         while len(self._forms) > self._max_shapes:
             _, last = self._forms.popitem(last=False)
             self._dropped += 1
-            if self._dropped == self._max_shapes:
+            if self._dropped == max(self._max_shapes, 2):
                 _log.warning(
                     "%s: %d forms of its inputs were compiled and max_shapes=%d are kept, so what "
                     "comes again is compiled again; the last differs from one that was dropped in "
@@ -256,17 +261,31 @@ class Fused(StandIn):
             raise WrongResult(f"{subject}: {len(whole)} results, the model has {len(wanted.own)}")
         form.cuts[call.padding] = cuts_of(subject, call, wanted.own, whole)
         try:
-            results = flat(form.run(call, reuse=True))[0]
-            form.errors = wanted.check(form.bound.executable, results)
+            form.errors = self._check_padded(form, call, wanted)
             self._check_shorter(form, call)
-        except WrongResult as error:
+        except WrongResult:
             del form.cuts[call.padding]
-            raise WrongResult(
-                f"{error}; {self._buckets.said(call)} is padded, and results depend on the "
-                "padding: the model attends to it, averages over it or takes the last position. "
-                "Give a mask that hides it (attention_mask, padded by dynamic= too), or leave the "
-                "argument out of dynamic="
-            ) from error
+            raise
+
+    def _check_padded(self, form: Form, call: Call, wanted: Wanted) -> Errors:
+        """The errors of a padded call. Raises :class:`WrongResult` if they are too large, and says
+        so if that is because the model's own results depend on the padding."""
+        try:
+            return wanted.check(form.bound.executable, flat(form.run(call, reuse=True))[0])
+        except WrongResult as error:
+            padded = call.arguments(call.padded_leaves())
+            own = Wanted(self.unfused, self._options.cast(padded), wide=False).own
+            try:
+                wanted.check(form.bound.executable, form.cut(own, call))
+            except WrongResult:
+                assert self._buckets is not None
+                raise WrongResult(
+                    f"{error}; dynamic= pads {self._buckets.said(call)}, and the model's results "
+                    "depend on the padding: it attends to it, averages over it or takes the last "
+                    "position. Give a mask that hides it (attention_mask, in dynamic= too), or "
+                    "leave the argument out of dynamic="
+                ) from error
+            raise
 
     def _check_shorter(self, form: Form, call: Call) -> None:
         """Compare a call of which more is padding, if the model takes one so short."""
@@ -282,7 +301,7 @@ class Fused(StandIn):
         except Exception as error:
             _log.info("%s is not checked at a shorter size: %s", self._name, error)
             return
-        wanted.check(form.bound.executable, flat(form.run(shorter, reuse=True))[0])
+        self._check_padded(form, shorter, wanted)
 
     # -- making ------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class StandIn(nn.Module):
             return getattr(unfused, name)
         except AttributeError as error:
             text = f"'{mine}' object has no attribute '{name}', nor has the {theirs} that it stands"
-            raise AttributeError(f"{text} for: {error}", name=name, obj=self) from error
+            raise AttributeError(f"{text} for", name=name, obj=self) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is this module's own here, and anything else on ``unfused``."""
@@ -152,7 +152,7 @@ class StandIn(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load as a part of another module, which calls this."""
-        self.unfused._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.unfused._load_from_state_dict(*args, **kwargs)
         self.refresh()
 
 
