@@ -236,7 +236,7 @@ class Fused(StandIn):
             pattern = call.pattern
             alike = (each for each in self._forms.values() if each.pattern == pattern)
             for numbers in (call.numbers, *(each.numbers for each in alike)):
-                leaves = [numbers.get(at, leaf) for at, leaf in enumerate(call.leaves)]
+                leaves = [numbers[at] if at in inputs else x for at, x in enumerate(call.leaves)]
                 self._compare(form, self._call(*call.arguments(leaves)))
         except _REFUSED as error:
             return None, str(error).splitlines()[0]
