@@ -8,6 +8,7 @@ padding.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -163,8 +164,8 @@ def _pad(call: Call, place: int, name: str, padded: _Padded) -> list[Problem]:
 def _holds(dtype: torch.dtype, value: float) -> bool:
     """Whether tensors of a dtype hold a number."""
     if dtype.is_floating_point or dtype.is_complex:
-        return True
-    if value != value or value in (float("inf"), -float("inf")) or value != int(value):
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    if not math.isfinite(value) or value != int(value):
         return False
     if dtype == torch.bool:
         return value in (0, 1)
@@ -188,15 +189,18 @@ def _items(name: str, value: Any) -> list[tuple[Any, Any]]:
 
 def _named(model: nn.Module, key: Any) -> str:
     """The name of an argument that is given by name or position, as a call has it."""
+    own = parameters(model)
+    known = [name for name, each in own.items() if each.kind is not each.VAR_KEYWORD]
+    where = f"{type(model).__name__}.forward takes {', '.join(known)}"
     if whole(key) and key >= 0:
+        placed = any(each.kind is each.VAR_POSITIONAL for each in own.values())
+        if not placed and known and key >= len(known):
+            raise PolicyError(f"dynamic names position {shown(key)}; {where}")
         return parameter_at(model, key)
     if type(key) is not str:
         raise PolicyError(f"dynamic names {shown(key)}; expected an argument's name or position")
-    own = parameters(model)
-    known = [name for name, each in own.items() if each.kind is not each.VAR_KEYWORD]
-    if len(known) == len(own) and re.split(r"[.\[]", key)[0] not in known:
-        takes = ", ".join(known)
-        raise PolicyError(f"dynamic names '{key}'; {type(model).__name__}.forward takes {takes}")
+    if known and len(known) == len(own) and re.split(r"[.\[]", key)[0] not in known:
+        raise PolicyError(f"dynamic names '{key}'; {where}")
     return key
 
 
@@ -248,21 +252,23 @@ def _pad_value(name: Any, value: Any) -> float:
 
 def cuts_of(subject: str, call: Call, own: Sequence[Any], padded: Sequence[Any]) -> Cuts:
     """Which dims of results have the size of which axis: a size that is the axis' own in the
-    model's results, and its bucket in those of the padded call.
+    results of a call, and its bucket in those of the padded call.
 
     Raises :class:`WrongResult` for a dim that has neither that nor one size in both.
     """
+    if len(own) != len(padded):
+        raise WrongResult(f"{subject}: {len(padded)} results, and {len(own)} without padding")
     found: dict[int, dict[int, int]] = {}
-    for result, (mine, theirs) in enumerate(zip(padded, own, strict=True)):
+    for result, (theirs, mine) in enumerate(zip(own, padded, strict=True)):
         if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
             continue
         pairs = list(zip(theirs.shape, mine.shape, strict=False))
         wrong = [pair for pair in pairs if pair[0] != pair[1] and pair not in call.axes]
         if wrong or mine.dim() != theirs.dim():
             raise WrongResult(
-                f"{subject}: result {result} is {tuple(mine.shape)}, the model's "
-                f"{tuple(theirs.shape)}: a size that follows an argument's, and is not it, cannot "
-                "be cut back"
+                f"{subject}: result {result} is {tuple(mine.shape)}, and {tuple(theirs.shape)} "
+                "without padding: a size that follows an argument's and is not the same cannot be "
+                "cut back"
             )
         dims = {dim: call.axes.index(pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1]}
         if dims:

@@ -103,11 +103,17 @@ def _keys(container: Any) -> tuple[Any, ...]:
 
 def _taken_apart(node: Opened) -> tuple[list[Any], _Like]:
     container = node.container
-    keys = _keys(container)
-    if dataclasses.is_dataclass(container):
-        items = [getattr(container, key) for key in keys]
-    else:
-        items = [container[key] for key in keys]
+    try:
+        keys = _keys(container)
+        if dataclasses.is_dataclass(container):
+            items = [getattr(container, key) for key in keys]
+        else:
+            items = [container[key] for key in keys]
+    except RecursionError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise PolicyError(f"an argument {is_a(container)}, which cannot be read ({kind})") from None
     return [opened(item) for item in items], _Like(container, keys)
 
 

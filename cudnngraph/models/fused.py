@@ -23,6 +23,7 @@ from ..arguments import shown
 from ..errors import (
     BindError,
     CannotImport,
+    CudnnGraphError,
     GraphError,
     NotSupported,
     PolicyError,
@@ -253,39 +254,36 @@ class Fused(StandIn):
         """Find how results of a padded call are cut, and check that padding changes nothing."""
         if not call.is_padded or call.padding in form.cuts:
             return
-        assert self._buckets is not None
-        wanted = self._wanted(call)
-        whole = form.bound.run(form.given(call), reuse=True)
-        subject = f"{self._name}, padded ({self._buckets.said(call)})"
-        if len(whole) != len(wanted.own):
-            raise WrongResult(f"{subject}: {len(whole)} results, the model has {len(wanted.own)}")
-        form.cuts[call.padding] = cuts_of(subject, call, wanted.own, whole)
         try:
-            form.errors = self._check_padded(form, call, wanted)
+            form.errors = self._check_padded(form, call, self._wanted(call))
             self._check_shorter(form, call)
-        except WrongResult:
-            del form.cuts[call.padding]
+        except CudnnGraphError:
+            form.cuts.pop(call.padding, None)
             raise
 
     def _check_padded(self, form: Form, call: Call, wanted: Wanted) -> Errors:
-        """The errors of a padded call. Raises :class:`WrongResult` if they are too large, and says
-        so if that is because the model's own results depend on the padding."""
+        """Compare the model's results for the padded tensors, and then the form's, with those that
+        are ``wanted``; return the errors of the form's."""
+        assert self._buckets is not None
+        said, executable = self._buckets.said(call), form.bound.executable
+        arguments = self._options.cast(call.arguments(call.padded_leaves()))
         try:
-            return wanted.check(form.bound.executable, flat(form.run(call, reuse=True))[0])
+            padded = Wanted(self.unfused, arguments, wide=False).own
+        except Exception as error:
+            raise CannotImport(f"{self._name}: {error} ({self._mend(call)})") from error
+        subject = f"{self._name} ({said})"
+        cuts = cuts_of(subject, call, wanted.own, padded)
+        if form.cuts.setdefault(call.padding, cuts) != cuts:
+            raise WrongResult(f"{subject}: other dims of results follow the argument's than before")
+        try:
+            wanted.check(executable, form.cut(padded, call))
         except WrongResult as error:
-            padded = call.arguments(call.padded_leaves())
-            own = Wanted(self.unfused, self._options.cast(padded), wide=False).own
-            try:
-                wanted.check(form.bound.executable, form.cut(own, call))
-            except WrongResult:
-                assert self._buckets is not None
-                raise WrongResult(
-                    f"{error}; dynamic= pads {self._buckets.said(call)}, and the model's results "
-                    "depend on the padding: it attends to it, averages over it or takes the last "
-                    "position. Give a mask that hides it (attention_mask, in dynamic= too), or "
-                    "leave the argument out of dynamic="
-                ) from error
-            raise
+            raise WrongResult(
+                f"{error}; dynamic= pads {said}, and the model's results depend on the padding: it "
+                "attends to it, averages over it or takes the last position. Give a mask that "
+                "hides it (attention_mask, in dynamic= too), or leave the argument out of dynamic="
+            ) from error
+        return wanted.check(executable, flat(form.run(call, reuse=True))[0])
 
     def _check_shorter(self, form: Form, call: Call) -> None:
         """Compare a call of which more is padding, if the model takes one so short."""

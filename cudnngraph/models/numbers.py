@@ -9,6 +9,7 @@ says so.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable, Iterable
 from numbers import Integral
 from typing import Any
@@ -17,6 +18,7 @@ from .calls import Call
 from .form import Form
 
 _log = logging.getLogger(__name__)
+_LARGEST = 3.4e38  # of float32, about
 
 
 class Numbers:
@@ -31,8 +33,8 @@ class Numbers:
         """The places of the numbers that are inputs of the graph for this call."""
         if call.structure not in self._structures:
             return frozenset()
-        found = self._inputs.get(call.kind, frozenset())
-        return found.difference(self._fixed.get(call.pattern, ())) if self._fixed else found
+        found = {at for at in self._inputs.get(call.kind, ()) if _fits(call.numbers[at])}
+        return frozenset(found.difference(self._fixed.get(call.pattern, ())))
 
     def take(self, call: Call, inputs: frozenset[int]) -> None:
         """Let numbers be inputs from now on."""
@@ -64,7 +66,10 @@ class Numbers:
 
 
 def _fits(number: Any) -> bool:
-    return not isinstance(number, Integral) or -(2**63) <= int(number) < 2**63
+    """Whether a tensor can hold a number: as an int64, or as a float32."""
+    if isinstance(number, Integral):
+        return -(2**63) <= int(number) < 2**63
+    return not math.isfinite(number) or abs(float(number)) <= _LARGEST
 
 
 def warn_of(model: str, name: str, number: Any, reason: str, count: int) -> None:
