@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arguments import shown
+from ..arguments import items, shown
 from ..errors import (
     BindError,
     CannotImport,
@@ -388,7 +388,8 @@ def fuse(
     :class:`CannotImport` for a model that is no single graph: control flow on numbers in tensors,
     state that changes, random numbers. Raises :class:`WrongResult` where the check fails.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    several = isinstance(example_inputs, tuple)
+    args = tuple(items(example_inputs)) if several else (example_inputs,)
     fused = Fused(
         model,
         policy=policy,

@@ -303,7 +303,7 @@ def test_an_argument_of_that_length_that_is_not_padded_is_named_by_the_error() -
         (torch.ones(3).int(), {0: {0: 8, "pad": 0.5}}, "is int32, and padded with 0.5; expected a"),
         (torch.ones(3).bool(), {0: {0: 8, "pad": 2}}, "is bool, and padded with 2; expected a 'pa"),
         (torch.ones(3).int(), {0: {0: 8, "pad": float("nan")}}, "is int32, and padded with nan; e"),
-        (torch.ones(3).half(), {0: {0: 8, "pad": 1e5}}, "is float16, and padded with 100000.0; exp"),
+        (torch.ones(3).half(), {0: {0: 8, "pad": 1e5}}, "float16, and padded with 100000.0; e"),
         (torch.ones(3).char(), {0: {0: 8, "pad": 300}}, "is int8, and padded with 300; expected"),
         (torch.eye(3).to_sparse(), {0: {0: 8}}, "'x': has the layout torch.sparse_coo; expected t"),
     ],
