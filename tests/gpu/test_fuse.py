@@ -221,7 +221,7 @@ def test_a_first_call_on_another_stream_waits_for_the_weights() -> None:
     torch.cuda.synchronize()
     fused = Fused(model)
     torch.cuda._sleep(200_000_000)
-    bound = fused._form(fused._flat((x,), {})[1], (x,), {})[0]
+    bound = fused._ready(fused._call((x,), {})).bound
     with torch.cuda.stream(other):
         (y,) = bound.run([x])
     torch.cuda.synchronize()

@@ -310,6 +310,16 @@ def test_what_holds_itself_or_has_no_hash_is_refused() -> None:
         cg.fuse(model, (Batch({1, 2}),))
 
 
+def test_results_that_hold_tensors_in_objects_are_refused() -> None:
+    class Cache:
+        def __init__(self, keys: torch.Tensor) -> None:
+            self.keys = keys
+
+    text = r"a result is a Cache; expected tensors and plain values, .*use_cache=False"
+    with pytest.raises(cg.CannotImport, match=text):
+        cg.fuse(Of(lambda m, x: (x, [Cache(x)])).eval(), image(2))
+
+
 def test_torch_is_told_of_no_class() -> None:
     """Classes of others are registered with torch by others, or not at all."""
     given = Batch(image(2))
