@@ -14,8 +14,10 @@ from collections import UserDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import count
 from numbers import Integral, Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -48,6 +50,10 @@ class Opened:
         self.container = container
 
 
+_classes: WeakKeyDictionary[type, int] = WeakKeyDictionary()
+_numbers = count()
+
+
 class _Like:
     """What a container is made again from, beside its items."""
 
@@ -64,7 +70,8 @@ class _Like:
 
     def __repr__(self) -> str:
         kind = type(self.container)
-        return f"{kind.__qualname__}@{id(kind):x}{self.keys!r}"
+        number = _classes.setdefault(kind, next(_numbers))  # names and addresses may come again
+        return f"{kind.__qualname__}@{number}{self.keys!r}"
 
 
 def opened(value: Any) -> Any:
