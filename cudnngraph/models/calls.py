@@ -408,18 +408,15 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
         if given is not None and not _has_leaves(call, (args, kwargs), given):
             name = type(model).__name__
             raise CannotImport(f"{name} changes its arguments, which a graph does not")
-        made, spec = pytree.tree_flatten(result)
-        if is_plain := not any(map(_is_container, made)):
-            spec = None
-        else:
-            made, spec = flat(result)
+        is_plain = not any(map(_is_container, pytree.tree_leaves(result)))
+        made, spec = flat(result)
         for leaf in made:
             if not isinstance(leaf, _RESULTS):
                 raise CannotImport(
                     f"a result {is_a(leaf)}; expected tensors and plain values, in containers such "
                     "as lists, dicts and dataclasses (a cache of a language model: use_cache=False)"
                 )
-        _run.out_spec = spec
+        _run.out_spec = None if is_plain else spec
         return result if is_plain else made
 
     hooks.append(model.register_forward_hook(open_results, with_kwargs=True))

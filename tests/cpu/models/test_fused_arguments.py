@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import cudnngraph as cg
+from cudnngraph.models import form as forming
 from tests.models import Of, image
 
 
@@ -336,7 +337,9 @@ def test_results_are_the_callers_for_each_call() -> None:
 
 def test_a_tensor_without_dims_may_be_on_the_cpu_beside_others() -> None:
     """As time steps of a scheduler are. Another tensor may not."""
-    model, x = Of(lambda m, x, t: m.layer(x) * t, layer=nn.Linear(4, 4)).eval(), image(2, 4)
-    model = model.to("meta")
+    model = Of(lambda m, x, t: m.layer(x) * t, layer=nn.Linear(4, 4)).eval().to("meta")
+    x, t = image(2, 4), torch.tensor(2.0)
+    assert forming._device_of([x.to("meta"), t, 3], model) == torch.device("meta")
+    assert forming._device_of([t], Of(abs)) == torch.device("cpu")
     with pytest.raises(cg.PolicyError, match="arguments and model are on cpu, meta; expected one"):
-        cg.fuse(model, (x, torch.tensor(2.0)), check=False)
+        cg.fuse(model, (x, t), check=False)
