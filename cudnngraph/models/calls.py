@@ -390,18 +390,17 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
         isinstance(leaf, torch.Tensor) != isinstance(given, torch.Tensor)
         for leaf, given in zip(leaves, call.leaves, strict=True)
     )
-    hooks = []
+    restores = False
     if call.is_plain and not changed and all(isinstance(leaf, PLAIN) for leaf in leaves):
         arguments = call.arguments(leaves)
     else:
         arguments = call.by_argument(leaves)
+        restores = True
 
-        def restore(module: Any, args: Any, kwargs: Any) -> Any:
-            tensors = iter(pytree.tree_leaves((args, kwargs)))
-            _run.given = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return call.arguments(_run.given)
-
-        hooks.append(model.register_forward_pre_hook(restore, prepend=True, with_kwargs=True))
+    def restore(module: Any, args: Any, kwargs: Any) -> Any:
+        tensors = iter(pytree.tree_leaves((args, kwargs)))
+        _run.given = [next(tensors) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return call.arguments(_run.given)
 
     def open_results(module: Any, args: Any, kwargs: Any, result: Any) -> Any:
         given, _run.given = _run.given, None
@@ -419,8 +418,16 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
         _run.out_spec = None if is_plain else spec
         return result if is_plain else made
 
-    hooks.append(model.register_forward_hook(open_results, with_kwargs=True))
+    hooks = []
     try:
+        try:
+            hooks.append(model.register_forward_hook(open_results, with_kwargs=True))
+            if restores:
+                hook = model.register_forward_pre_hook(restore, prepend=True, with_kwargs=True)
+                hooks.append(hook)
+        except RuntimeError as error:
+            name = type(model).__name__
+            raise CannotImport(f"{name} cannot be exported: {error}") from error
         yield ByLeaves(*arguments)
     finally:
         _run.given = _run.out_spec = None

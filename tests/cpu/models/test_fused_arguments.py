@@ -321,6 +321,13 @@ def test_results_that_hold_tensors_in_objects_are_refused() -> None:
         cg.fuse(Of(lambda m, x: (x, [Cache(x)])).eval(), image(2))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
+    with pytest.raises(cg.CannotImport, match=r"ScriptModule cannot be exported: .*not supp"):
+        cg.fuse(scripted, image(2, 4))
+
+
 def test_torch_is_told_of_no_class() -> None:
     """Classes of others are registered with torch by others, or not at all."""
     given = Batch(image(2))
