@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,23 +93,60 @@ class Bound:
     def __call__(self) -> None:
         self._call()
 
-    def run(self, tensors: Sequence[Any], *, reuse: bool = False) -> list[Any]:
-        """The results for ``tensors``; with ``reuse`` those that the next run overwrites."""
+    def run(
+        self,
+        tensors: Sequence[Any],
+        *,
+        reuse: bool = False,
+        sizes: Mapping[int, Mapping[int, int]] = MappingProxyType({}),
+    ) -> list[Any]:
+        """The results for ``tensors``; with ``reuse`` those that the next run overwrites.
+
+        A number stands for a tensor without dims. ``sizes`` are those that results are cut to, by
+        result and dim.
+        """
         if self._turns is not None:
             kept = (each[1] for each in self.imported.results if not isinstance(each, str))
             self._turns.follow(chain(self.tensors.values(), kept))
         for mine, given in zip(self.inputs, tensors, strict=True):
-            if mine is not None:
+            if mine is None:
+                continue
+            if isinstance(given, torch.Tensor):
                 mine.copy_(given)
+            else:
+                mine.fill_(given)
         self()
-        return _assembled(
-            self.imported, tensors, lambda name: self._result(name, reuse), self.written
+        results = _assembled(
+            self.imported,
+            tensors,
+            lambda name: self._result(name, reuse or bool(sizes)),
+            self.written,
         )
+        for place, result in enumerate(results) if sizes else ():
+            if isinstance(result, torch.Tensor):
+                results[place] = self._cut(place, result, sizes.get(place, {}), reuse)
+        return results
+
+    def _cut(
+        self, place: int, result: torch.Tensor, sizes: Mapping[int, int], reuse: bool
+    ) -> torch.Tensor:
+        """A result cut to sizes by dim; the caller's own unless it may be written over."""
+        kind = self.imported.results[place]
+        is_output = isinstance(kind, str) or kind[0] == "expand"
+        result = cut_to(result, sizes)
+        return result.clone() if is_output and not reuse else result
 
     def _result(self, name: str, reuse: bool) -> torch.Tensor:
         made = self.written[name]
         copied = strided_copy if name in self._gapped else torch.clone
         return made if reuse else copied(made)
+
+
+def cut_to(result: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """The first elements of a result, as many as ``sizes`` say by dim."""
+    for dim, size in sizes.items():
+        result = result.narrow(dim, 0, size)
+    return result
 
 
 class Direct:

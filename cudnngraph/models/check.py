@@ -4,61 +4,72 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ..errors import CannotImport
+from ..errors import CannotImport, WrongResult
 from ..runtime import comparison
+from ..runtime.executable import Executable
 from ..runtime.state import Held, agree
 from ..select.tolerance import relative_error
+from .calls import flat, mapped
 
-if TYPE_CHECKING:
-    from .fused import Fused
+#: The relative error to float64 of each result that floats, and the model's own.
+Errors = tuple[tuple[float, float | None], ...]
 
 
 def floats(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def checked(
-    fused: Fused, args: Any, kwargs: Any, results: Any
-) -> tuple[tuple[float, float | None], ...]:
-    """The errors of the results and of the model itself; raises where ours are too large."""
-    args, kwargs = fused.cast((args, kwargs))
-    name = type(fused.model).__name__
-    held = Held(fused.model)
-    try:
-        with torch.no_grad():
-            own, again = (_results(fused.model, args, kwargs) for _ in range(2))
-            exact = _in_float64(fused.model, args, kwargs, own)
-    finally:
-        held.restore()
-    for number, (first, second) in enumerate(zip(own, again, strict=True)):
-        if not agree(second, first):
-            raise CannotImport(
-                f"{name}: result {number} is another in a second call with the same inputs, which "
-                "a graph's is not: it depends on what is outside of the model"
+class Wanted:
+    """What a model gives for arguments: its own results, and those in float64 if there are any.
+
+    With ``wide=False`` the model is not run in float64. Raises :class:`CannotImport` for a model
+    whose results are others in a second call.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Any, *, wide: bool = True) -> None:
+        args, kwargs = arguments
+        self._name = type(model).__name__
+        held = Held(model)
+        try:
+            with torch.no_grad():
+                self.own, again = (_results(model, args, kwargs) for _ in range(2))
+                self._exact = _in_float64(model, args, kwargs, self.own) if wide else None
+        finally:
+            held.restore()
+        for number, (first, second) in enumerate(zip(self.own, again, strict=True)):
+            if not agree(second, first):
+                raise CannotImport(
+                    f"{self._name}: result {number} is another in a second call with the same "
+                    "inputs, which a graph's is not: it depends on what is outside of the model"
+                )
+
+    def check(self, executable: Executable | None, results: Sequence[Any]) -> Errors:
+        """The errors of results, and of the model itself; raises where ours are too large."""
+        steps = () if executable is None else executable.steps
+        tf32 = executable is not None and executable.in_tf32
+        floor = comparison.coarsest((step.spec for step in steps), tf32=tf32)
+        errors: list[tuple[float, float | None]] = []
+        if len(results) != len(self.own):
+            raise WrongResult(
+                f"{self._name}: {len(results)} results, the model has {len(self.own)}"
             )
-    assert fused.report is not None
-    executable = fused.report.executable
-    tf32 = executable is not None and executable.in_tf32
-    floor = comparison.coarsest((step.spec for step in fused.report.steps), tf32=tf32)
-    errors: list[tuple[float, float | None]] = []
-    for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(results), own, strict=True)):
-        wanted = None if exact is None else exact[number]
-        yardstick = comparison.Yardstick(theirs, wanted, floor=floor)
-        found = yardstick.check(f"{name}: result {number}", mine)
-        if found is not None:
-            errors.append(found)
-    return tuple(errors)
+        for number, (mine, theirs) in enumerate(zip(results, self.own, strict=True)):
+            wanted = None if self._exact is None else self._exact[number]
+            yardstick = comparison.Yardstick(theirs, wanted, floor=floor)
+            found = yardstick.check(f"{self._name}: result {number}", mine)
+            if found is not None:
+                errors.append(found)
+        return tuple(errors)
 
 
 def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Return the results of a model, in tensors that a later call does not write over."""
-    made = pytree.tree_leaves(model(*args, **kwargs))
+    made, _ = flat(model(*args, **kwargs))
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
 
 
@@ -82,7 +93,7 @@ def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) ->
     run in it, or whose copy is another model."""
     try:
         wide = copied(model).double()
-        wide_args, wide_kwargs = pytree.tree_map(
+        wide_args, wide_kwargs = mapped(
             lambda leaf: leaf.double() if floats(leaf) else leaf, (args, kwargs)
         )
         exact = _results(wide, wide_args, wide_kwargs)

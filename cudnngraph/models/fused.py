@@ -8,38 +8,54 @@ graph of it all may be replayed.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from ..arguments import LAZY, shown, unreadable
-from ..errors import BindError, PolicyError, Problem
+from ..arguments import items, shown
+from ..errors import (
+    BindError,
+    CannotImport,
+    CudnnGraphError,
+    GraphError,
+    NotSupported,
+    PolicyError,
+    Problem,
+    WrongResult,
+)
 from ..policy import Policy
-from ..runtime.compile import compile, generates
-from .aten_ops import CONVOLUTIONS
 from .bound import MAX_SHAPES, Bound
-from .check import checked, copied, floats
-from .convert import convert
-from .export import Exported, export
+from .buckets import Buckets, cuts_of
+from .calls import Call, flat, parameters
+from .check import Errors, Wanted, copied
+from .export import is_exporting
+from .form import Form, Options, difference, make
+from .numbers import Numbers, warn_of
 from .report import Report
+from .stand_in import StandIn, first_floating_dtype
 
-_CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
+#: What says that a number cannot be an input of the graph.
+_REFUSED = (CannotImport, WrongResult, GraphError, NotSupported)
 
 
-class Fused(nn.Module):
+class Fused(StandIn):
     """A model that runs as fused graphs, one for each form of its inputs; see :func:`fuse`.
 
-    ``report`` is that of the example's form; ``bound(*args)`` gives the graph that calls like this
-    run. Weights are those of ``model`` when a form was first seen; :meth:`refresh` takes the
-    present ones.
+    It stands for the model, which is ``unfused``: attributes and methods that this class has not
+    are the model's, and methods of the model run it as it is. ``report`` is that of the example's
+    form; ``bound(*args)`` gives the graph that calls like this run. Weights are those of the model
+    when a form was first seen; :meth:`refresh` takes the present ones.
     """
+
+    report: Report | None = None
 
     def __init__(
         self,
@@ -51,15 +67,10 @@ class Fused(nn.Module):
         capture: bool = False,
         reuse_results: bool = False,
         max_shapes: int = MAX_SHAPES,
+        dynamic: Mapping[str | int, Mapping[Any, Any]] | None = None,
+        check: bool = True,
     ) -> None:
-        super().__init__()
-        if not isinstance(model, nn.Module):
-            what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
-            if callable(model) and not isinstance(model, type):
-                what += " (for a function: torch.compile(function, backend='cudnngraph'))"
-            raise PolicyError(what)
-        if model.training:
-            raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
+        _check_model(model)
         if type(max_shapes) is not int or not 1 <= max_shapes < 1 << 31:
             expected = "a whole number >= 1 that fits 32 bits"
             raise PolicyError(f"max_shapes={shown(max_shapes)}; expected {expected}")
@@ -67,180 +78,280 @@ class Fused(nn.Module):
             raise PolicyError(f"dtype={shown(dtype)}; expected a floating-point torch.dtype")
         if not (channels_last is None or type(channels_last) is bool):
             raise PolicyError(f"channels_last={shown(channels_last)}; expected True, False or None")
-        for name, flag in (("capture", capture), ("reuse_results", reuse_results)):
+        flags = (("capture", capture), ("reuse_results", reuse_results), ("check", check))
+        for name, flag in flags:
             if type(flag) is not bool:
                 raise PolicyError(f"{name}={shown(flag)}; expected True or False")
-        self.model = model if dtype is None else copied(model).to(dtype)
-        self._dtype = dtype
-        self._policy = policy
-        self._channels_last = channels_last
-        self._capture = capture
+        buckets = None if dynamic is None else Buckets(model, dynamic)
+        super().__init__(model if dtype is None else copied(model).to(dtype))
+        self._options = Options(policy, channels_last, dtype, capture)
         self._reuse = reuse_results
         self._max_shapes = max_shapes
-        self._forms: OrderedDict[Hashable, tuple[Bound, Any]] = OrderedDict()
+        self._buckets = buckets
+        self._check = check
+        self._numbers = Numbers()
+        self._forms: OrderedDict[Hashable, Form] = OrderedDict()
+        self._dropped = 0  # forms
         self._lock = threading.Lock()
-        self.report: Report | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the model and the options; it compiles on its first call, from the cache."""
-        return {**self.__dict__, "_forms": OrderedDict(), "_lock": None, "report": None}
+        fresh: dict[str, Any] = {
+            "_forms": OrderedDict(),
+            "_lock": None,
+            "_numbers": Numbers(),
+            "report": None,
+        }
+        return {**super().__getstate__(), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._lock = threading.Lock()
+
+    @property
+    def _name(self) -> str:
+        return type(self.unfused).__name__
 
     # -- calls -------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; results have no gradient."""
-        leaves, form = self._flat(args, kwargs)
+        if is_exporting():  # as a part of another model
+            return self.unfused(*args, **kwargs)
+        call = self._call(args, kwargs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            bound, out_spec = self._form(form, args, kwargs)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            results = bound.run(tensors, reuse=self._reuse)
-        return pytree.tree_unflatten(results, out_spec)
+            return self._ready(call).run(call, reuse=self._reuse)
 
     def bound(self, *args: Any, **kwargs: Any) -> Bound:
         """Return the captured or bound call for arguments of this form, with its inputs set."""
-        leaves, form = self._flat(args, kwargs)
+        call = self._call(args, kwargs)
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            bound, _ = self._form(form, args, kwargs)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            bound.run(tensors, reuse=True)
-        return bound
+            form = self._ready(call)
+            form.run(call, reuse=True)
+        return form.bound
 
     def refresh(self) -> None:
         """Forget the weights that were bound; the plans stay in the cache."""
         with self._lock:
             self._forms.clear()
 
-    def _flat(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable]:
-        try:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-        except RecursionError:
-            problem = Problem("arguments", "are nested too deeply, or hold themselves")
-            raise BindError(type(self.model).__name__, [problem]) from None
-        for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, Hashable)):
-                raise PolicyError(_no_argument(leaf))
-        casts = (
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        )
-        parts: list[Hashable] = [str(spec), *casts]
-        first: dict[int, int] = {}  # where a tensor stands: a model may ask which ones are the same
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                if isinstance(leaf, LAZY):
-                    where = f"tensor {place}"
-                    raise BindError(type(self.model).__name__, unreadable(where, leaf))
-                dtype = leaf.dtype if self._dtype is None or not floats(leaf) else self._dtype
-                same = first.setdefault(id(leaf), place)
-                parts.append((tuple(leaf.shape), dtype, leaf.device, leaf.layout, same))
-            else:
-                parts.append((type(leaf), leaf))
-        return leaves, tuple(parts)
+    def _first(self, args: Any, kwargs: Any) -> None:
+        """Make the form of an example, and compare its results with the model's."""
+        results = self(*args, **kwargs)
+        if not self._check or self.report is None:
+            return
+        form = next(reversed(self._forms.values()))
+        errors = form.errors
+        if not errors:
+            wanted = self._wanted(self._call(args, kwargs))
+            errors = wanted.check(form.bound.executable, flat(results)[0])
+        self.report = replace(self.report, errors=errors)
 
-    def _form(self, form: Hashable, args: Any, kwargs: Any) -> tuple[Bound, Any]:
+    def _apply(self, fn: Any, recurse: bool = True) -> Fused:
+        super()._apply(fn, recurse)
+        if self._options.dtype is not None:
+            dtype = first_floating_dtype(self.unfused)
+            self._options = replace(self._options, dtype=dtype)
+        return self
+
+    def _call(self, args: Any, kwargs: Any) -> Call:
+        call = Call(self._name, args, kwargs)
+        if self._buckets is not None:
+            self._buckets.pad(call, self.unfused)
+        call.read(self._options.dtype)
+        return call
+
+    def _wanted(self, call: Call) -> Wanted:
+        """What the model gives for a call."""
+        arguments = self._options.cast(call.arguments())
+        return Wanted(self.unfused, arguments, wide=self._check)
+
+    # -- forms -------------------------------------------------------------------------------------
+
+    def _ready(self, call: Call) -> Form:
+        """The form for a call, which is made and checked if it is the first of its kind."""
         try:
-            found = self._forms.get(form)
+            inputs = self._numbers.inputs(call)
+            key = call.key(inputs)
+            form = self._forms.get(key)
         except Exception as error:
             problem = Problem("arguments", f"have no hash ({error})", "tensors and plain values")
-            raise BindError(type(self.model).__name__, [problem]) from None
-        if found is None:
-            found = self._made(args, kwargs)
-            self._forms[form] = found
-            while len(self._forms) > self._max_shapes:
-                self._forms.popitem(last=False)
-        self._forms.move_to_end(form)
-        return found
+            raise BindError(self._name, [problem]) from None
+        if form is None:
+            form = self._new(call, inputs)
+            key = call.key(form.inputs)
+            self._keep(key, form, call)
+        self._forms.move_to_end(key)
+        self._cut(form, call)
+        return form
+
+    def _keep(self, key: Hashable, form: Form, call: Call) -> None:
+        for old, other in list(self._forms.items()):
+            if other.pattern == form.pattern and other.inputs < form.inputs:
+                del self._forms[old]  # no call runs it any more
+        self._forms[key] = form
+        while len(self._forms) > self._max_shapes:
+            _, last = self._forms.popitem(last=False)
+            self._dropped += 1
+            if self._dropped == max(self._max_shapes, 2):
+                _log.warning(
+                    "%s: %d forms of its inputs were compiled and max_shapes=%d are kept, so what "
+                    "comes again is compiled again; the last differs from one that was dropped in "
+                    "%s; raise max_shapes=, pad to a few sizes by dynamic=, or give values that "
+                    "change as tensors",
+                    self._name,
+                    self._max_shapes + self._dropped,
+                    self._max_shapes,
+                    difference(last, form, call.names(self.unfused)),
+                )
+
+    def _new(self, call: Call, inputs: frozenset[int]) -> Form:
+        """A form for a call that none is there for: numbers that change are inputs if they can."""
+        wanted = inputs.union(self._numbers.changed(call, self._forms.values()))
+        if not wanted:
+            return self._made(call, wanted)
+        form, reason = self._tried(call, wanted)
+        taken: frozenset[int] = frozenset()
+        for place in sorted(wanted) if form is None else ():
+            one = None
+            if len(wanted) > 1:
+                one, reason = self._tried(call, taken | {place})
+            if one is None:
+                self._fix(call, place, reason)
+            else:
+                form, taken = one, one.inputs
+        return self._made(call, taken) if form is None else form
+
+    def _fix(self, call: Call, place: int, reason: str) -> None:
+        """Let each value of a number have a form of its own, and say so once."""
+        if not self._numbers.fix(call, place):
+            return
+        pattern, name = call.pattern, call.names(self.unfused)[place]
+        count = 1 + sum(each.pattern == pattern for each in self._forms.values())
+        warn_of(self._name, name, call.numbers[place], reason, count)
+
+    def _tried(self, call: Call, inputs: frozenset[int]) -> tuple[Form | None, str]:
+        """A form with numbers as inputs, if it gives what the model gives; else why not."""
+        try:
+            form = self._made(call, inputs)
+            pattern = call.pattern
+            alike = (each for each in self._forms.values() if each.pattern == pattern)
+            for numbers in (call.numbers, *(each.numbers for each in alike)):
+                leaves = [numbers[at] if at in inputs else x for at, x in enumerate(call.leaves)]
+                self._compare(form, self._call(*call.arguments(leaves)))
+        except _REFUSED as error:
+            return None, str(error).splitlines()[0]
+        self._numbers.take(call, inputs)
+        return form, ""
+
+    def _compare(self, form: Form, call: Call) -> None:
+        """Raise :class:`WrongResult` if a form gives other results than the model."""
+        self._cut(form, call)
+        wanted = self._wanted(call)
+        wanted.check(form.bound.executable, flat(form.run(call, reuse=True))[0])
+
+    def _cut(self, form: Form, call: Call) -> None:
+        """Find how results of a padded call are cut, and check that padding changes nothing."""
+        if not call.is_padded or call.padding in form.cuts:
+            return
+        try:
+            form.errors = self._check_padded(form, call, self._wanted(call))
+            self._check_shorter(form, call)
+        except CudnnGraphError:
+            form.cuts.pop(call.padding, None)
+            raise
+
+    def _check_padded(self, form: Form, call: Call, wanted: Wanted) -> Errors:
+        """Compare the model's results for the padded tensors, and then the form's, with those that
+        are ``wanted``; return the errors of the form's."""
+        assert self._buckets is not None
+        said, executable = self._buckets.said(call), form.bound.executable
+        arguments = self._options.cast(call.arguments(call.padded_leaves()))
+        try:
+            padded = Wanted(self.unfused, arguments, wide=False).own
+        except Exception as error:
+            raise CannotImport(f"{self._name}: {error} ({self._mend(call)})") from error
+        subject = f"{self._name} ({said})"
+        cuts = cuts_of(subject, call, wanted.own, padded)
+        if form.cuts.setdefault(call.padding, cuts) != cuts:
+            raise WrongResult(f"{subject}: other dims of results follow the argument's than before")
+        try:
+            wanted.check(executable, form.cut(padded, call))
+        except WrongResult as error:
+            raise WrongResult(
+                f"{error}; dynamic= pads {said}, and the model's results depend on the padding: it "
+                "attends to it, averages over it or takes the last position. Give a mask that "
+                "hides it (attention_mask, in dynamic= too), or leave the argument out of dynamic="
+            ) from error
+        return wanted.check(executable, flat(form.run(call, reuse=True))[0])
+
+    def _check_shorter(self, form: Form, call: Call) -> None:
+        """Compare a call of which more is padding, if the model takes one so short."""
+        assert self._buckets is not None
+        leaves = self._buckets.shorter(call)
+        if leaves is None:
+            return
+        shorter = self._call(*call.arguments(leaves))
+        if shorter.key(form.inputs) != call.key(form.inputs) or shorter.padding != call.padding:
+            return
+        try:
+            wanted = self._wanted(shorter)
+        except Exception as error:
+            _log.info("%s is not checked at a shorter size: %s", self._name, error)
+            return
+        self._check_padded(form, shorter, wanted)
 
     # -- making ------------------------------------------------------------------------------------
 
-    def _made(self, args: Any, kwargs: Any) -> tuple[Bound, Any]:
-        leaves = enumerate(pytree.tree_leaves((args, kwargs)))
-        given = [(f"tensor {at}", each) for at, each in leaves if isinstance(each, torch.Tensor)]
-        if problems := [problem for where, each in given for problem in unreadable(where, each)]:
-            raise BindError(type(self.model).__name__, problems)
-        args, kwargs = self.cast(_detached_from(self.model, (args, kwargs)))
-        device = _device_of((args, kwargs), self.model)
-        exported = export(self.model, args, kwargs)
-        last = self._channels_last
-        if last is None:
-            last = _has_images(exported)
-        imported = convert(
-            exported.module,
-            exported.constants,
-            exported.placeholders,
-            name=type(self.model).__name__,
-            channels_last=last,
-            on_gpu=device.type == "cuda",
-            kernels=generates(self._policy),
-        )
-        executable = None
-        if imported.spec is not None:
-            executable = compile(imported.spec, device, policy=self._policy)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            bound = Bound(imported, executable, device, capture=self._capture)
+    def _made(self, call: Call, inputs: frozenset[int]) -> Form:
+        """A form with the numbers at the places ``inputs`` as inputs of its graph."""
+        _check_model(self.unfused)
+        try:
+            form = make(self.unfused, call, inputs, self._options)
+        except CannotImport as error:
+            mend = self._mend(call)
+            raise (CannotImport(f"{error} ({mend})") if mend else error) from error
         if self.report is None:
-            self.report = Report.of(
-                type(self.model).__name__,
-                imported,
-                executable,
-                device,
-                channels_last=last,
-                captured=bound.graph is not None,
-            )
-        return bound, exported.out_spec
+            self.report = form.report
+        return form
 
-    def cast(self, arguments: Any) -> Any:
-        """Arguments with their floating tensors in the dtype that was asked for."""
-        if self._dtype is None:
-            return arguments
-        return pytree.tree_map(
-            lambda leaf: leaf.to(self._dtype) if floats(leaf) else leaf, arguments
-        )
+    def _mend(self, call: Call) -> str:
+        """What may be wrong with a call that the model does not take; "" if nothing is known."""
+        if call.is_padded and self._buckets is not None:
+            said = self._buckets.said(call)
+            return f"dynamic= pads {said}: name every argument of that size in it"
+        (args, kwargs), own = call.arguments(), parameters(self.unfused)
+        alone = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(alone, Mapping) or not alone or any(key not in own for key in alone):
+            return ""
+        kind = type(alone).__name__
+        return f"the {kind} is one argument; give its items by name: fused(**inputs)"
 
     def __len__(self) -> int:
         """Return the number of forms of inputs that are kept ready."""
         return len(self._forms)
 
+    def __bool__(self) -> bool:
+        """As a model: true, also if no form is ready."""
+        return True
+
     def extra_repr(self) -> str:
         """For torch's printed form of a module."""
-        return f"{len(self)} of {self._max_shapes} forms" + (", captured" * self._capture)
+        forms = f"{self._name}, {len(self)} of {self._max_shapes} forms"
+        return forms + (", captured" * self._options.capture)
 
 
-def _no_argument(leaf: Any) -> str:
-    """Why something cannot be an argument of a fused model, and what can."""
-    kind = type(leaf).__name__
-    if isinstance(leaf, Mapping):
-        return (
-            f"an argument is a {kind}, a mapping that torch does not take apart; give its tensors, "
-            "as model(**inputs) does: fuse(model, (), kwargs=dict(inputs)), fused(**inputs)"
-        )
-    return f"an argument is a {kind}, which has no hash: forms are told apart by the arguments"
-
-
-def _device_of(arguments: Any, model: nn.Module) -> torch.device:
-    """The one device of the arguments and the model. Raises :class:`PolicyError` for several."""
-    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-    devices = dict.fromkeys(x.device for x in (*tensors, *model.parameters(), *model.buffers()))
-    if len(devices) > 1:
-        listed = ", ".join(map(str, devices))
-        raise PolicyError(f"arguments and model are on {listed}; expected one device")
-    return next(iter(devices), _CPU)
-
-
-def _has_images(exported: Exported) -> bool:
-    """Whether a model convolves images: their channels are best the fastest dim."""
-    return any(
-        node.op == "call_function"
-        and getattr(node.target, "overloadpacket", None) in CONVOLUTIONS
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and node.meta["val"].dim() in (4, 5)
-        for node in exported.module.graph.nodes
-    )
+def _check_model(model: Any) -> None:
+    """Raise :class:`PolicyError` for what is no model in evaluation mode."""
+    if not isinstance(model, nn.Module):
+        what = f"the model is a {type(model).__name__}; expected a torch.nn.Module"
+        if callable(model) and not isinstance(model, type):
+            what += " (for a function: torch.compile(function, backend='cudnngraph'))"
+        raise PolicyError(what)
+    if isinstance(model, Fused):
+        raise PolicyError("the model is fused; expected the model itself, which is its unfused")
+    if model.training:
+        raise PolicyError("the model is in training mode; call model.eval(), fuse is for use")
 
 
 def fuse(
@@ -254,6 +365,7 @@ def fuse(
     capture: bool = False,
     reuse_results: bool = False,
     max_shapes: int = MAX_SHAPES,
+    dynamic: Mapping[str | int, Mapping[Any, Any]] | None = None,
     check: bool = True,
 ) -> Fused:
     """``model`` as a module that runs fused, for inference, compiled for ``example_inputs``.
@@ -265,13 +377,19 @@ def fuse(
       such. Results keep the layout that their op passes on.
     - ``dtype``: run a copy of the model in it; floating inputs are converted.
     - ``reuse_results``: return the tensors that the next call of this shape overwrites, no copies.
+    - ``dynamic``: pad arguments, by name or position, up to sizes by dim, and cut results back:
+      ``{"input_ids": {1: (128, 512), "pad": 0}}``, or "pow2" for the sizes.
     - ``check``: compare the results for the example with the model run in float64.
+
+    A number among the arguments that changes from call to call becomes an input of the graph if
+    the model takes a tensor there; the log says if it does not.
 
     Ops that we have not are torch steps; ``report`` of the result says which, and why. Raises
     :class:`CannotImport` for a model that is no single graph: control flow on numbers in tensors,
     state that changes, random numbers. Raises :class:`WrongResult` where the check fails.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    several = isinstance(example_inputs, tuple)
+    args = tuple(items(example_inputs)) if several else (example_inputs,)
     fused = Fused(
         model,
         policy=policy,
@@ -280,27 +398,11 @@ def fuse(
         capture=capture,
         reuse_results=reuse_results,
         max_shapes=max_shapes,
+        dynamic=dynamic,
+        check=check,
     )
     fused.eval()
     if not isinstance(kwargs, (Mapping, NoneType)):
         raise PolicyError(f"kwargs={shown(kwargs)}; expected a mapping of arguments by name")
-    if type(check) is not bool:
-        raise PolicyError(f"check={shown(check)}; expected True or False")
-    results = fused(*args, **(kwargs or {}))
-    if check and fused.report is not None:
-        errors = checked(fused, args, dict(kwargs or {}), results)
-        fused.report = Report(**{**fused.report.__dict__, "errors": errors})
+    fused._first(args, dict(kwargs or {}))
     return fused
-
-
-def _detached_from(model: nn.Module, arguments: Any) -> Any:
-    """Arguments that the model itself holds, as tensors of their own: the next may be others."""
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    views: dict[int, torch.Tensor] = {}
-
-    def apart(leaf: Any) -> Any:
-        if id(leaf) not in held or not isinstance(leaf, torch.Tensor):
-            return leaf
-        return views.setdefault(id(leaf), leaf.detach())
-
-    return pytree.tree_map(apart, arguments)

@@ -17,7 +17,7 @@ from cudnngraph.bench import models
 from cudnngraph.models.dynamo import backend
 from cudnngraph.models.fused import Fused
 from tests import thresholds
-from tests.models import Attends, DiffusionUNet, Windows, WritesAttention, turned
+from tests.models import Attends, DiffusionUNet, Of, Windows, WritesAttention, turned
 
 F16 = torch.float16
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -221,7 +221,7 @@ def test_a_first_call_on_another_stream_waits_for_the_weights() -> None:
     torch.cuda.synchronize()
     fused = Fused(model)
     torch.cuda._sleep(200_000_000)
-    bound = fused._form(fused._flat((x,), {})[1], (x,), {})[0]
+    bound = fused._ready(fused._call((x,), {})).bound
     with torch.cuda.stream(other):
         (y,) = bound.run([x])
     torch.cuda.synchronize()
@@ -250,6 +250,25 @@ def test_torch_compile_by_this_backend(name: str) -> None:
         assert error < 2e-2
         shorter = compiled(x[:1])
     assert shorter.shape[0] == 1
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_numbers_and_lengths_may_change_from_call_to_call(capture: bool) -> None:
+    """A time step may be a tensor of the CPU, as a scheduler's is."""
+    torch.manual_seed(0)
+    model = Of(lambda m, x, t: m.layer(x) * t, layer=nn.Linear(64, 64)).cuda().half().eval()
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn(count, 64, device="cuda", dtype=F16)
+
+    lengths = {"args[0]": {0: (8, 16)}}
+    fused: Any = cg.fuse(model, (rows(5), 1.0), capture=capture, dynamic=lengths)
+    steps = (2.0, 3.0, 0.5, torch.tensor(4.0), torch.tensor(5.0))
+    for count, t in zip((5, 7, 12, 6, 3), steps, strict=True):
+        x = rows(count)
+        with torch.no_grad():
+            torch.testing.assert_close(fused(x, t), model(x, t), rtol=1e-2, atol=1e-2)
+    assert len(fused) == 3 and fused.layer is model.layer
 
 
 def test_a_fused_model_is_a_module_on_its_device() -> None:

@@ -177,6 +177,14 @@ def _graph() -> cg.Graph:
     return g
 
 
+class _Takes(torch.nn.Module):
+    """A model of a tensor and of anything else."""
+
+    def forward(self, x: torch.Tensor, other: Any = None) -> torch.Tensor:
+        """As torch.neg."""
+        return torch.neg(x)
+
+
 def _other_targets() -> Iterator[Target]:
     def target(
         name: str,
@@ -269,6 +277,21 @@ def _other_targets() -> Iterator[Target]:
         "fuse",
         lambda: cg.fuse,
         lambda: {"model": torch.nn.ReLU().eval(), "example_inputs": (x(),)},
+    )
+    for name, sizes in (("fused", None), ("fused, dynamic", {"x": {1: (4, 8)}})):
+        fused = cg.fuse(_Takes().eval(), (x(), 1.0), dynamic=sizes)
+        yield target(
+            name,
+            lambda f=fused: lambda x, other: f(x, other),  # type: ignore[misc]
+            lambda: {"x": x(), "other": 2.0},
+            _tensors_come,
+        )
+    yield target(
+        "fuse, dynamic",
+        lambda: (
+            lambda sizes, pad: cg.fuse(_Takes().eval(), x(), dynamic={"x": {1: sizes, "pad": pad}})
+        ),
+        lambda: {"sizes": (4, 8), "pad": 0},
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,9 +228,9 @@ def test_a_model_that_works_in_16_bits_inside_is_checked_as_such() -> None:
     assert distance(fused(x), model(x)) < 1e-2
 
 
-@dataclasses.dataclass
 class Result:
-    a: torch.Tensor
+    def __init__(self, a: torch.Tensor) -> None:
+        self.a = a
 
 
 def test_results_that_are_no_tensors_are_refused() -> None:

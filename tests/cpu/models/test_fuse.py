@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,6 @@ from cudnngraph.models import bound as bindings
 from tests.fused import compiled, net
 from tests.models import DiffusionUNet, Of, image
 
-fusing: Any = importlib.import_module("cudnngraph.models.fused")
 CPU = torch.device("cpu")
 
 
@@ -128,8 +126,10 @@ def test_arguments_and_results_keep_their_structure() -> None:
     assert ours["rest"][0] is pair["a"]
     assert torch.equal(ours["rest"][1][0], theirs["rest"][1][0])
     assert len(fused) == 1
-    fused(x, pair, scale=3.0)
-    assert len(fused) == 2, "a number is part of the form"
+    ours, theirs = fused(x, pair, scale=3.0), model(x, pair, scale=3.0)
+    torch.testing.assert_close(ours["total"], theirs["total"])
+    assert ours["rest"][1][1:] == [3.0, None]
+    assert len(fused) == 1, "a number that changes is an input"
 
 
 def test_autocast_is_part_of_the_form() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections import UserDict
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests import numerics
 from tests.fused import net
 from tests.models import Of, image
 
-fusing: Any = importlib.import_module("cudnngraph.models.fused")
+forming: Any = importlib.import_module("cudnngraph.models.form")
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +27,14 @@ def _new_compiler() -> None:
 
 def break_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every weight of what is fused off by a thousandth."""
-    real = fusing.convert
+    real = forming.convert
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         imported = real(*args, **kwargs)
         off = {name: tensor * 1.001 for name, tensor in imported.constants.items()}
         return dataclasses.replace(imported, constants=off)
 
-    monkeypatch.setattr(fusing, "convert", wrong)
+    monkeypatch.setattr(forming, "convert", wrong)
 
 
 def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,19 +157,6 @@ def test_what_is_no_model_or_no_argument_is_refused() -> None:
         cg.fuse(model, x, max_shapes="8")  # type: ignore[arg-type]
     with pytest.raises(cg.PolicyError, match="an argument is a set, which has no hash"):
         cg.fuse(model, ({1, 2},))
-
-
-def test_a_mapping_that_is_not_hashable_is_given_by_name() -> None:
-    """As what a tokenizer makes."""
-    tokens = UserDict(x=image(2, 4), scale=torch.tensor(2.0))
-    model = Of(lambda m, x, scale: m.layer(x) * scale, layer=nn.Linear(4, 4)).eval()
-    for given in (tokens, (tokens,)):
-        with pytest.raises(cg.PolicyError, match="an argument is a UserDict, a mapping that torch"):
-            cg.fuse(model, given)
-    fused = cg.fuse(model, (), kwargs=tokens)
-    torch.testing.assert_close(fused(**tokens), model(**tokens))
-    with pytest.raises(cg.PolicyError, match=r"fused\(\*\*inputs\)"):
-        fused(tokens)
 
 
 def test_no_shapes_at_all_are_refused() -> None:

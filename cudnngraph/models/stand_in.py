@@ -1,0 +1,162 @@
+"""A module in the place of another: its attributes, parameters and names are the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..arguments import shown
+from ..errors import PolicyError
+
+#: What both modules share: the same objects, so that a change of one is a change of the other.
+_SHARED = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_StandIn = TypeVar("_StandIn", bound="StandIn")
+_OLD_PREFIX = "model."  # of the keys of state dicts that were saved before keys were the model's
+
+
+class StandIn(nn.Module):
+    """A module that stands for the one in evaluation mode which :attr:`unfused` is.
+
+    Parameters, buffers and children are those of ``unfused``, by the same names. Another public
+    attribute is looked up there, and set there, if this class has none of that name. Private
+    attributes are this module's own.
+    """
+
+    unfused: nn.Module
+    training: bool
+
+    def __init__(self, unfused: nn.Module) -> None:
+        super().__init__()
+        self._stand_for(unfused)
+
+    def _stand_for(self, unfused: nn.Module) -> None:
+        held = unfused.__dict__
+        shared = {name: held[name] for name in _SHARED if name in held}
+        self.__dict__.update(shared, unfused=unfused, training=False)
+
+    def refresh(self) -> None:
+        """Take the present weights and settings of ``unfused``."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: each for name, each in self.__dict__.items() if name not in _SHARED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._stand_for(self.__dict__["unfused"])
+
+    # -- attributes --------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what ``unfused`` has under a public name, or the name of a part."""
+        mine = type(self).__name__
+        unfused = self.__dict__.get("unfused")  # None while a copy is being made
+        if unfused is None:
+            raise AttributeError(f"'{mine}' object has no attribute '{name}'", name=name)
+        theirs = type(unfused).__name__
+        if name.startswith("_") and not self._is_part(name):
+            text = (
+                f"'{mine}' object has no attribute '{name}', and does not pass on private ones of "
+                f"the {theirs} that it stands for (unfused.{name})"
+            )
+            raise AttributeError(text, name=name, obj=self)
+        try:
+            return getattr(unfused, name)
+        except AttributeError as error:
+            text = f"'{mine}' object has no attribute '{name}', nor has the {theirs} that it stands"
+            raise AttributeError(f"{text} for", name=name, obj=self) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is this module's own here, and anything else on ``unfused``."""
+        if name == "training":
+            self.train(value)
+        elif name == "unfused":
+            raise AttributeError(
+                f"'unfused' of a {type(self).__name__} cannot be set; fuse the other model",
+                name=name,
+            )
+        elif self._is_own(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.unfused, name, value)
+            self.refresh()
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.unfused, name)
+            self.refresh()
+
+    def __dir__(self) -> Iterable[str]:
+        theirs = (name for name in dir(self.unfused) if not name.startswith("_"))
+        return sorted({*super().__dir__(), *theirs})  # type: ignore[no-untyped-call]
+
+    def _is_part(self, name: str) -> bool:
+        held = self.__dict__
+        return any(name in held.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+
+    def _is_own(self, name: str) -> bool:
+        if name in self.__dict__ or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not self._is_part(name)
+
+    # -- modes, devices, states --------------------------------------------------------------------
+
+    def train(self: _StandIn, mode: bool = True) -> _StandIn:
+        """Stay in evaluation mode. Raises :class:`PolicyError` for ``mode=True``."""
+        if type(mode) is not bool:
+            raise PolicyError(f"mode={shown(mode)}; expected True or False")
+        if mode:
+            mine, theirs = type(self).__name__, type(self.unfused).__name__
+            raise PolicyError(
+                f"a {mine} of a {theirs} is for inference: it has no training mode; train the "
+                f"{theirs} itself (unfused), also by torch.compile(model, backend='cudnngraph')"
+            )
+        self.unfused.train(False)
+        return self
+
+    def _apply(self: _StandIn, fn: Any, recurse: bool = True) -> _StandIn:
+        self.unfused._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.refresh()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of ``unfused``, under its own keys."""
+        return self.unfused.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of ``unfused``, and take it from the next call on."""
+        if isinstance(state_dict, Mapping):
+            state_dict = self._without_prefix(state_dict)
+        found = self.unfused.load_state_dict(state_dict, strict, assign)
+        self.refresh()
+        return found
+
+    def _without_prefix(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state under the keys of ``unfused``, which older ones have a prefix before."""
+        if not state or any(not key.startswith(_OLD_PREFIX) for key in state):
+            return state
+        if not state.keys().isdisjoint(self.unfused.state_dict()):
+            return state
+        return {key.removeprefix(_OLD_PREFIX): each for key, each in state.items()}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as a part of another module, which calls this."""
+        self.unfused._load_from_state_dict(*args, **kwargs)
+        self.refresh()
+
+
+def first_floating_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter that floats."""
+    found = (each.dtype for each in module.parameters() if each.is_floating_point())
+    return next(found, None)
