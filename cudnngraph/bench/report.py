@@ -182,8 +182,7 @@ def to_html(report: Report) -> str:
         "<h1>cudnngraph bench</h1>",
         *(f"<p>{escape(line)}</p>" for line in heading(report)),
     ]
-    # Text stays text, and ids do not change from run to run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+    with matplotlib.rc_context(_DRAWN):
         for suite in report.suites:
             rows = report.of(suite)
             parts.append(f"<h2>{escape(suite)}</h2>")
@@ -232,6 +231,22 @@ def _html_table(rows: Sequence[Row], suite: str) -> str:
         f'<div class="table"><table aria-label="{escape(suite)}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
+
+
+# Text stays text, and ids do not change from run to run.
+_DRAWN = {"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}
+
+
+def bars(rows: Sequence[Row]) -> str:
+    """Return the bars of rows as a picture of its own, SVG.
+
+    Raises :class:`FeatureMissing` without matplotlib.
+    """
+    check_matplotlib("the picture")
+    import matplotlib
+
+    with matplotlib.rc_context(_DRAWN):
+        return _bars(rows, _others(rows))
 
 
 def _svg(figure: Any) -> str:
@@ -350,6 +365,6 @@ def to_picture(report: Report, file: Path) -> None:
     figure.suptitle(heading(report)[0])
     kind = file.suffix.lower().removeprefix(".")
     drawn = io.BytesIO()  # matplotlib needs a stream in which it can go back
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+    with matplotlib.rc_context(_DRAWN):
         figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
     files.write(file, drawn.getvalue())

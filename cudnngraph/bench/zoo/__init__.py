@@ -1,1 +1,1 @@
-"""The zoo of ``cudnngraph bench zoo``: published architectures, each measured in its own process."""
+"""Published models, each measured in a process of its own: ``cudnngraph bench zoo``."""

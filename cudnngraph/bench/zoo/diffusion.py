@@ -104,8 +104,8 @@ def _flux(options: Mapping[str, Any], side: int, length: int, width: int, pooled
         Input("hidden_states", (1, side * side, channels)),
         Input("encoder_hidden_states", (1, length, width)),
         Input("pooled_projections", (1, pooled)),
-        Input("timestep", (1,)),
-        Input("guidance", (1,)),
+        Input("timestep", (1,), 2),
+        Input("guidance", (1,), 2),
     )
     named = {"joint_attention_dim": width, "pooled_projection_dim": pooled}
     options = {**named, "guidance_embeds": True, **options}
@@ -242,9 +242,7 @@ DIFFUSION = (
         "diffusers",
         BF16,
         1310.155,
-        _flux(
-            {"num_layers": 2, "num_single_layers": 4, "in_channels": 64}, *(64, 512, 4096, 768)
-        ),
+        _flux({"num_layers": 2, "num_single_layers": 4, "in_channels": 64}, *(64, 512, 4096, 768)),
         _flux(
             {
                 **{"num_layers": 1, "num_single_layers": 2, "in_channels": 16},

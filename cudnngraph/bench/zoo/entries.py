@@ -20,11 +20,14 @@ from torch import nn
 Library = Literal["torch", "timm", "torchvision", "transformers", "diffusers"]
 Build = Callable[[], nn.Module]
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 @dataclass(frozen=True)
 class Input:
     """A tensor that a model is called with: normal numbers in the model's dtype, or whole numbers
-    below ``below`` if that is not 0."""
+    below ``below`` if that is not 0. Each channel of an image has a mean of its own, since noise
+    alone has the same mean everywhere, and so have features that are pooled."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +39,12 @@ class Input:
         if self.below:
             whole = torch.randint(self.below, self.shape, generator=generator)
             return whole.to(device)
-        made = torch.randn(self.shape, generator=generator).to(device, dtype)
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(made.dim())
+        made = torch.randn(self.shape, generator=generator)
+        if made.dim() > 3:
+            ones = (1,) * (made.dim() - 2)
+            made += torch.randn(*self.shape[:2], *ones, generator=generator)
+        made = made.to(device, dtype)
+        last = CHANNELS_LAST.get(made.dim())
         return made if last is None else made.contiguous(memory_format=last)
 
     def __str__(self) -> str:

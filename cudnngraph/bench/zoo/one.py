@@ -32,7 +32,7 @@ from ...runtime.state import agree
 from ...select.tolerance import relative_error
 from ...settings import override
 from ..measure import Call, times_us
-from .entries import Entry
+from .entries import CHANNELS_LAST, Entry
 from .registry import entries
 from .ways import WAYS, Way, call_of
 from .weights import check_telling, prepared
@@ -133,15 +133,20 @@ def _made(entry: Entry, tiny: bool, device: torch.device) -> tuple[nn.Module, Te
     if device.type == "cpu":
         dtype = torch.float32
     torch.manual_seed(0)
-    with device:
-        model = size.build().to(device).float().eval()
+    try:
+        with device:  # billions of weights take long to draw on a CPU
+            model = size.build()
+    except RuntimeError:  # it builds some tensor on a device of its own choice
+        model = size.build()
+    model = model.to(device).float().eval()
     wide, *draws = (
         [each.make(device, kind, seed) for each in size.inputs]
         for kind, seed in ((torch.float32, 0), (dtype, 0), (dtype, 1))
     )
     model = prepared(model, wide).to(dtype)
-    if any(each.dim() == 4 for each in wide):
-        model = model.to(memory_format=torch.channels_last)
+    for dims, layout in CHANNELS_LAST.items():
+        if any(each.dim() == dims for each in wide):
+            model = model.to(memory_format=layout)
     return model.requires_grad_(False), draws[0], draws[1]
 
 
@@ -184,6 +189,9 @@ def _first(way: Way, job: Job, model: nn.Module, inputs: Tensors) -> tuple[float
 def _cold(job: Job, told: Told, model: nn.Module, inputs: Tensors) -> None:
     (name,) = job.ways
     device = inputs[0].device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     with told.stage("cold start", name):
         cold_s, call, _, _ = _first(WAYS[name], job, model, inputs)
         found: Found = {"cold_s": cold_s}
@@ -245,7 +253,8 @@ class Expected:
         self.exact: Sequence[Any] = [None] * len(self.own)
         self.wide = ""
         for dtype in (torch.float64, torch.float32):
-            exact = in_wide(model, tuple(inputs), {}, self.own, dtype)
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False):  # it runs once
+                exact = in_wide(model, tuple(inputs), {}, self.own, dtype)
             if exact is not None:
                 self.exact = [each.cpu() if _is_tensor(each) else each for each in exact]
                 self.wide = str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,3 @@ def worst_error(way: Mapping[str, Any]) -> tuple[float, float | None] | None:
     """The largest relative error of a way's results, and eager's beside it."""
     errors = way.get("errors")
     return None if not errors else max(((e[0], e[1]) for e in errors), key=lambda pair: pair[0])
-
-
-def of_status(rows: Sequence[Row], status: str) -> list[Row]:
-    """The rows of a status."""
-    return [row for row in rows if row["status"] == status]
-
-
-Say = Callable[[str], object]

@@ -34,7 +34,8 @@ TAIL = 300  # characters of what a process wrote that are told if it died
 @dataclass(frozen=True)
 class Options:
     """Options of a run. ``limit_s`` is of a process, ``budget_s`` of all of them; ``jobs`` cold
-    starts run side by side. ``caches`` is a folder for the caches of compilers."""
+    starts run side by side. ``caches`` is a folder for the caches of compilers. ``retry`` measures
+    what failed, ``again`` everything."""
 
     registry: str
     device: str
@@ -45,6 +46,7 @@ class Options:
     budget_s: float = float("inf")
     jobs: int = 1
     retry: bool = False
+    again: bool = False
 
 
 class OutOfBudget(Exception):
@@ -68,23 +70,32 @@ class Zoo:
         """Measure what is not done; whether all of it was reached."""
         todo = [entry for entry in entries if not self._is_done(entry)]
         self.options.caches.mkdir(parents=True, exist_ok=True)
-        size = max(1, self.options.jobs)
+        size = len(todo) if self.options.device == "cpu" else self.options.jobs
         try:
-            for first in range(0, len(todo), size):
+            for first in range(0, len(todo), max(1, size)):
                 self._batch(todo[first : first + size])
         except OutOfBudget:
             return False
         finally:
             for process in list(self._running):
                 process.end()
-            for name, row in self._before.items():  # better than the half of a row
-                if self.results.rows[name]["status"] == "begun" and row["status"] != "begun":
-                    self.results.rows[name] = row
+            self._put_back()
             self.save()
         return True
 
+    def _put_back(self) -> None:
+        """Put back the row that a model had if there is but the half of a new one."""
+        for name, before in self._before.items():
+            row = self.results.rows[name]
+            if row["status"] == "begun" and before["status"] != "begun":
+                self.results.rows[name] = before
+            elif row["status"] == "begun" and not row["ways"]:
+                del self.results.rows[name]
+
     def _is_done(self, entry: Entry) -> bool:
         row = self.results.rows.get(entry.name)
+        if self.options.again:
+            return False
         if row is None or row["status"] in ("begun", "missing"):
             return False
         if row["status"] == "failed":
@@ -104,7 +115,7 @@ class Zoo:
         if self.options.device != "cpu":
             self._cold_starts(here)
         ahead = self._timing(*here[0]) if here else None
-        for (entry, row), after in zip(here, [*here[1:], None], strict=True):
+        for (entry, row), after in zip(here, [*here[1:], None], strict=False):
             process, ahead = ahead, None
             if process is not None:
                 process.go()
@@ -116,8 +127,10 @@ class Zoo:
     def _row(self, entry: Entry) -> Row:
         """The row of a model that is to be measured; of an earlier run its cold starts stay."""
         size = entry.size(tiny=self.options.tiny)
-        old = self.results.rows.get(entry.name, {"ways": {}, "status": "begun"})
-        self._before[entry.name] = old if entry.name in self.results.rows else {"status": "begun"}
+        nothing: Row = {"ways": {}, "status": "begun"}
+        old = self.results.rows.get(entry.name, nothing)
+        self._before[entry.name] = old
+        old = nothing if self.options.again else old
         asked = {*self.options.ways, *(name for name, way in old["ways"].items() if "us" in way)}
         self._ways[entry.name] = tuple(name for name in WAYS if name in asked)
         kept = ("cold_s", "beside", "building_bytes", "allocated_bytes", "reserved_bytes")
@@ -147,8 +160,10 @@ class Zoo:
         if error:
             row["error"] = error
         self.save()
-        if status != "begun":
-            self.say(f"{row['name']}: {status}" + (f": {_line(error)}" if error else ""))
+        times = {n: way["us"] / 1e3 for n, way in row["ways"].items() if "us" in way}
+        told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+        said = ": ".join(filter(None, (status, _line(error), told)))
+        self.say(f"{row['name']}: {said}")
 
     # -- cold starts -------------------------------------------------------------------------------
 

@@ -36,7 +36,9 @@ def _detr(options: Mapping[str, Any], inputs: tuple[Input, ...]) -> Size:
     }
     results = ("logits", "pred_boxes")
     given = {**backbone, **options}
-    return configured("transformers", "DetrForObjectDetection", "DetrConfig", given, inputs, results)
+    return configured(
+        "transformers", "DetrForObjectDetection", "DetrConfig", given, inputs, results
+    )
 
 
 def _segformer(options: Mapping[str, Any], inputs: tuple[Input, ...]) -> Size:
@@ -54,10 +56,10 @@ CONVOLUTIONAL = (
     vision("EfficientNetV2-S", "timm", "tf_efficientnetv2_s", 21.458, 32, 384),
     vision("MobileNetV3-L", "timm", "mobilenetv3_large_100", 5.483, 32, 224),
     vision("RegNetY-3.2GF", "torchvision", "regnet_y_3_2gf", 19.436, 32, 224),
-    vision("DenseNet-121", "torchvision", "densenet121", 7.979, 32, 224, growth_rate=8),
-    vision("VGG-16", "timm", "vgg16", 138.358, 32, 224, head_hidden_size=256, num_classes=10),
+    vision("DenseNet-121", "torchvision", "densenet121", 7.979, 32, 224),
+    vision("VGG-16", "timm", "vgg16", 138.358, 32, 224, mlp_ratio=0.0625, num_classes=10),
     vision("HRNet-W18", "timm", "hrnet_w18", 21.299, 32, 224),
-    vision("NFNet-F0", "timm", "dm_nfnet_f0", 71.489, 32, 256, width_factor=0.25),
+    vision("NFNet-F0", "timm", "dm_nfnet_f0", 71.489, 32, 256, width_factor=0.25, group_size=16),
     vision(
         *("ConvNeXt-V2-T", "timm", "convnextv2_tiny", 28.635, 32, 224),
         **{"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)},

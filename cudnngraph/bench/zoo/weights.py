@@ -23,7 +23,7 @@ _LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 SPREAD = (0.25, 4.0)  # of the results of a layer, beyond which its weights are scaled
-LEAST_CHANGE = 0.02  # relative change of the results if the inputs are other ones
+LEAST_CHANGE = 0.01  # relative change of the results if the inputs are other ones
 
 
 class Untelling(CudnnGraphError):
