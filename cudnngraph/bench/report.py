@@ -234,7 +234,7 @@ def _html_table(rows: Sequence[Row], suite: str) -> str:
 
 
 # Text stays text, and ids do not change from run to run.
-_DRAWN = {"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}
+_DRAWN: Any = {"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}
 
 
 def bars(rows: Sequence[Row]) -> str:

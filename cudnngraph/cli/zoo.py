@@ -293,7 +293,7 @@ def _this_run(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     names = {"frontend": "nvidia-cudnn-frontend", **{name: name for name in LIBRARIES}}
     versions = {"cudnngraph": VERSION, "torch": str(torch.__version__)}
     if device.type == "cuda":
-        versions["cuDNN"] = str(torch.backends.cudnn.version())
+        versions["cuDNN"] = str(env.cudnn_version())
     for name, distribution in names.items():
         version = env.distribution_version(distribution)
         if version is not None:

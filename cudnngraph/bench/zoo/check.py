@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,8 @@ def built(entry: Entry) -> Built:
             model = entry.real.build().eval()
         count = sum(each.numel() for each in model.parameters()) / 1e6
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            fake = model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+            fake: Any = model
+            fake._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
             given = [
                 torch.zeros(each.shape, dtype=torch.int64)
                 if each.below
@@ -66,7 +68,8 @@ def built(entry: Entry) -> Built:
 @contextmanager
 def _without_memory() -> Iterator[None]:
     """Let parameters of modules be made without memory; buffers keep their numbers."""
-    register = nn.Module.register_parameter
+    module: Any = nn.Module
+    register = module.register_parameter
 
     def registered(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(self, name, parameter)
@@ -75,8 +78,8 @@ def _without_memory() -> Iterator[None]:
                 parameter.detach().to("meta"), requires_grad=parameter.requires_grad
             )
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    module.register_parameter = registered
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        module.register_parameter = register

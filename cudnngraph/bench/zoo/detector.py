@@ -27,10 +27,10 @@ class Split(nn.Module):
 
     def __init__(self, c: int, k: int, blocks: int, *, residual: bool) -> None:
         super().__init__()
-        self.half, self.residual = k // 2, residual
-        self.enter, self.leave = _conv(c, k, 1), _conv((2 + blocks) * self.half, k, 1)
+        self.inner, self.residual = k // 2, residual
+        self.enter, self.leave = _conv(c, k, 1), _conv((2 + blocks) * self.inner, k, 1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(_conv(self.half, self.half), _conv(self.half, self.half))
+            nn.Sequential(_conv(self.inner, self.inner), _conv(self.inner, self.inner))
             for _ in range(blocks)
         )
 

@@ -54,19 +54,17 @@ def _vae(widths: tuple[int, ...], layers: int, groups: int, latents: tuple[int, 
 
 def _dit(options: Mapping[str, Any], n: int, side: int) -> Size:
     given = (Input("hidden_states", (n, 4, side, side)), _step(n), _step(n, "class_labels"))
-    model = ("diffusers", "DiTTransformer2DModel", "")
-    return configured(*model, {"in_channels": 4, **options}, given, _SAMPLE)
+    options = {"in_channels": 4, **options}
+    return configured("diffusers", "DiTTransformer2DModel", "", options, given, _SAMPLE)
 
 
 def _pixart(options: Mapping[str, Any], side: int, length: int, width: int) -> Size:
     text = Input("encoder_hidden_states", (2, length, width))
     given = (Input("hidden_states", (2, 4, side, side)), text, _step(2))
+    options = {**options, "caption_channels": width}
     conditions = {"resolution": None, "aspect_ratio": None}
-    return configured(
-        *("diffusers", "PixArtTransformer2DModel", "", {**options, "caption_channels": width}),
-        *(given, _SAMPLE),
-        added_cond_kwargs=conditions,
-    )
+    model = "PixArtTransformer2DModel"
+    return configured("diffusers", model, "", options, given, _SAMPLE, added_cond_kwargs=conditions)
 
 
 def _sd3(options: Mapping[str, Any], side: int, length: int, width: int, pooled: int) -> Size:

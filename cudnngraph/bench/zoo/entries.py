@@ -148,10 +148,10 @@ def vision(
     parameters_m: float,
     batch: int,
     side: int,
+    tiny: Mapping[str, Any] | None = None,
     *,
     tiny_side: int = 64,
     method: str = "forward",
-    **tiny: Any,
 ) -> Entry:
     """An entry of timm or torchvision: their model of that name on images. ``tiny`` are arguments
     of the small one."""
@@ -171,7 +171,7 @@ def vision(
         torch.float16,
         parameters_m,
         Size(partial(build, {}), images(batch, side)),
-        Size(partial(build, tiny), images(2, tiny_side)),
+        Size(partial(build, tiny or {}), images(2, tiny_side)),
     )
 
 

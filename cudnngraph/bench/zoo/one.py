@@ -143,11 +143,11 @@ def _made(entry: Entry, tiny: bool, device: torch.device) -> tuple[nn.Module, Te
         [each.make(device, kind, seed) for each in size.inputs]
         for kind, seed in ((torch.float32, 0), (dtype, 0), (dtype, 1))
     )
-    model = prepared(model, wide).to(dtype)
+    made: Any = prepared(model, wide).to(dtype)
     for dims, layout in CHANNELS_LAST.items():
         if any(each.dim() == dims for each in wide):
-            model = model.to(memory_format=layout)
-    return model.requires_grad_(False), draws[0], draws[1]
+            made = made.to(memory_format=layout)
+    return made.requires_grad_(False), draws[0], draws[1]
 
 
 # -- jobs ------------------------------------------------------------------------------------------

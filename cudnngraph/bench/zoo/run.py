@@ -178,15 +178,15 @@ class Zoo:
         beside = min(self.options.jobs, len(quiet))
         with ThreadPoolExecutor(max(1, self.options.jobs)) as pool:
             try:
-                list(pool.map(lambda each: self._cold(*each, beside), quiet))
+                list(pool.map(lambda each: self._cold(each[0], each[1], each[2], beside), quiet))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
                     process.end()
                 raise
-        for each in todo:
-            if WAYS[each[2]].measures:
-                self._cold(*each, 1)
+        for entry, row, name in todo:
+            if WAYS[name].measures:
+                self._cold(entry, row, name, 1)
 
     def _cold(self, entry: Entry, row: Row, name: str, beside: int) -> None:
         """The cold start of a model in one way, ``beside`` of them at a time."""

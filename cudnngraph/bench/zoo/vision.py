@@ -42,8 +42,8 @@ def _detr(options: Mapping[str, Any], inputs: tuple[Input, ...]) -> Size:
 
 
 def _segformer(options: Mapping[str, Any], inputs: tuple[Input, ...]) -> Size:
-    model = ("SegformerForSemanticSegmentation", "SegformerConfig")
-    return configured("transformers", *model, options, inputs, ("logits",))
+    model, config = "SegformerForSemanticSegmentation", "SegformerConfig"
+    return configured("transformers", model, config, options, inputs, ("logits",))
 
 
 def _dinov2(options: Mapping[str, Any], inputs: tuple[Input, ...]) -> Size:
@@ -57,12 +57,19 @@ CONVOLUTIONAL = (
     vision("MobileNetV3-L", "timm", "mobilenetv3_large_100", 5.483, 32, 224),
     vision("RegNetY-3.2GF", "torchvision", "regnet_y_3_2gf", 19.436, 32, 224),
     vision("DenseNet-121", "torchvision", "densenet121", 7.979, 32, 224),
-    vision("VGG-16", "timm", "vgg16", 138.358, 32, 224, mlp_ratio=0.0625, num_classes=10),
+    vision("VGG-16", "timm", "vgg16", 138.358, 32, 224, {"mlp_ratio": 0.0625, "num_classes": 10}),
     vision("HRNet-W18", "timm", "hrnet_w18", 21.299, 32, 224),
-    vision("NFNet-F0", "timm", "dm_nfnet_f0", 71.489, 32, 256, width_factor=0.25, group_size=16),
     vision(
-        *("ConvNeXt-V2-T", "timm", "convnextv2_tiny", 28.635, 32, 224),
-        **{"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)},
+        "NFNet-F0", "timm", "dm_nfnet_f0", 71.489, 32, 256, {"width_factor": 0.25, "group_size": 16}
+    ),
+    vision(
+        "ConvNeXt-V2-T",
+        "timm",
+        "convnextv2_tiny",
+        28.635,
+        32,
+        224,
+        {"depths": (1, 1, 2, 1), "dims": (16, 32, 48, 64)},
     ),
     Entry(
         "YOLO-like detector",
@@ -83,25 +90,49 @@ CONVOLUTIONAL = (
 )
 
 ATTENTIVE = (
-    vision("CoAtNet-0", "timm", "coatnet_0_rw_224", 27.436, 32, 224, img_size=64),
-    vision("MaxViT-T", "timm", "maxvit_tiny_tf_224", 30.917, 32, 224, img_size=64),
+    vision("CoAtNet-0", "timm", "coatnet_0_rw_224", 27.436, 32, 224, {"img_size": 64}),
+    vision("MaxViT-T", "timm", "maxvit_tiny_tf_224", 30.917, 32, 224, {"img_size": 64}),
     vision("EfficientViT-B3", "timm", "efficientvit_b3", 48.646, 32, 224),
     vision(
-        *("DeiT-3-B", "timm", "deit3_base_patch16_224", 86.585, 32, 224),
-        **{"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4},
+        "DeiT-3-B",
+        "timm",
+        "deit3_base_patch16_224",
+        86.585,
+        32,
+        224,
+        {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4},
     ),
     vision(
-        *("EVA-02-B", "timm", "eva02_base_patch14_224", 85.759, 32, 224),
-        **{"tiny_side": 56, "img_size": 56, "depth": 2, "embed_dim": 48, "num_heads": 4},
+        "EVA-02-B",
+        "timm",
+        "eva02_base_patch14_224",
+        85.759,
+        32,
+        224,
+        {"img_size": 56, "depth": 2, "embed_dim": 48, "num_heads": 4},
+        tiny_side=56,
     ),
     vision(
-        *("Hiera-B", "timm", "hiera_base_224", 51.525, 32, 224),
-        **{"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1), "img_size": (64, 64)},
+        "Hiera-B",
+        "timm",
+        "hiera_base_224",
+        51.525,
+        32,
+        224,
+        {"embed_dim": 16, "num_heads": 1, "stages": (1, 1, 2, 1), "img_size": (64, 64)},
     ),
     vision(
-        *("SAM-B encoder", "timm", "samvit_base_patch16", 89.671, 1, 1024),
-        **{"method": "forward_features", "img_size": 64, "depth": 2, "embed_dim": 48},
-        **{"num_heads": 4, "window_size": 3, "global_attn_indexes": (1,), "neck_chans": 16},
+        "SAM-B encoder",
+        "timm",
+        "samvit_base_patch16",
+        89.671,
+        1,
+        1024,
+        {
+            **{"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 4, "window_size": 3},
+            **{"global_attn_indexes": (1,), "neck_chans": 16},
+        },
+        method="forward_features",
     ),
     Entry(
         "DETR-R50",

@@ -80,12 +80,14 @@ def _inferring(model: Callable[..., Any], inputs: Tensors) -> Call:
 
 
 def _compiled(mode: str, model: nn.Module, inputs: Tensors) -> Call:
-    importlib.import_module("torch._inductor.config").freezing = True
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    inductor.freezing = True
     compiled = torch.compile(model, mode=mode, dynamic=False)
+    begin: Any = torch.compiler.cudagraph_mark_step_begin
 
     @torch.no_grad()
     def call() -> object:
-        torch.compiler.cudagraph_mark_step_begin()
+        begin()
         return compiled(*inputs)
 
     return call

@@ -84,7 +84,7 @@ def test_a_call_goes_on_where_one_was(
     assert main([*words, "--json", str(file), "--again", "--models", "first,se*"]) == 0
     assert begun == ["first", "second"]
     data = json.loads(file.read_text())
-    assert [len(data["rows"]), len(data["runs"])] == [8, 2]
+    assert [len(data["rows"]), len(data["runs"])] == [8, 3]
 
 
 def test_a_model_that_hangs_is_ended_at_the_limit(tmp_path: Path) -> None:
