@@ -371,9 +371,11 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
             if norm:
                 reach = 0.2 if name in ("bias", "running_mean") else 0.3
                 fill(tensor, value - reach, value + reach)
-            elif value == 0.0 and tensor.numel() > 1:
+            elif abs(value) >= 0.1:
+                pass  # a scale that is none of a norm's
+            elif name.endswith("bias") or (value == 0.0 and tensor.numel() > 1):
                 fill(tensor, -0.05, 0.05)
-            elif abs(value) < 0.1:
+            else:
                 fill(tensor, 0.2, 0.6)
     return model.eval()
 

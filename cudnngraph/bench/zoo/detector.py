@@ -59,7 +59,8 @@ class Pooled(nn.Module):
 
 
 class Detector(nn.Module):
-    """Images (N, 3, H, W) → boxes and scores (N, 4 + classes, cells), H and W multiples of 32."""
+    """Images (N, 3, H, W) → boxes (N, 4, cells) and scores (N, classes, cells), H and W multiples
+    of 32."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class Detector(nn.Module):
             for c in widths[2:]
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images → (left, top, right, bottom, scores of classes) of every cell."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images → the distances of a box's edges from every cell, in pixels, and its scores."""
         x = self.stem(x)
         found = []
         for stage in self.stages:
@@ -107,19 +108,15 @@ class Detector(nn.Module):
         middle = self.down_middle(torch.cat([self.to_middle(small), middle], 1))
         large = self.down_large(torch.cat([self.to_large(middle), large], 1))
         levels = zip((small, middle, large), STRIDES, self.boxes, self.scores, strict=True)
-        return torch.cat([_decoded(*level) for level in levels], 2)
+        boxes, scores = zip(*(_decoded(*level) for level in levels), strict=True)
+        return torch.cat(boxes, 2), torch.cat(scores, 2)
 
 
 def _decoded(
     features: torch.Tensor, stride: int, boxes: nn.Module, scores: nn.Module
-) -> torch.Tensor:
-    """(N, C, H, W) → (N, 4 + classes, H W): corners in pixels, and probabilities."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, C, H, W) → (N, 4, H W), the means of distributions, and (N, classes, H W)."""
     n, _, high, wide = features.shape
     shares = boxes(features).view(n, 4, BINS, high * wide).softmax(2)
     bins = torch.arange(BINS, device=features.device, dtype=features.dtype).view(1, 1, BINS, 1)
-    left, top, right, bottom = (shares * bins).sum(2).unbind(1)
-    y = torch.arange(high, device=features.device, dtype=features.dtype) + 0.5
-    x = torch.arange(wide, device=features.device, dtype=features.dtype) + 0.5
-    y, x = y.repeat_interleave(wide), x.repeat(high)
-    corners = torch.stack([x - left, y - top, x + right, y + bottom], 1) * stride
-    return torch.cat([corners, scores(features).flatten(2).sigmoid()], 1)
+    return (shares * bins).sum(2) * stride, scores(features).flatten(2).sigmoid()

@@ -197,7 +197,7 @@ TEXT = (
                 **{"vocab_size": 50288, "hidden_size": 768, "state_size": 128, "n_groups": 1},
                 **{"num_heads": 24, "head_dim": 64, "expand": 2, "num_hidden_layers": 4},
             },
-            tokens(4, 1024, 50277),
+            tokens(1, 1024, 50277),
             _HIDDEN,
             use_cache=False,
         ),

@@ -163,6 +163,7 @@ class Zoo:
         times = {n: way["us"] / 1e3 for n, way in row["ways"].items() if "us" in way}
         told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
         said = ": ".join(filter(None, (status, _line(error), told)))
+        said += f" (in {row['took_s']:.0f} s)" if "took_s" in row else ""
         self.say(f"{row['name']}: {said}")
 
     # -- cold starts -------------------------------------------------------------------------------
@@ -205,8 +206,9 @@ class Zoo:
         else:
             self._mark(entry, name).touch()
         self.save()
-        took = f"{way['cold_s']:.1f} s" if "cold_s" in way else _line(way.get("error", ""))
-        self.say(f"{entry.name}: {WAYS[name].title}, cold: {took}")
+        cold = f"{way['cold_s']:.1f} s" if "cold_s" in way else _line(way.get("error", ""))
+        told = f"{WAYS[name].title}, cold: {cold} (in {found['took_s']:.0f} s)"
+        self.say(f"{entry.name}: {told}")
 
     # -- timing ------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Zoo:
                 return
             process = next_one
             process.go()
-        row |= {key: found[key] for key in ("parameters", "wide") if key in found}
+        row |= {key: found[key] for key in ("parameters", "wide", "took_s") if key in found}
         asked = self._ways[entry.name]
         wrong = [_error(row, n) for n in asked if WAYS[n].ours and _error(row, n)]
         error = found.get("error", "") or next(iter(wrong), "")
@@ -280,8 +282,9 @@ class Zoo:
 
     def _found(self, process: Process) -> dict[str, Any]:
         """What a process found. Raises :class:`OutOfBudget` if the budget ended it."""
-        left = self._left_s()
+        left, start = self._left_s(), time.monotonic()
         found = process.wait(left)
+        found["took_s"] = time.monotonic() - start
         self._running.discard(process)
         if process.late and left < self.options.limit_s:
             raise OutOfBudget
