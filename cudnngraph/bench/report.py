@@ -237,16 +237,42 @@ def _html_table(rows: Sequence[Row], suite: str) -> str:
 _DRAWN: Any = {"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}
 
 
-def bars(rows: Sequence[Row]) -> str:
-    """Return the bars of rows as a picture of its own, SVG.
+def dots(rows: Sequence[Row]) -> str:
+    """Return a picture of its own, SVG: for each row how many times as fast as the baselines ours
+    is, a dot each, and their geometric means in the legend.
 
     Raises :class:`FeatureMissing` without matplotlib.
     """
     check_matplotlib("the picture")
     import matplotlib
+    from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)))
+    axes = figure.subplots()
+    for other, count, mean, _, _ in summary(rows):
+        found = [
+            (place, ratio)
+            for place, row in enumerate(rows)
+            if (ratio := row.times_faster(other)) is not None
+        ]
+        label = f"over {other}: {mean:.2f} ({count})"
+        axes.scatter([ratio for _, ratio in found], [place for place, _ in found], label=label)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", color="#ddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    _ratio_axis(axes)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize="small")
     with matplotlib.rc_context(_DRAWN):
-        return _bars(rows, _others(rows))
+        return _svg(figure)
+
+
+def _ratio_axis(axes: Any) -> None:
+    """Ratios from left to right, a line at 1."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.axvline(1.0, color="#222", linewidth=1)
+    axes.set_xlabel("times as fast")
 
 
 def _svg(figure: Any) -> str:
@@ -284,10 +310,7 @@ def _bars(rows: Sequence[Row], everyone: Sequence[str]) -> str:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.margins(y=0.02)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
-    axes.axvline(1.0, color="#222", linewidth=1)
-    axes.set_xlabel("times as fast")
+    _ratio_axis(axes)
     axes.legend(loc="best", fontsize="small")
     return _svg(figure)
 

@@ -47,7 +47,7 @@ Found = dict[str, Any]
 @dataclass(frozen=True)
 class Job:
     """What a process is to do, as its file says it. ``plans`` are the cache directories of our
-    ways."""
+    ways; without ``times`` the ways are compared, and not timed."""
 
     kind: Literal["cold", "timed"]
     registry: str
@@ -57,6 +57,7 @@ class Job:
     tiny: bool
     result: str
     plans: Mapping[str, str] = field(default_factory=dict)
+    times: bool = False
 
     def write(self, path: Path) -> None:
         """Write it to a file."""
@@ -209,8 +210,11 @@ def _timed(job: Job, told: Told, model: nn.Module, inputs: Tensors, others: Tens
         yardstick = Expected(model, inputs, others)
         told.found["wide"] = yardstick.wide
     calls: dict[str, Call] = {}
+    families: set[str] = set()
     for name in job.ways:
         way, part = WAYS[name], told.way(name)
+        part["loads"] = way.compiles and way.family not in families
+        families.add(way.family)
         with told.stage("first result", name):
             part["first_s"], call, results, fused = _first(way, job, model, inputs)
             if fused is not None:
@@ -220,7 +224,7 @@ def _timed(job: Job, told: Told, model: nn.Module, inputs: Tensors, others: Tens
             if not way.compiles:
                 part |= _memory(call, device)
             calls[name] = call
-    if device.type == "cuda" and any(WAYS[name].ours for name in calls):
+    if job.times and any(WAYS[name].ours for name in calls):
         with told.stage("timing"):
             found = times_us(list(calls.values()), "wall", device)
         for name, us in zip(calls, found, strict=True):

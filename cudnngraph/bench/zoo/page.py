@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from ..report import bars
+from ..report import dots
 from .results import (
     Results,
     Row,
@@ -17,6 +17,7 @@ from .results import (
     ratios,
     summarized,
     timed,
+    warm_start,
     warm_starts,
     worst_error,
 )
@@ -27,10 +28,10 @@ _GIB = 2**30
 
 
 def picture(results: Results) -> str | None:
-    """Bars of how many times as fast as the other ways ours is, as SVG; None without times."""
+    """A picture of how many times as fast as the other ways ours is, as SVG; None without times."""
     rows = list(results.rows.values())
     ours = our_ways(rows)
-    return bars(timed(rows, ours[0])) if ours else None
+    return dots(timed(rows, ours[0])) if ours else None
 
 
 def with_notes(text: str, before: str) -> str:
@@ -63,14 +64,15 @@ def _head(results: Results) -> list[str]:
     for run in results.to_dict()["runs"]:
         versions = ", ".join(f"{name} {value}" for name, value in run.get("versions", {}).items())
         lines += [f"- {run.get('date', '')}: {versions}", f"  `{run.get('command', '')}`"]
-    lines += [
-        "",
-        "Each model has a process of its own, in which all ways are called in turn. torch.compile "
-        "has freezing. A cold start is the time from a model on the GPU to its first result, with "
-        "empty caches, in a process that runs one way only; a warm start is the same with the "
-        "caches filled. Parity is the relative error to the model in float64.",
-    ]
-    return lines
+    text = "Each model has processes of its own. Parity is the relative error to a wide dtype."
+    if our_ways(list(results.rows.values())):
+        text += (
+            " All ways are called in turn in one of them. torch.compile has freezing. A cold start "
+            "is the time from a model on the GPU to its first result, with empty caches, in a "
+            "process that runs one way only; a warm start is the same with the caches filled, of "
+            "the first way of torch.compile's and of ours in the process of the times."
+        )
+    return [*lines, "", text]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -197,11 +199,8 @@ def _starts(rows: Sequence[Row]) -> list[str]:
         cells = []
         for name in ways:
             way = row["ways"].get(name, {})
-            warm = way if way.get("filled") else {}
-            cells += [
-                f"{part[key]:.1f}" if key in part else "-"
-                for part, key in ((way, "cold_s"), (warm, "first_s"))
-            ]
+            for seconds in (way.get("cold_s"), warm_start(way)):
+                cells.append("-" if seconds is None else f"{seconds:.1f}")
         if any(cell != "-" for cell in cells):
             body.append([row["name"], *cells])
     return ["## Starts", "", text, "", *table(head, body)]

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .entries import Entry
 from .one import Job
 from .results import Results, Row
@@ -70,7 +72,7 @@ class Zoo:
         """Measure what is not done; whether all of it was reached."""
         todo = [entry for entry in entries if not self._is_done(entry)]
         self.options.caches.mkdir(parents=True, exist_ok=True)
-        size = len(todo) if self.options.device == "cpu" else self.options.jobs
+        size = self.options.jobs if self._measures else len(todo)
         try:
             for first in range(0, len(todo), max(1, size)):
                 self._batch(todo[first : first + size])
@@ -82,6 +84,11 @@ class Zoo:
             self._put_back()
             self.save()
         return True
+
+    @property
+    def _measures(self) -> bool:
+        """Whether ways are measured: the reference executor of a CPU is only compared."""
+        return self.options.device != "cpu"
 
     def _put_back(self) -> None:
         """Put back the row that a model had if there is but the half of a new one."""
@@ -112,7 +119,7 @@ class Zoo:
                 self._end(row, "missing", why)
             else:
                 here.append((entry, row))
-        if self.options.device != "cpu":
+        if self._measures:
             self._cold_starts(here)
         ahead = self._timing(*here[0]) if here else None
         for (entry, row), after in zip(here, [*here[1:], None], strict=False):
@@ -143,9 +150,7 @@ class Zoo:
             "name": entry.name,
             "library": entry.library,
             "inputs": ", ".join(map(str, size.inputs)),
-            "dtype": "float32"
-            if self.options.device == "cpu"
-            else str(entry.dtype).removeprefix("torch."),
+            "dtype": str(entry.dtype if self._measures else torch.float32).removeprefix("torch."),
             "cut": "" if self.options.tiny else entry.cut,
             "run": len(self.results.runs) - 1,
             "status": "begun",
@@ -156,6 +161,7 @@ class Zoo:
 
     def _end(self, row: Row, status: str, error: str = "") -> None:
         row["status"] = status
+        row["ways"] = {name: row["ways"][name] for name in WAYS if name in row["ways"]}
         row.pop("error", None)
         if error:
             row["error"] = error
@@ -272,7 +278,7 @@ class Zoo:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         job = Job(
             *(kind, self.options.registry, entry.name, ways, self.options.device),
-            *(self.options.tiny, str(folder / f"{label}.found.json"), plans),
+            *(self.options.tiny, str(folder / f"{label}.found.json"), plans, self._measures),
         )
         job.write(folder / f"{label}.json")
         cached = {"TORCHINDUCTOR_CACHE_DIR": inductor, "TRITON_CACHE_DIR": inductor / "triton"}

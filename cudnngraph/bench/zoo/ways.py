@@ -36,6 +36,11 @@ class Way:
         return bool(self.mode) or self.ours
 
     @property
+    def family(self) -> str:
+        """What a process has to load before it can run the way; "" for eager."""
+        return "cudnngraph" if self.ours else "torch.compile" if self.mode else ""
+
+    @property
     def ours(self) -> bool:
         """Whether it is cudnngraph's."""
         return self.tune is not None

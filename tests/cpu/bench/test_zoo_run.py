@@ -15,7 +15,7 @@ import pytest
 from cudnngraph.bench.zoo import run
 from cudnngraph.bench.zoo.one import Job
 from cudnngraph.bench.zoo.registry import ZOO, chosen
-from cudnngraph.bench.zoo.results import Results, loaded
+from cudnngraph.bench.zoo.results import Results, loaded, warm_start
 from cudnngraph.bench.zoo.run import Options, Zoo
 from cudnngraph.cli import main
 from tests.small_zoo import HANGING, RIGHT
@@ -85,6 +85,18 @@ def test_a_call_goes_on_where_one_was(
     assert begun == ["first", "second"]
     data = json.loads(file.read_text())
     assert [len(data["rows"]), len(data["runs"])] == [8, 3]
+
+
+def test_a_model_starts_cold_and_warm_and_is_timed(tmp_path: Path) -> None:
+    """By a name of the CPU for which ways are measured, as they are on a GPU."""
+    zoo = made(tmp_path, device="cpu:0")
+    assert zoo.run(RIGHT[:1])
+    row = zoo.results.rows["first"]
+    assert row["status"] == "done" and list(row["ways"]) == ["eager", "heuristic"]
+    eager, ours = row["ways"].values()
+    assert ours["cold_s"] > 0 and ours["filled"] and ours["loads"] and "cold_s" not in eager
+    assert 0 < eager["us"] < 1e6 and 0 < ours["us"] < 1e6
+    assert warm_start(ours) == ours["first_s"] and warm_start(eager) is None
 
 
 def test_a_model_that_hangs_is_ended_at_the_limit(tmp_path: Path) -> None:
