@@ -365,7 +365,7 @@ def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, tensor in tensors.items():
             if tensor is None or not tensor.is_floating_point() or not tensor.numel():
                 continue
-            value = float(tensor.flatten()[0])
+            value = float(tensor.detach().flatten()[0])
             if not bool((tensor == value).all()):
                 continue
             if norm:

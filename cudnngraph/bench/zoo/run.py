@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ class Zoo:
     _ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _before: dict[str, Row] = field(default_factory=dict)
     _running: set[Process] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of results, by cold starts
 
     def run(self, entries: Sequence[Entry]) -> bool:
         """Measure what is not done; whether all of it was reached."""
@@ -93,11 +95,11 @@ class Zoo:
     def _put_back(self) -> None:
         """Put back the row that a model had if there is but the half of a new one."""
         for name, before in self._before.items():
-            row = self.results.rows[name]
+            row = self.results.rows.get(name, before)
             if row["status"] == "begun" and before["status"] != "begun":
                 self.results.rows[name] = before
             elif row["status"] == "begun" and not row["ways"]:
-                del self.results.rows[name]
+                self.results.rows.pop(name, None)
 
     def _is_done(self, entry: Entry) -> bool:
         row = self.results.rows.get(entry.name)
@@ -205,16 +207,17 @@ class Zoo:
         process = self._process("cold", entry, (name,), folder / "inductor" / name)
         process.go()
         found = self._found(process)
-        way = row["ways"].setdefault(name, {})
-        way |= {**found["ways"].get(name, {}), "beside": beside}
-        if "error" in found:
-            way["error"] = found["error"]
-        else:
-            self._mark(entry, name).touch()
-        self.save()
-        cold = f"{way['cold_s']:.1f} s" if "cold_s" in way else _line(way.get("error", ""))
-        told = f"{WAYS[name].title}, cold: {cold} (in {found['took_s']:.0f} s)"
-        self.say(f"{entry.name}: {told}")
+        with self._lock:
+            way = row["ways"].setdefault(name, {})
+            way |= {**found["ways"].get(name, {}), "beside": beside}
+            if "error" in found:
+                way["error"] = found["error"]
+            else:
+                self._mark(entry, name).touch()
+            self.save()
+            cold = f"{way['cold_s']:.1f} s" if "cold_s" in way else _line(way.get("error", ""))
+            told = f"{WAYS[name].title}, cold: {cold} (in {found['took_s']:.0f} s)"
+            self.say(f"{entry.name}: {told}")
 
     # -- timing ------------------------------------------------------------------------------------
 
