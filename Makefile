@@ -31,6 +31,7 @@ BARE  := $(VENV)/.stamp-torch
 BASE  := $(VENV)/.stamp-base
 CUDNN := $(VENV)/.stamp-cudnn
 DOCS  := $(VENV)/.stamp-docs
+ZOO   := $(VENV)/.stamp-zoo
 PIP   := $(PY) -m pip --disable-pip-version-check -qq
 # The checkout by a path in a .pth file, which mypy and pyright follow; setuptools' own import hook they do not.
 EDITABLE := --config-settings editable_mode=compat
@@ -44,7 +45,7 @@ SITE       := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest zoo lint docs venv clean
+.PHONY: help demo test test-newest zoo zoo-training zoo-bench lint docs venv clean
 
 help:
 	@echo 'make demo    set up, run the main job on a photograph, print one table, write the picture'
@@ -52,7 +53,10 @@ help:
 	@echo '             (DEVICELESS=0 leaves out a tier and the 1.3 GB library that it needs)'
 	@echo 'make test-newest  with the newest torch, its cuDNN and the newest frontend (6 GB in .venv-newest):'
 	@echo '             the tests that their versions can change'
-	@echo 'make zoo     train 50 architectures for a step on the CPU, those of timm and transformers (1 GB) among them'
+	@echo 'make zoo     models of timm, torchvision, transformers and diffusers (1 GB), in two parts:'
+	@echo '             zoo-training trains 50 architectures for a step on the CPU, narrow ones'
+	@echo '             zoo-bench measures 40 at their real sizes (cudnngraph bench zoo), resumable, into out/zoo.md;'
+	@echo '             without a GPU it checks small ones by the reference executor'
 	@echo 'make lint    ruff check, ruff format --check, mypy --strict'
 	@echo 'make docs    the documentation as a site in build/site, with an API reference; a warning is an error'
 	@echo 'make clean   remove .venv, .venv-newest and what the tools wrote'
@@ -104,9 +108,19 @@ docs: $(DOCS)
 demo: $(BASE)
 	@$(PY) examples/demo.py
 
-zoo: $(BASE)
-	@$(PIP) install -c $(VENV)/constraints.txt timm transformers
+zoo: zoo-training zoo-bench
+
+zoo-training: $(ZOO)
 	@$(PY) -m tests.zoo
+
+zoo-bench: $(ZOO)
+	@mkdir -p out
+	@if $(PY) $(CUDA_READY); then $(PY) -m cudnngraph bench zoo --out out/zoo.md; \
+	else $(PY) -m cudnngraph bench zoo --tiny --out out/zoo-tiny.md; fi
+
+$(ZOO): $(BASE)
+	@$(PIP) install -c $(VENV)/constraints.txt timm torchvision transformers diffusers
+	@touch $@
 
 # Every tier runs, whatever the one before it said; the result is a failure if any tier failed.
 test: $(BASE) $(if $(filter 0,$(DEVICELESS)),,$(CUDNN))

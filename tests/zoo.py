@@ -1,4 +1,4 @@
-"""Architectures of timm and transformers, each trained for a step on a CPU: ``make zoo``.
+"""Architectures of timm and transformers, each trained for a step on a CPU: ``make zoo-training``.
 
 For each it prints the graphs that are left to torch, the share of floating-point operations in
 steps of ours, the seconds that importing took, how far the worst gradient is from float64 (as parts

@@ -182,8 +182,7 @@ def to_html(report: Report) -> str:
         "<h1>cudnngraph bench</h1>",
         *(f"<p>{escape(line)}</p>" for line in heading(report)),
     ]
-    # Text stays text, and ids do not change from run to run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+    with matplotlib.rc_context(_DRAWN):
         for suite in report.suites:
             rows = report.of(suite)
             parts.append(f"<h2>{escape(suite)}</h2>")
@@ -234,6 +233,48 @@ def _html_table(rows: Sequence[Row], suite: str) -> str:
     )
 
 
+# Text stays text, and ids do not change from run to run.
+_DRAWN: Any = {"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}
+
+
+def dots(rows: Sequence[Row]) -> str:
+    """Return a picture of its own, SVG: for each row how many times as fast as the baselines ours
+    is, a dot each, and their geometric means in the legend.
+
+    Raises :class:`FeatureMissing` without matplotlib.
+    """
+    check_matplotlib("the picture")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)))
+    axes = figure.subplots()
+    for other, count, mean, _, _ in summary(rows):
+        found = [
+            (place, ratio)
+            for place, row in enumerate(rows)
+            if (ratio := row.times_faster(other)) is not None
+        ]
+        label = f"over {other}: {mean:.2f} ({count})"
+        axes.scatter([ratio for _, ratio in found], [place for place, _ in found], label=label)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", color="#ddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    _ratio_axis(axes)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize="small")
+    with matplotlib.rc_context(_DRAWN):
+        return _svg(figure)
+
+
+def _ratio_axis(axes: Any) -> None:
+    """Ratios from left to right, a line at 1."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.axvline(1.0, color="#222", linewidth=1)
+    axes.set_xlabel("times as fast")
+
+
 def _svg(figure: Any) -> str:
     """A figure as an element of a page."""
     text = io.StringIO()
@@ -269,10 +310,7 @@ def _bars(rows: Sequence[Row], everyone: Sequence[str]) -> str:
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()
     axes.margins(y=0.02)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, place: f"{value:g}")
-    axes.axvline(1.0, color="#222", linewidth=1)
-    axes.set_xlabel("times as fast")
+    _ratio_axis(axes)
     axes.legend(loc="best", fontsize="small")
     return _svg(figure)
 
@@ -350,6 +388,6 @@ def to_picture(report: Report, file: Path) -> None:
     figure.suptitle(heading(report)[0])
     kind = file.suffix.lower().removeprefix(".")
     drawn = io.BytesIO()  # matplotlib needs a stream in which it can go back
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "cudnngraph"}):
+    with matplotlib.rc_context(_DRAWN):
         figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
     files.write(file, drawn.getvalue())

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 
 from ..errors import CudnnGraphError
 from ..settings import VERSION
-from . import bench, check, doctor, explain, plan_dump, plans, tune
+from . import bench, check, doctor, explain, plan_dump, plans, tune, zoo
 from .records import UsageError
 
 
@@ -29,7 +29,7 @@ class Command(Protocol):
         """Do the command's job and answer with the exit code."""
 
 
-COMMANDS: tuple[Command, ...] = (doctor, check, explain, tune, plan_dump, plans, bench)
+COMMANDS: tuple[Command, ...] = (doctor, check, explain, tune, plan_dump, plans, bench, zoo)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,6 +101,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words and words[0] == "tune":
         own, arguments = tune.divide(words[1:])
         words = ["tune", *own]
+    if list(words[:2]) == zoo.NAME.split():
+        words = [zoo.NAME, *words[2:]]
     args, left = parser.parse_known_args(words)
     if "suites" in args and not any(word.startswith("-") for word in left):
         args.suites += left  # argparse takes only those that stand together

@@ -91,14 +91,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--limit",
-        type=_seconds,
+        type=seconds,
         default=math.inf,
         metavar="SECONDS",
         help="start no row after so many; a note says how many are left out",
     )
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Seconds, 0 or more; ``type=seconds`` of an argument."""
     try:
         value = float(text)
     except ValueError:
@@ -111,10 +112,12 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Measure and show; see the module's description for the exit code."""
     unknown = [name for name in args.suites if name not in SUITES]
+    if "zoo" in unknown:
+        raise UsageError("zoo is no suite among others: cudnngraph bench zoo, and its own options")
     if unknown:
         raise UsageError(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
     _check_files(args)
-    device = _device(args.device)
+    device = find_device(args.device)
     before, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     torch.backends.cudnn.benchmark = True
     try:
@@ -134,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
     """The device of that name, by default a GPU where there is one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:

@@ -37,8 +37,8 @@ class Wanted:
         held = Held(model)
         try:
             with torch.no_grad():
-                self.own, again = (_results(model, args, kwargs) for _ in range(2))
-                self._exact = _in_float64(model, args, kwargs, self.own) if wide else None
+                self.own, again = (results_of(model, args, kwargs) for _ in range(2))
+                self._exact = in_wide(model, args, kwargs, self.own) if wide else None
         finally:
             held.restore()
         for number, (first, second) in enumerate(zip(self.own, again, strict=True)):
@@ -67,7 +67,7 @@ class Wanted:
         return tuple(errors)
 
 
-def _results(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+def results_of(model: nn.Module, args: Any, kwargs: Any) -> list[Any]:
     """Return the results of a model, in tensors that a later call does not write over."""
     made, _ = flat(model(*args, **kwargs))
     return [each.clone() if isinstance(each, torch.Tensor) else each for each in made]
@@ -88,17 +88,23 @@ MAX_MODEL_ERROR = (
 )
 
 
-def _in_float64(model: nn.Module, args: Any, kwargs: Any, own: Sequence[Any]) -> list[Any] | None:
-    """The results of the model in float64, which gives its ``own``; None for a model that does not
-    run in it, or whose copy is another model."""
+def in_wide(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    own: Sequence[Any],
+    dtype: torch.dtype = torch.float64,
+) -> list[Any] | None:
+    """The results in a wide dtype of the model that gives its ``own``; None for a model that does
+    not run in it, or whose copy is another model."""
     try:
-        wide = copied(model).double()
+        wide = copied(model).to(dtype)
         wide_args, wide_kwargs = mapped(
-            lambda leaf: leaf.double() if floats(leaf) else leaf, (args, kwargs)
+            lambda leaf: leaf.to(dtype) if floats(leaf) else leaf, (args, kwargs)
         )
-        exact = _results(wide, wide_args, wide_kwargs)
+        exact = results_of(wide, wide_args, wide_kwargs)
         if any(map(_is_far, own, exact)):
-            alike = _results(copied(model), args, kwargs)
+            alike = results_of(copied(model), args, kwargs)
             if not all(map(agree, alike, own)):
                 return None
         return exact

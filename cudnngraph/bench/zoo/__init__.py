@@ -1,0 +1,1 @@
+"""Published models, each measured in a process of its own: ``cudnngraph bench zoo``."""

@@ -1,0 +1,49 @@
+"""The models of the zoo, and how a call chooses among them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from .diffusion import DIFFUSION
+from .entries import Entry
+from .language import PAIRS, SPEECH, TEXT
+from .vision import ATTENTIVE, CONVOLUTIONAL
+
+ZOO: tuple[Entry, ...] = (*CONVOLUTIONAL, *ATTENTIVE, *PAIRS, *TEXT, *SPEECH, *DIFFUSION)
+DEFAULT = f"{__name__}:ZOO"
+
+
+def entries(registry: str = DEFAULT) -> tuple[Entry, ...]:
+    """The entries under ``module:name``. Raises ValueError if there are none, or two of a name."""
+    module, _, name = registry.partition(":")
+    try:
+        found = tuple(getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{registry} is no list of entries: {error}") from None
+    if not found or not all(isinstance(each, Entry) for each in found):
+        raise ValueError(f"{registry} is no list of entries; expected MODULE:NAME of some")
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{registry} has two entries '{twice}'")
+    return found
+
+
+def chosen(listed: Sequence[Entry], patterns: Sequence[str]) -> tuple[Entry, ...]:
+    """The entries whose name matches one of the globs, in upper or lower case; all for none.
+
+    Raises ValueError for a glob that matches none.
+    """
+    low = {entry.name: entry.name.lower() for entry in listed}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern.lower()) for name in low.values()):
+            raise ValueError(f"no model matches '{pattern}'; there are {', '.join(low)}")
+    if not patterns:
+        return tuple(listed)
+    return tuple(
+        entry
+        for entry in listed
+        if any(fnmatchcase(low[entry.name], pattern.lower()) for pattern in patterns)
+    )
