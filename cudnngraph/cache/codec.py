@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..select.decision import Decision, Selection, StepPlan
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
+FRONTEND = "frontend"  # of a record's versions: the frontend that made it
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
 
@@ -38,8 +39,12 @@ class StaleRecord(ValueError):
 
 
 def env_components(env: EnvKey) -> tuple[tuple[str, str], ...]:
-    """The environment's part of a key, as named components in JSON."""
-    return tuple((name, json.dumps(encode(value))) for name, value in asdict(env).items())
+    """The environment's part of a key, as named components in JSON.
+
+    The frontend's version is left out: a plan is cuDNN's, by engine and knobs, whoever asks for it.
+    """
+    parts = {name: value for name, value in asdict(env).items() if name != "frontend_version"}
+    return tuple((name, json.dumps(encode(value))) for name, value in parts.items())
 
 
 def summary(spec: GraphSpec) -> str:
@@ -88,7 +93,7 @@ def _step(step: StepPlan) -> StepRecord:
         workspace_bytes=step.workspace_bytes,
         time_us=step.time_us,
         candidates=tuple(map(_candidate, step.decisions)),
-        extra={} if step.verified is None else {VERIFIED: asdict(step.verified)},
+        extra={} if step.verified is None else {VERIFIED: verified_body(step.verified)},
     )
 
 
@@ -103,7 +108,11 @@ def to_record(
         graph=print_spec(spec, is_default),
         steps=tuple(map(_step, selection.steps)),
         policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
-        versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
+        versions={
+            "cudnngraph_schema": str(env.schema),
+            FRONTEND: env.frontend_version,
+            "torch": torch.__version__,
+        },
         created=time.time(),
         extra=_variant(selection),
     )
@@ -196,16 +205,23 @@ def dense_regions(record: PlanRecord) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, found))
 
 
+def verified_body(verified: Verified) -> dict[str, Any]:
+    """A check as a record says it."""
+    return {**asdict(verified), "also": list(verified.also)}
+
+
 def _verified(data: Any) -> Verified | None:
     """Return the check that a record reports, or None if it reports none, or nonsense."""
     try:
         found = Verified(**data)
     except TypeError:
         return None
-    texts = (found.gpu, found.frontend, found.torch)
+    if not isinstance(found.also, (list, tuple)):
+        return None
+    texts = (found.gpu, found.frontend, found.torch, *found.also)
     number = found.error is None or isinstance(found.error, float)
     whole = type(found.cudnn) is int and all(isinstance(text, str) for text in texts)
-    return found if number and whole else None
+    return replace(found, also=tuple(found.also)) if number and whole else None
 
 
 def pack(plans: Sequence[Plan | None]) -> bytes:

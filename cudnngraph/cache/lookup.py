@@ -390,7 +390,8 @@ def _check_generated(plan: Plan, step: StepPlan) -> None:
 def _verified(
     steps: tuple[StepPlan, ...], policy: Policy, device_index: int
 ) -> tuple[tuple[StepPlan, ...], bool]:
-    """The steps of a record, those checked that nobody has checked, and whether there were any.
+    """The steps of a record, those checked that this frontend's plans were not, and whether there
+    were any.
 
     Raises :class:`StaleRecord` where one does not pass, or was withdrawn after it had.
     """
@@ -400,12 +401,13 @@ def _verified(
     withdrawn = kept.why_withdrawn(steps, policy)
     if withdrawn is not None:
         raise StaleRecord(withdrawn)
-    if all(step.choice is None or step.verified for step in steps):
+    frontend = env.env_key(device_index).frontend_version
+    if all(_is_checked(step, frontend) for step in steps):
         return steps, False
     done: dict[tuple[str, Choice], Verified] = {}
     found: list[StepPlan] = []
     for step in steps:
-        if step.choice is None or step.verified is not None:
+        if step.choice is None or _is_checked(step, frontend):
             found.append(step)
             continue
         like = (step_digest(step.spec), step.choice)
@@ -416,9 +418,16 @@ def _verified(
                 why, passed = f"it is not to be had: {error.reasons[0]}", None
             if passed is None:
                 raise StaleRecord(f"{step.choice}: {why}")
-            done[like] = passed
+            done[like] = passed.after(step.verified)
         found.append(replace(step, verified=done[like]))
     return tuple(found), True
+
+
+def _is_checked(step: StepPlan, frontend: str) -> bool:
+    """Whether no check of a step is due: torch runs it, or its plan passed with this frontend."""
+    return step.choice is None or (
+        step.verified is not None and step.verified.holds_for(step.choice, frontend)
+    )
 
 
 def _not_cached(

@@ -26,7 +26,6 @@ def left(folder: Path, ids: dict[str, str]) -> set[str]:
         (["--dead-environments", "--gpu", "nvidia h200"], {"a100"}),
         (["--dead-environments", "--cudnn", "9.19.0"], {"old"}),
         (["--dead-environments", "--cudnn", "91900", "--gpu", "NVIDIA H200"], {"a100", "old"}),
-        (["--dead-environments", "--frontend", "1.28.0"], set()),
         (["--older-than", "30"], {"a100", "old"}),
         (["--older-than", "0.05"], {"padded", "cut", "a100", "old"}),
         (["--older-than", "0"], {"tuned", "padded", "cut", "torch", "sdpa", "a100", "old"}),
