@@ -18,7 +18,7 @@ from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune
 from cudnngraph.select.config import FINAL_ROUNDS
-from cudnngraph.select.decision import Decision, Selection
+from cudnngraph.select.decision import Decision, Hints, Selection
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
 
@@ -165,8 +165,11 @@ def table(offers: Mapping[str, Sequence[Offer]], **torch_us: float | str) -> Ben
     )
 
 
-def run(spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY) -> Selection:
-    selection: Selection = autotune.autotune(legalize(spec, policy), policy, bench)
+def run(
+    spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY, hints: Hints | None = None
+) -> Selection:
+    legal = legalize(spec, policy)
+    selection: Selection = autotune.autotune(legal, policy, bench, hints=hints)
     return selection
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from plans_cache.record import Candidate, PlanRecord, StepRecord
+from plans_cache.record import FAMILY, Candidate, PlanRecord, StepRecord
 
 from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
@@ -27,6 +27,7 @@ from ..partition.cuts import subgraph_of
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last, with_dense_images
 from ..select.decision import Decision, Selection, StepPlan
+from . import near
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
@@ -114,8 +115,16 @@ def to_record(
             "torch": torch.__version__,
         },
         created=time.time(),
-        extra=_variant(selection),
+        extra={**_variant(selection), **_family(key, env, policy)},
     )
+
+
+def _family(key: Key, env: EnvKey, policy: Policy) -> dict[str, Any]:
+    """The family of a record whose choice was measured: others may begin with that."""
+    found = None
+    if policy.tune == "autotune":
+        found = near.family(key.components, env_components(env))
+    return {} if found is None else {FAMILY: found}
 
 
 def _variant(selection: Selection) -> dict[str, Any]:
@@ -125,17 +134,18 @@ def _variant(selection: Selection) -> dict[str, Any]:
     return {DENSE: [list(names) for names in selection.dense]} if selection.dense else {}
 
 
-def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+def steps_of(record: PlanRecord, spec: GraphSpec, *, resized: bool = False) -> tuple[StepPlan, ...]:
     """The steps of a record for the legalized canonical graph ``spec``.
 
-    Raises :class:`StaleRecord` when the graph has no such steps.
+    ``resized``: the record is of a graph that has other sizes. Raises :class:`StaleRecord` when the
+    graph has no such steps.
     """
     left = _places(record, spec)
     constants = {node.name for node in spec.nodes if node.op == "constant"}
     steps: list[StepPlan] = []
     made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        part = _part(number, step, left, constants)
+        part = _part(number, step, left, constants, resized)
         if not made.issuperset(part.inputs):
             raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
         made |= set(part.outputs)
@@ -169,7 +179,9 @@ def _places(record: PlanRecord, spec: GraphSpec) -> _Places:
     return found
 
 
-def _part(number: int, step: StepRecord, left: _Places, constants: Collection[str]) -> GraphSpec:
+def _part(
+    number: int, step: StepRecord, left: _Places, constants: Collection[str], resized: bool
+) -> GraphSpec:
     """The graph of a step, whose nodes are taken out of ``left``."""
     mine: list[Node] = []
     graphs: dict[int, CutGraph] = {}
@@ -184,8 +196,10 @@ def _part(number: int, step: StepRecord, left: _Places, constants: Collection[st
     part = subgraph_of(graph, mine)
     if tuple(node.name for node in part.nodes) != step.nodes:
         raise StaleRecord(f"step {number} of the record has other ops than the graph")
-    types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
-    if tuple(types) != (*step.inputs, *step.outputs):
+    names = (*part.inputs, *part.outputs)
+    types = tuple((name, str(part.tensors[name])) for name in names)
+    said = (*step.inputs, *step.outputs)
+    if tuple(name for name, _ in said) != names or not (resized or types == said):
         raise StaleRecord(f"step {number} has other tensors than in the record")
     return part
 

@@ -29,7 +29,7 @@ from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select.autotune import autotune
-from ..select.decision import Selection
+from ..select.decision import Hints, Selection
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
 from ..select.kernels import Kernels
@@ -128,12 +128,12 @@ def _chosen(
     kept = lookup.Rejected(index)
     legal = legalize(spec, policy)
 
-    def build() -> Selection:
+    def build(hints: Hints) -> Selection:
         kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
             with progress_bar("tuning", after_s=2.0) as tell:
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
-                return autotune(legal, policy, bench, tell, kernels)
+                return autotune(legal, policy, bench, tell, kernels, hints)
         first = Builder(policy, index, kept)
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 
