@@ -138,7 +138,10 @@ class Bench:
         return [sum(self._took_us(*step) for step in chain) for chain in chains]
 
     def _took_us(self, spec: GraphSpec, plan: FakePlan | None) -> float:
-        took = self.timed[digest(spec)][None if plan is None else plan.choice.engine]
+        engine = None if plan is None else plan.choice.engine
+        took = self.timed.get(digest(spec), {}).get(engine)
+        if took is None:  # known from an earlier search
+            took = self._torch_us(spec) if engine is None else self.offer(spec, engine).time_us
         return math.inf if isinstance(took, str) else took
 
     def why_wrong(self, spec: GraphSpec, plan: FakePlan) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from plans_cache import PlanRecord
+from plans_cache.measurements import Measurements
 
 from .. import settings
 from ..backend import env
@@ -423,6 +424,14 @@ def _prune(args: argparse.Namespace) -> int:
         several = "" if len(own) == 1 else "s"
         size = _total(folder.size_bytes for folder in own)
         count += f", and {len(own)} folder{several} of another schema, {size}"
+    size_bytes = sum(entry.entry.size_bytes for entry in found)
+    size_bytes -= sum(entry.entry.size_bytes for entry, _ in going)
+    room = None if args.max_size is None else max(0, args.max_size - size_bytes)
+    parts, _ = Measurements(records.directory(args)).prune(
+        unused_for_s=args.unused_for, max_total_bytes=room, dry_run=args.dry_run
+    )
+    if parts:
+        count += f", and measurements of {parts} step{'s' * (parts != 1)}"
     if args.dry_run:
         print(f"would remove {count}")
         return 0
