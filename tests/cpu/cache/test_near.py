@@ -15,6 +15,7 @@ from cudnngraph.backend.env import EnvKey
 from cudnngraph.backend.plan import Choice, Verified
 from cudnngraph.cache import lookup, near
 from cudnngraph.cache.codec import env_components
+from cudnngraph.cli import records, transfer
 from cudnngraph.ir.key import graph_key, step_digest
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard
@@ -340,6 +341,28 @@ def test_seeds_are_found_by_family(world: World) -> None:
     assert found.record.id == record.id
     (seeds / "gpu" / "families.json").write_text("[7")
     assert near.near(lookup.PlanStore(None, seeds=seeds), key, record.env) == ()
+
+
+def test_exported_seeds_serve_their_graph_and_begin_others(
+    world: World, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = world.directory.parent / "seeds"
+    exported = [_record(graph, world) for graph in (conv(1), conv(8), norm(8))]
+    for record in exported:  # one after the other: what is listed stays
+        found, _ = records.scan(lookup.store())
+        mine = [each for each in found if each.id == record.id]
+        assert transfer.export_seeds(mine, seeds) == 1
+    listed = json.loads((seeds / "nvidia-h200" / "families.json").read_text())
+    assert {id for ids in listed.values() for id in ids} == {each.id for each in exported}
+    assert len(listed) == 2
+
+    empty = lookup.PlanStore(world.directory.parent / "empty", seeds=seeds, strict=True)
+    monkeypatch.setattr(lookup, "store", lambda: empty)
+    cg.cache_clear()
+    assert conv(8).compile("cuda:0", policy=POLICY).tier == "seed, replayed"
+    near_one = conv(32).compile("cuda:0", kernels=False)
+    assert "(batch 8 in place of 32)" in near_one.explain()
+    assert (world.built, len(world.measured)) == ([], 3)
 
 
 # -- the search ------------------------------------------------------------------------------------
