@@ -27,6 +27,7 @@ from .lock import FileLock, LockTimeout
 from .record import MAX_RECORD_BYTES, SCHEMA_VERSION, PlanRecord, RecordError, from_json, is_id
 
 MAX_BLOB_BYTES = 256 << 20
+FAMILIES = "families"  # the folder of empty files, <family>/<id>, by which entries are listed
 QUARANTINE_KEPT = 64
 QUARANTINE_BYTES = 16 << 20
 STALE_S = 3600.0  # no write takes so long: older temporary files are left over
@@ -159,6 +160,7 @@ class Directory:
             if own is not None and blob is not None:
                 files.write(own, blob)
             files.write(path, text)  # this makes it an entry
+            self._note_family(record)
             self._remove_blobs(path, own, replaced)
         except OSError as error:
             self._journal.add("write_failures")
@@ -166,6 +168,30 @@ class Directory:
             return False
         self._journal.add("writes")
         return True
+
+    def family(self, family: str) -> list[str]:
+        """The ids of the entries that name a family, in order; some may be gone."""
+        try:
+            files.check_private(self.path)
+            folder = self._root / FAMILIES / family
+            for part in (self._root, folder.parent, folder):
+                files.check_folder(part)
+            return sorted(name for name in os.listdir(folder) if is_id(name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._journal.fault(error, "entries of a family are left out")
+            return []
+
+    def _note_family(self, record: PlanRecord) -> None:
+        """List an entry under its family. An entry that is not listed serves all the same."""
+        if record.family is None:
+            return
+        folder = self._root / FAMILIES / record.family
+        with suppress(OSError):
+            files.make_folder(folder.parent)
+            files.make_folder(folder)
+            os.close(files.open_own(folder / record.id, os.O_WRONLY | os.O_CREAT))
 
     def lock(self, id: str, timeout_s: float) -> FileLock | None:
         """Take the lock of entry ``id`` for a builder; None if the directory cannot be used.
@@ -292,6 +318,18 @@ class Directory:
         for path in self._files(".lock"):
             with suppress(OSError):
                 FileLock(path, 0.0).release()
+
+    def clear_families(self) -> None:
+        """Remove from families the entries that are gone, and families that have none."""
+        with suppress(OSError):
+            files.check_private(self.path)
+            files.check_folder(self._root / FAMILIES)
+            for folder in sorted((self._root / FAMILIES).iterdir()):
+                for id in self.family(folder.name) if is_id(folder.name) else ():
+                    if not (self._root / id[:2] / f"{id}.json").exists():
+                        (folder / id).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()  # not if it has entries
 
     # -- the folders ---------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from .fields import (
 
 SCHEMA_VERSION = 1
 MAX_RECORD_BYTES = 4 << 20  # a graph of 50 steps with 40 candidates each takes 1 MiB
+FAMILY = "family"  # a field of a record: the entries that are alike have one
 MAX_DEPTH = 24  # records nest 6 deep; unknown fields may nest deeper
 MAX_CREATED = 253402300799  # the year 9999 ends; seconds since 1970
 MAX_TIME_US = 1e12  # 12 days; far enough from the largest float that sums and ratios are finite
@@ -155,6 +156,12 @@ class PlanRecord:
     @cached_property
     def id(self) -> str:
         return entry_id(self.key_digest, self.env_digest)
+
+    @property
+    def family(self) -> str | None:
+        """The id of the entries that the program calls alike, None if the record names none."""
+        said = self.extra.get(FAMILY)
+        return said if isinstance(said, str) and is_id(said) else None
 
     @property
     def workspace_bytes(self) -> int:

@@ -7,6 +7,7 @@ directory has no bound of its own; :meth:`PlanStore.prune` gives it one.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import weakref
@@ -66,6 +67,9 @@ __all__ = [
     "Tier",
 ]
 
+SEED_FAMILIES = "families.json"  # beside seeds: their ids by family
+MAX_FAMILY = 64  # entries of a family that are read
+
 PACKAGED_SEEDS = Path(__file__).with_name("seeds")
 
 
@@ -91,11 +95,13 @@ class PlanStore:
         self.directory = directory
         self._seeds = seeds
         self._seed_paths: dict[str, Path] | None = None
+        self._seed_families: dict[str, list[str]] | None = None
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
         self._journal = Journal(strict)
         self._memory = Memory(max_entries, max_bytes)
         self._disk = None if directory is None else Directory(directory, clock, self._journal)
+        self._families: dict[str, set[str]] = {}  # of what this process has put
         self._building = ThreadLocks()
         self._load_s = self._build_s = 0.0
         _stores.add(self)
@@ -129,7 +135,31 @@ class PlanStore:
             self._journal.fault(error)
             return False
         self._memory.put(record.id, Kept(text, blob))
+        if record.family is not None:
+            self._families.setdefault(record.family, set()).add(record.id)
         return self._disk is not None and self._disk.write(record, text, blob)
+
+    def family(self, family: str) -> list[PlanRecord]:
+        """The records that name a family, of all tiers, in order of their ids.
+
+        Counts as no lookup. Reads no more than :data:`MAX_FAMILY`; the directory is not searched.
+        """
+        ids = set(self._families_of_seeds().get(checked_id(family), ()))
+        ids |= set(() if self._disk is None else self._disk.family(family))
+        ids |= set(self._families.get(family, ()))
+        found = [self._record(id) for id in sorted(ids)[:MAX_FAMILY]]
+        return [each for each in found if each is not None and each.family == family]
+
+    def _record(self, id: str) -> PlanRecord | None:
+        kept = self._memory.peek(id)
+        if kept is not None:
+            return from_json(kept.text)
+        found: tuple[Hit, bytes] | Miss = Miss("absent", "")
+        if self._disk is not None:
+            found = self._disk.read(id, blob=False)
+        if isinstance(found, Miss) and id in self._seeds_by_id():
+            found = self._from_seed(id)
+        return None if isinstance(found, Miss) else found[0].record
 
     @contextmanager
     def building(self, id: str) -> Iterator[None]:
@@ -273,7 +303,10 @@ class PlanStore:
                 removed.append(kept.pop())
         if self._disk is not None:
             self._disk.remove_left_over(named)
-        return [entry for entry in removed if self.remove(entry.id)]
+        gone = [entry for entry in removed if self.remove(entry.id)]
+        if self._disk is not None:
+            self._disk.clear_families()
+        return gone
 
     def remove(self, id: str) -> bool:
         """Forget entry ``id`` in memory and on disk; whether there was one."""
@@ -358,6 +391,22 @@ class PlanStore:
             paths += [] if self._seeds is None else sorted(self._seeds.glob("*/*.json"))
             self._seed_paths = {path.stem: path for path in paths if is_id(path.stem)}
         return self._seed_paths
+
+    def _families_of_seeds(self) -> dict[str, list[str]]:
+        """The ids of seeds by family, as the files beside them say."""
+        if self._seed_families is None:
+            found: dict[str, list[str]] = {}
+            paths = [] if self._seeds is None else sorted(self._seeds.glob(f"*/{SEED_FAMILIES}"))
+            for path in paths:
+                try:
+                    listed = json.loads(path.read_bytes())
+                    for family, ids in listed.items():
+                        found.setdefault(family, []).extend(id for id in ids if is_id(id))
+                except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                    fault = RecordError(f"{path.name}: {error}")
+                    self._journal.fault(fault, "seeds are not listed by family")
+            self._seed_families = found
+        return self._seed_families
 
     def _from_seed(self, id: str) -> tuple[Hit, bytes] | Miss:
         try:

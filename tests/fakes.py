@@ -90,6 +90,7 @@ class World:
         self.loaded: list[bytes] = []
         self.replayed: list[Choice] = []
         self.measured: list[str] = []
+        self.hints: list[Any] = []  # of each search
         self.kernels = False  # no GPU would load one
 
     def build_first(self, spec: GraphSpec, policy: cg.Policy, index: int) -> Any:
@@ -98,9 +99,16 @@ class World:
         return builder(self.refuse)(spec)
 
     def autotune(
-        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, kernels: Any
+        self,
+        spec: GraphSpec,
+        policy: cg.Policy,
+        bench: Any,
+        tell: Any,
+        kernels: Any,
+        hints: Any,
     ) -> Any:
         self.measured.append(spec.name)
+        self.hints.append(hints)
         tell(1, 1)
         return heuristic.choose(spec, policy, builder(self.refuse))
 

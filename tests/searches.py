@@ -18,7 +18,7 @@ from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.rewrite.passes import legalize
 from cudnngraph.select import autotune
 from cudnngraph.select.config import FINAL_ROUNDS
-from cudnngraph.select.decision import Decision, Selection
+from cudnngraph.select.decision import Decision, Hints, Selection
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
 
@@ -138,7 +138,10 @@ class Bench:
         return [sum(self._took_us(*step) for step in chain) for chain in chains]
 
     def _took_us(self, spec: GraphSpec, plan: FakePlan | None) -> float:
-        took = self.timed[digest(spec)][None if plan is None else plan.choice.engine]
+        engine = None if plan is None else plan.choice.engine
+        took = self.timed.get(digest(spec), {}).get(engine)
+        if took is None:  # known from an earlier search
+            took = self._torch_us(spec) if engine is None else self.offer(spec, engine).time_us
         return math.inf if isinstance(took, str) else took
 
     def why_wrong(self, spec: GraphSpec, plan: FakePlan) -> str | None:
@@ -165,8 +168,11 @@ def table(offers: Mapping[str, Sequence[Offer]], **torch_us: float | str) -> Ben
     )
 
 
-def run(spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY) -> Selection:
-    selection: Selection = autotune.autotune(legalize(spec, policy), policy, bench)
+def run(
+    spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY, hints: Hints | None = None
+) -> Selection:
+    legal = legalize(spec, policy)
+    selection: Selection = autotune.autotune(legal, policy, bench, hints=hints)
     return selection
 
 

@@ -37,6 +37,7 @@ class Candidate:
     tag: str
 
 
+UNRANKED = -1  #: the index of a candidate that another graph's choice names
 UNCHECKED = "its check fails: "  #: how the reason starts where that is no fault of the plan
 
 
@@ -243,6 +244,8 @@ class Proposals:
         why = why_passed_over(
             candidate, self.spec, self._policy, capability, device_index=self._device_index
         )
+        if why is None and candidate.index == UNRANKED:
+            why = "cuDNN does not propose it here"
         if why is not None:
             return Outcome(candidate, False, why), None
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from . import env, handles
 from .lowering.context import Alias, Constant, Extra
 from .lowering.driver import first_line
 
+_SEEN = 8  # versions of the frontend that a check remembers
 KERNEL = 1_000_000  # the engine's id of generated kernels: cuDNN counts its own from 0
 
 
@@ -45,7 +46,8 @@ class Choice:
 class Verified:
     """Proof that a plan ran on random data and was right: its error, the GPU and the versions.
 
-    ``error`` is the largest relative one; None if there was no memory to compare results.
+    ``error`` is the largest relative one; None if there was no memory to compare results. ``also``
+    are other versions of the frontend, with which the plan passed before.
     """
 
     error: float | None
@@ -53,12 +55,27 @@ class Verified:
     cudnn: int
     frontend: str
     torch: str
+    also: tuple[str, ...] = ()
 
     @classmethod
     def here(cls, device_index: int, error: float | None) -> Verified:
         """On this GPU, by what is loaded."""
         name = env.device_identity(device_index).name
         return cls(error, name, env.cudnn_version(), env.frontend_version(), torch.__version__)
+
+    def holds_for(self, choice: Choice, frontend: str) -> bool:
+        """Whether the plan passed with that version of the frontend, which builds a plan's graph.
+
+        A generated kernel has nothing of the frontend.
+        """
+        return choice.engine == KERNEL or frontend in (self.frontend, *self.also)
+
+    def after(self, earlier: Verified | None) -> Verified:
+        """This check of a plan, with the frontends of an earlier one in the same environment."""
+        if earlier is None:
+            return self
+        seen = dict.fromkeys((earlier.frontend, *earlier.also))
+        return replace(self, also=tuple(each for each in seen if each != self.frontend)[:_SEEN])
 
 
 class Plan:
@@ -154,6 +171,7 @@ class Plan:
             return self.blob
         head = {
             "lowering": versions.LOWERING,
+            "frontend": env.frontend_version(),
             "choice": str(self.choice),
             "uids": len(self._uids) - len(self._extras),
             "aliases": [
@@ -177,8 +195,8 @@ class Plan:
 def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
     """A plan from what :meth:`Plan.serialize` gave. The blob holds device code: trust its source.
 
-    Raises :class:`NotSupported` when it cannot be loaded here, is another engine's, or of a graph
-    that was lowered by other rules.
+    Raises :class:`NotSupported` when it cannot be loaded here, is another engine's, of a graph
+    that was lowered by other rules, or another version's of the frontend.
     """
     refuse_during_capture()
     frontend = env.frontend()
@@ -187,6 +205,8 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Plan:
         described = json.loads(head)
         if described.get("lowering") != versions.LOWERING:
             raise ValueError("its graph was lowered by other rules than this program's")
+        if described.get("frontend") != env.frontend_version():
+            raise ValueError(f"frontend {described.get('frontend')} has written it")
         handle = handles.handle(device_index)
         if described["choice"] != str(choice):  # the frontend cannot say: asking it crashes
             raise ValueError(f"it holds {described['choice']}")

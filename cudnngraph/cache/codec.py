@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from plans_cache.record import Candidate, PlanRecord, StepRecord
+from plans_cache.record import FAMILY, Candidate, PlanRecord, StepRecord
 
 from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
@@ -27,9 +27,11 @@ from ..partition.cuts import subgraph_of
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last, with_dense_images
 from ..select.decision import Decision, Selection, StepPlan
+from . import near
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
+FRONTEND = "frontend"  # of a record's versions: the frontend that made it
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
 
@@ -38,8 +40,12 @@ class StaleRecord(ValueError):
 
 
 def env_components(env: EnvKey) -> tuple[tuple[str, str], ...]:
-    """The environment's part of a key, as named components in JSON."""
-    return tuple((name, json.dumps(encode(value))) for name, value in asdict(env).items())
+    """The environment's part of a key, as named components in JSON.
+
+    The frontend's version is left out: a plan is cuDNN's, by engine and knobs, whoever asks for it.
+    """
+    parts = {name: value for name, value in asdict(env).items() if name != "frontend_version"}
+    return tuple((name, json.dumps(encode(value))) for name, value in parts.items())
 
 
 def summary(spec: GraphSpec) -> str:
@@ -88,7 +94,7 @@ def _step(step: StepPlan) -> StepRecord:
         workspace_bytes=step.workspace_bytes,
         time_us=step.time_us,
         candidates=tuple(map(_candidate, step.decisions)),
-        extra={} if step.verified is None else {VERIFIED: asdict(step.verified)},
+        extra={} if step.verified is None else {VERIFIED: verified_body(step.verified)},
     )
 
 
@@ -103,10 +109,22 @@ def to_record(
         graph=print_spec(spec, is_default),
         steps=tuple(map(_step, selection.steps)),
         policy={**asdict(policy), "exclude_engines": list(policy.exclude_engines)},
-        versions={"cudnngraph_schema": str(env.schema), "torch": torch.__version__},
+        versions={
+            "cudnngraph_schema": str(env.schema),
+            FRONTEND: env.frontend_version,
+            "torch": torch.__version__,
+        },
         created=time.time(),
-        extra=_variant(selection),
+        extra={**_variant(selection), **_family(key, env, policy)},
     )
+
+
+def _family(key: Key, env: EnvKey, policy: Policy) -> dict[str, Any]:
+    """The family of a record whose choice was measured: others may begin with that."""
+    found = None
+    if policy.tune == "autotune":
+        found = near.family(key.components, env_components(env))
+    return {} if found is None else {FAMILY: found}
 
 
 def _variant(selection: Selection) -> dict[str, Any]:
@@ -116,17 +134,18 @@ def _variant(selection: Selection) -> dict[str, Any]:
     return {DENSE: [list(names) for names in selection.dense]} if selection.dense else {}
 
 
-def steps_of(record: PlanRecord, spec: GraphSpec) -> tuple[StepPlan, ...]:
+def steps_of(record: PlanRecord, spec: GraphSpec, *, resized: bool = False) -> tuple[StepPlan, ...]:
     """The steps of a record for the legalized canonical graph ``spec``.
 
-    Raises :class:`StaleRecord` when the graph has no such steps.
+    ``resized``: the record is of a graph that has other sizes. Raises :class:`StaleRecord` when the
+    graph has no such steps.
     """
     left = _places(record, spec)
     constants = {node.name for node in spec.nodes if node.op == "constant"}
     steps: list[StepPlan] = []
     made = set(spec.inputs)
     for number, step in enumerate(record.steps, 1):
-        part = _part(number, step, left, constants)
+        part = _part(number, step, left, constants, resized)
         if not made.issuperset(part.inputs):
             raise StaleRecord(f"step {number} of the record reads what no earlier one makes")
         made |= set(part.outputs)
@@ -160,7 +179,9 @@ def _places(record: PlanRecord, spec: GraphSpec) -> _Places:
     return found
 
 
-def _part(number: int, step: StepRecord, left: _Places, constants: Collection[str]) -> GraphSpec:
+def _part(
+    number: int, step: StepRecord, left: _Places, constants: Collection[str], resized: bool
+) -> GraphSpec:
     """The graph of a step, whose nodes are taken out of ``left``."""
     mine: list[Node] = []
     graphs: dict[int, CutGraph] = {}
@@ -175,8 +196,10 @@ def _part(number: int, step: StepRecord, left: _Places, constants: Collection[st
     part = subgraph_of(graph, mine)
     if tuple(node.name for node in part.nodes) != step.nodes:
         raise StaleRecord(f"step {number} of the record has other ops than the graph")
-    types = [(name, str(part.tensors[name])) for name in (*part.inputs, *part.outputs)]
-    if tuple(types) != (*step.inputs, *step.outputs):
+    names = (*part.inputs, *part.outputs)
+    types = tuple((name, str(part.tensors[name])) for name in names)
+    said = (*step.inputs, *step.outputs)
+    if tuple(name for name, _ in said) != names or not (resized or types == said):
         raise StaleRecord(f"step {number} has other tensors than in the record")
     return part
 
@@ -196,16 +219,23 @@ def dense_regions(record: PlanRecord) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, found))
 
 
+def verified_body(verified: Verified) -> dict[str, Any]:
+    """A check as a record says it."""
+    return {**asdict(verified), "also": list(verified.also)}
+
+
 def _verified(data: Any) -> Verified | None:
     """Return the check that a record reports, or None if it reports none, or nonsense."""
     try:
         found = Verified(**data)
     except TypeError:
         return None
-    texts = (found.gpu, found.frontend, found.torch)
+    if not isinstance(found.also, (list, tuple)):
+        return None
+    texts = (found.gpu, found.frontend, found.torch, *found.also)
     number = found.error is None or isinstance(found.error, float)
     whole = type(found.cudnn) is int and all(isinstance(text, str) for text in texts)
-    return found if number and whole else None
+    return replace(found, also=tuple(found.also)) if number and whole else None
 
 
 def pack(plans: Sequence[Plan | None]) -> bytes:

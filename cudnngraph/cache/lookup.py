@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -27,16 +27,17 @@ from .. import settings
 from ..backend import env
 from ..backend.candidates import UNCHECKED, why_rejected
 from ..backend.env import EnvKey
-from ..backend.plan import Choice, Plan, Verified
+from ..backend.plan import KERNEL, Choice, Plan, Verified
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..executor.plans import load, replay
 from ..ir.key import Key, graph_key, nearest, step_digest
 from ..ir.spec import GraphSpec
 from ..kernels import kernel
-from ..policy import Policy
+from ..policy import Policy, Verify
 from ..select import guard
-from ..select.decision import NO_KERNELS, Selection, StepPlan
-from . import distributed
+from ..select.decision import NO_KERNELS, Decision, Hints, Selection, StepPlan
+from ..select.kernels import Kernels
+from . import distributed, near
 from .codec import (
     StaleRecord,
     dense_regions,
@@ -53,6 +54,7 @@ from .stats import MissInfo
 
 _log = logging.getLogger(__name__)
 
+_UNKNOWN_BYTES = 1 << 62  # of workspace, until a plan is built
 DIED = "the process that launched it first did not come back from it"
 
 
@@ -154,7 +156,7 @@ def selection_for(
     policy: Policy,
     key: Key,
     device_index: int,
-    build: Callable[[], Selection],
+    build: Callable[[Hints], Selection],
 ) -> tuple[Selection, str]:
     """The selection for a canonical graph, and the tier that served it.
 
@@ -215,7 +217,7 @@ def _look_up(
     policy: Policy,
     key: Key,
     device_index: int,
-    build: Callable[[], Selection],
+    build: Callable[[Hints], Selection],
 ) -> tuple[Selection, str, PlanRecord]:
     """The selection by this process's own means, the tier and the record."""
     environment = env.env_key(device_index)
@@ -232,7 +234,12 @@ def _look_up(
             kept = found.record
             if checked:
                 kept = to_record(spec, key, environment, policy, selection)
-                kept = replace(kept, policy=found.record.policy, created=found.record.created)
+                kept = replace(
+                    kept,
+                    policy=found.record.policy,
+                    created=found.record.created,
+                    extra=found.record.extra,
+                )
             if checked or ("replayed" in tier and (found.blob is not None or found.blob_problem)):
                 plans.put(kept, _serialized(selection, id))
             return selection, tier, kept
@@ -259,7 +266,7 @@ def _look_up(
     def make() -> tuple[Selection, PlanRecord]:
         start = time.perf_counter()
         try:
-            selection = build()
+            selection = _begun_near(spec, legal, policy, key, device_index, build)
         except Exception as error:
             failures.append(error)
             raise
@@ -284,6 +291,81 @@ def _look_up(
         _log.warning("the plan cache is left out for %s: %s", id[:16], error)
     selection, kept = made[-1] if made else make()
     return selection, "built", kept
+
+
+# -- near entries ----------------------------------------------------------------------------------
+
+
+def _begun_near(
+    spec: GraphSpec,
+    legal: GraphSpec,
+    policy: Policy,
+    key: Key,
+    device_index: int,
+    build: Callable[[Hints], Selection],
+) -> Selection:
+    """The selection that ``build`` makes, which begins with the choices of near entries; under
+    "heuristic" the choice of the nearest entry that passes its check."""
+    environment = env_components(env.env_key(device_index))
+    own = entry_id(key.digest, digest(environment))
+    hints: dict[str, dict[Choice, str]] = {}
+    for entry in near.near(store(), key.components, environment, leave_out=own):
+        try:
+            steps = _fitting(steps_of(entry.record, legal, resized=True), policy, device_index)
+            if policy.tune != "autotune":
+                return _taken(entry, steps, policy, device_index)
+        except StaleRecord as why:
+            _log.info("%s does not serve %s: %s", entry, summary(spec), why)
+            continue
+        for step in steps:
+            if step.choice is not None:
+                choices = hints.setdefault(step_digest(step.spec), {})
+                choices.setdefault(step.choice, str(entry))
+    return build(hints)
+
+
+def _fitting(steps: Sequence[StepPlan], policy: Policy, device_index: int) -> tuple[StepPlan, ...]:
+    """The steps of a near entry by choice alone, with kernels whose schedules fit these sizes.
+
+    Raises :class:`StaleRecord` for a step that has no kernel in these sizes.
+    """
+    kernels: Kernels | None = None
+    found = []
+    for step in steps:
+        choice = step.choice
+        if choice is not None and choice.engine == KERNEL:
+            kernels = kernels or Kernels.on(device_index)
+            fit = kernels.choices(step.spec) if policy.kernels else []
+            if not fit:
+                raise StaleRecord(f"no kernel is generated for '{step.spec.name}'")
+            choice = choice if choice in fit else fit[0]
+        found.append(StepPlan(step.spec, choice, _UNKNOWN_BYTES, ()))
+    return tuple(found)
+
+
+def _taken(
+    entry: near.Near, steps: Sequence[StepPlan], policy: Policy, device_index: int
+) -> Selection:
+    """The choice of a near entry for a graph of other sizes: each plan is checked, whatever the
+    policy says of checks. Raises :class:`StaleRecord` if one does not pass."""
+    checked, _ = _verified(tuple(steps), replace(policy, verify=_strictly(policy)), device_index)
+    plans, _ = _plans(entry.record, checked, None, device_index)
+    made: list[StepPlan] = []
+    for step, plan in zip(checked, plans, strict=True):
+        need = 0 if plan is None else plan.workspace_bytes
+        if policy.workspace_limit is not None and need > policy.workspace_limit:
+            raise StaleRecord(f"{step.choice} needs {need} bytes of workspace here")
+        subject = "torch" if step.choice is None else str(step.choice)
+        taken = Decision(subject, True, f"taken from {entry}", step.choice, need)
+        made.append(replace(step, workspace_bytes=need, decisions=(taken,)))
+    return Selection(
+        tuple(made), tuple(plans), is_channels_last(entry.record), dense_regions(entry.record)
+    )
+
+
+def _strictly(policy: Policy) -> Verify | None:
+    """How plans that were chosen for other sizes are checked: in this process if plans are not."""
+    return "inprocess" if guard.how(policy) == "off" else policy.verify
 
 
 def _serialized(selection: Selection, id: str) -> bytes | None:
@@ -333,6 +415,25 @@ def _restore(
     except ValueError as error:
         _log.info("serialized plans of %s are left out: %s", record.id[:16], error)
         parts = None
+    plans, how = _plans(record, steps, parts, device_index)
+    STATE.counters.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
+    word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
+    detail = " and ".join(sorted(how)) or "torch"
+    _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
+    selection = Selection(steps, tuple(plans), is_channels_last(record), dense_regions(record))
+    return selection, f"{tier}, {detail}", checked
+
+
+def _plans(
+    record: PlanRecord,
+    steps: Sequence[StepPlan],
+    parts: Sequence[bytes] | None,
+    device_index: int,
+) -> tuple[list[Plan | None], set[str]]:
+    """The plans of the steps of a record, from ``parts`` or replayed, and how they were had.
+
+    Raises :class:`StaleRecord` for one that cannot be had.
+    """
     tf32 = dict(record.key).get("policy.allow_tf32") == "true"
     how: set[str] = set()
     plans: list[Plan | None] = []
@@ -370,12 +471,7 @@ def _restore(
             how.add("replayed")
         except NotSupported as error:
             raise StaleRecord(f"{step.choice} is not to be had: {error.reasons[0]}") from None
-    STATE.counters.served(tier, load_ms=(time.perf_counter() - start) * 1e3)
-    word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
-    detail = " and ".join(sorted(how)) or "torch"
-    _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    selection = Selection(steps, tuple(plans), is_channels_last(record), dense_regions(record))
-    return selection, f"{tier}, {detail}", checked
+    return plans, how
 
 
 def _check_generated(plan: Plan, step: StepPlan) -> None:
@@ -390,7 +486,8 @@ def _check_generated(plan: Plan, step: StepPlan) -> None:
 def _verified(
     steps: tuple[StepPlan, ...], policy: Policy, device_index: int
 ) -> tuple[tuple[StepPlan, ...], bool]:
-    """The steps of a record, those checked that nobody has checked, and whether there were any.
+    """The steps of a record, those checked that this frontend's plans were not, and whether there
+    were any.
 
     Raises :class:`StaleRecord` where one does not pass, or was withdrawn after it had.
     """
@@ -400,12 +497,13 @@ def _verified(
     withdrawn = kept.why_withdrawn(steps, policy)
     if withdrawn is not None:
         raise StaleRecord(withdrawn)
-    if all(step.choice is None or step.verified for step in steps):
+    frontend = env.env_key(device_index).frontend_version
+    if all(_is_checked(step, frontend) for step in steps):
         return steps, False
     done: dict[tuple[str, Choice], Verified] = {}
     found: list[StepPlan] = []
     for step in steps:
-        if step.choice is None or step.verified is not None:
+        if step.choice is None or _is_checked(step, frontend):
             found.append(step)
             continue
         like = (step_digest(step.spec), step.choice)
@@ -416,9 +514,16 @@ def _verified(
                 why, passed = f"it is not to be had: {error.reasons[0]}", None
             if passed is None:
                 raise StaleRecord(f"{step.choice}: {why}")
-            done[like] = passed
+            done[like] = passed.after(step.verified)
         found.append(replace(step, verified=done[like]))
     return tuple(found), True
+
+
+def _is_checked(step: StepPlan, frontend: str) -> bool:
+    """Whether no check of a step is due: torch runs it, or its plan passed with this frontend."""
+    return step.choice is None or (
+        step.verified is not None and step.verified.holds_for(step.choice, frontend)
+    )
 
 
 def _not_cached(

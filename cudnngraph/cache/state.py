@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from plans_cache.launches import Launches
+from plans_cache.measurements import Measurements
 from plans_cache.rejections import Rejections
 from plans_cache.store import PlanStore
 
@@ -25,6 +26,7 @@ class State:
         self.stores: dict[Path, PlanStore] = {}
         self.rejections: dict[Path, Rejections] = {}
         self.launches: dict[Path, Launches] = {}
+        self.measurements: dict[Path, Measurements] = {}
         self.counters = Counters()
         self.hooks: list[Callable[[MissInfo], None]] = []
 
@@ -39,6 +41,10 @@ class State:
     def launches_of(self, directory: Path) -> Launches:
         """Return the marks of first launches in a directory."""
         return self._opened(self.launches, directory, Launches)
+
+    def measurements_of(self, directory: Path) -> Measurements:
+        """Return the measurements of steps in a directory."""
+        return self._opened(self.measurements, directory, Measurements)
 
     def _opened(self, opened: dict[Path, _T], directory: Path, make: Callable[[Path], _T]) -> _T:
         with self._lock:

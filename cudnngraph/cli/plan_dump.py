@@ -147,7 +147,7 @@ def _print_full(entry: Stored, as_json: bool) -> None:
     blob = f", blob {bytes_text(stored.blob_bytes)}" if stored.blob_bytes else ", no blob"
     print(f"{entry.id}")
     print(clean(record.summary))
-    print(f"{entry.gpu}, cuDNN {entry.cudnn}, frontend {entry.env.get('frontend_version', '?')}")
+    print(f"{entry.gpu}, cuDNN {entry.cudnn}, frontend {entry.frontend}")
     age = f"{age_text(stored.age_s)} old"
     if stored.tier == "disk":
         age += f", used {age_text(stored.unused_s)} ago"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from plans_cache import PlanRecord
+from plans_cache.measurements import Measurements
 
 from .. import settings
 from ..backend import env
@@ -112,11 +113,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     action.add_argument(
         "--dead-environments",
         action="store_true",
-        help="entries of another cuDNN, frontend or GPU than --cudnn, --frontend, --gpu say, or "
-        "than this machine has where none is given",
+        help="entries of another cuDNN or GPU than --cudnn, --gpu say, or than this machine has "
+        "where none is given",
     )
     action.add_argument("--cudnn", metavar="VERSION", help="9.19.0 or 91900")
-    action.add_argument("--frontend", metavar="VERSION", help="1.28.0")
     action.add_argument("--gpu", metavar="NAME", help="as in plan-dump: 'NVIDIA H200'")
     action.add_argument(
         "--older-than", type=_days, metavar="DAYS", help="entries that were made before that"
@@ -394,7 +394,7 @@ def _verify_here(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    given = {"cudnn": args.cudnn, "frontend": args.frontend, "gpu": args.gpu}
+    given = {"cudnn": args.cudnn, "gpu": args.gpu}
     given = {name: value for name, value in given.items() if value is not None}
     if given and not args.dead_environments:
         raise UsageError(f"--{next(iter(given))} says what --dead-environments compares with")
@@ -424,6 +424,14 @@ def _prune(args: argparse.Namespace) -> int:
         several = "" if len(own) == 1 else "s"
         size = _total(folder.size_bytes for folder in own)
         count += f", and {len(own)} folder{several} of another schema, {size}"
+    size_bytes = sum(entry.entry.size_bytes for entry in found)
+    size_bytes -= sum(entry.entry.size_bytes for entry, _ in going)
+    room = None if args.max_size is None else max(0, args.max_size - size_bytes)
+    parts, _ = Measurements(records.directory(args)).prune(
+        unused_for_s=args.unused_for, max_total_bytes=room, dry_run=args.dry_run
+    )
+    if parts:
+        count += f", and measurements of {parts} step{'s' * (parts != 1)}"
     if args.dry_run:
         print(f"would remove {count}")
         return 0
@@ -451,18 +459,12 @@ def _dead(given: Mapping[str, str]) -> Callable[[Stored], bool]:
             wanted["cudnn"] = cudnn_text(wanted["cudnn"])
 
         def differs(entry: Stored) -> bool:
-            have = {
-                "cudnn": entry.cudnn,
-                "gpu": entry.gpu,
-                "frontend": entry.env.get("frontend_version", "?"),
-            }
+            have = {"cudnn": entry.cudnn, "gpu": entry.gpu}
             return any(have[name].lower() != value.lower() for name, value in wanted.items())
 
         return differs
     if not torch.cuda.is_available():
-        raise UsageError(
-            "there is no GPU here to compare environments with; give --gpu, --cudnn or --frontend"
-        )
+        raise UsageError("there is no GPU here to compare environments with; give --gpu or --cudnn")
     alive = {env_components(env.env_key(index)) for index in range(torch.cuda.device_count())}
     return lambda entry: entry.record.env not in alive
 

@@ -16,6 +16,7 @@ from plans_cache import PlanRecord, PlanStore
 from plans_cache.store import PACKAGED_SEEDS, Entry
 
 from .. import settings
+from ..cache.codec import FRONTEND
 from ..errors import CudnnGraphError
 from ..explain.text import age_text, bytes_text, clean, cudnn_text, ops_of, plan_text, time_text
 from ..ir.spec import DTYPE_NAMES, TensorSpec
@@ -171,6 +172,11 @@ class Stored:
     def cudnn(self) -> str:
         return cudnn_text(self.env.get("cudnn_version", "?"))
 
+    @property
+    def frontend(self) -> str:
+        """The frontend that made the record, and with which its plans were checked first."""
+        return clean(self.record.versions.get(FRONTEND, "?"))
+
     @cached_property
     def tensors(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Inputs and outputs of the graph, as its key has them."""
@@ -233,7 +239,7 @@ class Stored:
             "layout": self.layout,
             "gpu": self.gpu,
             "cudnn": self.cudnn,
-            "frontend": self.env.get("frontend_version", "?"),
+            "frontend": self.frontend,
             "steps": [
                 {
                     "kind": step.kind,
@@ -315,9 +321,7 @@ FIELDS: Mapping[str, Field] = {
         lambda e: [-1 if step.engine is None else step.engine for step in e.record.steps],
         lambda e: [str(s.engine) for s in e.record.steps if s.engine is not None],
     ),
-    "frontend": Field(
-        lambda e: e.env.get("frontend_version", "?"), lambda e: e.env.get("frontend_version", "?")
-    ),
+    "frontend": Field(lambda e: e.frontend, lambda e: e.frontend),
     "blob": Field(
         lambda e: "yes" if e.entry.blob_bytes else "no",
         lambda e: e.entry.blob_bytes,

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from plans_cache import Hit, PlanRecord, PlanStore, RecordError, from_json
 from plans_cache.record import MAX_RECORD_BYTES
-from plans_cache.store import MAX_BLOB_BYTES
+from plans_cache.store import MAX_BLOB_BYTES, SEED_FAMILIES
 
 from ..device import files
 from ..explain.text import clean
@@ -59,16 +59,36 @@ def export(store: PlanStore, entries: Sequence[Stored], file: Path, with_blobs: 
 def export_seeds(entries: Sequence[Stored], folder: Path) -> int:
     """Write records as the package ships them, ``<folder>/<gpu>/<id>.json``; how many.
 
-    Without serialized plans, which are never taken from a seed.
+    Without serialized plans, which are never taken from a seed. ``<folder>/<gpu>/families.json``
+    lists those that were measured by family, with the ones that were there before.
     """
+    families: dict[Path, dict[str, set[str]]] = {}
     for entry in entries:
         file = folder / seed_folder(entry.gpu) / f"{entry.id}.json"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             files.write(file, entry.record.with_blob(None).to_json())
+            if entry.record.family is not None:
+                place = file.with_name(SEED_FAMILIES)
+                listed = families.setdefault(place, _listed(place))
+                listed.setdefault(entry.record.family, set()).add(entry.id)
         except OSError as error:
             raise CacheError(f"{file} cannot be written: {error.strerror or error}") from None
+    for place, listed in families.items():
+        text = json.dumps({family: sorted(listed[family]) for family in sorted(listed)}, indent=1)
+        try:
+            files.write(place, text + "\n")
+        except OSError as error:
+            raise CacheError(f"{place} cannot be written: {error.strerror or error}") from None
     return len(entries)
+
+
+def _listed(place: Path) -> dict[str, set[str]]:
+    """The ids by family that a file lists; none if there is no such file, or another's."""
+    try:
+        return {family: set(ids) for family, ids in json.loads(place.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def seed_folder(gpu: str) -> str:

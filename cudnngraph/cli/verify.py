@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from plans_cache import PlanRecord, PlanStore
 from .. import settings
 from ..backend import env
 from ..backend.plan import Choice, Verified
-from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of
+from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of, verified_body
 from ..cache.lookup import Rejected
 from ..errors import CudnnGraphError
 from ..explain.text import clean
@@ -105,8 +105,8 @@ def check_plans(
                 return Verdict("failed", f"{where} does not run: {_first_line(str(error))}"), record
             if passed is None:
                 return Verdict("failed", f"{where}, {step.choice}: {why}"), None
-            done[like] = passed
-        said = {**made[number].extra, VERIFIED: asdict(done[like])}
+            done[like] = passed.after(step.verified)
+        said = {**made[number].extra, VERIFIED: verified_body(done[like])}
         made[number] = replace(made[number], extra=said)
     errors = [each.error for each in done.values() if each.error is not None]
     told = f"off by {max(errors):.1e}" if errors else "there was no memory to compare results"

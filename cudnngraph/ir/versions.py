@@ -9,9 +9,9 @@ from __future__ import annotations
 # else: no record is found any more.
 KEY = 5
 
-# Of the environment beside a key, and of what is stored under it. Raise it if the meaning of
-# either changes: no record is found any more.
-ENVIRONMENT = 1
+# Of the environment beside a key, and of what is stored under it. Raise it if the form or meaning
+# of either changes: no record is found any more.
+ENVIRONMENT = 2
 
 # Of the lowering rules. Raise it if a rule refuses what it took, or makes other numbers of it:
 # serialized plans are built again from their records.

@@ -18,6 +18,7 @@ from ..arguments import NotPlain, checked, is_a, items, shown
 from ..backend.candidates import multiplies_float32
 from ..backend.plan import refuse_during_capture
 from ..cache import lookup
+from ..cache.measured import Measured
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..device import tf32
@@ -29,11 +30,12 @@ from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
 from ..select.autotune import autotune
-from ..select.decision import Selection
+from ..select.decision import Hints, Selection
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
 from ..select.kernels import Kernels
 from ..select.progress import progress_bar
+from ..select.remembered import RememberedBench
 from .executable import Executable
 from .first_launch import FirstRun
 from .process import PROCESS, cache_stats
@@ -128,12 +130,13 @@ def _chosen(
     kept = lookup.Rejected(index)
     legal = legalize(spec, policy)
 
-    def build() -> Selection:
+    def build(hints: Hints) -> Selection:
         kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
             with progress_bar("tuning", after_s=2.0) as tell:
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
-                return autotune(legal, policy, bench, tell, kernels)
+                remembered = RememberedBench(bench, Measured(policy, index))
+                return autotune(legal, policy, remembered, tell, kernels, hints)
         first = Builder(policy, index, kept)
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 

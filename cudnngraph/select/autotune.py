@@ -17,7 +17,7 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
-from .decision import Selection, StepPlan
+from .decision import Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
 from .regions import Progress, RegionSearch
@@ -30,15 +30,16 @@ def autotune(
     bench: Bench,
     progress: Progress | None = None,
     kernels: Kernels | None = None,
+    hints: Hints | None = None,
 ) -> Selection:
     """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
-    were built.
+    were built. ``hints`` are tried before all others.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
     if policy.fallback == "error":
         kernels = None
-    search = Search(policy, bench, kernels)
+    search = Search(policy, bench, kernels, hints=hints)
     graphs = [CutGraph(spec)]
     if policy.fallback == "error":
         roots = [_whole(search, spec)]
@@ -46,7 +47,7 @@ def autotune(
     else:
         borders = regions(graphs[0])
         if borders:
-            return RegionSearch(graphs[0], borders, policy, bench, kernels).tuned(progress)
+            return RegionSearch(graphs[0], borders, policy, bench, kernels, hints).tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(CutGraph(other))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +68,9 @@ class Selection:
         tensors = {name for step in steps for name in step.spec.tensors}
         return cls(tuple(steps), tuple(built), channels_last=not tensors <= set(spec.tensors))
 
+
+#: Choices to begin with, by a step's digest, each with the entry that it comes from.
+Hints = Mapping[str, Mapping[Choice, str]]
 
 #: The subject of a decision that was made where no kernels could be generated.
 NO_KERNELS = "generated kernels"

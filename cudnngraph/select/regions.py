@@ -22,7 +22,7 @@ from .config import (
     IN_CONTEXT_SHARE,
     IN_CONTEXT_VARIANTS,
 )
-from .decision import ALIAS, Decision, Selection, StepPlan
+from .decision import ALIAS, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
 from .search import Contender, Part, Search, StepSearch, Variant, of_cuts, of_others, step_plan
@@ -69,7 +69,9 @@ class RegionSearch:
         policy: Policy,
         bench: Bench,
         kernels: Kernels | None,
+        hints: Hints | None = None,
     ) -> None:
+        self._hints = hints
         self._kernels = kernels
         self._graph = graph
         self._borders = borders
@@ -119,7 +121,7 @@ class RegionSearch:
 
     def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
         """The search of a region and its roots, with every part opened."""
-        search = Search(self._policy, self._bench, self._kernels, self._steps)
+        search = Search(self._policy, self._bench, self._kernels, self._steps, self._hints)
         roots = [search.part(self._graph, group)]
         dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there

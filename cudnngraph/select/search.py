@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..backend.candidates import Candidate
-from ..backend.plan import Choice, Plan
+from ..backend.candidates import UNRANKED, Candidate
+from ..backend.plan import KERNEL, Choice, Plan
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole
@@ -40,7 +40,7 @@ from .config import (
     QUICK_ROUNDS,
     TIE_RATIO,
 )
-from .decision import ALIAS, Decision, StepPlan
+from .decision import ALIAS, Decision, Hints, StepPlan
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
 from .rules import why_split
@@ -63,6 +63,7 @@ class StepSearch:
     """The trials of one step; parts that are equal but for names share it."""
 
     spec: GraphSpec
+    hints: Mapping[Choice, str] = field(default_factory=dict)  # tried before all others
     queue: list[Candidate] = field(default_factory=list)
     proposals: Any = None
     ways: list[Variant] = field(default_factory=list)
@@ -151,6 +152,14 @@ def _joined(parts: Sequence[Schedule]) -> Schedule:
     )
 
 
+def _hinted_first(candidates: Sequence[Candidate], hints: Mapping[Choice, str]) -> list[Candidate]:
+    """The candidates, behind those that hints name, whether cuDNN ranks them here or not."""
+    ranked = {candidate.choice: candidate for candidate in candidates}
+    wanted = [choice for choice in hints if choice.engine != KERNEL]
+    first = [ranked.get(choice) or Candidate(UNRANKED, choice, str(choice)) for choice in wanted]
+    return [*first, *(each for each in candidates if each.choice not in hints)]
+
+
 class Search:
     """The tree of parts and what is known of them."""
 
@@ -160,7 +169,9 @@ class Search:
         bench: Bench,
         kernels: Kernels | None = None,
         steps: dict[str, StepSearch] | None = None,
+        hints: Hints | None = None,
     ) -> None:
+        self._hints = hints or {}
         self._policy = policy
         self._bench = bench
         self._kernels = kernels
@@ -175,7 +186,9 @@ class Search:
         found = self._parts.get(place)
         if found is None:
             spec = subgraph_of(graph, nodes)
-            step = self._steps.setdefault(step_digest(spec), StepSearch(spec))
+            digest = step_digest(spec)
+            new = StepSearch(spec, self._hints.get(digest, {}))
+            step = self._steps.setdefault(digest, new)
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
                 step.ways.append(Variant(0, None, None, 0, 0.0))
@@ -217,7 +230,7 @@ class Search:
         if why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
-                step.queue = list(step.proposals.candidates)
+                step.queue = _hinted_first(step.proposals.candidates, step.hints)
             except NotSupported as refusal:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:
@@ -236,9 +249,12 @@ class Search:
         asked: list[tuple[StepSearch, Choice]] = []
         for step in {id(part.step): part.step for part in parts}.values():
             if step.kernels is None and ALIAS not in step.lost:
-                found = self._kernels.choices(step.spec)[: self._policy.max_candidates]
-                step.kernels = found[1:]
-                asked += [(step, choice) for choice in found[:1]]
+                found = self._kernels.choices(step.spec)
+                first = [choice for choice in step.hints if choice in found] + found[:1]
+                found = list(dict.fromkeys([*first, *found]))[: self._policy.max_candidates]
+                count = len(set(first))
+                step.kernels = found[count:]
+                asked += [(step, choice) for choice in found[:count]]
         self._try(asked)
 
     def _try(self, asked: Sequence[tuple[StepSearch, Choice]]) -> None:
@@ -464,6 +480,8 @@ class Search:
                 )
             if taken.final and not way.final:
                 reason = f"over {FINALIST_RATIO:g} times the fastest when first measured"
+            if way.choice is not None and way.choice in step.hints:
+                reason += f"; tried first, taken from {step.hints[way.choice]}"
             made.append(_decided(way, reason, accepted=way is taken))
         return (*made, *step.lost)
 

@@ -1,4 +1,6 @@
 """Pre-tuned records that ship with the package, one ``<gpu>/<id>.json`` each; read, never written.
 
+``<gpu>/families.json`` lists them by family, for graphs that they are near.
+
 ``cudnngraph plans export --seeds plans_cache/seeds`` writes them from a cache directory.
 """

@@ -46,16 +46,16 @@ LATE = {("graph", "runtime")}
 MAY_USE_STORE = {
     "backend": {"findings"},
     "select": {"gate"},
-    "cache": {"gate", "launches", "record", "rejections", "store", "lock"},
+    "cache": {"gate", "launches", "lock", "measurements", "record", "rejections", "store"},
     "runtime": {"workspace"},
     "explain": {""},
-    "cli": {"", "record", "store"},
+    "cli": {"", "measurements", "record", "store"},
 }
 # Within plans_cache: a module may import those of lower layers. "" is the package itself.
 STORE_LAYERS = (
     ("fields", "files", "workspace"),
     ("gate", "lock", "record"),
-    ("entries", "findings", "memory", "rejections"),
+    ("entries", "findings", "measurements", "memory", "rejections"),
     ("journal", "launches"),
     ("directory",),
     ("store",),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,9 @@ def test_the_source_has_the_tests_and_what_runs_them(distributions: dict[str, se
         wanted | {"Makefile", "MANIFEST.in", "tests/golden/samples.txt"} <= distributions["source"]
     )
     assert not [name for name in distributions["source"] if name.endswith(".pyc")]
+
+
+def test_the_seeds_take_at_most_5_mb_of_the_wheel() -> None:
+    """A wheel compresses each file by itself."""
+    seeds = (ROOT / "plans_cache/seeds").rglob("*.json")
+    assert sum(len(zlib.compress(path.read_bytes(), 6)) + 300 for path in seeds) <= 5_000_000

@@ -321,6 +321,17 @@ def test_a_serialized_plan_of_a_graph_lowered_by_other_rules_is_not_loaded(
     assert caught.value.reasons == ("its graph was lowered by other rules than this program's",)
 
 
+def test_a_plan_that_another_frontend_has_serialized_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its record is replayed, which builds the same plan with this one."""
+    monkeypatch.setattr("cudnngraph.backend.plan.refuse_during_capture", lambda: None)
+    head = {"choice": "engine 4", "uids": 2, "lowering": versions.LOWERING, "frontend": "1.27.9"}
+    with pytest.raises(cg.NotSupported) as caught:
+        load(json.dumps(head).encode() + b"\nplan", Choice(4, ()), 0)
+    assert caught.value.reasons == ("frontend 1.27.9 has written it",)
+
+
 def test_what_the_frontend_cannot_rank_without_a_package_is_refused_by_its_name() -> None:
     class Graph:
         def create_execution_plans(self, modes: object) -> None:

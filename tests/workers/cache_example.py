@@ -29,11 +29,10 @@ from plans_cache import Candidate, PlanRecord, PlanStore, StepRecord
 F16, F32 = torch.float16, torch.float32
 H200 = {
     "cudnn_version": 91900,
-    "frontend_version": "1.28.0",
     "gpu_name": "NVIDIA H200",
     "compute_capability": (9, 0),
     "sm_count": 132,
-    "schema": 1,
+    "schema": 2,
 }
 A100 = {**H200, "gpu_name": "NVIDIA A100-SXM4-80GB", "compute_capability": (8, 0), "sm_count": 108}
 OLD_CUDNN = {**H200, "cudnn_version": 91002}
@@ -109,7 +108,7 @@ def record(
         graph=print_spec(spec, is_default),
         steps=tuple(steps),
         policy=json.loads(json.dumps(asdict(policy))),  # as it comes back
-        versions={"torch": "2.11.0+cu130"},
+        versions={"frontend": "1.28.0", "torch": "2.11.0+cu130"},
         created=created,
     )
 

@@ -204,7 +204,6 @@ def test_the_record_says_what_it_is_of() -> None:
 def test_the_environment_is_in_named_components() -> None:
     assert dict(env_components(ENV)) == {
         "cudnn_version": "91900",
-        "frontend_version": '"1.28.0"',
         "gpu_name": '"NVIDIA H200"',
         "compute_capability": "[9, 0]",
         "sm_count": "132",

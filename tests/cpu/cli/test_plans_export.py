@@ -158,7 +158,10 @@ def test_an_import_keeps_what_is_newer_here_and_says_so(
     assert isinstance(found, Hit) and found.record == newer
     assert "1 replaced, 6 the same, 0 kept" in run("import", exported, "--replace")[1]
     found = PlanStore(folder, seeds=None).get(ids["cut"])
-    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+    assert isinstance(found, Hit) and found.record.versions == {
+        "frontend": "1.28.0",
+        "torch": "2.11.0+cu130",
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,14 +181,20 @@ def test_a_record_of_a_time_to_come_blocks_no_import(
     assert code == 0, err
     assert ", 6 the same, 0 kept, 0 refused" in out
     found = PlanStore(folder, seeds=None).get(id)
-    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+    assert isinstance(found, Hit) and found.record.versions == {
+        "frontend": "1.28.0",
+        "torch": "2.11.0+cu130",
+    }
     # The other way round: it takes the place of nothing.
     exported.write_bytes(b"\n".join([head, signed(body).encode(), *lines]))
     code, out, err = run("import", exported)
     assert (code, created == 1e308) in ((0, False), (1, True)), err
     assert "0 new, 0 replaced" in out
     found = PlanStore(folder, seeds=None).get(id)
-    assert isinstance(found, Hit) and found.record.versions == {"torch": "2.11.0+cu130"}
+    assert isinstance(found, Hit) and found.record.versions == {
+        "frontend": "1.28.0",
+        "torch": "2.11.0+cu130",
+    }
 
 
 def _with(exported: Path, *lines: bytes) -> Path:

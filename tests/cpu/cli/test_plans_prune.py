@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from plans_cache import Hit, PlanStore
+from plans_cache.measurements import Measurements
 from tests.commands import Cli
 from tests.workers import cache_example
 
@@ -26,7 +27,6 @@ def left(folder: Path, ids: dict[str, str]) -> set[str]:
         (["--dead-environments", "--gpu", "nvidia h200"], {"a100"}),
         (["--dead-environments", "--cudnn", "9.19.0"], {"old"}),
         (["--dead-environments", "--cudnn", "91900", "--gpu", "NVIDIA H200"], {"a100", "old"}),
-        (["--dead-environments", "--frontend", "1.28.0"], set()),
         (["--older-than", "30"], {"a100", "old"}),
         (["--older-than", "0.05"], {"padded", "cut", "a100", "old"}),
         (["--older-than", "0"], {"tuned", "padded", "cut", "torch", "sdpa", "a100", "old"}),
@@ -157,3 +157,19 @@ def test_a_prune_that_makes_no_sense_removes_nothing(
     code, out, err = run("prune", *argv)
     assert (code, out, left(folder, ids)) == (2, "", set(ids))
     assert said in err
+
+
+def test_measurements_go_by_age_and_take_what_plans_leave_of_a_size(
+    run: Cli, folder: Path, ids: dict[str, str]
+) -> None:
+    kept = Measurements(folder)
+    for number in range(2):
+        kept.add(f"{number}" * 32, {"what": "a time"})
+    assert "and measurements" not in run("prune", "--max-size", "1G")[1]
+    code, out, _ = run("prune", "--max-size", "0", "--dry-run")
+    assert (code, "would remove 7 of 7 plans" in out) == (0, True)
+    assert out.endswith(", and measurements of 2 steps\n") and kept.of("0" * 32)
+    os.utime(folder / "parts" / f"{'1' * 32}.jsonl", (0, 0))
+    assert ", and measurements of 1 step\n" in run("prune", "--unused-for", "300")[1]
+    assert kept.of("0" * 32) and not kept.of("1" * 32)
+    assert left(folder, ids) == set(ids)

@@ -328,7 +328,7 @@ def test_on_a_gpu_the_plans_of_its_environment_are_checked_and_their_records_ren
         "4 renewed: what they say of their plans was found now",
     ]
     assert all(policy.verify == "isolated" for _, policy in gpu.asked), "whatever the settings say"
-    assert _said(folder, ids["tuned"]) == [dataclasses.asdict(HERE)]
+    assert _said(folder, ids["tuned"]) == [{**dataclasses.asdict(HERE), "also": []}]
     assert _said(folder, ids["a100"]) == [None]
     kept = PlanStore(folder, seeds=None).get(ids["tuned"])
     assert isinstance(kept, Hit) and kept.blob == cache_example.BLOB

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.backend.candidates import Candidate, Outcome
-from cudnngraph.backend.plan import Choice, Verified
+from cudnngraph.backend.plan import KERNEL, Choice, Verified
 from cudnngraph.cache import codec, lookup
 from cudnngraph.cache.state import STATE
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.select import guard, heuristic, processes, verification, workers
 from cudnngraph.select.processes import Server
 from cudnngraph.select.workers import Answer, Workers
-from tests.fakes import FakePlan, World
+from tests.fakes import H200, FakePlan, World
 from tests.lookups import again, compiled
 
 STAND_IN = Path(__file__).parents[2] / "workers" / "stand_in_worker.py"
@@ -360,6 +361,53 @@ def test_a_record_whose_plan_does_not_pass_serves_nobody(
     assert len(asked) == 1, "it is known"
 
 
+def test_a_record_of_another_frontend_serves_once_its_plans_are_checked_with_this_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Choice] = []
+
+    def here(cls: type, index: int, error: float) -> Verified:
+        return Verified(error, "a GPU", 91900, world.environment.frontend_version, "2.13")
+
+    def use(frontend: str) -> Verified:
+        world.environment = replace(H200, frontend_version=frontend)
+        exe = again(verify="isolated")
+        assert exe.steps[0].choice == first.steps[0].choice
+        (found,) = [step.verified for step in exe.steps]
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(workers, "on", says(None, asked))
+    monkeypatch.setattr(Verified, "here", classmethod(here))
+    first = compiled(verify="off")
+    assert use("1.28.0").also == ()
+    assert use("1.32.0").also == ("1.28.0",)
+    assert len(asked) == 2
+    assert use("1.28.0") == use("1.32.0"), "both are known"
+    assert use("1.30.0").also == ("1.32.0", "1.28.0")
+    assert (len(asked), len(world.built), len(world.files("json"))) == (3, 1, 1)
+
+
+def test_a_record_whose_plan_is_wrong_with_this_frontend_is_made_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Choice] = []
+    monkeypatch.setattr(workers, "on", says(None, asked))
+    monkeypatch.setattr(Verified, "here", classmethod(lambda cls, index, error: CHECKED))
+    compiled(verify="off")
+    again(verify="isolated")
+    world.environment = replace(H200, frontend_version="1.32.0")
+    monkeypatch.setattr(workers, "on", says("wrong: off by 0.5", asked))
+    with pytest.raises(cg.PlanNotCached, match="wrong: off by"):
+        again(verify="isolated", tune="cached")
+    assert len(asked) == 2
+
+
+def test_a_generated_kernel_is_checked_once_for_all_frontends() -> None:
+    assert CHECKED.holds_for(Choice(KERNEL, ()), "1.32.0")
+    assert not CHECKED.holds_for(Choice(7, ()), "1.32.0")
+
+
 @pytest.mark.parametrize("does", MISBEHAVES)
 def test_a_record_whose_plan_misbehaves_is_made_anew(
     does: str, world: World, behaves: Behaves
@@ -395,6 +443,10 @@ def test_torch_steps_alone_ask_nothing_of_cudnn(
     assert [step.choice for step in g.compile("cuda:0").steps] == [None]
 
 
-@pytest.mark.parametrize("said", [None, 7, {}, {"error": "x"}, {"error": 1.0, "gpu": 3}])
+WHOLE = {"error": 1.0, "gpu": "a GPU", "cudnn": 1, "frontend": "1", "torch": "2"}
+SAID = [None, 7, {}, {"error": "x"}, {"error": 1.0, "gpu": 3}]
+
+
+@pytest.mark.parametrize("said", [*SAID, {**WHOLE, "also": 7}, {**WHOLE, "also": ["1", 2]}])
 def test_a_check_that_a_record_cannot_say_counts_as_none(said: Any) -> None:
     assert codec._verified(said) is None

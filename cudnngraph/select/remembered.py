@@ -1,0 +1,268 @@
+"""A bench that measures each part once: what is known of a step is kept, and not measured again.
+
+Rankings, builds and times are told to a memo as soon as they are there. A search that is stopped
+goes on with them, and so does the search of another graph that has an equal step. A plan that was
+measured before is built, and checked, only where it is timed beside others or taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from ..backend.candidates import Candidate, Outcome
+from ..backend.plan import KERNEL, Choice, Plan, Verified
+from ..errors import NotSupported
+from ..ir.key import step_digest
+from ..ir.spec import GraphSpec
+from .bench import Bench
+
+Row = Mapping[str, Any]
+_MOST_INT = 1 << 62
+
+
+class Memo(Protocol):
+    """Measurements that are kept from process to process, in one environment."""
+
+    def of(self, spec: GraphSpec) -> Sequence[Row]:
+        """The rows of a step, in the order in which they were made."""
+
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
+        """One more row of a step."""
+
+
+class KnownPlan:
+    """Stands for a plan that was built and measured before: its choice and its workspace."""
+
+    verified: Verified | None = None
+    blob: bytes | None = None
+
+    def __init__(self, choice: Choice, workspace_bytes: int) -> None:
+        self.choice = choice
+        self.workspace_bytes = workspace_bytes
+
+
+class _Step:
+    """What is known of a step."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.candidates: list[Candidate] | None = None
+        self.workspaces: dict[Choice, int] = {}
+        self.times: dict[tuple[str, frozenset[Choice | None]], dict[Choice | None, float]] = {}
+        self.chains: dict[str, list[float]] = {}
+        self.real: dict[Choice, Plan | str] = {}
+        self.inner: Any = None  # its candidates as cuDNN has them in this process
+        for row in rows:
+            try:
+                self._take(row)
+            except (KeyError, TypeError, ValueError):
+                continue  # a row that is none
+
+    def _take(self, row: Row) -> None:
+        if row["what"] == "ranking":
+            self.candidates = [
+                Candidate(_whole(index), _choice(choice), str(tag))
+                for index, choice, tag in row["candidates"]
+            ]
+        elif row["what"] == "built":
+            self.workspaces[_choice(row["choice"])] = _whole(row["workspace_bytes"])
+        elif row["what"] == "times":
+            choices = [None if each is None else _choice(each) for each in row["choices"]]
+            times = dict(zip(choices, map(_time, row["times"]), strict=True))
+            self.times[str(row["rounds"]), frozenset(choices)] = times
+        elif row["what"] == "chains":
+            self.chains[str(row["chains"])] = list(map(_time, row["times"]))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -1 <= value <= _MOST_INT:
+        raise ValueError("no number")
+    return value
+
+
+def _time(value: Any) -> float:
+    if not isinstance(value, float) or not (math.isfinite(value) and value >= 0):
+        raise ValueError("no time")
+    return value
+
+
+def _choice(data: Any) -> Choice:
+    engine, knobs = data
+    return Choice(_whole(engine), tuple((str(name), int(value)) for name, value in knobs))
+
+
+def _data(choice: Choice | None) -> Any:
+    return None if choice is None else [choice.engine, [list(knob) for knob in choice.knobs]]
+
+
+def _named(plan: Plan | None) -> Any:
+    return _data(None if plan is None else plan.choice)
+
+
+class RememberedBench:
+    """``bench`` with a memo. Times that were taken side by side are known side by side alone."""
+
+    def __init__(self, bench: Bench, memo: Memo) -> None:
+        self._bench = bench
+        self._memo = memo
+        self._known: dict[str, _Step] = {}
+
+    def _step(self, spec: GraphSpec) -> _Step:
+        digest = step_digest(spec)
+        if digest not in self._known:
+            self._known[digest] = _Step(self._memo.of(spec))
+        return self._known[digest]
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    def proposals(self, spec: GraphSpec) -> Any:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        step = self._step(spec)
+        if step.candidates is None:
+            step.candidates = list(self._asked(spec, step).candidates)
+            rows = [[each.index, _data(each.choice), each.tag] for each in step.candidates]
+            self._memo.add(spec, {"what": "ranking", "candidates": rows})
+        return _Proposals(self, spec, step.candidates)
+
+    def _asked(self, spec: GraphSpec, step: _Step) -> Any:
+        if step.inner is None:
+            step.inner = self._bench.proposals(spec)
+        return step.inner
+
+    def build(self, spec: GraphSpec, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """A candidate's plan, which is none yet if it was built before."""
+        step, choice = self._step(spec), candidate.choice
+        need = step.workspaces.get(choice)
+        if need is not None:
+            return Outcome(candidate, True, "", need), cast(Plan, KnownPlan(choice, need))
+        outcome, plan = self._asked(spec, step).build(candidate)
+        if plan is not None:
+            step.real[choice] = plan
+            self._built(spec, plan)
+        return outcome, plan
+
+    def _built(self, spec: GraphSpec, plan: Plan) -> None:
+        self._step(spec).workspaces[plan.choice] = plan.workspace_bytes
+        row = {"what": "built", "choice": _data(plan.choice)}
+        self._memo.add(spec, {**row, "workspace_bytes": plan.workspace_bytes})
+
+    def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        found: list[Plan | str | None] = []
+        for spec, choice in parts:
+            need = self._step(spec).workspaces.get(choice)
+            found.append(None if need is None else cast(Plan, KnownPlan(choice, need)))
+        new = [part for part, plan in zip(parts, found, strict=True) if plan is None]
+        made = iter(self._bench.kernels(new) if new else ())
+        for number, (spec, choice) in enumerate(parts):
+            if found[number] is None:
+                plan = found[number] = next(made)
+                self._step(spec).real[choice] = plan
+                if not isinstance(plan, str):
+                    self._built(spec, plan)
+        return [plan for plan in found if plan is not None]
+
+    def _real(self, spec: GraphSpec, plan: Plan | None) -> Plan | str | None:
+        """The plan that a known one stands for, built and checked, or why there is none."""
+        if not isinstance(plan, KnownPlan):
+            return plan
+        step, choice = self._step(spec), plan.choice
+        if choice not in step.real:
+            if choice.engine == KERNEL:
+                (step.real[choice],) = self._bench.kernels([(spec, choice)])
+            else:
+                listed = [each for each in step.candidates or () if each.choice == choice]
+                candidate = listed[0] if listed else Candidate(-1, choice, str(choice))
+                try:
+                    outcome, made = self._asked(spec, step).build(candidate)
+                    step.real[choice] = outcome.reason if made is None else made
+                except NotSupported as refusal:
+                    step.real[choice] = refusal.reasons[0]
+        return step.real[choice]
+
+    # -- times -------------------------------------------------------------------------------------
+
+    def times_us(
+        self, spec: GraphSpec, plans: Sequence[Plan | None], rounds: int
+    ) -> list[float | str]:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        choices = [None if plan is None else plan.choice for plan in plans]
+        step, place = self._step(spec), (str(rounds), frozenset(choices))
+        known = step.times.get(place)
+        if known is not None:
+            return [known[choice] for choice in choices]
+        real = [self._real(spec, plan) for plan in plans]
+        there = [plan for plan in real if not isinstance(plan, str)]
+        taken = iter(self._bench.times_us(spec, there, rounds) if there else ())
+        times = [plan if isinstance(plan, str) else next(taken) for plan in real]
+        told = [time for time in times if isinstance(time, float) and math.isfinite(time)]
+        if len(told) == len(times):
+            step.times[place] = dict(zip(choices, told, strict=True))
+            row = {"what": "times", "choices": list(map(_data, choices)), "rounds": rounds}
+            self._memo.add(spec, {**row, "times": told})
+        return times
+
+    def chain_times_us(
+        self,
+        spec: GraphSpec,
+        chains: Sequence[Sequence[tuple[GraphSpec, Plan | None]]],
+        *,
+        alike: bool = False,
+    ) -> list[float] | None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        named = [[(step_digest(part), _named(plan)) for part, plan in way] for way in chains]
+        place = json.dumps([alike, named])
+        step = self._step(spec)
+        if place in step.chains:
+            return list(step.chains[place])
+        real: list[list[tuple[GraphSpec, Plan | None]]] = []
+        for way in chains:
+            real.append([])
+            for part, plan in way:
+                made = self._real(part, plan)
+                if isinstance(made, str):
+                    return None  # it is thrown out where it is checked
+                real[-1].append((part, made))
+        times = self._bench.chain_times_us(spec, real, alike=alike)
+        if times is not None and all(map(math.isfinite, times)):
+            step.chains[place] = times
+            self._memo.add(spec, {"what": "chains", "chains": place, "times": times})
+        return times
+
+    # -- the choice --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        self._bench.close()
+
+    def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        real = self._real(spec, plan)
+        assert real is not None
+        return real if isinstance(real, str) else self._bench.why_wrong(spec, real)
+
+    def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
+        """See :class:`~cudnngraph.select.bench.Bench`; no known plan is taken unchecked."""
+        step = self._step(spec)
+        if choice in step.workspaces and choice not in step.real:
+            why = self.why_wrong(spec, cast(Plan, KnownPlan(choice, step.workspaces[choice])))
+            if why is not None:
+                raise NotSupported(f"graph '{spec.name}'", [why])
+        return self._bench.replay(spec, choice)
+
+
+class _Proposals:
+    """cuDNN's candidates for a step, each built at most once in all searches."""
+
+    def __init__(
+        self, bench: RememberedBench, spec: GraphSpec, candidates: Sequence[Candidate]
+    ) -> None:
+        self._bench = bench
+        self._spec = spec
+        self.candidates = candidates
+
+    def build(self, candidate: Candidate) -> tuple[Outcome, Plan | None]:
+        """See :class:`~cudnngraph.backend.candidates.Proposals`."""
+        return self._bench.build(self._spec, candidate)

@@ -1,0 +1,259 @@
+"""Measurements that are kept: a search that was stopped goes on, equal parts are measured once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cudnngraph as cg
+from cudnngraph.backend import env
+from cudnngraph.cache.measured import Measured
+from cudnngraph.cache.state import STATE
+from cudnngraph.ir.key import step_digest
+from cudnngraph.ir.spec import GraphSpec
+from cudnngraph.select.decision import Selection
+from cudnngraph.select.remembered import RememberedBench
+from plans_cache.measurements import Measurements
+from tests.fakes import H200
+from tests.searches import F16, POLICY, Bench, Offer, block, chain, ops, run, table, taken
+
+
+class Memo:
+    """Measurements in memory, as text, as a file would have them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[str]] = {}
+
+    def of(self, spec: GraphSpec) -> list[Any]:
+        return [json.loads(row) for row in self.rows.get(step_digest(spec), ())]
+
+    def add(self, spec: GraphSpec, row: dict[str, Any]) -> None:
+        self.rows.setdefault(step_digest(spec), []).append(json.dumps(row))
+
+
+def bench() -> Bench:
+    """Six plans for every step, of times that are no ties."""
+
+    def offers(spec: GraphSpec) -> list[Offer]:
+        size = 10.0 * len(ops(spec))
+        return [Offer(size * (1.5 - 0.1 * n), workspace=64 * n) for n in range(6)]
+
+    return Bench(offers)
+
+
+def measured(of: Bench) -> int:
+    return sum(plans for _, plans in of.rounds)
+
+
+def search(spec: GraphSpec, of: Bench, memo: Memo, policy: cg.Policy = POLICY) -> Selection:
+    return run(spec, RememberedBench(of, memo), policy)  # type: ignore[arg-type]
+
+
+def stripped(selection: Selection) -> list[tuple[str, int | None, float | None]]:
+    return [
+        (*each, step.time_us) for each, step in zip(taken(selection), selection.steps, strict=True)
+    ]
+
+
+def residual(count: int) -> GraphSpec:
+    """Blocks of two convolutions with a sum behind them: equal parts in graphs of other lengths."""
+    g = cg.Graph("residual")
+    y = g.input("x", (2, 8, 6, 6), F16, layout="channels_last")
+    for number in range(count):
+        w1, w2 = (
+            g.input(f"{name}{number}", (8, 8, 3, 3), F16, layout="channels_last") for name in "vw"
+        )
+        y = g.relu(g.add(g.conv(g.relu(g.conv(y, w1, padding=1)), w2, padding=1), y))
+    g.output("y", y)
+    return g.spec()
+
+
+GRAPHS = [block(), chain(), residual(2)]
+IDS = ["block", "chain", "residual"]
+
+
+@pytest.mark.parametrize("spec", GRAPHS, ids=IDS)
+def test_a_memo_changes_no_choice(spec: GraphSpec) -> None:
+    assert stripped(search(spec, bench(), Memo())) == stripped(run(spec, bench()))
+
+
+@pytest.mark.parametrize("spec", GRAPHS, ids=IDS)
+def test_what_is_known_is_not_measured_again(spec: GraphSpec) -> None:
+    memo = Memo()
+    first = search(spec, bench(), memo)
+    second = bench()
+    assert stripped(search(spec, second, memo)) == stripped(first)
+    assert (measured(second), second.chains) == (0, [])
+    steps = {step_digest(step.spec) for step in first.steps if step.choice is not None}
+    assert len(second.built) == len(steps), "what is taken alone"
+    assert len(second.checked) == len(steps), "each is checked by this process"
+
+
+@pytest.mark.parametrize("spec", GRAPHS, ids=IDS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_search_that_was_killed_goes_on_where_it_was(spec: GraphSpec, share: float) -> None:
+    whole = bench()
+    wanted = search(spec, whole, Memo())
+    memo, killed, left = Memo(), bench(), int(share * len(whole.built))
+
+    def count() -> None:
+        if len(killed.built) >= left:
+            raise KeyboardInterrupt
+
+    killed.on_build = count
+    with pytest.raises(KeyboardInterrupt):
+        search(spec, killed, memo)
+    resumed = bench()
+    assert stripped(search(spec, resumed, memo)) == stripped(wanted)
+    assert measured(killed) + measured(resumed) == measured(whole)
+
+
+def test_another_graph_measures_only_what_differs() -> None:
+    memo = Memo()
+    search(residual(3), bench(), memo)
+    alone, shared = bench(), bench()
+    wanted = run(residual(4), alone)
+    assert stripped(search(residual(4), shared, memo)) == stripped(wanted)
+    assert measured(alone) > 0 and measured(shared) == 0, "it has more of the same regions"
+    assert len(shared.chains) <= len(alone.chains)
+    partly, whole = bench(), bench()
+    run(block(), whole)
+    search(block(), partly, memo)
+    assert 0 < measured(partly) <= measured(whole)
+
+
+def test_a_plan_that_was_measured_and_is_wrong_now_is_thrown_out() -> None:
+    memo = Memo()
+    fine = {"conv bias relu last": [Offer(20.0), Offer(10.0)]}
+    assert taken(search(block(), table(fine), memo)) == [("conv bias relu last", 1)]
+    wrong = {"conv bias relu last": [Offer(20.0), Offer(10.0, wrong="off by 3")]}
+    assert taken(search(block(), table(wrong), memo)) == [("conv bias relu last", 0)]
+    refused = {"conv bias relu last": [Offer(20.0), Offer(10.0, refused="is gone")]}
+    assert taken(search(block(), table(refused), memo)) == [("conv bias relu last", 0)]
+
+
+def test_no_failure_is_kept() -> None:
+    """There may be memory next time."""
+    memo = Memo()
+    offers = {"conv bias relu last": [Offer("out of memory"), Offer(30.0)]}
+    search(block(), table(offers), memo)
+    later = {"conv bias relu last": [Offer(10.0), Offer(30.0)]}
+    assert taken(search(block(), table(later), memo)) == [("conv bias relu last", 0)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"what": 7},
+        {"what": "ranking", "candidates": 7},
+        {"what": "ranking", "candidates": [[0, [3, [["A", "x"]]], "t"]]},
+        {"what": "built", "choice": None, "workspace_bytes": 0},
+        {"what": "built", "choice": [0, []], "workspace_bytes": -5},
+        {"what": "times", "choices": [None], "rounds": 5, "times": [-1.0]},
+        {"what": "times", "choices": [None], "rounds": 5, "times": ["fast"]},
+        {"what": "times", "choices": [None, None], "rounds": 5, "times": [1.0]},
+        {"what": "times", "choices": [None], "rounds": 5, "times": [float("nan")]},
+        {"what": "chains", "chains": {}, "times": None},
+    ],
+)
+def test_rows_that_are_none_count_for_nothing(row: dict[str, Any]) -> None:
+    class Damaged(Memo):
+        def of(self, spec: GraphSpec) -> list[Any]:
+            return [row, *super().of(spec)]
+
+    assert stripped(search(block(), bench(), Damaged())) == stripped(run(block(), bench()))
+
+
+# -- on disk ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Search a graph as a new process in an environment; how much was measured."""
+    monkeypatch.setenv("CUDNNGRAPH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("cudnngraph.settings._from_environ", None)
+
+    def measure(here: env.EnvKey = H200, policy: cg.Policy = POLICY) -> int:
+        monkeypatch.setattr(STATE, "measurements", {})
+        monkeypatch.setattr(env, "env_key", lambda index: here)
+        at = bench()
+        run(block(), RememberedBench(at, Measured(policy, 0)), policy)  # type: ignore[arg-type]
+        return measured(at)
+
+    return measure
+
+
+def test_another_process_takes_what_is_on_disk(measure: Callable[..., int]) -> None:
+    assert measure() > 0
+    assert measure() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpu_name": "NVIDIA H100"},
+        {"sm_count": 114},
+        {"cudnn_version": 92200},
+        {"frontend_version": "1.32.0"},
+    ],
+    ids=str,
+)
+def test_another_environment_measures_anew(
+    change: dict[str, Any], measure: Callable[..., int]
+) -> None:
+    first = measure()
+    assert measure(replace(H200, **change)) == first
+    assert measure() == 0
+
+
+def test_another_policy_measures_anew(measure: Callable[..., int]) -> None:
+    first = measure()
+    assert measure(policy=replace(POLICY, deterministic=True)) == first
+
+
+def test_another_generator_of_kernels_measures_anew(
+    measure: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = measure()
+    monkeypatch.setattr("cudnngraph.kernels.kernel.generator", lambda: "another")
+    assert measure() == first
+
+
+ID = "a" * 32
+
+
+def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path) -> None:
+    kept = Measurements(tmp_path / "cache")
+    kept.add(ID, {"n": 1})
+    (file,) = (tmp_path / "cache" / "parts").iterdir()
+    file.write_bytes(file.read_bytes() + b'{"n": 2')
+    kept.add(ID, {"n": 3})
+    assert Measurements(tmp_path / "cache").of(ID) == [{"n": 1}, {"n": 3}]
+
+
+def test_a_directory_that_cannot_be_used_keeps_measurements_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    kept = Measurements(tmp_path / "cache")
+    kept.add(ID, {"n": 1})
+    assert kept.of(ID) == [{"n": 1}]
+    assert Measurements(None).of(ID) == []
+
+
+def test_the_oldest_go_until_the_rest_is_small_enough(tmp_path: Path) -> None:
+    import os
+
+    kept = Measurements(tmp_path / "cache")
+    for number in range(4):
+        kept.add(f"{number}" * 32, {"n": number})
+        os.utime(tmp_path / "cache" / "parts" / f"{str(number) * 32}.jsonl", (number, number))
+    size = len('{"n": 0}\n')
+    assert kept.prune(max_total_bytes=2 * size, dry_run=True) == (2, 2 * size)
+    assert kept.prune(max_total_bytes=2 * size) == (2, 2 * size)
+    assert [bool(kept.of(f"{number}" * 32)) for number in range(4)] == [False, False, True, True]
+    assert kept.prune(unused_for_s=6.5, now=9.0) == (1, size)
