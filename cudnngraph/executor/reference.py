@@ -193,6 +193,8 @@ def run_into(
     if len(results) > 1:  # what shows an input is read before an output is written there
         written = {output.untyped_storage()._cdata for output in outputs[:-1]}
         shown = (result.untyped_storage()._cdata in written for result in results)
-        results = [each.clone() if show else each for each, show in zip(results, shown, strict=True)]
+        results = [
+            each.clone() if show else each for each, show in zip(results, shown, strict=True)
+        ]
     for result, output in zip(results, outputs, strict=True):
         output.copy_(result)

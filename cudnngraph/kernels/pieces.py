@@ -13,13 +13,12 @@ from math import gcd
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
-from .rows import VECTOR_BYTES, Schedule, rows_of
+from .rows import VECTOR_BYTES, Schedule, check_count, rows_of
 from .scalars import FUNCTIONS, MEMORY, PRELUDE
 from .source import ARGS, NAME, Source
 from .tape import Refused
 from .write import Narrower, Writer
 
-MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 THREADS = 256
 BLOCKS_OF_A_PROCESSOR = 4  # for each region
 _TAKEN = "void* const* const q, const u32 block, const u32 blocks"
@@ -90,8 +89,7 @@ def write(spec: GraphSpec, plan: Pieces) -> Source:
     places = {name: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
     if len(parts) < 2:
         raise Refused("one region, which is no kernel of pieces")
-    if len(places) > MOST_TENSORS:
-        raise Refused(f"{len(places)} tensors, of which a kernel takes {MOST_TENSORS}")
+    check_count(spec)
     functions: dict[str, str] = {}
     calls: list[str] = []
     count = 0

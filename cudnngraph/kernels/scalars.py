@@ -6,6 +6,7 @@ needs a header: NVRTC compiles without any include path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -209,11 +210,12 @@ Code = Callable[[Sequence[str], Mapping[str, Any]], str]
 
 
 def number(value: float) -> str:
-    """A number as C++ has it, to the last bit."""
+    """A number as C++ has it, to the last bit of a float32; one beyond these is an infinity."""
+    value = float(torch.tensor(value, dtype=torch.float32, device="cpu"))
     if value != value or value in (float("inf"), float("-inf")):
         bits = 0x7FC00000 if value != value else 0x7F800000 if value > 0 else 0xFF800000
         return f"bits_float({bits:#x}u)"
-    return f"{float(torch.tensor(value, dtype=torch.float32)).hex()}f"
+    return f"{value.hex()}f" if math.copysign(1.0, value) > 0 else f"({value.hex()}f)"
 
 
 def _call(name: str) -> Code:

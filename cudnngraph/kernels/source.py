@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 NAME = "cudnngraph_kernel"
 ARGS = "struct Args"
+MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,10 @@ class Writer:
         self._count += 1
         return f"v{self._count}"
 
+    def name(self, var: Var, code: str) -> None:
+        """Call a variable by C++ for a number of 32 bits, which is widened where addresses are."""
+        self._names[var] = f"(u64){code}" if self._count_type == "u64" else code
+
     def _declare(self, type: str, by: int) -> Code:
         """A new variable for a value; for all chunks where they are kept."""
         name, lanes = self._new(), f"[{self._plan.lanes}]" if by == 2 else ""
@@ -426,7 +430,7 @@ class Writer:
             raise Narrower
         there = self._picked_of(value, index)
         var = self._picks[id(value), index]
-        self._names[var] = var.name
+        self.name(var, var.name)
         text = at.text.replace("[j]", "[0]")
         self._lines.append(
             f"const u32 {var.name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;"
