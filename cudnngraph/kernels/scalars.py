@@ -203,6 +203,11 @@ D float silu_backward(float dy, float x) {
   float gate = sigmoid(x);
   return dy * gate * (1.0f + x * (1.0f - gate));
 }
+template <class T> D float rounded(float x) {
+  T y;
+  put(y, x);
+  return get(y);
+}
 D int rounded8(float x) { return (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f); }
 """.replace("THRESHOLD", f"{float(SOFTPLUS_THRESHOLD)}f")
 
