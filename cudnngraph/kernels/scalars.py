@@ -203,6 +203,12 @@ D float silu_backward(float dy, float x) {
   float gate = sigmoid(x);
   return dy * gate * (1.0f + x * (1.0f - gate));
 }
+// The weight of the nth of four neighbours, of which two lie t behind and 1 - t before a place.
+D float cubic(float t, u32 nth) {
+  float x = nth == 0 ? t + 1.0f : nth == 1 ? t : nth == 2 ? 1.0f - t : 2.0f - t;
+  if (nth == 1 || nth == 2) return (1.25f * x - 2.25f) * x * x + 1.0f;
+  return ((-0.75f * x + 3.75f) * x - 6.0f) * x + 3.0f;
+}
 template <class T> D float rounded(float x) {
   T y;
   put(y, x);

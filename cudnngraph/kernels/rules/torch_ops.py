@@ -31,6 +31,7 @@ from ..tape import (
     sliced,
 )
 from .pointwise import Operands
+from .softmax import log_softmax_along, softmax_along
 
 Given = Mapping[str, Any]
 TorchRule = Callable[[Given, TensorSpec], Value]
@@ -256,6 +257,16 @@ def _function(name: str) -> TorchRule:
     return lambda given, result: mapped(lambda a: f"{name}((float){a})", given["self"])
 
 
+def _along(made: Callable[[Value, int], Value]) -> TorchRule:
+    def rule(given: Given, result: TensorSpec) -> Value:
+        x = given["self"]
+        if x.type != "float" or not x.shape:
+            raise Refused("a softmax of no rows of floats")
+        return made(x, given["dim"] % len(x.shape))
+
+    return rule
+
+
 def _operand(value: Any, like: str) -> Value:
     """An operand of a type, a tensor or a number of Python's."""
     if isinstance(value, Value):
@@ -333,6 +344,8 @@ RULES: Mapping[str, TorchRule] = {
     "aten.alias.default": _same,
     "aten.sin.default": _function("sinf"),
     "aten.cos.default": _function("cosf"),
+    "aten._softmax.default": _along(softmax_along),
+    "aten._log_softmax.default": _along(log_softmax_along),
     "aten.where.self": _where,
     "aten.where.ScalarSelf": _where,
     "aten.where.ScalarOther": _where,

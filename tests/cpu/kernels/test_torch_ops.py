@@ -220,6 +220,15 @@ def test_sine_and_cosine(op: str, dtype: torch.dtype) -> None:
     assert all(bool(out.isnan().all()) for out in run(spec, [strange]))
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax"])
+def test_rows_of_torchs_own_softmax(op: str) -> None:
+    spec = graph(f"aten._{op}.default", (X, -1, False), ((6, 40), F16, None))
+    x = torch.randn(6, 40).half()
+    (want,) = reference.run(spec, [x], torch.float64)
+    for out in run(spec, [x]):
+        numerics.check(out, want, F16, terms=40)
+
+
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
