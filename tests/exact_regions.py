@@ -16,6 +16,7 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.ir.spec import GraphSpec, TensorSpec, overlaps_itself
+from cudnngraph.ops import aten
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 #: Up to where a dtype has all whole numbers.
@@ -226,6 +227,45 @@ class _Maker:
         )
         return _Known(made, x.most)
 
+    def moved(self, x: _Known) -> _Known | None:
+        """What torch's own ops move, at places that are computed or given."""
+        r, g, shape = self.r, self.g, x.shape
+        rank = len(shape)
+        dim, of = r.randrange(rank), ("tensor", 0)
+        op = r.choice(("flip", "roll", "pad", "reflect", "select", "select", "gather", "rows"))
+        if op == "flip":
+            dims = r.sample(range(rank), r.randint(1, rank))
+            made = g.aten([x.value], "aten.flip.default", (of, ("list", *dims)))
+        elif op == "roll":
+            turned = of, ("list", r.randint(-5, 9)), ("list", dim)
+            made = g.aten([x.value], "aten.roll.default", turned)
+        elif op == "pad":
+            pads = [r.choice((0, 1, 3)) for _ in range(2 * r.randint(1, rank))]
+            made = g.aten([x.value], "aten.constant_pad_nd.default", (of, ("list", *pads), 2.0))
+        elif op == "reflect":
+            if not 2 <= rank <= 4:
+                return None
+            kind = "reflection" if min(shape[1:]) > 2 and r.random() < 0.5 else "replication"
+            pads = [r.choice((0, 1, 2)) for _ in range(2 * (rank - 1))]
+            name = f"aten.{kind}_pad{rank - 1}d.default"
+            made = g.aten([x.value], name, (of, ("list", *pads)))
+        else:
+            dtype, at = r.choice((torch.int64, torch.int32)), ("tensor", 1)
+            wide = list(shape)
+            wide[dim] = r.choice((1, 3, 8))
+            if op == "select":
+                wanted: Shape = (wide[dim],)
+                name, args = "aten.index_select.default", (of, dim, at)
+            elif op == "gather":
+                wanted, dtype = tuple(wide), torch.int64
+                name, args = "aten.gather.default", (of, dim, at)
+            else:
+                wanted = (r.choice((1, 2)), r.choice((1, 4, 5)))
+                name, args = "aten.index.Tensor", (of, ("list", *[None] * dim, at))
+            index = g.input(self.name(), wanted, dtype, stride=self.strides(wanted))
+            made = g.aten([x.value, index], name, args)
+        return _Known(made, x.most)
+
     # -- the whole -----------------------------------------------------------------------------
 
     def grow(self) -> None:
@@ -233,7 +273,7 @@ class _Maker:
         x = self.begin()
         self.pool = [x]
         for _ in range(r.choice((1, 2, 3, 4, 5, 6, 8))):
-            way = r.random() * (0.8 if self.turned else 1.0)
+            way = r.random() * (0.8 if self.turned else 1.1)
             if way < 0.3:
                 made = self.two(x)
             elif way < 0.45:
@@ -242,8 +282,10 @@ class _Maker:
                 made = self.viewed(x)
             elif way < 0.93:
                 made = self.reduced(x)
-            else:
+            elif way < 1.0:
                 made = self.pooled(x)
+            else:
+                made = self.moved(x)
             if made is None or math.prod(made.shape) > self.most_elements or len(made.shape) > 5:
                 continue
             whole = WHOLE.get(made.value.dtype, WHOLE[F32])
@@ -284,14 +326,19 @@ def region(seed: int) -> GraphSpec:
 def tensors(spec: GraphSpec, seed: int) -> list[torch.Tensor]:
     """Operands of a region; between their elements is NaN, or what an op would show."""
     gen = torch.Generator().manual_seed(seed)
-    return [_given(spec.tensors[name], gen) for name in spec.inputs]
+    counts: dict[str, int] = {}
+    for node in spec.nodes:
+        counts |= aten.indexed(node, spec.tensors) if node.op == "aten" else {}
+    return [_given(spec.tensors[name], gen, counts.get(name)) for name in spec.inputs]
 
 
-def _given(tensor: TensorSpec, gen: torch.Generator) -> torch.Tensor:
+def _given(tensor: TensorSpec, gen: torch.Generator, count: int | None) -> torch.Tensor:
     blank = math.nan if tensor.dtype.is_floating_point else BLANK
     memory = torch.full((tensor.extent,), blank).to(tensor.dtype)
     low = 0 if tensor.dtype in (torch.uint8, torch.bool) else -MOST
     high = 1 if tensor.dtype == torch.bool else MOST
+    if count is not None:
+        low, high = 0, count - 1
     values = torch.randint(low, high + 1, (tensor.extent,), generator=gen).to(tensor.dtype)
     there = torch.zeros(tensor.extent, dtype=torch.bool)
     there.as_strided(tensor.shape, tensor.stride).fill_(True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cudnngraph.backend.plan import Choice
+from cudnngraph.errors import NotSupported
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
@@ -39,7 +40,14 @@ def choices(spec: GraphSpec, seed: int) -> list[Choice]:
 
 
 def sources(spec: GraphSpec, seed: int) -> list[tuple[Choice, Source]]:
-    return [(each, generated.source_of(spec, each)) for each in choices(spec, seed)]
+    """Their kernels. That by rule is known to be written, others may turn out not to go."""
+    found = []
+    for number, each in enumerate(choices(spec, seed)):
+        try:
+            found.append((each, generated.source_of(spec, each)))
+        except NotSupported:
+            assert number, "the choice by rule"
+    return found
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
