@@ -9,7 +9,7 @@ row that fits into registers is read once; of a longer one each pass reads it ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
@@ -20,8 +20,8 @@ from ..ir.spec import GraphSpec, TensorSpec, numel
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
-from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, TEAM, number
-from .source import ARGS, NAME, Source
+from .scalars import MEMORY, REGISTER, TEAM, number
+from .source import NAME, Source, function, pointers, text_of
 from .tape import (
     Index,
     Join,
@@ -115,23 +115,16 @@ class Writer:
     def source(self) -> Source:
         """Write it."""
         lines, blocks = self.lines()
-        pointers = [
-            f"  {'const ' * (at < len(self._spec.inputs))}{kind}* const p{at} = ({kind}*)a.p[{at}];"
-            for name, at in self._places.items()
-            for kind in [MEMORY[self._spec.tensors[name].dtype]]
-        ]
-        head = [
-            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({self._plan.threads})',
-            f"{NAME}(const __grid_constant__ Args a) {{",
-            *pointers,
-        ]
-        text = "\n".join(
-            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
-            + ["  " + line for line in lines]
-            + ["}", ""]
-        )
-        return Source(text, blocks, self._plan.threads)
+        return self._kernel(lines, blocks, self._plan.threads, [TEAM] if self._many else [])
+
+    def _kernel(
+        self, lines: Iterable[str], blocks: int, threads: int, shared: Iterable[str] = ()
+    ) -> Source:
+        """A kernel of one function, of the lines behind its pointers."""
+        tensors = [self._spec.tensors[name] for name in self._places]
+        typed = pointers(tensors, len(self._spec.inputs))
+        text = text_of(len(tensors), [function(NAME, threads, [*typed, *lines])], shared)
+        return Source(text, blocks, threads)
 
     def lines(self) -> tuple[list[str], int]:
         """The lines of the function behind its pointers, and the number of blocks."""
