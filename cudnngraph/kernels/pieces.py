@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
@@ -19,7 +20,6 @@ from .tape import Refused
 from .write import Narrower, Writer
 
 THREADS = 256
-BLOCKS_OF_A_PROCESSOR = 4  # for each region
 _TAKEN = "void* const* const q, const u32 block, const u32 blocks"
 
 
@@ -72,7 +72,7 @@ def pieces_of(spec: GraphSpec) -> list[GraphSpec]:
 
 def schedules(processors: int) -> list[Pieces]:
     """Schedules that are worth measuring, the one by rule first."""
-    blocks = BLOCKS_OF_A_PROCESSOR * processors
+    blocks = rules().kernel_region_blocks_per_sm * processors
     first = Pieces(VECTOR_BYTES // 2, THREADS, blocks)
     return [
         first,
