@@ -222,7 +222,8 @@ Code = Callable[[Sequence[str], Mapping[str, Any]], str]
 
 def number(value: float) -> str:
     """A number as C++ has it, to the last bit of a float32; one beyond these is an infinity."""
-    value = float(torch.tensor(value, dtype=torch.float32, device="cpu"))
+    if math.isfinite(value):
+        value = float(torch.tensor(value, dtype=torch.float32, device="cpu"))
     if value != value or value in (float("inf"), float("-inf")):
         bits = 0x7FC00000 if value != value else 0x7F800000 if value > 0 else 0xFF800000
         return f"bits_float({bits:#x}u)"

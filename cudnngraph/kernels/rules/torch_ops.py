@@ -153,7 +153,8 @@ def _index(given: Given, result: TensorSpec) -> Value:
 
 
 def _constant_pad(given: Given, result: TensorSpec) -> Value:
-    x, pads, value = given["self"], given["pad"], given["value"]
+    pads, value = given["pad"], given["value"]
+    x: Value = given["self"]
     kinds = {"float": lambda: number(float(value)), "bool": lambda: str(bool(value)).lower()}
     none = kinds.get(x.type, lambda: f"{int(value)}ll")()
     for n, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
@@ -186,7 +187,8 @@ def _padded(place: Callable[[int, int], Callable[[str], str]]) -> TorchRule:
     """Padding by elements of x."""
 
     def rule(given: Given, result: TensorSpec) -> Value:
-        x, pads = given["self"], given["padding"]
+        pads = given["padding"]
+        x: Value = given["self"]
         for n, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
             dim = len(x.shape) - 1 - n
             size = x.shape[dim]
@@ -197,11 +199,14 @@ def _padded(place: Callable[[int, int], Callable[[str], str]]) -> TorchRule:
 
 
 def _flip(given: Given, result: TensorSpec) -> Value:
-    x = given["self"]
+    x: Value = given["self"]
     for dim in {each % max(1, len(x.shape)) for each in given["dims"]}:
-        size = x.shape[dim]
-        x = _at(*_moved(x, dim, size, lambda i, last=size - 1: f"({last} - {i})"), dim)
+        x = _at(*_moved(x, dim, x.shape[dim], _counted_back(x.shape[dim])), dim)
     return x
+
+
+def _counted_back(size: int) -> Callable[[str], str]:
+    return lambda i: f"({size - 1} - {i})"
 
 
 def _roll(given: Given, result: TensorSpec) -> Value:
