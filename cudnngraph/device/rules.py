@@ -293,6 +293,30 @@ class DeviceRules:
         "the same for a kernel of the gradient of a depthwise weight",
         alternative="tiles of other sizes",
     )
+    depthwise_sums_even: int = _measured(
+        90,
+        "percent of all multiprocessors' places for blocks",
+        "how many a kernel of the gradient of a depthwise weight has to fill (an estimate)",
+        alternative="one, two or four times the blocks",
+    )
+    depthwise_sums_most_waves: int = _measured(
+        4,
+        "waves of blocks",
+        "by how many such a kernel may give all multiprocessors as many (an estimate)",
+        alternative="one, two or four times the blocks",
+    )
+    kernel_long_blocks_per_sm: int = _measured(
+        16,
+        "blocks for each multiprocessor",
+        "how many at most go through what is one long row, which hides latency (an estimate)",
+        alternative="other numbers of threads of a block",
+    )
+    kernel_region_blocks_per_sm: int = _measured(
+        4,
+        "blocks for each multiprocessor",
+        "how many each of several regions of a kernel may have (an estimate)",
+        alternative="four times as many",
+    )
     patch_most_instructions: int = _measured(
         3072,
         "instructions of a thread",

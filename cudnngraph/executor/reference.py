@@ -185,6 +185,16 @@ def _laid_out(value: torch.Tensor, form: TensorSpec) -> torch.Tensor:
 def run_into(
     spec: GraphSpec, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Like :func:`run`, but writes to given tensors of the declared strides and dtypes."""
-    for result, output in zip(prepared(spec)(inputs), outputs, strict=True):
+    """Like :func:`run`, but writes to given tensors of the declared strides and dtypes.
+
+    An output may lie over an input of the same form, of which another one is made.
+    """
+    results = prepared(spec)(inputs)
+    if len(results) > 1:  # what shows an input is read before an output is written there
+        written = {output.untyped_storage()._cdata for output in outputs[:-1]}
+        shown = (result.untyped_storage()._cdata in written for result in results)
+        results = [
+            each.clone() if show else each for each, show in zip(results, shown, strict=True)
+        ]
+    for result, output in zip(results, outputs, strict=True):
         output.copy_(result)

@@ -272,8 +272,9 @@ class Graph(ConvMethods, AttentionMethods, PoolingMethods, LossMethods, RecipeMe
 
     def drop_unused_inputs(self) -> None:
         """Take back the inputs that no declared output depends on."""
-        nodes = canonical_order(self._nodes, [value.name for _, value, _ in self._outputs])
-        used = {name for node in nodes for name in node.operands}
+        results = [value.name for _, value, _ in self._outputs]
+        nodes = canonical_order(self._nodes, results)
+        used = {*results, *(name for node in nodes for name in node.operands)}
         self._inputs = {name: value for name, value in self._inputs.items() if name in used}
 
     # -- freezing ------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class LossMethods(Core):
         *,
         name: str | None = None,
     ) -> Any:
-        """An op of torch that has no other name here, always a torch step: ``overload`` on x.
+        """An op of torch that has no other name here, ``overload``: by torch, or part of a kernel.
 
         ``overload`` is its full name, "aten.embedding.default"; ``args`` and ``kwargs`` are its
         arguments as plain values, ``("tensor", 0)`` for the first of the list x (see

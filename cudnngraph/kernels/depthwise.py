@@ -8,7 +8,7 @@ lie apart in memory a thread has one channel, and reads the taps where they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import gcd
@@ -17,8 +17,7 @@ from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec
 from .index import Sum, Var, counter, place
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, reachable, tape_of
-from .scalars import FUNCTIONS, MEMORY, PRELUDE
-from .source import ARGS, NAME, Source
+from .source import Source
 from .tape import Depthwise, Index, Map, Pick, Read, Refused, Value, View
 from .write import Code, Narrower, Writer
 
@@ -287,20 +286,7 @@ class _Strips(Writer):
             *self._behind(),
             "}",
         ]
-        text = "\n".join(
-            [
-                PRELUDE,
-                FUNCTIONS,
-                f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-                f'extern "C" __global__ void __launch_bounds__({self._plan.team})',
-                f"{NAME}(const __grid_constant__ Args a) {{",
-                *self._pointers(),
-                *("  " + line for line in (*self._taps(), *body)),
-                "}",
-                "",
-            ]
-        )
-        return Source(text, blocks, self._plan.team)
+        return self._kernel([*self._taps(), *body], blocks, self._plan.team)
 
     def _of_channels(self) -> list[str]:
         """Read what differs by channels alone, once for all places of a thread."""
@@ -343,13 +329,6 @@ class _Strips(Writer):
             f"const u32 k = at / {places}u % {channels}u;",
             f"const u32 n = at / {places * channels}u;",
         ]
-
-    def _pointers(self) -> Iterable[str]:
-        """The tensors, typed."""
-        for name, at in self._places.items():
-            kind = MEMORY[self._spec.tensors[name].dtype]
-            const = "const " * (at < len(self._spec.inputs))
-            yield f"  {const}{kind}* const p{at} = ({kind}*)a.p[{at}];"
 
     def _taps(self) -> list[str]:
         """The taps of the block's channels in shared memory, and the first channel of a thread."""

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 from ..ir.spec import GraphSpec, TensorSpec
 from .rows import WARP
-from .scalars import FUNCTIONS, MEMORY, PRELUDE
-from .source import ARGS, NAME, Launch, Source
+from .source import NAME, Launch, Source, function, pointer, text_of
 from .tap_sums import Region, TapSums, deal, region_of
 
 DEEP = 32  # threads that add up the blocks' sums of one tap
@@ -37,7 +36,6 @@ class _Kernel:
         """Write it."""
         dealt, count = self._dealt, self._region.count
         blocks, alone = dealt.parts * dealt.chunks, dealt.chunks == 1
-        args = f"{ARGS} {{ void* p[{len(self._places)}]; }};"
         names = [NAME] if alone else [f"{NAME}_{at}" for at in range(2)]
         body = [*self._begun(), *self._tiles(), *self._added_up(alone)]
         bounds = f"{dealt.threads}, {self._plan.resident}"
@@ -47,33 +45,22 @@ class _Kernel:
             deep = min(DEEP, dealt.chunks)
             texts.append(self._function(names[1], self._last(deep), f"{WARP * deep}", alone))
             launches.append(Launch(names[1], -(-count // WARP), WARP * deep))
-        text = "\n".join([PRELUDE, FUNCTIONS, args, *texts])
+        text = text_of(len(self._places), texts)
         several = () if alone else tuple(launches)
         held = 0 if alone else 4 * count * dealt.chunks
         return Source(text, blocks, dealt.threads, several, held)
 
     def _function(self, name: str, body: list[str], bounds: str, alone: bool) -> str:
         """A function, with the pointers that it needs."""
-        text = "\n".join("  " + line for line in body if line)
-        region = self._region
-        pointers = [
-            f"  {MEMORY[tensor.dtype]}* const {self._pointer(tensor)} = "
-            f"({MEMORY[tensor.dtype]}*)a.p[{self._places[tensor.name]}];"
+        text, region = "\n".join(body), self._region
+        typed = [
+            pointer(at, tensor, f"a.p[{at}]")
             for tensor in dict.fromkeys((region.dy, region.x, region.dw))
+            for at in [self._places[tensor.name]]
             if self._pointer(tensor) in text
         ]
-        more = "" if alone else ", char* const w"
-        return "\n".join(
-            [
-                f'extern "C" __global__ void __launch_bounds__({bounds})',
-                f"{name}(const __grid_constant__ Args a{more}) {{",
-                *pointers,
-                "" if alone else "  float* const sums = (float*)w;",
-                text,
-                "}",
-                "",
-            ]
-        )
+        sums = "" if alone else "float* const sums = (float*)w;"
+        return function(name, bounds, [*typed, sums, *body], workspace=not alone)
 
     def _pointer(self, tensor: TensorSpec) -> str:
         return f"p{self._places[tensor.name]}"

@@ -20,6 +20,7 @@ import torch
 
 from ..backend import env
 from ..backend.plan import Choice, Plan, refuse_during_capture
+from ..device.rules import rules
 from ..errors import NotSupported
 from ..ir import versions
 from ..ir.spec import GraphSpec
@@ -29,7 +30,6 @@ from .rows import MOST_THREADS
 
 MOST_CODES = 1024  # that are kept, of some 10 KB each
 MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
-BLOCKS_OF_A_PROCESSOR = 16  # that go through one long row: enough to hide latency
 
 
 class Kernel(Plan):
@@ -232,7 +232,7 @@ def load(blob: bytes, choice: Choice, device_index: int) -> Kernel:
 
 
 def _most_blocks(device_index: int) -> int:
-    return BLOCKS_OF_A_PROCESSOR * processors(device_index)
+    return rules().kernel_long_blocks_per_sm * processors(device_index)
 
 
 def processors(device_index: int) -> int:

@@ -10,18 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
-from .rows import VECTOR_BYTES, Schedule, rows_of
-from .scalars import FUNCTIONS, MEMORY, PRELUDE
-from .source import ARGS, NAME, Source
+from .rows import VECTOR_BYTES, Schedule, check_count, rows_of
+from .source import NAME, Source, function, pointers, text_of
 from .tape import Refused
 from .write import Narrower, Writer
 
-MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 THREADS = 256
-BLOCKS_OF_A_PROCESSOR = 4  # for each region
 _TAKEN = "void* const* const q, const u32 block, const u32 blocks"
 
 
@@ -74,7 +72,7 @@ def pieces_of(spec: GraphSpec) -> list[GraphSpec]:
 
 def schedules(processors: int) -> list[Pieces]:
     """Schedules that are worth measuring, the one by rule first."""
-    blocks = BLOCKS_OF_A_PROCESSOR * processors
+    blocks = rules().kernel_region_blocks_per_sm * processors
     first = Pieces(VECTOR_BYTES // 2, THREADS, blocks)
     return [
         first,
@@ -90,8 +88,7 @@ def write(spec: GraphSpec, plan: Pieces) -> Source:
     places = {name: at for at, name in enumerate((*spec.inputs, *spec.outputs))}
     if len(parts) < 2:
         raise Refused("one region, which is no kernel of pieces")
-    if len(places) > MOST_TENSORS:
-        raise Refused(f"{len(places)} tensors, of which a kernel takes {MOST_TENSORS}")
+    check_count(spec)
     functions: dict[str, str] = {}
     calls: list[str] = []
     count = 0
@@ -100,30 +97,18 @@ def write(spec: GraphSpec, plan: Pieces) -> Source:
         name = functions.setdefault(body, f"piece_{len(functions)}")
         given = ", ".join(f"a.p[{places[each]}]" for each in (*part.inputs, *part.outputs))
         calls += [
-            f"  if (block < {blocks}u) {{",
-            f"    void* const q[] = {{{given}}};",
-            f"    {name}(q, block, {blocks}u);",
-            "    return;",
-            "  }",
-            f"  block -= {blocks}u;",
+            f"if (block < {blocks}u) {{",
+            f"  void* const q[] = {{{given}}};",
+            f"  {name}(q, block, {blocks}u);",
+            "  return;",
+            "}",
+            f"block -= {blocks}u;",
         ]
         count += blocks
     head = "static __device__ __noinline__ void"
-    text = "\n".join(
-        [
-            PRELUDE,
-            FUNCTIONS,
-            f"{ARGS} {{ void* p[{len(places)}]; }};",
-            *(f"{head} {name}({_TAKEN}) {{\n{body}}}" for body, name in functions.items()),
-            f'extern "C" __global__ void __launch_bounds__({plan.threads})',
-            f"{NAME}(const __grid_constant__ Args a) {{",
-            "  u32 block = blockIdx.x;",
-            *calls,
-            "}",
-            "",
-        ]
-    )
-    return Source(text, count, plan.threads)
+    own = [f"{head} {name}({_TAKEN}) {{\n{body}}}" for body, name in functions.items()]
+    whole = function(NAME, plan.threads, ["u32 block = blockIdx.x;", *calls])
+    return Source(text_of(len(places), [*own, whole]), count, plan.threads)
 
 
 def _piece(part: GraphSpec, plan: Pieces) -> tuple[str, int]:
@@ -138,10 +123,7 @@ def _piece(part: GraphSpec, plan: Pieces) -> tuple[str, int]:
             break
         except Narrower:
             lanes //= 2
-    pointers = [
-        f"{'const ' * (at < len(part.inputs))}{kind}* const p{at} = ({kind}*)q[{at}];"
-        for at, name in enumerate((*part.inputs, *part.outputs))
-        for kind in [MEMORY[part.tensors[name].dtype]]
-    ]
-    body = "".join(f"  {line}\n" for line in (*pointers, *lines))
+    tensors = [part.tensors[name] for name in (*part.inputs, *part.outputs)]
+    typed = pointers(tensors, len(part.inputs), "q")
+    body = "".join(f"  {line}\n" for line in (*typed, *lines))
     return body.replace("blockIdx.x", "block").replace("gridDim.x", "blocks"), blocks

@@ -19,8 +19,8 @@ from .index import Sum, Var, counter, place
 from .keys import LARGER, NARROW, PLACES, WIDE
 from .rows import MOST_THREADS, VECTOR_BYTES, Rows, Schedule, reachable, tape_of
 from .rules.window import Strided
-from .scalars import FUNCTIONS, MEMORY, PRELUDE
-from .source import ARGS, NAME, Source
+from .scalars import MEMORY
+from .source import Source
 from .tape import Depthwise, Index, MaxGradient, Pick, Read, Reduce, Refused, Value, Window
 from .write import Code, Narrower, Writer
 
@@ -298,19 +298,7 @@ class _Patches(Writer):
             *self._marched(behind),
         ]
         keys = (NARROW if region.x.dtype.itemsize <= 2 else WIDE) + LARGER
-        pointers = [
-            f"  {'const ' * (at < len(self._spec.inputs))}{kind}* const p{at} = ({kind}*)a.p[{at}];"
-            for name, at in self._places.items()
-            for kind in [MEMORY[self._spec.tensors[name].dtype]]
-        ]
-        head = [
-            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({patches.threads})',
-            f"{NAME}(const __grid_constant__ Args a) {{",
-            *pointers,
-        ]
-        text = [PRELUDE, FUNCTIONS, keys, *head, *("  " + line for line in body if line), "}", ""]
-        return Source("\n".join(text), -(-total // patches.threads), patches.threads)
+        return self._kernel(body, -(-total // patches.threads), patches.threads, [keys])
 
     def _columns(self) -> Iterator[str]:
         """A bit for each column that windows cover: whether the image has it."""

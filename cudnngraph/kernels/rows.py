@@ -16,6 +16,7 @@ from .index import Sum, Var, counter, digits, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import MEMORY, REGISTER, number
+from .source import MOST_TENSORS
 from .tape import Depthwise, Index, Number, Pick, Read, Reduce, Refused, Value, Window, operands_of
 
 WARP = 32
@@ -69,8 +70,16 @@ class Rows:
         return self.strided and not (self.beside and schedule.team == 1)
 
 
+def check_count(spec: GraphSpec) -> None:
+    """Raise :class:`Refused` for more tensors than a kernel takes."""
+    count = len(spec.inputs) + len(spec.outputs)
+    if count > MOST_TENSORS:
+        raise Refused(f"{count} tensors, of which a kernel takes {MOST_TENSORS}")
+
+
 def tape_of(spec: GraphSpec) -> list[Value]:
     """The values of the outputs. Raises :class:`Refused`."""
+    check_count(spec)
     values: dict[str, Value] = {}
     for name in spec.inputs:
         tensor = spec.tensors[name]

@@ -6,6 +6,7 @@ needs a header: NVRTC compiles without any include path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -202,6 +203,17 @@ D float silu_backward(float dy, float x) {
   float gate = sigmoid(x);
   return dy * gate * (1.0f + x * (1.0f - gate));
 }
+// The weight of the nth of four neighbours, of which two lie t behind and 1 - t before a place.
+D float cubic(float t, u32 nth) {
+  float x = nth == 0 ? t + 1.0f : nth == 1 ? t : nth == 2 ? 1.0f - t : 2.0f - t;
+  if (nth == 1 || nth == 2) return (1.25f * x - 2.25f) * x * x + 1.0f;
+  return ((-0.75f * x + 3.75f) * x - 6.0f) * x + 3.0f;
+}
+template <class T> D float rounded(float x) {
+  T y;
+  put(y, x);
+  return get(y);
+}
 D int rounded8(float x) { return (int)fminf(fmaxf(rintf(x), -128.0f), 127.0f); }
 """.replace("THRESHOLD", f"{float(SOFTPLUS_THRESHOLD)}f")
 
@@ -209,11 +221,13 @@ Code = Callable[[Sequence[str], Mapping[str, Any]], str]
 
 
 def number(value: float) -> str:
-    """A number as C++ has it, to the last bit."""
+    """A number as C++ has it, to the last bit of a float32; one beyond these is an infinity."""
+    if math.isfinite(value):
+        value = float(torch.tensor(value, dtype=torch.float32, device="cpu"))
     if value != value or value in (float("inf"), float("-inf")):
         bits = 0x7FC00000 if value != value else 0x7F800000 if value > 0 else 0xFF800000
         return f"bits_float({bits:#x}u)"
-    return f"{float(torch.tensor(value, dtype=torch.float32)).hex()}f"
+    return f"{value.hex()}f" if math.copysign(1.0, value) > 0 else f"({value.hex()}f)"
 
 
 def _call(name: str) -> Code:

@@ -39,8 +39,8 @@ from .rows import (
     schedule_for,
     tape_of,
 )
-from .scalars import FUNCTIONS, MEMORY, PRELUDE, TEAM
-from .source import ARGS, NAME, Launch, Source
+from .scalars import MEMORY, TEAM
+from .source import NAME, Launch, Source, function, pointer, text_of
 from .stages import (
     Outputs,
     gathers_of,
@@ -167,9 +167,8 @@ class _Composer:
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
-        args = f"{ARGS} {{ void* p[{places}]; }};"
         cluster = [CLUSTER] if any("meet_cluster" in text for text in self._texts) else []
-        text = "\n".join([PRELUDE, FUNCTIONS, TEAM, MOMENTS, *cluster, args, *self._texts])
+        text = text_of(places, self._texts, [TEAM, MOMENTS, *cluster])
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 
@@ -193,26 +192,20 @@ class _Composer:
     def _add(self, lines: Sequence[str], blocks: int, threads: int, clusters: int = 1) -> None:
         """A function of lines, with the pointers that it needs. What it reads of parts is put
         together before."""
-        body = "\n".join("  " + line for line in lines if line)
-        used = set(map(int, re.findall(r"\bp(\d+)\b", body)))
+        used = set(map(int, re.findall(r"\bp(\d+)\b", "\n".join(lines))))
         names = {name for at, name in enumerate(self._around().tensors) if at in used}
         for each in self._parts:
             if not each.held and names & each.names:
                 self._put_together(each)
         name = f"{NAME}_{len(self._launches)}"
-        pointers = []
+        typed = []
         for at, tensor in enumerate(self._around().tensors.values()):
             if at in used:
-                kind = MEMORY[tensor.dtype]
                 held = self._held.get(tensor.name)
                 where = f"a.p[{at}]" if held is None else f"(w + {held[1]}u)"
-                pointers.append(f"  {kind}* const p{at} = ({kind}*){where};")
-        cluster = f"__cluster_dims__({clusters}, 1, 1) " if clusters > 1 else ""
-        head = [
-            f'extern "C" __global__ void {cluster}__launch_bounds__({threads})',
-            f"{name}(const __grid_constant__ Args a, char* const w) {{",
-        ]
-        self._texts.append("\n".join([*head, *pointers, body, "}", ""]))
+                typed.append(pointer(at, tensor, where))
+        made = function(name, threads, [*typed, *lines], workspace=True, clusters=clusters)
+        self._texts.append(made)
         self._launches.append(Launch(name, blocks, threads))
 
     def _rows(self, outputs: Outputs, always: bool = False) -> bool:

@@ -30,8 +30,6 @@ OTHERS = 36  # registers of a thread beside those for what it holds, about
 HELD = 160  # registers of a thread for what it holds, at most
 UNROLLED = 3584  # products of a tile, which are written out one by one
 MEASURED, MOST = 3, 8  # tiles that are measured of each number of lanes, and of all
-EVEN = 0.9  # of all multiprocessors' places for blocks, which are enough
-WAVES = 4  # of blocks, at most, by which all multiprocessors get as many
 
 # About how many instructions it takes beside one for each product, to rank schedules.
 _OF_A_NUMBER, _OF_A_LOAD, _OF_A_SUM = 1.5, 3.0, 4.0
@@ -333,7 +331,8 @@ def _dealt(region: Region, tile: _Tile, processors: int) -> TapSums:
         made = max(1, waves * at_once // parts) * parts
         return made / (-(-made // at_once) * at_once)
 
-    blocks = max(range(1, WAVES + 1), key=lambda waves: (min(EVEN, busy(waves)), -waves)) * at_once
+    even, tried = rules().depthwise_sums_even / 100, range(1, rules().depthwise_sums_most_waves + 1)
+    blocks = max(tried, key=lambda waves: (min(even, busy(waves)), -waves)) * at_once
     return TapSums(lanes, taps, wide, high, vectors, threads, resident, blocks)
 
 

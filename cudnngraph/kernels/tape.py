@@ -105,9 +105,10 @@ class Place(Value):
 
 @dataclass(frozen=True, eq=False)
 class Pick(Value):
-    """An element of each row along ``dim``, which stays with extent 1.
+    """Elements at computed places along ``dim``: one of each row, or more.
 
-    ``operands`` are the rows, and the index of the element in each; one outside picks any element.
+    ``operands`` are the rows, and the places, which are broadcast to the shape; one outside picks
+    any element.
     """
 
     operands: tuple[Value, Value]

@@ -25,8 +25,8 @@ from ..ir.spec import GraphSpec, TensorSpec
 from .banks import BANK_BYTES, Pitch, pitch_of
 from .index import Digit, Sum, place
 from .rows import VECTOR_BYTES, WARP, Rows, Schedule
-from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER
-from .source import ARGS, NAME, Source
+from .scalars import MEMORY, REGISTER
+from .source import Source
 from .tape import Index, Read, Refused
 from .tiling import (
     MOST_STEPS,
@@ -131,13 +131,7 @@ class _TileWriter(Writer):
         writes = [each for each in self._staged.values() if each not in reads]
         if sum(each.size for each in self._staged.values()) > SHARED_BYTES:
             raise Refused("a tile of more bytes than shared memory holds")
-        pointers = [
-            f"{'const ' * (at < count)}{kind}* const p{at} = ({kind}*)a.p[{at}];"
-            for name, at in self._places.items()
-            for kind in [MEMORY[self._spec.tensors[name].dtype]]
-        ]
         lines = [
-            *pointers,
             *map(self._shared, self._staged.values()),
             f"const u32 k0 = blockIdx.x % {sides[0]}u * {tiling.along}u;",
             f"const u32 m0 = blockIdx.x / {sides[0]}u % {sides[1]}u * {tiling.across}u;",
@@ -151,13 +145,7 @@ class _TileWriter(Writer):
             *(["__syncthreads();"] if writes else []),
             *(line for each in writes for line in self._send(each)),
         ]
-        head = [
-            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({tiling.threads})',
-            f"{NAME}(const __grid_constant__ Args a) {{",
-        ]
-        text = "\n".join([PRELUDE, FUNCTIONS, *head, *("  " + line for line in lines), "}", ""])
-        return Source(text, sides[0] * sides[1] * rest.extent, tiling.threads)
+        return self._kernel(lines, sides[0] * sides[1] * rest.extent, tiling.threads)
 
     def _shared(self, each: _Staged) -> str:
         kind = MEMORY[each.tensor.dtype]

@@ -82,7 +82,7 @@ class Steps:
         index = list(self._index[:2])
         for name, extent in zip(places, value.shape[2:], strict=True):
             var = Var(name, extent)
-            self._writer._names[var] = name
+            self._writer.name(var, name)
             index.append(counter(var))
         there = tuple(
             Sum() if extent == 1 else each for each, extent in zip(index, value.shape, strict=True)

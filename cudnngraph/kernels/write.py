@@ -9,7 +9,7 @@ row that fits into registers is read once; of a longer one each pass reads it ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
@@ -20,8 +20,8 @@ from ..ir.spec import GraphSpec, TensorSpec, numel
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
-from .scalars import FUNCTIONS, MEMORY, PRELUDE, REGISTER, TEAM, number
-from .source import ARGS, NAME, Source
+from .scalars import MEMORY, REGISTER, TEAM, number
+from .source import NAME, Source, function, pointers, text_of
 from .tape import (
     Index,
     Join,
@@ -115,23 +115,16 @@ class Writer:
     def source(self) -> Source:
         """Write it."""
         lines, blocks = self.lines()
-        pointers = [
-            f"  {'const ' * (at < len(self._spec.inputs))}{kind}* const p{at} = ({kind}*)a.p[{at}];"
-            for name, at in self._places.items()
-            for kind in [MEMORY[self._spec.tensors[name].dtype]]
-        ]
-        head = [
-            f"{ARGS} {{ void* p[{len(self._places)}]; }};",
-            f'extern "C" __global__ void __launch_bounds__({self._plan.threads})',
-            f"{NAME}(const __grid_constant__ Args a) {{",
-            *pointers,
-        ]
-        text = "\n".join(
-            [PRELUDE, FUNCTIONS, TEAM if self._many else "", *head]
-            + ["  " + line for line in lines]
-            + ["}", ""]
-        )
-        return Source(text, blocks, self._plan.threads)
+        return self._kernel(lines, blocks, self._plan.threads, [TEAM] if self._many else [])
+
+    def _kernel(
+        self, lines: Iterable[str], blocks: int, threads: int, shared: Iterable[str] = ()
+    ) -> Source:
+        """A kernel of one function, of the lines behind its pointers."""
+        tensors = [self._spec.tensors[name] for name in self._places]
+        typed = pointers(tensors, len(self._spec.inputs))
+        text = text_of(len(tensors), [function(NAME, threads, [*typed, *lines])], shared)
+        return Source(text, blocks, threads)
 
     def lines(self) -> tuple[list[str], int]:
         """The lines of the function behind its pointers, and the number of blocks."""
@@ -289,6 +282,10 @@ class Writer:
         self._count += 1
         return f"v{self._count}"
 
+    def name(self, var: Var, code: str) -> None:
+        """Call a variable by C++ for a number of 32 bits, which is widened where addresses are."""
+        self._names[var] = f"(u64){code}" if self._count_type == "u64" else code
+
     def _declare(self, type: str, by: int) -> Code:
         """A new variable for a value; for all chunks where they are kept."""
         name, lanes = self._new(), f"[{self._plan.lanes}]" if by == 2 else ""
@@ -426,7 +423,7 @@ class Writer:
             raise Narrower
         there = self._picked_of(value, index)
         var = self._picks[id(value), index]
-        self._names[var] = var.name
+        self.name(var, var.name)
         text = at.text.replace("[j]", "[0]")
         self._lines.append(
             f"const u32 {var.name} = (u64){text} < {var.extent}ull ? (u32){text} : 0u;"

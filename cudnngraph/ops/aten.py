@@ -15,14 +15,24 @@ from typing import Any
 
 import torch
 
-from ..ir.spec import TensorSpec
+from ..ir.spec import Node, TensorSpec
 from .base import REQUIRED, InferContext, Result, register
 from .checks import like_order
+from .meta import bind_arguments
 from .meta import infer as form_of
 
 #: How many results of an op a graph can use, and how many each node has a place for.
 RESULTS = 16
 _PLACES = 4
+
+
+#: Overloads that read a tensor at indices, and what their arguments for both are called.
+INDEXING: Mapping[str, tuple[str, str]] = {
+    "aten.embedding.default": ("weight", "indices"),
+    "aten.index_select.default": ("self", "index"),
+    "aten.gather.default": ("self", "index"),
+    "aten.index.Tensor": ("self", "indices"),
+}
 
 
 def overload(name: str) -> Any:
@@ -134,6 +144,23 @@ def out_variant(name: str) -> tuple[Any, tuple[str, ...]] | None:
         if outs and len(outs) == count and form(other._schema) == form(plain._schema):
             return other, outs
     return None
+
+
+def indexed(node: Node, tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """The operands of a node that are indices, each with the number of elements it is one of."""
+    name = str(node.attr("overload"))
+    if name not in INDEXING:
+        return {}
+    given = bind_arguments(overload(name), node.attr("args"), dict(node.attr("kwargs")))
+    source, index = (given[each] for each in INDEXING[name])
+    shape = tensors[node.operands[source[1]]].shape
+    found: dict[str, int] = {}
+    many = index[1:] if index[:1] == ("list",) else [index]
+    for dim, each in enumerate(many, start=given.get("dim", 0)):
+        if each is not None and shape:
+            at = node.operands[each[1]]
+            found[at] = min(shape[dim], found.get(at, shape[dim]))
+    return found
 
 
 def _aten_problem(call: InferContext) -> str | None:

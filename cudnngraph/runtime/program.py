@@ -18,7 +18,9 @@ from ..executor import reference, torch_steps
 from ..executor.plans import replay
 from ..ir.key import step_digest
 from ..ir.spec import GraphSpec, TensorSpec
+from ..kernels.pieces import apart
 from ..ops.table import OPS
+from ..partition.analysis import compute_nodes
 from ..partition.memory import Layout, StepMemory
 from ..policy import Policy
 from ..select.decision import Selection, StepPlan
@@ -113,7 +115,9 @@ class Program:
         """Outputs and inputs that may be the same memory: pointwise ops read an element before they
         write it, so an output may replace what no later step reads.
 
-        Not where another output has a shape of its own, for which the input may be broadcast.
+        Not where another output has a shape of its own, for which the input may be broadcast; nor
+        where the step reads the input for what has nothing to do with the output: a kernel computes
+        that in other blocks, which nothing waits for.
         """
         spec = self.spec
         nodes = [node for step in self.steps for node in step.spec.nodes]
@@ -124,11 +128,14 @@ class Program:
         written = {
             name: number for number, step in enumerate(self.steps) for name in step.spec.outputs
         }
+        beside = _read_beside([step.spec for step in self.steps])
         return frozenset(
             (output, source)
             for output in spec.outputs
             for source in spec.inputs
-            if output in written and last.get(source, -1) <= written[output]
+            if output in written
+            and last.get(source, -1) <= written[output]
+            and source not in beside[output]
         )
 
     def _torch_run(self, step: StepPlan) -> Callable[[Any, Any], None]:
@@ -317,6 +324,22 @@ class Program:
             return
         by_number = dict(zip(self.running, calls, strict=True))
         streams.run(by_number, self.until, self.sides, index)
+
+
+def _read_beside(steps: Sequence[GraphSpec]) -> dict[str, frozenset[str]]:
+    """For each result what its step reads for results that have nothing to do with it."""
+    found: dict[str, frozenset[str]] = {}
+    for spec in steps:
+        groups = apart(compute_nodes(spec.nodes), spec.tensors)
+        readers: dict[str, set[int]] = {}
+        for number, group in enumerate(groups):
+            for node in group:
+                for name in node.operands:
+                    readers.setdefault(name, set()).add(number)
+        for number, group in enumerate(groups):
+            others = frozenset(name for name, of in readers.items() if of - {number})
+            found |= {name: others for node in group for name in node.results}
+    return found
 
 
 def _shielded(kind: str, run: Callable[[Any, Any], None], inputs: Any, outputs: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ..executor import reference
 from ..ir.spec import GraphSpec, Node, TensorSpec
+from ..ops import aten
 from ..ops.attention.dense import FP8_SCALES
 from ..ops.attention.packed import ragged_into
 from ..ops.table import OPS, by_port, tensor_at
@@ -35,13 +36,15 @@ def random_inputs(
     from 2^(power - 2) to 2^power, but for single numbers, which might hide others. A boolean mask
     of attention hides nothing, a quarter of its rows and of its keys is padding where it takes
     lengths, and its gradient is given the o and lse that belong to the q, k and v. What quantize
-    divides by is over 0.5; int32 sums of int8 products are within 100.
+    divides by is over 0.5; int32 sums of int8 products are within 100. What torch's ops read at an
+    index is there.
     """
     generator = torch.Generator(device).manual_seed(seed)
     ops = {node.op for node in spec.nodes}
     positive = _positive(spec)
     weights = _weights(spec, positive)
     sums = {node.inputs[0] for node in spec.nodes if node.op == "dequantize"}
+    counts = _counts(spec)
     made = []
     for declared in (spec.tensors[name] for name in spec.inputs):
         values = torch.rand(declared.shape, generator=generator, device=device)
@@ -57,6 +60,8 @@ def random_inputs(
         elif declared.dtype == torch.int8 or declared.name in sums:
             most = 2 if declared.dtype == torch.int8 else 100
             values = (values * (2 * most + 1)).floor() - most
+        elif declared.name in counts:
+            values = (values * counts[declared.name]).floor().clamp_max(counts[declared.name] - 1)
         else:
             values = torch.ones(declared.shape, device=device)
         made.append(strided(declared, values, device))
@@ -79,6 +84,16 @@ def random_inputs(
         if OPS[node.op].has("attention_gradient"):
             _set_results(node, given)
     return made
+
+
+def _counts(spec: GraphSpec) -> dict[str, int]:
+    """The inputs that are indices of torch's ops, each with the elements that it is one of."""
+    found: dict[str, int] = {}
+    for node in spec.nodes:
+        for name, count in aten.indexed(node, spec.tensors).items() if node.op == "aten" else ():
+            if spec.tensors[name].dtype in (torch.int32, torch.int64):
+                found[name] = min(count, found.get(name, count))
+    return found
 
 
 def _positive(spec: GraphSpec) -> set[str]:

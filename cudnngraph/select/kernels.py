@@ -15,7 +15,8 @@ from ..backend import env
 from ..backend.plan import Choice
 from ..ir.spec import GraphSpec
 from ..kernels import kernel, patterns
-from ..kernels.pieces import MOST_TENSORS, apart
+from ..kernels.pieces import apart
+from ..kernels.source import MOST_TENSORS
 from ..kernels.tape import Refused
 from ..ops.base import FP8
 from ..partition.analysis import CutGraph, Group, compute_nodes

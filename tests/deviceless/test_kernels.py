@@ -24,6 +24,7 @@ from cudnngraph.kernels.rules import RULES
 from cudnngraph.kernels.tape import Refused
 from cudnngraph.kernels.write import write
 from tests import chunks, generated
+from tests.cpu.kernels import test_torch_ops
 from tests.samples import F64, Case, enumerate_cases
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -128,6 +129,29 @@ def rows(op: str, extent: int, dtype: torch.dtype) -> GraphSpec:
     g.output("y", made)
     g.drop_unused_inputs()
     return g.spec()
+
+
+SLOW_PATH = 32  # bytes of local memory, in which CUDA's sin and cos reduce large numbers
+
+
+@pytest.mark.parametrize("name", sorted(test_torch_ops.MOVES))
+def test_what_moves_elements_as_torch_does_compiles_and_spills_nothing(name: str) -> None:
+    op, args, inputs = test_torch_ops.MOVES[name]
+    spec = test_torch_ops.graph(op, args, *inputs)
+    text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
+    for capability in (80, 90, 120):
+        assert resources(compiler.cubin(text, capability)).local_bytes == 0, name
+
+
+def test_single_elements_as_torch_computes_them_compile() -> None:
+    specs = [test_torch_ops.cast(*each) for each in test_torch_ops.CASTS]
+    specs += test_torch_ops.compared("eq", torch.int64)
+    for name in ("sin", "cos"):
+        one = ((64, 64), torch.float16, None)
+        specs.append(test_torch_ops.graph(f"aten.{name}.default", (("tensor", 0),), one))
+    for spec in specs:
+        text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
+        assert resources(compiler.cubin(text, 90)).local_bytes <= SLOW_PATH, spec
 
 
 # -- what is read from a cubin ---------------------------------------------------------------------

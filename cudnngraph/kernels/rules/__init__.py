@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...ir.spec import Node, TensorSpec
 from ..scalars import RULES as POINTWISE
 from ..tape import Value
-from . import conv, interpolate, loss, norm, packed, shape, softmax, window
+from . import conv, interpolate, loss, norm, packed, shape, softmax, torch_ops, window
 from .pointwise import Operands, pointwise
 
 Rule = Callable[[Node, Operands, TensorSpec], tuple[Value, ...]]
@@ -39,6 +39,7 @@ RULES: Mapping[str, Rule] = {
     "ragged_offsets": packed.ragged_offsets,
     "nll_loss": loss.nll_loss,
     "nll_loss_backward": loss.nll_loss_backward,
+    "aten": torch_ops.aten_op,
     **dict.fromkeys(("max_pool", "adaptive_max_pool"), window.max_pool),
     **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), window.avg_pool),
     **dict.fromkeys(("max_pool_backward", "adaptive_max_pool_backward"), window.max_pool_backward),

@@ -1,4 +1,4 @@
-"""Interpolation of images in kernels, nearest and linear, with its gradients."""
+"""Interpolation of images in kernels, nearest, linear and cubic, with its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ...ir.spec import Node, TensorSpec
 from ..scalars import number
-from ..tape import Index, Refused, Value, View
+from ..tape import Index, Value, View, Window
 from .pointwise import Operands
 from .window import check_products, window
 
@@ -36,6 +36,11 @@ class Resized:
         return self.mode.startswith("nearest")
 
     @property
+    def cubic(self) -> bool:
+        """Whether each result is made of four elements along the dim."""
+        return self.mode == "bicubic"
+
+    @property
     def same(self) -> bool:
         """Whether each result is the element at its place."""
         return self.size == self.wanted and float(self.scale) == 1.0
@@ -56,9 +61,19 @@ class Resized:
             places = (at + 0.5 if self.mode == "nearest-exact" else at) * self.scale
         elif self.corners:
             places = at * self.scale
+        elif self.cubic:
+            places = (at + 0.5) * self.scale - 0.5
         else:
             places = ((at + 0.5) * self.scale - 0.5).clamp_min(0)
-        return [min(int(place), self.size - 1) for place in places.tolist()]
+        return [min(math.floor(place), self.size - 1) for place in places.tolist()]
+
+    def near(self, low: int) -> set[int]:
+        """The elements of which a result is made, the first of which is ``low``."""
+        if self.nearest:
+            return {low}
+        if not self.cubic:
+            return {low, min(low + 1, self.size - 1)}
+        return {min(max(low + nth - 1, 0), self.size - 1) for nth in range(4)}
 
     def source(self, at: str) -> str:
         """C++ for the place in the image of an element of the result, before it is rounded."""
@@ -66,6 +81,8 @@ class Resized:
         if self.mode == "nearest" or self.corners:
             return f"{scale} * (float){at}"
         middle = f"{scale} * ((float){at} + 0.5f)"
+        if self.cubic:
+            return f"{middle} - 0.5f"
         return middle if self.nearest else f"fmaxf({middle} - 0.5f, 0.0f)"
 
     def reach(self) -> tuple[int, int]:
@@ -73,8 +90,9 @@ class Resized:
         and how many there may be."""
         first, last = [self.wanted] * self.size, [-1] * self.size
         for at, low in enumerate(self.lows()):
-            near = {low} if self.nearest else {low, min(low + 1, self.size - 1)}
-            for place in near:  # what a sum that is rounded otherwise adds has a factor of about 0
+            for place in self.near(
+                low
+            ):  # what a sum that is rounded otherwise adds has a factor of about 0
                 first[place], last[place] = min(first[place], at), max(last[place], at)
         base = [place * self.wanted // self.size for place in range(self.size)]
         used = [place for place in range(self.size) if last[place] >= 0]
@@ -88,8 +106,6 @@ def _float(value: float) -> torch.Tensor:
 
 def _dims(node: Node, image: Sequence[int], wanted: Sequence[int]) -> list[Resized]:
     mode, scales = node.attr("mode"), node.attr("scale_factor") or (None,) * len(image)
-    if mode == "bicubic":
-        raise Refused("no kernel is generated for bicubic interpolation")
     corners = bool(node.attr("align_corners"))
     many = zip(image, wanted, scales, strict=True)
     return [Resized(size, to, mode, corners, scale) for size, to, scale in many]
@@ -112,6 +128,9 @@ def interpolate(node: Node, operands: Operands, result: TensorSpec) -> tuple[Val
             return _copied(steps, places)
 
         return (window((x,), result.shape, nearest, 1),)
+
+    if node.attr("mode") == "bicubic":
+        return (_cubic(x, dims, result.shape),)
 
     def linear(steps: Steps) -> str:
         total = steps.local("float", "0.0f")
@@ -147,6 +166,27 @@ def _repeated(x: Value, dims: Sequence[Resized], shape: tuple[int, ...]) -> View
     return View(shape, x, source, type=x.type)
 
 
+def _cubic(x: Value, dims: Sequence[Resized], shape: tuple[int, ...]) -> Window:
+    """Sums of 4 by 4 neighbours; those beyond the border are the one at it."""
+
+    def cubic(steps: Steps) -> str:
+        total = steps.local("float", "0.0f")
+        with ExitStack() as stack:
+            lines = [_middle(steps, dim, at) for dim, at in zip(dims, steps.at, strict=True)]
+            places, factors = [], []
+            for dim, (low, part) in zip(dims, lines, strict=True):
+                nth = stack.enter_context(steps.loop(4, 4 ** len(dims)))
+                places.append(_neighbour(steps, dim, low, nth))
+                factors.append(steps.number("float", f"cubic({part}, {nth})"))
+            steps.lanes(f"{total} += {' * '.join(factors)} * {steps.read(0, places)};")
+        return total
+
+    def same(steps: Steps) -> str:
+        return _copied(steps, steps.at)
+
+    return window((x,), shape, same if all(dim.same for dim in dims) else cubic, 4 ** len(dims))
+
+
 def _copied(steps: Steps, places: Sequence[str]) -> str:
     made = steps.local("float", "0.0f")
     steps.lanes(f"{made} = {steps.read(0, places)};")
@@ -158,6 +198,19 @@ def _line(steps: Steps, dim: Resized, at: str) -> tuple[str, str]:
     source = steps.number("float", dim.source(at))
     low = steps.place(f"lesser((u32){source}, {dim.size - 1}u)")
     return low, steps.number("float", f"{source} - (float){low}")
+
+
+def _middle(steps: Steps, dim: Resized, at: str) -> tuple[str, str]:
+    """The second of four neighbours, and how far behind it the place is."""
+    source = steps.number("float", dim.source(at))
+    low = steps.number("int", f"(int)floorf({source})")
+    return low, steps.number("float", f"{source} - (float){low}")
+
+
+def _neighbour(steps: Steps, dim: Resized, low: str, nth: str) -> str:
+    """The nth of four neighbours, or what is at the border."""
+    place = steps.number("int", f"{low} + (int){nth} - 1")
+    return steps.place(f"{place} < 0 ? 0u : lesser((u32){place}, {dim.size - 1}u)")
 
 
 @contextmanager
@@ -177,6 +230,13 @@ def _results(steps: Steps, dims: Sequence[Resized]) -> Iterator[tuple[list[str],
             if dim.nearest:
                 place = f"lesser((u32)({dim.source(at)}), {dim.size - 1}u)"
                 steps.line(f"if ({place} != {own}) continue;")
+            elif dim.cubic:
+                low, part = _middle(steps, dim, at)
+                parts = []
+                for nth in (f"{each}u" for each in range(4)):
+                    there = _neighbour(steps, dim, low, nth)
+                    parts.append(f"({there} == {own} ? cubic({part}, {nth}) : 0.0f)")
+                factors.append(steps.number("float", " + ".join(parts)))
             else:
                 low, part = _line(steps, dim, at)
                 high = steps.place(f"lesser({low} + 1u, {dim.size - 1}u)")

@@ -20,20 +20,28 @@ def softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, 
     """exp(x) by its sum, the inverse of which is one number of a row."""
     (x,) = operands
     assert x is not None
-    dim = node.attr("dim") % len(x.shape)
+    return (softmax_along(x, node.attr("dim") % len(x.shape)),)
+
+
+def softmax_along(x: Value, dim: int) -> Value:
+    """The same of a value."""
     powers = _exp(_shifted(x, dim))
     by = mapped(lambda a: f"(1.0f / {a})", reduced("sum", powers, (dim,)))
-    return (mul(powers, by),)
+    return mul(powers, by)
 
 
 def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
     """x less the logarithm of the sum of exp(x)."""
     (x,) = operands
     assert x is not None
-    dim = node.attr("dim") % len(x.shape)
+    return (log_softmax_along(x, node.attr("dim") % len(x.shape)),)
+
+
+def log_softmax_along(x: Value, dim: int) -> Value:
+    """The same of a value."""
     shifted = _shifted(x, dim)
     powers = reduced("sum", _exp(shifted), (dim,))
-    return (mapped(lambda a, b: f"({a} - logf({b}))", shifted, powers),)
+    return mapped(lambda a, b: f"({a} - logf({b}))", shifted, powers)
 
 
 def softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

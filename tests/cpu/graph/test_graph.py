@@ -546,3 +546,11 @@ def test_printing_a_wrong_graph_raises_its_problems() -> None:
     g.output("y", g.input("x", (3,), F32).leaky_relu("a"))
     with pytest.raises(cg.GraphError, match="negative_slope='a'"):
         str(g)
+
+
+def test_an_input_that_is_an_output_is_not_taken_back_as_unused() -> None:
+    g = cg.Graph("g")
+    g.output("y", g.input("x", (4,), torch.float32))
+    g.drop_unused_inputs()
+    with pytest.raises(cg.GraphError, match="output 'y': is the input 'x'"):
+        g.spec()

@@ -9,6 +9,7 @@ import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
+from cudnngraph.kernels.pieces import Pieces
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.tiling import Tiling
 from tests import generated, host_kernels
@@ -49,6 +50,49 @@ def test_an_output_over_an_input_that_another_one_is_made_of(turned: bool) -> No
             host_kernels.run(source, [*inputs, *(given[name] for name in over)])
             for name, want in zip(over, wanted, strict=True):
                 torch.testing.assert_close(given[name], want)
+
+
+def beside(shape: tuple[int, ...]) -> cg.Graph:
+    """Two results that have nothing to do with each other, but for a number that both read."""
+    g = cg.Graph("beside")
+    x, y, s = (g.input(name, shape if name != "s" else (1,), torch.float32) for name in "xys")
+    g.output("u", g.add(x, s))
+    g.output("v", g.mul(y, s))
+    return g
+
+
+@pytest.mark.parametrize("shape", [(1,), (64, 96)])
+def test_an_output_is_not_written_over_what_another_region_of_its_kernel_reads(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of several regions run in any order: the other one would read what was written."""
+    kernels = generated.install(monkeypatch)
+    exe = beside(shape).compile("cpu")
+    assert [type(patterns.schedule_of(step.choice)) for step in kernels if step.choice] == [Pieces]
+    given = {"x": torch.randn(shape), "y": torch.randn(shape), "s": torch.randn(1)}
+    wanted = given["x"] + given["s"], given["y"] * given["s"]
+    others = [("y", "v"), ("x", "u")] + [("s", "v")] * (shape == (1,))
+    for over, beside_ in others:
+        outs = {name: torch.empty(shape) for name in "uv"}
+        outs["u" if beside_ == "v" else "v"] = given[over]
+        with pytest.raises(cg.BindError, match=f"overlaps input '{over}'"):
+            exe.run(**given, **outs)
+    exe.run(**given, u=given["x"], v=given["y"])
+    torch.testing.assert_close((given["x"], given["y"]), wanted)
+
+
+@pytest.mark.parametrize("over", ["x", "y"])
+def test_an_output_over_an_input_that_another_one_shows(over: str) -> None:
+    g = cg.Graph("shown")
+    x, y = (g.input(name, SHAPE, torch.float32) for name in "xy")
+    g.output("u", g.add(x, y))
+    g.output("v", g.identity(x))
+    g.output("w", g.identity(y))
+    given = {name: torch.randn(SHAPE) for name in "xy"}
+    wanted = [given["x"] + given["y"], given["x"].clone(), given["y"].clone()]
+    outs = {name: torch.empty(SHAPE) for name in "vw"}
+    g.compile("cpu").run(**given, u=given[over], **outs)
+    torch.testing.assert_close([given[over], *outs.values()], wanted)
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 5, 8), (64, 40, 1, 1), (2, 3, 64, 64)])

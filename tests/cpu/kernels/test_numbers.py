@@ -12,6 +12,7 @@ import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels.rows import Schedule, rows_of, schedule_for
+from cudnngraph.kernels.scalars import number
 from cudnngraph.kernels.source import Source
 from cudnngraph.kernels.write import Refused, write
 from tests import host_kernels, numerics
@@ -196,6 +197,22 @@ def test_an_op_of_a_row(op: str, times: int) -> None:
     assert torch.equal(out[infinite], theirs[infinite])
 
 
+@pytest.mark.parametrize("size", [1e39, -1e39, -2.5, -0.0, 3.4028235677973366e38])
+def test_numbers_of_a_graph_are_those_of_float32(size: float) -> None:
+    g = cg.Graph("number")
+    x = g.input("x", (3,), F32)
+    g.output("y", g.sub(g.maximum(x, size), size))
+    same(g.spec(), [torch.tensor([0.5, -4.0, INF])])
+    assert eval_of(number(size)) == float(torch.tensor(size, dtype=F32))
+
+
+def eval_of(code: str) -> float:
+    """The value of C++ for a number."""
+    if code.startswith("bits_float"):
+        return {"0x7f800000u": INF, "0xff800000u": -INF}[code[11:-1]]
+    return float.fromhex(code.strip("()").removesuffix("f"))
+
+
 # -- places in memory ------------------------------------------------------------------------------
 
 
@@ -290,6 +307,14 @@ def test_an_empty_tensor_is_no_kernel() -> None:
         rows_of(g.spec())
 
 
+def test_more_tensors_than_parameters_hold_are_no_kernel() -> None:
+    """500 branches take long to compile, too."""
+    g = cg.Graph("many")
+    g.output("y", g.concat([g.input(f"x{at}", (3,), F32) for at in range(500)], 0))
+    with pytest.raises(Refused, match="501 tensors, of which a kernel takes 480"):
+        rows_of(g.spec())
+
+
 def test_a_schedule_of_other_rows_is_refused() -> None:
     """It would read beside them: a kept choice may be of a version that counted otherwise."""
     g = cg.Graph("rows")
@@ -319,6 +344,35 @@ def test_elements_that_lie_4_gib_apart(rows: bool) -> None:
     x.copy_(torch.arange(12).reshape(3, 4))
     (out,) = made(spec, [x])
     assert torch.equal(out, x.float().sum(1, keepdim=True) if rows else x.float())
+
+
+FAR = 2**31
+
+
+@pytest.mark.parametrize("op", ["max_pool", "avg_pool", "nearest", "bilinear"])
+def test_windows_read_places_that_lie_4_gib_apart(op: str) -> None:
+    g = cg.Graph(op)
+    stride = (4 * FAR, 4 * FAR, FAR, 1)
+    x = g.to_float(g.input("x", (1, 1, 3, 4), torch.int8, stride=stride))
+    if op.endswith("pool"):
+        g.output("y", getattr(g, op)(x, kernel_size=2, stride=1, padding=1))
+    else:
+        g.output("y", g.interpolate(x, size=(6, 8), mode=op))
+    given = torch.empty(2 * FAR + 4, dtype=torch.int8).as_strided((1, 1, 3, 4), stride)
+    given.copy_(torch.arange(12).reshape(1, 1, 3, 4))
+    (want,) = reference.run(g.spec(), [given])
+    (out,) = made(g.spec(), [given])
+    assert torch.equal(out, want)
+
+
+def test_scores_are_picked_of_classes_that_lie_8_gib_apart() -> None:
+    g = cg.Graph("picked")
+    x, at = g.input("x", (2, 3), torch.float16, stride=(1, FAR)), g.input("t", (2,), torch.int64)
+    g.output("y", g.nll_loss(x, at, reduction="none"))
+    given = torch.empty(2 * FAR + 2, dtype=torch.float16).as_strided((2, 3), (1, FAR))
+    given.copy_(torch.arange(6).reshape(2, 3))
+    (out,) = made(g.spec(), [given, torch.tensor([2, 1])])
+    assert out.tolist() == [-2.0, -4.0]
 
 
 def counted(shape: tuple[int, ...], reduced: bool = False) -> str:

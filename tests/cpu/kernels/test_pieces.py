@@ -8,7 +8,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
-from cudnngraph.kernels import compile, patterns, pieces
+from cudnngraph.kernels import compile, patterns, pieces, source
 from cudnngraph.kernels.cubin import resources
 from cudnngraph.kernels.pieces import Pieces
 from cudnngraph.kernels.tape import Refused
@@ -62,7 +62,7 @@ def test_a_gpu_runs_an_optimizer_of_many_tensors_as_few_kernels() -> None:
     steps = generated.selection(spec).steps
     assert [step.kind for step in steps] == ["kernel", "kernel"]
     assert sum(len(step.spec.outputs) for step in steps) == 3 * len(SHAPES) * 14
-    assert max(len(s.spec.inputs) + len(s.spec.outputs) for s in steps) <= pieces.MOST_TENSORS
+    assert max(len(s.spec.inputs) + len(s.spec.outputs) for s in steps) <= source.MOST_TENSORS
 
 
 def test_what_shares_data_or_is_read_is_not_apart() -> None:

@@ -141,6 +141,12 @@ RESIZED: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"size": 29, "mode": "nearest"}),
     (3, {"scale_factor": 2.0, "mode": "trilinear"}),
     (3, {"size": (3, 9, 7), "mode": "nearest"}),
+    (2, {"scale_factor": 2.0, "mode": "bicubic"}),
+    (2, {"scale_factor": (1.3, 0.6), "mode": "bicubic"}),
+    (2, {"size": (13, 4), "mode": "bicubic", "align_corners": True}),
+    (2, {"size": (1, 1), "mode": "bicubic"}),
+    (2, {"size": (7, 9), "mode": "bicubic"}),
+    (2, {"size": (7, 6), "mode": "bicubic"}),
 )
 
 

@@ -42,6 +42,32 @@ def graph(build: Callable[[cg.Graph], Any]) -> GraphSpec:
     return g.spec()
 
 
+X, Y, Z = (("tensor", place) for place in range(3))
+INDEXED = {
+    "embedding.default": (X, Y),
+    "index_select.default": (X, 1, Y),
+    "gather.default": (X, 1, Y),
+    "index.Tensor": (X, ("list", None, Y)),
+}
+
+
+@pytest.mark.parametrize("op", INDEXED)
+@pytest.mark.parametrize("stride", [(1,), (0,)])
+def test_indices_are_of_elements_that_there_are(op: str, stride: tuple[int, ...]) -> None:
+    """All of them, and of two tensors those that both have."""
+    shapes = [(5, 3), (2, 3)] if op == "embedding.default" else [(3, 5), (3, 2)]
+
+    def build(g: cg.Graph) -> Any:
+        xs = [g.input(f"x{n}", shape, F32) for n, shape in enumerate(shapes)]
+        lead = (1,) * (op == "gather.default")
+        at = g.input("at", (*lead, 400), torch.int64, stride=(*lead, *stride))
+        return g.add(*(g.aten([x, at], f"aten.{op}", INDEXED[op]) for x in xs))
+
+    spec = graph(build)
+    found = set(random_inputs(spec, CPU)[spec.inputs.index("at")].flatten().tolist())
+    assert found <= {0, 1} and (stride == (0,) or found == {0, 1})
+
+
 def test_floats_are_on_both_sides_of_zero() -> None:
     (x,) = random_inputs(graph(lambda g: g.input("x", (4096,), F32).relu()), CPU)
     assert -1.0 <= float(x.min()) < -0.99 and 0.99 < float(x.max()) <= 1.0

@@ -1,0 +1,370 @@
+"""Torch's own ops in kernels: what moves elements, casts, comparisons of whole numbers, sin, cos.
+
+An element is picked at a place that is computed. A place that an index names is checked: one
+outside of the tensor reads nothing, and gives NaN, or 0 of whole numbers, where torch's kernels
+abort.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...ir.spec import Node, TensorSpec, numel
+from ...ops import aten
+from ...ops.meta import bind_arguments
+from ..scalars import MEMORY, REGISTER, number
+from ..tape import (
+    Number,
+    Pick,
+    Place,
+    Read,
+    Refused,
+    Value,
+    common,
+    mapped,
+    operands_of,
+    reshape,
+    sliced,
+)
+from .pointwise import Operands
+from .softmax import log_softmax_along, softmax_along
+
+Given = Mapping[str, Any]
+TorchRule = Callable[[Given, TensorSpec], Value]
+
+MOST_PLACES = 1 << 31  # that an int counts
+_INTS = ("int", "i64")
+
+
+def aten_op(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
+    """An op of torch's own, by its overload. Raises Refused for one without a rule."""
+    name = node.attr("overload")
+    rule = RULES.get(name)
+    if rule is None:
+        raise Refused(f"no kernel is generated for {name}")
+    if result.dtype not in REGISTER:
+        raise Refused(f"no kernel writes {str(result.dtype).removeprefix('torch.')}")
+    device = torch.device("cpu")
+    args = [aten.decode(value, operands, device) for value in node.attr("args")]
+    kwargs = {key: aten.decode(value, operands, device) for key, value in node.attr("kwargs")}
+    made = rule(bind_arguments(aten.overload(name), args, kwargs), result)
+    if made.type != REGISTER[result.dtype]:
+        raise Refused(f"{name} of {made.type} that makes {REGISTER[result.dtype]}")
+    return (made,)
+
+
+# -- places that are computed ----------------------------------------------------------------------
+
+
+def _at(x: Value, at: Value, dim: int, none: str | None = None) -> Value:
+    """The elements of x at whole numbers along a dim, which all others are broadcast to.
+
+    ``none`` is C++ for what stands where there is no element; None if there always is one.
+    """
+    extent = x.shape[dim]
+    if at.type not in _INTS or extent >= MOST_PLACES:
+        raise Refused("places that no int counts")
+    wide = tuple(1 if n == dim else each for n, each in enumerate(x.shape))
+    shape = common(wide, at.shape)
+    found = Pick(shape, (x, at), dim, type=x.type)
+    if none is None:
+        return found
+    inside = f"< {extent}ull"
+    return mapped(lambda a, t: f"((u64){t} {inside} ? {a} : {none})", found, at, type=x.type)
+
+
+def _moved(x: Value, dim: int, extent: int, code: Callable[[str], str]) -> tuple[Value, Value]:
+    """x and the places of its elements along a dim, of C++ for those of the result."""
+    shape = tuple(extent if n == dim else 1 for n in range(len(x.shape)))
+    return x, mapped(code, Place(shape, dim, type="int"), type="int")
+
+
+def _nothing(x: Value) -> str:
+    """C++ for what an index outside gives."""
+    return {"float": number(math.nan), "bool": "false"}.get(x.type, "0")
+
+
+def _wrapped(at: Value, extent: int) -> Value:
+    """Places, of which negative ones count from the end."""
+    return mapped(lambda t: f"({t} < 0 ? {t} + {extent} : {t})", at, type=at.type)
+
+
+def _whole(value: Any) -> Value:
+    if not isinstance(value, Value) or value.type not in _INTS:
+        raise Refused("an index that is no whole number")
+    return value
+
+
+def _embedding(given: Given, result: TensorSpec) -> Value:
+    weight, index = given["weight"], _whole(given["indices"])
+    rows = _at(weight, reshape(index, (numel(index.shape), 1)), 0, _nothing(weight))
+    return reshape(rows, result.shape)
+
+
+def _index_select(given: Given, result: TensorSpec) -> Value:
+    x, index = given["self"], _whole(given["index"])
+    rank = len(x.shape)
+    if not rank:
+        raise Refused("an index into a number")
+    dim = given["dim"] % rank
+    shape = tuple(numel(index.shape) if n == dim else 1 for n in range(rank))
+    return _at(x, reshape(index, shape), dim, _nothing(x))
+
+
+def _gather(given: Given, result: TensorSpec) -> Value:
+    x, index = given["self"], _whole(given["index"])
+    if not x.shape:
+        raise Refused("an index into a number")
+    dim = given["dim"] % len(x.shape)
+    for n, extent in enumerate(index.shape):  # those in front, where the index has fewer
+        if n != dim and extent != x.shape[n]:
+            x = sliced(x, n, 0, tuple(extent if d == n else e for d, e in enumerate(x.shape)), 1)
+    return _at(x, index, dim, _nothing(x))
+
+
+def _index(given: Given, result: TensorSpec) -> Value:
+    """x at indices of dims that follow each other: one index of these dims as one."""
+    x, indices = given["self"], given["indices"]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if not dims or dims != list(range(dims[0], dims[-1] + 1)):
+        raise Refused("indices of dims that do not follow each other")
+    first, last, extents = dims[0], dims[-1] + 1, [x.shape[dim] for dim in dims]
+    at: Value | None = None
+    inside: Value | None = None
+    for dim, extent in zip(dims, extents, strict=True):
+        own = _wrapped(_whole(indices[dim]), extent)
+        there = mapped(lambda t, n=extent: f"((u64){t} < {n}ull)", own, type="bool")
+        if at is None or inside is None:
+            at, inside = own, there
+            continue
+        step = lambda a, b, n=extent: f"((i64){a} * {n} + {b})"  # noqa: E731
+        at = mapped(step, at, own, type="i64")
+        inside = mapped(lambda a, b: f"({a} && {b})", inside, there, type="bool")
+    assert at is not None and inside is not None
+    checked = mapped(lambda t, ok: f"({ok} ? (i64){t} : -1ll)", at, inside, type="i64")
+    count, rest = numel(checked.shape), x.shape[last:]
+    rows = reshape(x, (*x.shape[:first], math.prod(extents), *rest))
+    line = reshape(checked, (*[1] * first, count, *[1] * len(rest)))
+    return reshape(_at(rows, line, first, _nothing(x)), result.shape)
+
+
+def _constant_pad(given: Given, result: TensorSpec) -> Value:
+    pads, value = given["pad"], given["value"]
+    x: Value = given["self"]
+    kinds = {"float": lambda: number(float(value)), "bool": lambda: str(bool(value)).lower()}
+    none = kinds.get(x.type, lambda: f"{int(value)}ll")()
+    for n, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        dim = len(x.shape) - 1 - n
+        if before or after:
+            code = _less(before)
+            x = _at(*_moved(x, dim, x.shape[dim] + before + after, code), dim, none)
+    return x
+
+
+def _less(by: int) -> Callable[[str], str]:
+    return lambda i: f"({i} - {by})" if by >= 0 else f"({i} + {-by})"
+
+
+def _reflected(before: int, size: int) -> Callable[[str], str]:
+    j, last = _less(before), 2 * (size - 1)
+
+    def code(i: str) -> str:
+        return f"({j(i)} < 0 ? -{j(i)} : {j(i)} < {size} ? {j(i)} : {last} - {j(i)})"
+
+    return code
+
+
+def _nearest(before: int, size: int) -> Callable[[str], str]:
+    j = _less(before)
+    return lambda i: f"({j(i)} < 0 ? 0 : {j(i)} < {size} ? {j(i)} : {size - 1})"
+
+
+def _padded(place: Callable[[int, int], Callable[[str], str]]) -> TorchRule:
+    """Padding by elements of x."""
+
+    def rule(given: Given, result: TensorSpec) -> Value:
+        pads = given["padding"]
+        x: Value = given["self"]
+        for n, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+            dim = len(x.shape) - 1 - n
+            size = x.shape[dim]
+            x = _at(*_moved(x, dim, size + before + after, place(before, size)), dim)
+        return x
+
+    return rule
+
+
+def _flip(given: Given, result: TensorSpec) -> Value:
+    x: Value = given["self"]
+    for dim in {each % max(1, len(x.shape)) for each in given["dims"]}:
+        x = _at(*_moved(x, dim, x.shape[dim], _counted_back(x.shape[dim])), dim)
+    return x
+
+
+def _counted_back(size: int) -> Callable[[str], str]:
+    return lambda i: f"({size - 1} - {i})"
+
+
+def _roll(given: Given, result: TensorSpec) -> Value:
+    x, dims = given["self"], given["dims"]
+    shape = x.shape
+    if not dims:
+        x, dims = reshape(x, (numel(shape),)), [0]
+    for by, dim in zip(given["shifts"], dims, strict=True):
+        size = x.shape[dim]
+        code = _turned(by % size, size)
+        x = _at(*_moved(x, dim % len(x.shape), size, code), dim % len(x.shape))
+    return reshape(x, shape)
+
+
+def _turned(by: int, size: int) -> Callable[[str], str]:
+    return lambda i: f"({i} < {by} ? {i} + {size - by} : {i} - {by})"
+
+
+# -- single elements -------------------------------------------------------------------------------
+
+
+def _cast(given: Given, result: TensorSpec) -> Value:
+    return converted(given["self"], given.get("dtype"))
+
+
+def converted(x: Value, dtype: torch.dtype | None) -> Value:
+    """x as torch casts it, rounded to 16 bits if that is what it is cast to."""
+    if dtype is None:
+        return x
+    kind, to = x.type, REGISTER.get(dtype)
+    if to is None or (dtype.itemsize == 1 and dtype.is_floating_point):
+        raise Refused(f"a cast to {str(dtype).removeprefix('torch.')}")
+    code = "({})"
+    if dtype in (torch.float16, torch.bfloat16):
+        code = f"rounded<{MEMORY[dtype]}>((float){{}})"
+    elif dtype == torch.bool:
+        code = "({} != 0)"
+    elif dtype == torch.int8:
+        code = "(int)(i8)(int){}"
+    elif dtype == torch.uint8:
+        code = "(int)(u8)(i64){}"
+    elif to != kind:
+        code = f"({to}){{}}"
+    return mapped(code.format, x, type=to)
+
+
+def _same(given: Given, result: TensorSpec) -> Value:
+    x: Value = given["self"]
+    return x
+
+
+def _function(name: str) -> TorchRule:
+    return lambda given, result: mapped(lambda a: f"{name}((float){a})", given["self"])
+
+
+def _along(made: Callable[[Value, int], Value]) -> TorchRule:
+    def rule(given: Given, result: TensorSpec) -> Value:
+        x = given["self"]
+        if x.type != "float" or not x.shape:
+            raise Refused("a softmax of no rows of floats")
+        return made(x, given["dim"] % len(x.shape))
+
+    return rule
+
+
+def _operand(value: Any, like: str) -> Value:
+    """An operand of a type, a tensor or a number of Python's."""
+    if isinstance(value, Value):
+        if value.type != like:
+            raise Refused("operands of several types")
+        return value
+    if like == "float":
+        return Number((), number(float(value)))
+    if like == "bool" or isinstance(value, float) or not -(1 << 31) < value < 1 << 31:
+        raise Refused("operands of several types")
+    return Number((), f"({value})", type=like)
+
+
+def _of_two(sign: str, *types: str, made: str = "") -> TorchRule:
+    """An op of two operands of one of the types, which is of type ``made`` or theirs."""
+
+    def rule(given: Given, result: TensorSpec) -> Value:
+        x, y = given["self"], given["other"]
+        if not isinstance(x, Value) or x.type not in types or given.get("alpha", 1) != 1:
+            raise Refused("an op of torch's on other operands than whole numbers")
+        if "int" in (x.type, REGISTER[result.dtype]) and _of_8_bits(x, y, result):
+            raise Refused("whole numbers of 8 bits, which wrap")
+        like = "bool" if made else x.type
+        return mapped(lambda a, b: f"({a} {sign} {b})", x, _operand(y, x.type), type=like)
+
+    return rule
+
+
+def _of_8_bits(*tensors: Any) -> bool:
+    """Whether whole numbers among these, or what they are made of, have 8 bits."""
+    stack, seen = [each for each in tensors if isinstance(each, (Value, TensorSpec))], set[int]()
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        tensor = each.tensor if isinstance(each, Read) else each
+        if isinstance(tensor, TensorSpec) and tensor.dtype in (torch.int8, torch.uint8):
+            return True
+        stack += operands_of(each) if isinstance(each, Value) else ()
+    return False
+
+
+def _where(given: Given, result: TensorSpec) -> Value:
+    condition, x, y = given["condition"], given["self"], given["other"]
+    if condition.type != "bool":
+        raise Refused("a condition that is no bool")
+    like = REGISTER[result.dtype]
+    operands = (condition, _operand(x, like), _operand(y, like))
+    return mapped(lambda c, a, b: f"({c} ? {a} : {b})", *operands, type=like)
+
+
+def _not(given: Given, result: TensorSpec) -> Value:
+    if given["self"].type != "bool":
+        raise Refused("not of what is no bool")
+    return mapped(lambda a: f"(!{a})", given["self"], type="bool")
+
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_LOGICAL = {"logical_and": "&&", "logical_or": "||"}
+_BITWISE = {"bitwise_and": "&&", "bitwise_or": "||"}
+
+RULES: Mapping[str, TorchRule] = {
+    "aten.embedding.default": _embedding,
+    "aten.index_select.default": _index_select,
+    "aten.gather.default": _gather,
+    "aten.index.Tensor": _index,
+    "aten.constant_pad_nd.default": _constant_pad,
+    **{f"aten.reflection_pad{n}d.default": _padded(_reflected) for n in (1, 2, 3)},
+    **{f"aten.replication_pad{n}d.default": _padded(_nearest) for n in (1, 2, 3)},
+    "aten.flip.default": _flip,
+    "aten.roll.default": _roll,
+    "aten._to_copy.default": _cast,
+    "aten.clone.default": _same,
+    "aten.alias.default": _same,
+    "aten.sin.default": _function("sinf"),
+    "aten.cos.default": _function("cosf"),
+    "aten._softmax.default": _along(softmax_along),
+    "aten._log_softmax.default": _along(log_softmax_along),
+    "aten.where.self": _where,
+    "aten.where.ScalarSelf": _where,
+    "aten.where.ScalarOther": _where,
+    "aten.logical_not.default": _not,
+    "aten.bitwise_not.default": _not,
+    **{f"aten.{name}.default": _of_two(sign, "bool") for name, sign in _LOGICAL.items()},
+    **{f"aten.{name}.Tensor": _of_two(sign, "bool") for name, sign in _BITWISE.items()},
+    **{
+        f"aten.{name}.{kind}": _of_two(sign, "float", *_INTS, made="bool")
+        for name, sign in _COMPARISONS.items()
+        for kind in ("Tensor", "Scalar")
+    },
+    **{
+        f"aten.{name}.Tensor": _of_two(sign, *_INTS)
+        for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"))
+    },
+}
