@@ -48,8 +48,10 @@ class Variant:
 
     @property
     def softmax(self) -> bool:
-        """Whether a softmax is computed."""
-        return any("softmax" in str(node.target) for node in self.plain.nodes)
+        """Whether attention is computed by a softmax between two products."""
+        names = [getattr(node.target, "__name__", str(node.target)) for node in self.plain.nodes]
+        products = sum(name in ("matmul", "bmm", "baddbmm", "einsum") for name in names)
+        return products > 1 and any("softmax" in name.lower() for name in names)
 
     @property
     def changes(self) -> bool:
@@ -156,7 +158,6 @@ class Analyzer:
         graph = traced.graph
         reasons: dict[str, str] = {}
         order = {node: i for i, node in enumerate(graph.nodes)}
-        aliases = self._aliases(module, graph, training)
         taken: set[fx.Node] = set()
         chains = []
         for node in reversed(list(graph.nodes)):
@@ -170,7 +171,7 @@ class Analyzer:
             if why := _why_left(module, chain):
                 reasons.setdefault(str(node.target), why)
                 continue
-            while not self._movable(module, graph, chain, order, aliases, training):
+            while not self._movable(module, chain, order, training):
                 _shorten(chain)
             taken.update(chain.nodes)
             chains.append(chain)
@@ -346,28 +347,24 @@ class Analyzer:
     # -- what may be moved -------------------------------------------------------------------------
 
     def _movable(
-        self,
-        root: nn.Module,
-        graph: fx.Graph,
-        chain: Chain,
-        order: Mapping[fx.Node, int],
-        aliases: Mapping[fx.Node, frozenset[Any]],
-        training: bool,
+        self, root: nn.Module, chain: Chain, order: Mapping[fx.Node, int], training: bool
     ) -> bool:
         """Whether nothing changes what a chain reads, between its first call and its last."""
+        graph, own = chain.nodes[0].graph, set(chain.nodes)
         first, last = order[chain.nodes[0]], order[chain.nodes[-1]]
-        if last == first:
+        changed = [
+            operand
+            for node in graph.nodes
+            if first < order[node] < last and node not in own
+            for operand in self._changed(root, node, training)
+        ]
+        if not changed:
             return True
+        aliases = self._aliases(root, graph, training)
         reads = aliases[chain.nodes[0].all_input_nodes[0]]
         if chain.residual is not None:
             reads = reads | aliases[chain.residual]
-        own = set(chain.nodes)
-        for node in graph.nodes:
-            if first < order[node] < last and node not in own:
-                for changed in self._changed(root, node, training):
-                    if aliases[changed] & reads:
-                        return False
-        return True
+        return not any(aliases[operand] & reads for operand in changed)
 
     def _changed(self, root: nn.Module, node: fx.Node, training: bool) -> list[fx.Node]:
         """The operands that a call may change in place."""
@@ -669,12 +666,16 @@ def _put_site(graph: fx.Graph, chain: Chain, site: Site) -> None:
     """Have one call stand where a chain's last stood."""
     last = chain.nodes[-1]
     (x,) = chain.nodes[0].all_input_nodes
+    residual = None  # looked up now, for it may be a site's result by now
+    for before, node, step in zip(chain.nodes, chain.nodes[1:], chain.steps[1:], strict=False):
+        if step.kind == ADD:
+            (residual,) = [each for each in node.all_input_nodes if each is not before]
     with graph.inserting_before(last):
         modules = [
             graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
             for node in chain.nodes
         ]
-        made = graph.call_function(site, (x, chain.residual, *modules))  # type: ignore[arg-type]
+        made = graph.call_function(site, (x, residual, *modules))  # type: ignore[arg-type]
     last.replace_all_uses_with(made)
     for node in reversed(chain.nodes):
         graph.erase_node(node)

@@ -80,6 +80,8 @@ def trace(
     except Exception as error:
         text = str(error).strip().splitlines()
         said = text[0] if text else type(error).__name__
+        if said.startswith("'len' is"):
+            raise Untraceable("takes the length of a tensor or shape") from None
         raise Untraceable(f"cannot be traced: {said}") from None
     finally:
         changed = before.restore()
@@ -339,27 +341,36 @@ def _watched(tracer: _Tracer) -> Iterator[None]:
     """Note the user's functions that run: the names that they use, and what no graph keeps."""
     checkpoint = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
+    users: dict[int, bool] = {}  # by identity: a code object's hash is computed anew each time
+    alive: list[CodeType] = []
+
     def look(frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code is checkpoint:
-            tracer.problems.append("checkpoints activations")
-        if event not in ("call", "c_call") or not _of_user(
-            frame.f_globals.get("__name__", "torch")
-        ):
+        if event != "call" and event != "c_call":
             return
-        if event == "c_call":
+        code = frame.f_code
+        user = users.get(id(code))
+        if user is None:
+            alive.append(code)
+            user = users[id(code)] = _of_user(frame.f_globals.get("__name__", "torch"))
+        if not user:
+            if code is checkpoint and event == "call":
+                tracer.problems.append("checkpoints activations")
+        elif event == "c_call":
             name = getattr(arg, "__name__", "")
             if name in _ASKS and str(getattr(arg, "__module__", "")).startswith("torch"):
                 tracer.problems.append(f"calls torch.{name} ({_line(frame)})")
             elif arg is print:
                 tracer.problems.append(f"prints ({_line(frame)})")
-            return
+        else:
+            enter(code, frame)
+
+    def enter(code: CodeType, frame: FrameType) -> None:
         if _opaque(code):
             tracer.problems.append(f"has a with or try statement ({_line(frame)})")
         tracer.names.update(code.co_names)
         tracer.names.update(each for each in code.co_consts if isinstance(each, str))
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(type(first), type) and issubclass(type(first), nn.Module):
+        if issubclass(type(first), nn.Module):
             tracer.selves[id(first)] = cast(nn.Module, first)
 
     previous = sys.getprofile()

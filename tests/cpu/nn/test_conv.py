@@ -503,11 +503,11 @@ def test_replace_swaps_patterns_and_says_what_it_left() -> None:
     report = cg.nn.replace(ours)
     assert str(report).splitlines() == [
         "swapped 0, 1, 2 (Conv2d → BatchNorm2d → ReLU)",
+        "swapped 3.0, 3.1 (Conv2d → GELU)",
+        "swapped 4.conv (Conv2d → residual)",
         "swapped 6 (Conv2d)",
         "swapped 8, 9 (ConvTranspose2d → BatchNorm2d)",
-        "swapped 3.0, 3.1 (Conv2d → GELU)",
         "left 5 (Conv2d): padding_mode='circular' is not 'zeros'",
-        "left 4.conv (Conv2d): it stands in Residual, whose forward decides what comes next",
     ]
     for training in (True, False):
         x = torch.randn(4, 3, 14, 14, dtype=F64)
