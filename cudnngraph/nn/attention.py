@@ -242,7 +242,9 @@ def why_not_attention(module: nn.MultiheadAttention) -> str:
 
 def _heads(packed: torch.Tensor, heads: int, shared: int) -> tuple[torch.Tensor, ...]:
     """The slices q, k and v, each (B, heads, S, D), of (B, S, heads of all three * D)."""
-    split = packed.unflatten(2, (heads + 2 * shared, -1)).transpose(1, 2)
+    batch, length, width = packed.shape
+    every = heads + 2 * shared
+    split = packed.view(batch, length, every, width // every).transpose(1, 2)
     return torch.split(split, [heads, shared, shared], dim=1)
 
 

@@ -212,7 +212,7 @@ class Analyzer:
         """What a call does with a node, as a step of a chain; the residual."""
         child = _called(root, user)
         if child is not None:
-            if not _one_operand(user) or has_hooks(child) and not _is_norm(child):
+            if not _one_operand(user) or (has_hooks(child) and not _is_norm(child)):
                 return None, None
             kind = type(child)
             if kind in THROUGHS:
@@ -675,7 +675,7 @@ def _put_site(graph: fx.Graph, chain: Chain, site: Site) -> None:
             graph.create_node("get_attr", str(node.target)) if node.op == "call_module" else None
             for node in chain.nodes
         ]
-        made = graph.call_function(site, (x, residual, *modules))  # type: ignore[arg-type]
+        made = graph.call_function(site, (x, residual, *modules))
     last.replace_all_uses_with(made)
     for node in reversed(chain.nodes):
         graph.erase_node(node)

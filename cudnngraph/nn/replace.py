@@ -94,7 +94,9 @@ class _Reporter:
 
     def report(self) -> Report:
         """What was swapped and what was left, in the order of the modules."""
-        swaps = [swap for name, module in self.model.named_modules() for swap in self._of(name, module)]
+        swaps = [
+            swap for name, module in self.model.named_modules() for swap in self._of(name, module)
+        ]
         return Report(
             tuple(swap for swap in swaps if not swap.reason),
             tuple(swap for swap in swaps if swap.reason),
@@ -110,9 +112,7 @@ class _Reporter:
             conv = submodule(module, chain.paths()[0])
             known = self.chains.get(id(conv))
             # A forward that traces into another has more of the chain than that one.
-            if known is None or (
-                module is not known[0] and len(chain.steps) > len(known[1].steps)
-            ):
+            if known is None or (module is not known[0] and len(chain.steps) > len(known[1].steps)):
                 self.chains[id(conv)] = (module, chain)
         for path, reason in variant.reasons.items():
             self.reasons.setdefault(id(submodule(module, path)), reason)
@@ -124,11 +124,8 @@ class _Reporter:
             yield self._swap(module, (name,), (_class(module),), self._why_no_mha(name, module))
         elif any(variant.attentions for variant in self._taken(module)):
             yield self._swap(module, (name,), (_class(module),), "")
-        elif _named_attention(module) and not any(
-            _named_attention(inner) for inner in module.modules() if inner is not module
-        ):
-            if reason := self._why_no_attention(name, module):
-                yield Swap((name,), (_class(module),), reason)
+        elif _named_attention(module) and (reason := self._why_no_attention(name, module)):
+            yield Swap((name,), (_class(module),), reason)
 
     def _taken(self, module: nn.Module) -> list[Variant]:
         opened = self.opened.get(self.names[id(module)])
@@ -174,6 +171,8 @@ class _Reporter:
         return f"it has {missing}" if missing else ""
 
     def _why_no_attention(self, name: str, module: nn.Module) -> str:
+        if any(_named_attention(inner) for inner in module.modules() if inner is not module):
+            return ""  # it only holds one
         if is_ours(module):
             return "it is fused already"
         analysis = self.analyzer.analysis(module, module.training)

@@ -112,7 +112,8 @@ def _derived(base: type[nn.Module]) -> type[nn.Module]:
         return reduced
 
     def __setstate__(self: Any, state: Any) -> None:
-        base.__setstate__(self, state)
+        own: Any = base
+        own.__setstate__(self, state)
         program = self.__dict__.get(PROGRAM)
         if program is not None and program.forward is None:
             restore(self)
@@ -154,8 +155,7 @@ def program_of(module: nn.Module, analyzer: Analyzer) -> Program | None:
         why = why_not_attention(module)
         return None if why else Program(analyzer.policy, _attention_forward, ("",))
     modes = [
-        [v for v in analyzer.analysis(module, mode).variants if v.changes]
-        for mode in (True, False)
+        [v for v in analyzer.analysis(module, mode).variants if v.changes] for mode in (True, False)
     ]
     return _Writer(module, modes).program(analyzer.policy) if any(modes) else None
 
@@ -187,7 +187,7 @@ def _attention_forward(
     mask = attn_mask
     if mask is not None and not is_causal:
         mask = mask.logical_not() if mask.dtype == torch.bool else mask
-        mask = mask if mask.dim() == 2 else mask.unflatten(0, (query.shape[0], self.num_heads))
+        mask = mask if mask.dim() == 2 else mask.view(-1, self.num_heads, *mask.shape[1:])
     out = self_attention(
         query,
         (self.in_proj_weight, self.in_proj_bias),
@@ -287,7 +287,8 @@ class _Writer:
             elif each.kind is each.KEYWORD_ONLY and not starred:
                 head.append("*")
                 starred = True
-            stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+            stars = "*" * (each.kind is each.VAR_POSITIONAL)
+            stars += "**" * (each.kind is each.VAR_KEYWORD)
             text = f"{stars}{name}"
             if stars:
                 variadic.append(name)
@@ -401,6 +402,8 @@ def _same_graph(one: fx.Graph, other: fx.Graph) -> bool:
 
 
 def _same_target(one: Any, other: Any) -> bool:
-    if isinstance(one, (Site, Attend)):
-        return type(one) is type(other) and one.same(other)
+    if isinstance(one, Site):
+        return isinstance(other, Site) and one.same(other)
+    if isinstance(one, Attend):
+        return isinstance(other, Attend)
     return bool(one is other or one == other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,10 +184,6 @@ class Attend:
         self.__module__ = "fused"
         self.policy = policy
 
-    def same(self, other: Attend) -> bool:
-        """Whether it does what the other does."""
-        return True
-
     def __call__(
         self,
         query: torch.Tensor,
@@ -226,4 +221,4 @@ def _attends(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, enable_gqa: boo
         return True
     if is_causal or type(mask) not in _PLAIN_TENSORS or mask.dim() not in (2, 3, 4):
         return False
-    return mask.dtype in (torch.bool, q.dtype) and not math.prod(mask.shape) == 0
+    return mask.dtype in (torch.bool, q.dtype) and 0 not in mask.shape

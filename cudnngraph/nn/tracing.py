@@ -280,7 +280,7 @@ def _as_if(root: nn.Module, running: Iterable[nn.Module], training: bool) -> Ite
 
 
 def _ambient_state() -> tuple[Any, ...]:
-    flags = torch.backends.cuda
+    flags: Any = torch.backends.cuda
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
