@@ -19,6 +19,7 @@ from .tracing import IN_PLACE, LIST, TENSOR, Traced, Untraceable, choices, submo
 
 _SDPA: Any = F.scaled_dot_product_attention
 _MAX_ROUNDS = 8
+NO_FORWARD = "does not exist"
 _HAVE_NORMS = (*NORMS, nn.SyncBatchNorm)
 
 
@@ -79,7 +80,7 @@ def opaque(module: nn.Module) -> str:
     if nn.utils.parametrize.is_parametrized(module):
         return "belongs to a module with parametrizations"
     if kind.forward is nn.Module.forward:
-        return "does not exist"
+        return NO_FORWARD
     if is_ours(module):
         return "is fused already"
     own = kind.forward is nn.Sequential.forward
@@ -267,7 +268,7 @@ class Analyzer:
             before = self._stage_of(root, operand, training)
             if before and len(operand.users) == 1:
                 kind, nested = self._head(child, training)
-                if _extends(before, kind):
+                if kind == THROUGH or _extends(before, kind):
                     found |= {path, *(f"{path}.{inner}" for inner in nested)}
         return frozenset(found)
 
@@ -288,6 +289,8 @@ class Analyzer:
 
     def _stage_of(self, root: nn.Module, node: fx.Node, training: bool) -> str:
         """How far the chain is that ends with a node, "" if none does."""
+        while type(_called(root, node)) in THROUGHS and _one_operand(node):
+            (node,) = node.all_input_nodes
         for conv in node.graph.nodes:
             if isinstance(_called(root, conv), CONVS + TRANSPOSED) and _one_operand(conv):
                 chain = self._chain(root, conv, set())
@@ -308,6 +311,8 @@ class Analyzer:
         if variant is None:
             return "", frozenset()
         out = _result(variant.plain)
+        while out is not None and len(out.users) == 1 and type(_called(module, out)) in THROUGHS:
+            (out,) = out.all_input_nodes
         if out is None or len(out.users) != 1:
             return "", frozenset()
         for chain in variant.chains:

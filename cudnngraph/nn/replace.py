@@ -11,7 +11,7 @@ from torch import nn
 from ..arguments import checked
 from ..policy import Policy
 from .attention import why_not_attention
-from .chains import Analyzer, Chain, Variant, is_ours
+from .chains import NO_FORWARD, Analyzer, Chain, Variant, is_ours
 from .conv import CONVS, TRANSPOSED, why_not
 from .rewriting import install, own_class, program_of, restore, taken_by
 from .sites import ADD
@@ -146,7 +146,8 @@ class _Reporter:
             modules = [submodule(owner, path) for path in chain.paths()]
             names = tuple(self.names[id(module)] for module in modules)
             return self._swap(conv, names, tuple(_classes(owner, chain)), "")
-        reason = why_not(conv, None, None) or self.reasons.get(id(conv)) or self._why_unseen(name)
+        reason = why_not(conv, None, None) if isinstance(conv, _CONVS) else ""
+        reason = reason or self.reasons.get(id(conv)) or self._why_unseen(name)
         return Swap((name,), (_class(conv),), reason)
 
     def _why_unseen(self, name: str) -> str:
@@ -156,7 +157,7 @@ class _Reporter:
             if is_ours(holder):
                 return f"it stands in {where}, which is fused already"
             reason = self.analyzer.analysis(holder, holder.training).reason
-            if reason and type(holder).forward is not nn.Module.forward:
+            if reason and reason != NO_FORWARD:
                 return f"{where}'s forward {reason}"
         return "no forward calls it as a module"
 

@@ -236,8 +236,8 @@ class _Writer:
     def __init__(self, module: nn.Module, modes: list[list[Variant]]) -> None:
         self.module, self.modes = module, modes
         self.kept: list[Any] = []
+        # Without a __name__, by which torch.compile would import a module.
         self.space: dict[str, Any] = {
-            "__name__": "cudnngraph.nn.rewritten",
             "_original": type(module).forward,
             "_by_original": _by_original,
             "_has_hooks": has_hooks,
@@ -320,7 +320,7 @@ class _Writer:
         """A traced forward as a function of its operands."""
         code = graph.python_code("self")
         source = code.src.replace("def forward(", f"def {name}(", 1)
-        space = {**code.globals, "__name__": self.space["__name__"]}
+        space = dict(code.globals)
         exec(compile(source, f"<traced forward of {type(self.module).__name__}>", "exec"), space)
         self.space[name] = space[name]
 

@@ -28,7 +28,8 @@ def step(model: nn.Module, training: bool, *inputs: Any) -> dict[str, torch.Tens
     for i, (leaf, held) in enumerate(
         zip(pytree.tree_leaves(leaves), pytree.tree_leaves(given), strict=True)
     ):
-        found |= {f"grad of input {i}": leaf.grad, f"input {i}": held.detach()}
+        if isinstance(leaf, torch.Tensor):
+            found |= {f"grad of input {i}": leaf.grad, f"input {i}": held.detach()}
     named = model.named_parameters()
     found |= {f"grad of {name}": p.grad for name, p in named if p.grad is not None}
     found |= {f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()}

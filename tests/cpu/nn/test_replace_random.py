@@ -104,10 +104,25 @@ def norm(rng: random.Random) -> nn.Module:
 
 # Ops on a list of values: (name, its choices). All values have one shape.
 OPS = (
-    *("conv", "conv", "conv", "norm", "norm", "act", "function", "method", "add", "add", "iadd"),
+    *(*("conv",) * 8, "norm", "act", "function", "method", "add", "add", "iadd"),
     *("shared_act", "reused_conv", "drop_path", "dropout", "identity", "f_dropout", "block", "mul"),
     *("broadcast", "cat", "in_place", "sequence", "torch_add", "attribute", "nested"),
 )
+# What often follows an op, so that there are patterns to find.
+NEXT = {
+    "conv": ("norm", "norm", "norm", "act", "add", "iadd", "identity", "nested"),
+    "reused_conv": ("norm", "act", "add"),
+    "norm": ("shared_act", "function", "method", "add", "iadd", "torch_add", "drop_path"),
+    "block": ("add", "iadd", "act", "shared_act", "drop_path", "in_place"),
+    "drop_path": ("add", "add", "iadd"),
+    "dropout": ("add", "iadd", "norm"),
+    "identity": ("add", "norm", "act"),
+    "add": ("shared_act", "method", "act", "function"),
+    "iadd": ("shared_act", "method", "act", "function"),
+    "torch_add": ("shared_act", "method", "act"),
+    "nested": ("norm", "add", "act"),
+    "sequence": ("add", "iadd", "act"),
+}
 FUNCTIONS = ("relu", "silu", "gelu", "leaky_relu", "relu6", "hardswish", "tanh", "sigmoid")
 
 
@@ -121,19 +136,22 @@ class Forward(nn.Module):
         self.scale = 0.5
         self.layers = nn.ModuleDict()
         self.steps: list[tuple[Any, ...]] = []
-        count = rng.randint(3, 10) if depth == 0 else rng.randint(1, 4)
+        count = rng.randint(4, 12) if depth == 0 else rng.randint(1, 4)
+        op = "conv"
         for i in range(count):
-            op = rng.choice(OPS)
+            follows = NEXT.get(op, ())
+            op = rng.choice(follows if follows and rng.random() < 0.7 else OPS)
             if op == "nested" and depth > 1:
                 op = "conv"
-            operand = i if rng.random() < 0.75 else rng.randint(0, i)
+            operand = i if rng.random() < 0.85 else rng.randint(0, i)
             other = rng.randint(0, i)
             extra: Any = rng.choice(FUNCTIONS)
             layer = self._layer(op, rng, depth)
             if layer is not None:
                 self.layers[str(i)] = layer
             self.steps.append((op, str(i), operand, other, extra, rng.random() < 0.5))
-        self.tail = rng.choice(("last", "sum", "tuple") if depth == 0 else ("last", "sum"))
+        tails = (*("last",) * 6, "sum", "tuple")
+        self.tail = rng.choice(tails if depth == 0 else tails[:-1])
 
     def _layer(self, op: str, rng: random.Random, depth: int) -> nn.Module | None:
         made = {
