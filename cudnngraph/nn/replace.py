@@ -11,8 +11,9 @@ from torch import nn
 from ..arguments import checked
 from ..policy import Policy
 from .attention import why_not_attention
-from .chains import NO_FORWARD, Analyzer, Chain, Variant, is_ours
+from .chains import Analyzer, Chain, Variant
 from .conv import CONVS, TRANSPOSED, why_not
+from .nodes import NO_FORWARD, is_ours
 from .rewriting import install, own_class, program_of, restore, taken_by
 from .sites import ADD
 from .tracing import submodule

@@ -59,7 +59,7 @@ def main(rank: int, file: str) -> None:
         assert name == other
         apart = max(apart, float((a.double() - b.double()).abs().max()))
     print(
-        json.dumps({"losses": losses, "apart": apart, "weight": ours[0].conv.weight.sum().item()})
+        json.dumps({"losses": losses, "apart": apart, "weight": ours[0].weight.sum().item()})
     )
     dist.barrier()
     dist.destroy_process_group()

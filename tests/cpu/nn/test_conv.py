@@ -539,16 +539,18 @@ def test_a_swapped_model_keeps_the_keys_of_its_state_dict() -> None:
     assert distance(again["a"](x), theirs["a"](x)) < EXACT
 
 
-def test_replace_leaves_hooks_and_shared_modules_alone() -> None:
+def test_replace_leaves_hooked_modules_and_lists_a_shared_one_once() -> None:
     shared = nn.Conv2d(3, 3, 1)
     hooked = nn.Conv2d(3, 3, 1)
     hooked.register_forward_hook(lambda *given: None)
-    report = cg.nn.replace(nn.Sequential(shared, shared, hooked))
-    assert [swap.reason for swap in report.left] == [
-        "a module of it is used in several places",
-        "a module of it is used in several places",
-        "Conv2d has hooks, which a block would not call",
+    ours = nn.Sequential(shared, shared, nn.ReLU(), hooked)
+    x = torch.randn(2, 3, 4, 4)
+    expected = ours(x)
+    assert str(cg.nn.replace(ours)).splitlines() == [
+        "swapped 0 (Conv2d)",
+        "left 3 (Conv2d): Conv2d has hooks, which a block would not call",
     ]
+    assert torch.allclose(ours(x), expected, rtol=1e-5, atol=1e-6)
 
 
 # -- several processes -----------------------------------------------------------------------------

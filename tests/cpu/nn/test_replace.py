@@ -168,7 +168,7 @@ def test_a_residual_is_taken_across_containers(p: float) -> None:
     whole = (
         "swapped f.2.conv, f.2.bn, f.2.act, act (Conv2d → BatchNorm2d → Identity → residual → SiLU)"
     )
-    assert (whole in lines) == (p == 0.0)
+    assert whole in lines  # if p is not 0, in evaluation alone
     assert "swapped f.1.fc1 (Conv2d → ReLU)" in lines
     assert "swapped f.1.fc2 (Conv2d → Sigmoid)" in lines
     same(theirs, ours, image())
