@@ -172,7 +172,7 @@ def _attention_forward(
     is_causal: bool = False,
 ) -> Any:
     """nn.MultiheadAttention's forward: self-attention without a padding mask by ours."""
-    if is_exporting() or not (
+    if _by_original() or not (
         (query is key and key is value)
         and not need_weights
         and key_padding_mask is None
@@ -220,8 +220,9 @@ def _fits(self: Any, x: torch.Tensor, mask: Any, is_causal: bool) -> bool:
 # -- the code --------------------------------------------------------------------------------------
 
 
-def _by_original(self: Any) -> bool:
-    return is_exporting()
+def _by_original() -> bool:
+    """Whether torch's own ops are wanted: for ``fuse``, or by torch.jit.trace."""
+    return is_exporting() or torch.jit.is_tracing()
 
 
 def _inner(value: Any, names: str) -> Any:
@@ -259,7 +260,7 @@ class _Writer:
                     body += self._calls(variants, "train" if mode else "eval", " " * 12)
         head, again, variadic = self._signature()
         lines = [f"def forward({head}):"]
-        lines.append(f"    if not {' and not '.join(['_by_original(self)', *variadic])}:")
+        lines.append(f"    if not {' and not '.join(['_by_original()', *variadic])}:")
         lines += body
         lines.append(f"    return _original({again})")
         self._run("\n".join(lines) + "\n")

@@ -411,7 +411,7 @@ def test_a_replica_of_data_parallel_runs_its_own_parameters() -> None:
     assert torch.allclose(replica(x), expected)
 
 
-def test_compile_and_checkpoint_take_a_replaced_model() -> None:
+def test_compile_traces_and_checkpoints_take_a_replaced_model() -> None:
     torch._dynamo.reset()
     theirs, ours, _ = replaced(ResNet())
     x = image()
@@ -420,6 +420,10 @@ def test_compile_and_checkpoint_take_a_replaced_model() -> None:
         theirs.train(training)
         ours.train(training)
         assert torch.allclose(compiled(x), theirs(x))
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, (x,))
+        assert torch.allclose(traced(x), theirs(x))
+        assert torch.allclose(torch.fx.symbolic_trace(ours)(x), theirs(x))
     y = checkpoint(ours, x.requires_grad_(), use_reentrant=False)
     y.sum().backward()
     torch._dynamo.reset()
