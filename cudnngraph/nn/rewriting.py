@@ -222,7 +222,8 @@ def _fits(self: Any, x: torch.Tensor, mask: Any, is_causal: bool) -> bool:
 
 def _by_original() -> bool:
     """Whether torch's own ops are wanted: for ``fuse``, or by torch.jit.trace."""
-    return is_exporting() or torch.jit.is_tracing()
+    jit: Any = torch.jit
+    return is_exporting() or bool(jit.is_tracing())
 
 
 def _inner(value: Any, names: str) -> Any:
