@@ -190,10 +190,8 @@ class FusedMultiheadAttention(nn.Module):
             problem = Problem("attention", what, "one dtype", "convert x")
             raise GraphError(type(self).__name__, [problem])
         batch, length, _ = x.shape
-        heads, shared, dim = self.num_heads, self.num_kv_heads, self.head_dim
         packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        split = packed.view(batch, length, heads + 2 * shared, dim).transpose(1, 2)
-        q, k, v = torch.split(split, [heads, shared, shared], dim=1)
+        q, k, v = _heads(packed, self.num_heads, self.num_kv_heads)
         o = self.attend(q, k, v, attn_mask, seq_len_q=seq_len, seq_len_kv=seq_len)
         out: torch.Tensor = self.out_proj(o.transpose(1, 2).reshape(batch, length, self.embed_dim))
         return out
@@ -212,18 +210,8 @@ class FusedMultiheadAttention(nn.Module):
 
         Raises :class:`FeatureMissing` where torch's has what this one has not.
         """
-        missing = [
-            what
-            for wrong, what in (
-                (not module.batch_first, "batch_first=False"),
-                (not module._qkv_same_embed_dim, "kdim or vdim other than embed_dim"),
-                (module.bias_k is not None, "add_bias_kv=True"),
-                (module.add_zero_attn, "add_zero_attn=True"),
-            )
-            if wrong
-        ]
-        if missing:
-            raise FeatureMissing(f"nn.MultiheadAttention with {', '.join(missing)}")
+        if missing := why_not_attention(module):
+            raise FeatureMissing(f"nn.MultiheadAttention with {missing}")
         bias = module.in_proj_bias is not None
         made = cls(
             module.embed_dim,
@@ -239,3 +227,39 @@ class FusedMultiheadAttention(nn.Module):
         made.out_proj = module.out_proj
         made.train(module.training)
         return made
+
+
+def why_not_attention(module: nn.MultiheadAttention) -> str:
+    """What a module of torch's has that ours has not, "" if nothing."""
+    missing = (
+        (not module.batch_first, "batch_first=False"),
+        (not module._qkv_same_embed_dim, "kdim or vdim other than embed_dim"),
+        (module.bias_k is not None, "add_bias_kv=True"),
+        (module.add_zero_attn, "add_zero_attn=True"),
+    )
+    return ", ".join(what for wrong, what in missing if wrong)
+
+
+def _heads(packed: torch.Tensor, heads: int, shared: int) -> tuple[torch.Tensor, ...]:
+    """The slices q, k and v, each (B, heads, S, D), of (B, S, heads of all three * D)."""
+    batch, length, width = packed.shape
+    every = heads + 2 * shared
+    split = packed.view(batch, length, every, width // every).transpose(1, 2)
+    return torch.split(split, [heads, shared, shared], dim=1)
+
+
+def self_attention(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    out_weights: tuple[torch.Tensor, torch.Tensor | None],
+    num_heads: int,
+    attn_mask: torch.Tensor | None,
+    causal: bool,
+    dropout: float,
+    policy: Policy | None,
+) -> torch.Tensor:
+    """Self-attention of x (B, S, E) by the parameters of ``nn.MultiheadAttention``: weight and bias
+    of the projections to q, k and v, and of the one behind."""
+    q, k, v = _heads(F.linear(x, *weights), num_heads, num_heads)
+    o = scaled_dot_product_attention(q, k, v, attn_mask, dropout, causal, policy=policy)
+    return F.linear(o.transpose(1, 2).reshape(x.shape), *out_weights)

@@ -233,40 +233,55 @@ class _Block(nn.Module):
     def _run(
         self, geometry: tuple[Any, ...], x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """The block on x; with a norm by the batch's statistics or the running ones, as torch's
-        batch norm decides. ``geometry`` as of :func:`act_options`."""
+        """The block on x. ``geometry`` as of :func:`act_options`."""
         modules: Any = self._modules
-        conv, bn = modules["0"], modules["1"] if self._with_norm else None
+        bn = modules["1"] if self._with_norm else None
         act = modules.get("2" if self._with_norm else "1")
-        kind, attrs = (None, ()) if act is None else _named(act)
-        weight, bias = _held(conv, "weight"), _held(conv, "bias")
-        if bn is None:
-            static = self._recent.static_of(act_options, geometry, kind, attrs)
-            return run_conv_act(static, x, weight, bias, residual, self.policy, recent=self._recent)
-        mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
-        tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
-        if tracks:
-            check_in_place(type(self).__name__)
-            count = _held(bn, "num_batches_tracked")
-            if count is not None:
-                count.add_(1)
-                if momentum is None:  # a cumulative average; stays on the device
-                    momentum = count.to(mean.dtype).reciprocal()
-        by_batch = bn.training or (mean is None and var is None)
-        kept = tracks or not bn.training
-        running = (mean, var) if kept else (None, None)
-        affine = (_held(bn, "weight"), _held(bn, "bias"))
-        tensors = (x, weight, bias, *running, *affine, residual)
-        momentum = 0.0 if momentum is None else momentum
-        if bn.training and type(bn) is nn.SyncBatchNorm and sync.several_ranks(bn.process_group):
-            return sync.run_synchronised(
-                geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, self.policy
-            )
-        fixed = fixed_momentum(momentum, mean) if tracks else None
-        static = self._recent.static_of(
-            norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed
+        return run_block(
+            modules["0"], bn, act, geometry, x, residual, self.policy, self._recent, self
         )
-        return run_conv_norm_act(static, tensors, momentum, self.policy, recent=self._recent)
+
+
+def run_block(
+    conv: Any,
+    bn: Any,
+    act: Any,
+    geometry: tuple[Any, ...],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    policy: Policy | None,
+    recent: LastCall,
+    owner: object,
+) -> torch.Tensor:
+    """act(bn(conv(x)) + residual) of torch's modules; with a norm by the batch's statistics or the
+    running ones, as torch's batch norm decides. ``geometry`` as of :func:`act_options`."""
+    kind, attrs = (None, ()) if act is None else _named(act)
+    weight, bias = _held(conv, "weight"), _held(conv, "bias")
+    if bn is None:
+        static = recent.static_of(act_options, geometry, kind, attrs)
+        return run_conv_act(static, x, weight, bias, residual, policy, recent=recent)
+    mean, var = _held(bn, "running_mean"), _held(bn, "running_var")
+    tracks, momentum = bn.training and bn.track_running_stats, bn.momentum
+    if tracks:
+        check_in_place(type(owner).__name__)
+        count = _held(bn, "num_batches_tracked")
+        if count is not None:
+            count.add_(1)
+            if momentum is None:  # a cumulative average; stays on the device
+                momentum = count.to(mean.dtype).reciprocal()
+    by_batch = bn.training or (mean is None and var is None)
+    kept = tracks or not bn.training
+    running = (mean, var) if kept else (None, None)
+    affine = (_held(bn, "weight"), _held(bn, "bias"))
+    tensors = (x, weight, bias, *running, *affine, residual)
+    momentum = 0.0 if momentum is None else momentum
+    if bn.training and isinstance(bn, nn.SyncBatchNorm) and sync.several_ranks(bn.process_group):
+        return sync.run_synchronised(
+            geometry, kind, attrs, tensors, momentum, bn.eps, bn.process_group, policy
+        )
+    fixed = fixed_momentum(momentum, mean) if tracks else None
+    static = recent.static_of(norm_options, geometry, kind, attrs, by_batch, bn.eps, fixed)
+    return run_conv_norm_act(static, tensors, momentum, policy, recent=recent)
 
 
 def _named(act: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]:

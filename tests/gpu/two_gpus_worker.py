@@ -69,7 +69,7 @@ def trained(rank: int) -> dict[str, object]:
             losses[-1].append(loss.item())
         del shared
     far = [apart(b, a) for a, b in zip(*gradients, strict=True)]
-    return {"losses": losses, "gradients": far, "weight": ours[0].conv.weight.sum().item()}
+    return {"losses": losses, "gradients": far, "weight": ours[0].weight.sum().item()}
 
 
 def synchronised(rank: int) -> float:

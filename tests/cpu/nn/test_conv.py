@@ -503,11 +503,11 @@ def test_replace_swaps_patterns_and_says_what_it_left() -> None:
     report = cg.nn.replace(ours)
     assert str(report).splitlines() == [
         "swapped 0, 1, 2 (Conv2d → BatchNorm2d → ReLU)",
+        "swapped 3.0, 3.1 (Conv2d → GELU)",
+        "swapped 4.conv (Conv2d → residual)",
         "swapped 6 (Conv2d)",
         "swapped 8, 9 (ConvTranspose2d → BatchNorm2d)",
-        "swapped 3.0, 3.1 (Conv2d → GELU)",
         "left 5 (Conv2d): padding_mode='circular' is not 'zeros'",
-        "left 4.conv (Conv2d): it stands in Residual, whose forward decides what comes next",
     ]
     for training in (True, False):
         x = torch.randn(4, 3, 14, 14, dtype=F64)
@@ -539,16 +539,18 @@ def test_a_swapped_model_keeps_the_keys_of_its_state_dict() -> None:
     assert distance(again["a"](x), theirs["a"](x)) < EXACT
 
 
-def test_replace_leaves_hooks_and_shared_modules_alone() -> None:
+def test_replace_leaves_hooked_modules_and_lists_a_shared_one_once() -> None:
     shared = nn.Conv2d(3, 3, 1)
     hooked = nn.Conv2d(3, 3, 1)
     hooked.register_forward_hook(lambda *given: None)
-    report = cg.nn.replace(nn.Sequential(shared, shared, hooked))
-    assert [swap.reason for swap in report.left] == [
-        "a module of it is used in several places",
-        "a module of it is used in several places",
-        "Conv2d has hooks, which a block would not call",
+    ours = nn.Sequential(shared, shared, nn.ReLU(), hooked)
+    x = torch.randn(2, 3, 4, 4)
+    expected = ours(x)
+    assert str(cg.nn.replace(ours)).splitlines() == [
+        "swapped 0 (Conv2d)",
+        "left 3 (Conv2d): Conv2d has hooks, which a block would not call",
     ]
+    assert torch.allclose(ours(x), expected, rtol=1e-5, atol=1e-6)
 
 
 # -- several processes -----------------------------------------------------------------------------
