@@ -89,7 +89,7 @@ def match_attention(node: Node) -> AttentionMatch | None:
     scale, softcap = 1.0, None
     scores, frame = _followers(below), shape
     while scores is not None and meta.op_name(scores) not in _MATMULS:
-        if tuple(scores.meta["val"].shape) != frame:
+        if not is_call(scores) or tuple(scores.meta["val"].shape) != frame:
             return None
         kind, first = meta.op_name(scores), scores.args[0]
         given = meta.bind_arguments(scores.target, scores.args, scores.kwargs)

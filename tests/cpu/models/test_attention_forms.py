@@ -210,11 +210,17 @@ def of_other_rows(m: Model, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
     return weights.transpose(-1, -2).reshape(B * H, S, S).bmm(v.reshape(B * H, S, D)).view_as(v)
 
 
+def of_a_part(m: Model, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As a lambda layer: softmax of one of several results, through a reshape."""
+    part, _ = torch.cat([q @ k.transpose(2, 3), q], -1).split([S, D], -1)
+    return part.softmax(-1).reshape(B * H, S, S).bmm(v.reshape(B * H, S, D)).view_as(v)
+
+
 @pytest.mark.parametrize(
     "attend",
     [
         *(capped_and_scaled, masked_and_capped, capped_from_below, sunk_in_front, sunk_by_rows),
-        *(sunk_by_the_input, less_another_largest, of_other_rows),
+        *(sunk_by_the_input, less_another_largest, of_other_rows, of_a_part),
     ],
     ids=lambda attend: attend.__name__,
 )
