@@ -50,8 +50,8 @@ def opaque(module: nn.Module) -> str:
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether a module is one of this package's."""
-    return type(module).__module__.startswith("cudnngraph.")
+    """Whether a module is one of this package's fused ones, not a model that it measures."""
+    return type(module).__module__.startswith(("cudnngraph.nn.", "cudnngraph.models."))
 
 
 def called(root: nn.Module, node: fx.Node) -> nn.Module | None:

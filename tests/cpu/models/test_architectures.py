@@ -206,7 +206,14 @@ def test_a_model_whose_layers_are_replaced_has_the_gradients_of_float64(name: st
         built(architecture, architecture.has_images),
         inputs(architecture, architecture.has_images),
     )
-    found = trained(mine, mine, given, change=replace)
+    layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+    convolves = any(isinstance(each, layers) for each in mine.modules())
+
+    def change(model: nn.Module) -> None:
+        report = replace(model)
+        assert report.swapped or not convolves, f"nothing is replaced:\n{report}"
+
+    found = trained(mine, mine, given, change=change)
     compare(name, architecture.has_images, torch.float32, found)
 
 
