@@ -1,6 +1,9 @@
-"""Fixtures of the tests of models: thresholds without a smallest size."""
+"""Fixtures of the tests of models: thresholds without a smallest size, quick garbage collection."""
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,3 +18,13 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
         group_norm_min_elements_channels_last=0,
         group_norm_min_elements_contiguous=0,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_frozen() -> Iterator[None]:
+    """Leave what earlier tests made to the end: a worker holds gigabytes of it, and these tests
+    collect garbage one by one."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
