@@ -351,32 +351,25 @@ class ConvNeXt(nn.Module):
 
 
 def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Return the model for inference, with numbers as a trained one has in place of constants: in
-    norms, in biases, in weights that begin as zeros, in scales that begin next to zero."""
+    """The model, for inference, with numbers as a trained one has some in its batch and group
+    norms, and in weights that begin as zeros."""
     generator = torch.Generator().manual_seed(seed)
 
-    def fill(tensor: torch.Tensor, low: float, high: float) -> None:
+    def fill(tensor: torch.Tensor | None, low: float, high: float) -> None:
+        assert tensor is not None
         with torch.no_grad():
             tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
 
     for module in model.modules():
-        norm = "norm" in type(module).__name__.lower()
-        tensors = {**module._parameters, **(module._buffers if norm else {})}
-        for name, tensor in tensors.items():
-            if tensor is None or not tensor.is_floating_point() or not tensor.numel():
-                continue
-            value = float(tensor.detach().flatten()[0])
-            if not bool((tensor == value).all()):
-                continue
-            if norm:
-                reach = 0.2 if name in ("bias", "running_mean") else 0.3
-                fill(tensor, value - reach, value + reach)
-            elif abs(value) >= 0.1:
-                pass  # a scale that is none of a norm's
-            elif name.endswith("bias") or (value == 0.0 and tensor.numel() > 1):
-                fill(tensor, -0.05, 0.05)
-            else:
-                fill(tensor, 0.2, 0.6)
+        if isinstance(module, nn.BatchNorm2d):
+            fill(module.running_mean, -0.2, 0.2)
+            fill(module.running_var, 0.7, 1.3)
+        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)) and module.affine:
+            fill(module.weight, 0.7, 1.3)
+            fill(module.bias, -0.2, 0.2)
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            fill(parameter, -0.05, 0.05)
     return model.eval()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import count
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,8 @@ PLAIN = (
     *(torch.Tensor, type(None), bool, int, float, str),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_RESULTS = (*PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool)
+#: Those that hold no tensor, so that a form may have them as they are.
+CONSTANTS = (*PLAIN, Number, Enum, bytes, range, slice, type)
 
 
 # -- containers ------------------------------------------------------------------------------------
@@ -409,12 +410,6 @@ def called_by_leaves(model: nn.Module, call: Call, leaves: Sequence[Any]) -> Ite
             raise CannotImport(f"{name} changes its arguments, which a graph does not")
         is_plain = not any(map(_is_container, pytree.tree_leaves(result)))
         made, spec = flat(result)
-        for leaf in made:
-            if not isinstance(leaf, _RESULTS):
-                raise CannotImport(
-                    f"a result {is_a(leaf)}; expected tensors and plain values, in containers such "
-                    "as lists, dicts and dataclasses (a cache of a language model: use_cache=False)"
-                )
         _run.out_spec = None if is_plain else spec
         return result if is_plain else made
 

@@ -65,7 +65,8 @@ def export(
             f"{type(model).__name__} changes '{held.name(error.tensor)}' in place, {_NO_GRAPH}"
         ) from error
     except tracer.Foreign as error:
-        raise CannotImport(f"{type(model).__name__} {_foreign(model, error)}") from error
+        what = foreign(model, error.kind, gives=error.gives)
+        raise CannotImport(f"{type(model).__name__} {what}") from error
     finally:
         held.restore()
     if changed:
@@ -85,11 +86,11 @@ def _traced(
     return None
 
 
-def _foreign(model: nn.Module, error: tracer.Foreign) -> str:
+def foreign(model: nn.Module, kind: str, *, gives: bool) -> str:
     """What is to be said of an object that a graph can neither take nor give, and the mend."""
-    what = f"returns a {error.kind}" if error.gives else f"is given a {error.kind}"
-    mend = "return the tensors in it" if error.gives else "give the tensors in it"
-    if "use_cache" in inspect.signature(model.forward).parameters or "Cache" in error.kind:
+    what = f"returns a {kind}" if gives else f"is given a {kind}"
+    mend = "return the tensors in it" if gives else "give the tensors in it"
+    if "use_cache" in inspect.signature(model.forward).parameters or "Cache" in kind:
         mend = "call it with use_cache=False, or " + mend
     return (
         f"{what}, which a graph does not: it has tensors, plain values, and tuples, lists and "

@@ -18,10 +18,10 @@ from ..policy import Policy
 from ..runtime.compile import compile, generates
 from .aten_ops import CONVOLUTIONS
 from .bound import Bound, cut_to
-from .calls import Call, Pattern, called_by_leaves, mapped
+from .calls import CONSTANTS, Call, Pattern, called_by_leaves, mapped
 from .check import Errors, floats
 from .convert import Imported, convert
-from .export import Exported, export
+from .export import Exported, export, foreign
 from .report import Report
 
 _CPU = torch.device("cpu")
@@ -120,6 +120,9 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
             leaves[at] = as_tensor(leaf, device, wide=wide)
         elif isinstance(leaf, torch.Tensor):
             leaves[at] = options.cast(leaf.to(device) if _is_scalar(leaf) else leaf)
+    for leaf in leaves:
+        if not isinstance(leaf, CONSTANTS):
+            raise CannotImport(f"{name} {foreign(model, type(leaf).__name__, gives=False)}")
     with called_by_leaves(model, call, leaves) as run:
         exported = export(model, run.args, run.kwargs)
         out_spec = exported.out_spec if run.out_spec is None else run.out_spec

@@ -8,6 +8,7 @@ forward is used (a :class:`Guard`), or is the reason why the forward is not trac
 from __future__ import annotations
 
 import dis
+import gc
 import inspect
 import operator
 import random
@@ -373,12 +374,15 @@ def _watched(tracer: _Tracer) -> Iterator[None]:
         if issubclass(type(first), nn.Module):
             tracer.selves[id(first)] = cast(nn.Module, first)
 
-    previous = sys.getprofile()
+    previous, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # a collection calls functions of others, at any line of a forward
     sys.setprofile(look)
     try:
         yield
     finally:
         sys.setprofile(previous)
+        if collects:
+            gc.enable()
 
 
 _HELD = ("_parameters", "_buffers", "_modules")

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ...device import files
 from .entries import Entry
 from .one import Job
 from .results import Results, Row
@@ -316,7 +317,7 @@ class Process:
         Path(job.result).unlink(missing_ok=True)
         self._log = file.with_suffix(".log")
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        with open(self._log, "wb") as log:
+        with files.writing(self._log) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cudnngraph.bench.zoo.one", str(file)],
                 env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from ...errors import CudnnGraphError
 from ...select.tolerance import relative_error
-from ..models import randomized
 
 _LAYERS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -34,7 +33,7 @@ class Untelling(CudnnGraphError):
 def prepared(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int = 0) -> nn.Module:
     """Return the model in float32 with weights as a trained one has: no constants, and results of
     each linear layer and convolution that spread by about one for these inputs."""
-    randomized(model, seed)
+    _without_constants(model, seed)
     shared = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     scaled: set[int] = set()
     hooks = [
@@ -49,6 +48,36 @@ def prepared(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int = 0) ->
         for hook in hooks:
             hook.remove()
     return model
+
+
+def _without_constants(model: nn.Module, seed: int) -> nn.Module:
+    """Return the model for inference, with numbers as a trained one has in place of constants: in
+    norms, in biases, in weights that begin as zeros, in scales that begin next to zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(tensor: torch.Tensor, low: float, high: float) -> None:
+        with torch.no_grad():
+            tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
+
+    for module in model.modules():
+        norm = "norm" in type(module).__name__.lower()
+        tensors = {**module._parameters, **(module._buffers if norm else {})}
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            value = float(tensor.detach().flatten()[0])
+            if not bool((tensor == value).all()):
+                continue
+            if norm:
+                reach = 0.2 if name in ("bias", "running_mean") else 0.3
+                fill(tensor, value - reach, value + reach)
+            elif abs(value) >= 0.1:
+                pass  # a scale that is none of a norm's
+            elif name.endswith("bias") or (value == 0.0 and tensor.numel() > 1):
+                fill(tensor, -0.05, 0.05)
+            else:
+                fill(tensor, 0.2, 0.6)
+    return model.eval()
 
 
 def _scaled(layer: Any, made: torch.Tensor, done: set[int]) -> torch.Tensor:

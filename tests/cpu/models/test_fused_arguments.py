@@ -316,7 +316,7 @@ def test_results_that_hold_tensors_in_objects_are_refused() -> None:
         def __init__(self, keys: torch.Tensor) -> None:
             self.keys = keys
 
-    text = r"a result is a Cache; expected tensors and plain values, .*use_cache=False"
+    text = "Of returns a Cache, which a graph does not: it has tensors, plain .*use_cache=False"
     with pytest.raises(cg.CannotImport, match=text):
         cg.fuse(Of(lambda m, x: (x, [Cache(x)])).eval(), image(2))
 
