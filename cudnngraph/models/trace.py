@@ -17,7 +17,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -585,6 +585,27 @@ def _saying(way: Sequence[str]) -> Iterator[None]:
                 setattr(torch.compiler, name, _said[name].pop())
 
 
+_aside = ExitStack()  # the compiler's stance, while a run of some thread needs it
+_runs_aside = 0
+
+
+@contextmanager
+def _compiler_aside() -> Iterator[None]:
+    """Have compiled functions run as they are, in all threads, until the last such run ends."""
+    global _runs_aside
+    with _said_lock:
+        if not _runs_aside:
+            _aside.enter_context(torch.compiler.set_stance("force_eager"))
+        _runs_aside += 1
+    try:
+        yield
+    finally:
+        with _said_lock:
+            _runs_aside -= 1
+            if not _runs_aside:
+                _aside.close()
+
+
 def trace(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], way: Sequence[str] = ()
 ) -> Traced | None:
@@ -622,5 +643,5 @@ def _traced(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 raise
         finally:
             sys.meta_path.remove(guard)
-    with torch.compiler.set_stance("force_eager"):
+    with _compiler_aside():
         return Traced(model, args, kwargs)

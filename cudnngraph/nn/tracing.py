@@ -1,8 +1,7 @@
 """Trace one module's forward, with its children as calls, and refuse what a trace would get wrong.
 
-torch.fx records what a forward does with symbolic tensors. All else is a constant to it: Python's
-branches, attributes, the grad mode. So each of those is either looked at again before the traced
-forward is used (a :class:`Guard`), or is the reason why the forward is not traced at all.
+torch.fx records what is done with tensors. All else is a constant to it: branches, attributes, the
+grad mode. Each is looked at again before each use (a :class:`Guard`), or prevents the trace.
 """
 
 from __future__ import annotations
@@ -381,8 +380,7 @@ def _watched(tracer: _Tracer) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(previous)
-        if collects:
-            gc.enable()
+        (gc.enable if collects else gc.disable)()
 
 
 _HELD = ("_parameters", "_buffers", "_modules")

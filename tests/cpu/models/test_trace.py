@@ -373,6 +373,11 @@ def test_flags_of_several_threads_end_with_the_last() -> None:
     for each in threads:
         each.join()
     assert not failed and not torch.compiler.is_compiling()
+    seen: list[object] = []
+    torch.compile(lambda x: x + 1, backend=lambda module, _: seen.append(module) or module)(
+        image(2)
+    )
+    assert seen, "torch.compile is left to run as it is"
 
 
 @torch.library.custom_op("cudnngraph_tests::thrice", mutates_args=())
