@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import cudnngraph as cg
 from tests import thresholds
 
 
@@ -24,7 +27,20 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def _old_objects_frozen() -> Iterator[None]:
     """Leave what earlier tests made to the end: a worker holds gigabytes of it, and these tests
     collect garbage one by one."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what it holds would never be collected
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_old_reports(_old_objects_frozen: None) -> None:
+    """Have no test find the reports of an earlier one's graphs."""
+    if cg.reports():
+        torch._dynamo.reset()
+        gc.collect()
+    if cg.reports():
+        gc.unfreeze()
+        gc.collect()
