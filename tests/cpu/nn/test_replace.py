@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import inspect
 import pickle
 import random
@@ -643,3 +645,22 @@ def test_modules_that_are_no_plain_convolutions_are_left_with_the_reason() -> No
         "left block.0 (Conv2d): it stands in FusedConvBlock, which is fused already",
         "left unused.0 (Conv2d): no forward calls it as a module",
     ]
+
+
+def test_a_garbage_collection_while_a_forward_is_traced_is_no_part_of_it() -> None:
+    def collected(phase: str, info: dict[str, int]) -> None:
+        with contextlib.suppress(KeyError):
+            info["nothing"]
+
+    kept = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        report = cg.nn.replace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    finally:
+        gc.set_threshold(*kept)
+        gc.callbacks.remove(collected)
+    assert [str(swap) for swap in report.swapped] == [
+        "swapped 0, 1, 2 (Conv2d → BatchNorm2d → ReLU)"
+    ]
+    assert gc.isenabled() and not report.left
