@@ -116,7 +116,7 @@ zoo-training: $(ZOO)
 zoo-bench: $(ZOO)
 	@mkdir -p out
 	@if $(PY) $(CUDA_READY); then $(PY) -m cudnngraph bench zoo --out out/zoo.md; \
-	else $(PY) -m cudnngraph bench zoo --tiny --out out/zoo-tiny.md; fi
+	else $(PY) -m cudnngraph bench zoo --tiny --jobs 2 --out out/zoo-tiny.md; fi
 
 $(ZOO): $(BASE)
 	@$(PIP) install -c $(VENV)/constraints.txt timm torchvision transformers diffusers

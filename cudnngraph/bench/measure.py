@@ -9,13 +9,16 @@ On a CPU all are the time of the call.
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from ..device import tf32, timing
 from ..runtime.bound import CapturedCall
@@ -43,6 +46,23 @@ def captured(call: Call) -> Call:
         return kept[0]
 
     return replay
+
+
+def kernels_of(call: Call, most: int) -> list[tuple[str, int, float]]:
+    """The kernels of a call on a GPU by name: how often each runs and its microseconds in all,
+    those that take longest first; the last row is the sum of all of them, "all"."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = re.sub(r"[|\s]+", " ", event.name)[:90]
+            spent[name] += event.device_time
+            count[name] += 1
+    rows = [(name, count[name], us) for name, us in spent.most_common(most)]
+    return [*rows, ("all", sum(count.values()), sum(spent.values()))]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
 import statistics
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from h200_guard import unet
 from h200_masks import write
 
 import cudnngraph as cg
+from cudnngraph.bench.measure import kernels_of
 
 Call = Callable[[], object]
 CALLS = 20
@@ -69,21 +69,8 @@ def times_ms(calls: dict[str, Call]) -> dict[str, float]:
 
 def breakdown(call: Call) -> list[str]:
     """Lines of a table: the kernels of one call by name, those that take longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for event in seen.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = re.sub(r"[|\s]+", " ", event.name)[:90]
-            spent[name] += event.device_time
-            count[name] += 1
-    rows = [f"| {name} | {count[name]} | {us:.0f} |" for name, us in spent.most_common(30)]
-    total = f"| all | {sum(count.values())} | {sum(spent.values()):.0f} |"
-    return ["| kernel | launches | us |", "|---|---|---|", *rows, total]
+    rows = [f"| {name} | {count} | {us:.0f} |" for name, count, us in kernels_of(call, 30)]
+    return ["| kernel | launches | us |", "|---|---|---|", *rows]
 
 
 def measure(name: str, tunes: Sequence[str], compiled: bool) -> list[str]:

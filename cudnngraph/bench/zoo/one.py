@@ -2,8 +2,8 @@
 
 It imports the model's library, waits for a line of input, and then does its job: ``cold`` compiles
 a model one way with empty caches; ``timed`` runs it all ways, compares their results with those in
-float64, and times them in turn. What it finds is written to a file after every stage, so that the
-stage in which it ended is known.
+float64, and after one more line of input times them in turn. What it finds is written to a file
+after every stage, so that the stage in which it ended is known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...runtime.process import cache_clear
 from ...runtime.state import agree
 from ...select.tolerance import relative_error
 from ...settings import override
-from ..measure import Call, times_us
+from ..measure import Call, kernels_of, times_us
 from .entries import CHANNELS_LAST, Entry
 from .registry import entries
 from .ways import WAYS, Way, call_of
@@ -39,6 +39,8 @@ from .weights import check_telling, prepared
 
 CALLS = 3  # of a model while its memory is looked at
 ERROR_LENGTH = 600
+KERNELS = 12  # of a call that are told
+READY = "ready"  # the stage of a process that waits to time its ways
 
 Tensors = Sequence[torch.Tensor]
 Found = dict[str, Any]
@@ -123,7 +125,7 @@ def done(job: Job, told: Told, wait: Callable[[], object]) -> None:
     if job.kind == "cold":
         _cold(job, told, model, inputs)
     else:
-        _timed(job, told, model, inputs, others)
+        _timed(job, told, model, inputs, others, wait)
     told.found["stage"] = ""
     told.save()
 
@@ -204,7 +206,14 @@ def _cold(job: Job, told: Told, model: nn.Module, inputs: Tensors) -> None:
         told.way(name).update(_memory(call, device))
 
 
-def _timed(job: Job, told: Told, model: nn.Module, inputs: Tensors, others: Tensors) -> None:
+def _timed(
+    job: Job,
+    told: Told,
+    model: nn.Module,
+    inputs: Tensors,
+    others: Tensors,
+    wait: Callable[[], object],
+) -> None:
     device = inputs[0].device
     with told.stage("results of eager torch"):
         yardstick = Expected(model, inputs, others)
@@ -224,11 +233,20 @@ def _timed(job: Job, told: Told, model: nn.Module, inputs: Tensors, others: Tens
             if not way.compiles:
                 part |= _memory(call, device)
             calls[name] = call
-    if job.times and any(WAYS[name].ours for name in calls):
-        with told.stage("timing"):
-            found = times_us(list(calls.values()), "wall", device)
-        for name, us in zip(calls, found, strict=True):
-            told.way(name)["us"] = us
+    if not job.times or not any(WAYS[name].ours for name in calls):
+        return
+    _sync(device)
+    with told.stage(READY):
+        if not wait():
+            return
+    with told.stage("timing"):
+        found = times_us(list(calls.values()), "wall", device)
+    for name, us in zip(calls, found, strict=True):
+        told.way(name)["us"] = us
+    if device.type == "cuda":
+        for name in (name for name in calls if WAYS[name].compiles):
+            with told.stage("kernels", name):
+                told.way(name)["kernels"] = kernels_of(calls[name], KERNELS)
 
 
 def _steps(fused: Fused) -> Found:

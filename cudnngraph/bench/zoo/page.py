@@ -24,6 +24,7 @@ from .results import (
 from .ways import WAYS
 
 NOTES = "\n## Notes\n"
+LONGEST = 4  # kernels of a model that are named
 _GIB = 2**30
 
 
@@ -49,7 +50,7 @@ def page(results: Results, image: str = "") -> str:
     shown = summary_lines(results)
     lines += ["## Summary", "", *(f"- {line}" for line in shown), ""]
     if our_ways(rows):
-        lines += _times(rows) + _starts(rows) + _memory(rows)
+        lines += _times(rows) + _kernels(rows) + _starts(rows) + _memory(rows)
     lines += _parity(rows) + _models(rows)
     lines += _reasons(rows)
     return "\n".join(lines).rstrip() + "\n"
@@ -184,6 +185,25 @@ def _times(rows: Sequence[Row]) -> list[str]:
     return ["## Times", "", "Milliseconds of a call.", "", *table(head, body)]
 
 
+def _kernels(rows: Sequence[Row]) -> list[str]:
+    """The kernels of a call of our best way that take longest, and how many others launch."""
+    ways = _present(rows, "kernels")
+    mine = next((name for name in our_ways(rows) if name in ways), None)
+    if mine is None:
+        return []
+    body = []
+    for row in rows:
+        found = {n: row["ways"][n]["kernels"] for n in ways if "kernels" in row["ways"].get(n, {})}
+        if mine in found:
+            *longest, (_, _, total) = found[mine]
+            parts = [f"{name} {us / total:.0%}" for name, _, us in longest[:LONGEST] if total]
+            counts = [str(found[name][-1][1]) if name in found else "-" for name in ways]
+            body.append([row["name"], *counts, "; ".join(parts)])
+    text = f"Kernels of a call, and the {LONGEST} that take longest of {WAYS[mine].title}."
+    head = ["model", *(WAYS[name].title for name in ways), "the longest, of the time of all"]
+    return ["## Kernels", "", text, "", *table(head, body)]
+
+
 def _starts(rows: Sequence[Row]) -> list[str]:
     """Seconds until the first result."""
     ways = _present(rows, "cold_s")
@@ -193,6 +213,9 @@ def _starts(rows: Sequence[Row]) -> list[str]:
     text = "Seconds until the first result, with empty caches and with filled ones."
     if max(beside) > 1:
         text += f" Up to {max(beside)} cold starts ran side by side, those that measure nothing."
+    warm = [way.get("warm_beside", 1) for row in rows for way in row["ways"].values()]
+    if max(warm, default=1) > 1:
+        text += f" Up to {max(warm)} processes started warm side by side."
     head = ["model", *(f"{WAYS[n].title}, {kind}" for n in ways for kind in ("cold", "warm"))]
     body = []
     for row in rows:

@@ -1,8 +1,9 @@
 """Run the zoo: its models in processes of their own, within limits, and go on where a run stopped.
 
 The cold start of a model in one way has a process of its own, with empty caches. Those that measure
-nothing while they compile run side by side. All ways of a model are timed in turn in one further
-process, which finds the caches filled; no other job runs then.
+nothing while they compile run side by side. One further process a model finds the caches filled,
+compares the ways and times them. Several of them get ready side by side, and are timed one after
+the other, when no other works.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ import torch
 
 from ...device import files
 from .entries import Entry
-from .one import Job
+from .one import READY, Job
 from .results import Results, Row
 from .ways import WAYS
 
 ROOT = Path(__file__).resolve().parents[3]
 TAIL = 300  # characters of what a process wrote that are told if it died
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,9 @@ class Zoo:
         """Measure what is not done; whether all of it was reached."""
         todo = [entry for entry in entries if not self._is_done(entry)]
         self.options.caches.mkdir(parents=True, exist_ok=True)
-        size = self.options.jobs if self._measures else len(todo)
         try:
-            for first in range(0, len(todo), max(1, size)):
-                self._batch(todo[first : first + size])
+            for first in range(0, len(todo), self.options.jobs):
+                self._batch(todo[first : first + self.options.jobs])
         except OutOfBudget:
             return False
         finally:
@@ -124,15 +125,14 @@ class Zoo:
                 here.append((entry, row))
         if self._measures:
             self._cold_starts(here)
-        ahead = self._timing(*here[0]) if here else None
-        for (entry, row), after in zip(here, [*here[1:], None], strict=False):
-            process, ahead = ahead, None
-            if process is not None:
-                process.go()
-            if after is not None:  # it imports meanwhile, and waits
-                ahead = self._timing(*after)
-            if process is not None:
-                self._timed(entry, row, process)
+        begun = [(entry, row, self._timing(entry, row)) for entry, row in here]
+        ready = [(entry, row, process) for entry, row, process in begun if process is not None]
+        for _, _, process in ready:
+            process.go()
+        for _, _, process in ready:
+            self._wait_for(process)
+        for entry, row, process in ready:
+            self._timed(entry, row, process, len(ready))
 
     def _row(self, entry: Entry) -> Row:
         """The row of a model that is to be measured; of an earlier run its cold starts stay."""
@@ -238,13 +238,23 @@ class Zoo:
                 shutil.copytree(own, merged, dirs_exist_ok=True)
         return self._process("timed", entry, tuple(ways), merged)
 
-    def _timed(self, entry: Entry, row: Row, process: Process) -> None:
-        """Take the results of a process; one that a way ended is followed by one without it."""
+    def _wait_for(self, process: Process) -> None:
+        """Wait until a process is ready to time its ways, or has ended."""
+        left = self._left_s()
+        process.until_ready(left)
+        if process.late and left < self.options.limit_s:
+            raise OutOfBudget
+
+    def _timed(self, entry: Entry, row: Row, process: Process, beside: int) -> None:
+        """Let a process that is ready time its ways; one that a way ended is followed by one
+        without it. ``beside`` of them got ready at a time."""
         while True:
+            process.go()
             found = self._found(process)
             for name, part in found.pop("ways").items():
                 filled = self._mark(entry, name).exists()
-                row["ways"].setdefault(name, {}).update({**part, "filled": filled})
+                told = {**part, "filled": filled, "warm_beside": beside}
+                row["ways"].setdefault(name, {}).update(told)
             guilty = found.pop("guilty", "")
             if not guilty:
                 break
@@ -253,8 +263,9 @@ class Zoo:
             next_one = self._timing(entry, row)
             if next_one is None:
                 return
-            process = next_one
+            process, beside = next_one, 1
             process.go()
+            self._wait_for(process)
         row |= {key: found[key] for key in ("parameters", "wide", "took_s") if key in found}
         asked = self._ways[entry.name]
         wrong = [_error(row, n) for n in asked if WAYS[n].ours and _error(row, n)]
@@ -292,9 +303,9 @@ class Zoo:
 
     def _found(self, process: Process) -> dict[str, Any]:
         """What a process found. Raises :class:`OutOfBudget` if the budget ended it."""
-        left, start = self._left_s(), time.monotonic()
+        left = self._left_s()
         found = process.wait(left)
-        found["took_s"] = time.monotonic() - start
+        found["took_s"] = time.monotonic() - process.begun
         self._running.discard(process)
         if process.late and left < self.options.limit_s:
             raise OutOfBudget
@@ -309,11 +320,14 @@ class Zoo:
 
 
 class Process:
-    """A process of the zoo, which waits for :meth:`go` when it has imported what it needs."""
+    """A process of the zoo. It waits for :meth:`go` when it has imported what it needs, and one
+    that times waits again when it is ready to."""
 
     def __init__(self, job: Job, file: Path, environment: Mapping[str, str]) -> None:
         self.job = job
         self.late = False
+        self.begun = time.monotonic()
+        self._why = ""  # how it ended if not by itself
         Path(job.result).unlink(missing_ok=True)
         self._log = file.with_suffix(".log")
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -328,28 +342,40 @@ class Process:
             )
 
     def go(self) -> None:
-        """Let it begin."""
+        """Let it begin, or time its ways; nothing if it has ended."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         with suppress(BrokenPipeError):
             self._process.stdin.write(b"go\n")
             self._process.stdin.flush()
 
+    def until_ready(self, limit_s: float) -> None:
+        """Wait until it is ready to time its ways, or has ended; end it after so many seconds."""
+        end = time.monotonic() + limit_s
+        while self._process.poll() is None and self._told().get("stage") != READY:
+            if time.monotonic() > end:
+                self._stop(limit_s)
+                return
+            time.sleep(POLL_S)
+
+    def _stop(self, limit_s: float) -> None:
+        self.late, self._why = True, f"takes more than {limit_s:.0f} s"
+        self.end()
+
     def wait(self, limit_s: float) -> dict[str, Any]:
         """What it found. ``error`` says how it ended if not by itself, ``guilty`` in which way."""
-        why = ""
         try:
             code = self._process.wait(limit_s)
-            if code < 0:
-                why = f"the process was ended by {_signal(-code)}"
-            elif code:
-                why = f"the process ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            self.late, why = True, f"takes more than {limit_s:.0f} s"
+            self._stop(limit_s)
         finally:
             self.end()
-        found: dict[str, Any] = {"ways": {}, "stage": "start"}
-        with suppress(OSError, ValueError):
-            found |= json.loads(Path(self.job.result).read_text())
+        if not self._why and code < 0:
+            self._why = f"the process was ended by {_signal(-code)}"
+        elif not self._why and code:
+            self._why = f"the process ended with exit code {code}"
+        why, found = self._why, {"ways": {}, "stage": "start", **self._told()}
         if why and "error" not in found:
             said = "" if self.late or not self._said() else f" ({self._said()})"
             found["error"] = f"{found['stage']}: {why}{said}"
@@ -364,6 +390,13 @@ class Process:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+    def _told(self) -> dict[str, Any]:
+        """What it has found so far."""
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(Path(self.job.result).read_text())
+            return found
+        return {}
 
     def _said(self) -> str:
         """The last of what it wrote."""

@@ -109,6 +109,15 @@ def test_a_model_that_hangs_is_ended_at_the_limit(tmp_path: Path) -> None:
     assert time.monotonic() - start < 200
 
 
+def test_models_get_ready_side_by_side_and_are_timed_one_after_the_other(tmp_path: Path) -> None:
+    """Each waits once it is ready, so that no other works while one is timed."""
+    zoo = made(tmp_path, device="cpu:0", ways=("eager", "heuristic"), jobs=2)
+    assert zoo.run(RIGHT)
+    for row in zoo.results.rows.values():
+        assert row["status"] == "done" and row["ways"]["heuristic"]["warm_beside"] == 2
+        assert all(way["us"] > 0 for way in row["ways"].values())
+
+
 def test_the_budget_ends_a_model_without_calling_it_failed(tmp_path: Path) -> None:
     zoo = made(tmp_path, budget_s=4.0, registry="tests.small_zoo:HANGING")
     assert not zoo.run(HANGING)
@@ -141,8 +150,15 @@ class Fake:
 
     def __init__(self, job: Job, file: Path, environment: Mapping[str, str]) -> None:
         self.job, self.late, self.environment = job, False, environment
+        self.begun, self.gone = time.monotonic(), 0
+
+    def until_ready(self, limit_s: float) -> None:
+        Fake.log.append(("ready", self.job.entry, self.job.ways))
 
     def go(self) -> None:
+        self.gone += 1
+        if self.job.kind == "timed" and self.gone == 1:
+            return
         Fake.log.append((self.job.kind, self.job.entry, self.job.ways))
         if self.job.kind == "cold" and "heuristic" not in self.job.ways:
             folder = Path(self.environment["TORCHINDUCTOR_CACHE_DIR"])
@@ -185,7 +201,8 @@ def test_cold_starts_come_first_and_those_that_measure_run_alone(
     quiet = [("cold", "heuristic"), ("cold", "reduce-overhead")]
     assert sorted(kinds[:4]) == sorted(quiet * 2)
     alone = [("cold", "max-autotune"), ("cold", "autotuned")]
-    assert kinds[4:] == [*alone, *alone, ("timed", "all"), ("timed", "all")]
+    ready = [("ready", "all")] * 2
+    assert kinds[4:] == [*alone, *alone, *ready, ("timed", "all"), ("timed", "all")]
     row = zoo.results.rows["first"]
     assert row["status"] == "done" and row["wide"] == "float64"
     found = {name: (way.get("beside"), way["filled"]) for name, way in row["ways"].items()}
@@ -242,9 +259,11 @@ def test_further_ways_measure_a_model_with_all_that_it_had(
     second = made(tmp_path, device="cuda", ways=("autotuned",))
     second.results = first.results
     assert second.run(RIGHT[:1])
+    asked = ("eager", "heuristic", "autotuned")
     assert faked.log == [
         ("cold", "first", ("autotuned",)),
-        ("timed", "first", ("eager", "heuristic", "autotuned")),
+        ("ready", "first", asked),
+        ("timed", "first", asked),
     ], "the cold start that is known is not done again"
     faked.log.clear()
     assert second.run(RIGHT[:1]) and faked.log == []
