@@ -44,6 +44,7 @@ from .aten_ops import (
     goes_by_layout,
     meant,
 )
+from .bands import Band
 from .export import HasGraph, export, last_line
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
@@ -178,6 +179,7 @@ class Importer:
     masks: dict[tuple[Any, ...], tuple[torch.Tensor | None, torch.Tensor]] = field(
         default_factory=dict
     )
+    bands: dict[tuple[Any, ...], tuple[torch.Tensor, Band | None]] = field(default_factory=dict)
     node: Any = None
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from ...ir.spec import (
     odd_rows,
 )
 from ...ops.base import LOW_PRECISION
+from ..bands import Band, band_of
 from ..patterns import LEAST, AttentionMatch, Term, match_attention, unrepeated_heads
 from .base import Arguments, Rule, Skip, reads
 
@@ -229,6 +230,9 @@ def _attend(
     mask = _narrowed(mask) if isinstance(mask, torch.Tensor) else mask
     joined = 1 if causal or more else _joined(c, qkv, mask)
     if joined == 1:
+        band = _band(c, mask) if isinstance(mask, torch.Tensor) and not causal else None
+        if band is not None:
+            mask, more = None, {**more, "window": band}
         given = None if mask is None else _mask(c, mask, q.dtype)
         return c.g.sdpa(q, k, v, given, is_causal=causal, scale=scale, **more)  # type: ignore[no-any-return]
     batch, _, length, _ = q.shape
@@ -244,6 +248,14 @@ def _attend(
     _, heads, _, width = o.shape
     apart = c.g.reshape(o, (batch // joined, heads, joined, length, width))
     return c.g.reshape(c.g.permute(apart, (0, 2, 1, 3, 4)), (batch, heads, length, width))
+
+
+def _band(c: Importer, mask: torch.Tensor) -> Band | None:
+    """The band of keys that a mask lets attend, which is looked for once for all layers."""
+    form = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype)
+    if form not in c.bands:
+        c.bands[form] = mask, band_of(mask)
+    return c.bands[form][1]
 
 
 def _narrowed(mask: torch.Tensor) -> torch.Tensor:
