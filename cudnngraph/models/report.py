@@ -77,12 +77,13 @@ class Report:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The number of steps that are cuDNN plans, torch's, views, or the reference executor."""
+        """The number of steps that are cuDNN plans, generated kernels, torch's, views, or the
+        reference executor."""
         return Counter(self._kind(step) for step in self.steps)
 
     def _kind(self, step: StepPlan) -> str:
         if step.choice is not None:
-            return "cuDNN"
+            return "kernel" if step.kind == "kernel" else "cuDNN"
         if ALIAS in step.decisions:
             return "view"
         return "reference" if self.device.type == "cpu" else "torch"
