@@ -24,6 +24,7 @@ from ..device import tf32, timing
 from ..runtime.bound import CapturedCall
 
 Call = Callable[[], object]
+
 Clock = str
 
 ROUNDS = 9
@@ -57,7 +58,7 @@ def kernels_of(call: Call, most: int) -> list[tuple[str, int, float]]:
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in seen.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if str(event.device_type).endswith("CUDA"):
             name = re.sub(r"[|\s]+", " ", event.name)[:90]
             spent[name] += event.device_time
             count[name] += 1

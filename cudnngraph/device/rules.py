@@ -114,6 +114,14 @@ class DeviceRules:
         page="h200-models.md",
         alternative="the convolution as it is",
     )
+    grouped_as_dense_max_channels: int = _measured(
+        512,
+        "channels",
+        "how many a dense convolution may have that takes the place of several groups, where cuDNN "
+        "has no engine for groups of that width; 0 for none",
+        page="h200-grouped.md",
+        alternative="the groups as they are",
+    )
     scalar_ops_apart: int = _measured(
         3,
         "pointwise ops on scalars and vectors",

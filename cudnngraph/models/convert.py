@@ -124,6 +124,7 @@ def convert(
     kernels: bool = False,
     random: bool = False,
     saved: Sequence[int] = (),
+    folds: bool = True,
 ) -> Imported:
     """The graph of ATen ops ``module`` as one of ours.
 
@@ -133,9 +134,10 @@ def convert(
     read them, several short sequences of attention are one, constant masks are aligned. ``kernels``
     leaves nothing to torch that a generated kernel does. ``random`` takes ops that draw random
     numbers as they are. ``saved`` are the places of results that only a gradient reads: they may be
-    views. Raises :class:`CannotImport` with the op and its line where that cannot be.
+    views. ``folds`` puts norms beside convolutions into their weights. Raises :class:`CannotImport`
+    with the op and its line where that cannot be.
     """
-    options = (channels_last, keep_strides, on_gpu, kernels, random, saved)
+    options = (channels_last, keep_strides, on_gpu, kernels, random, saved, folds)
     return Importer(module, constants, placeholders, name, *options).run()
 
 
@@ -171,9 +173,11 @@ class Importer:
     kernels: bool
     random: bool
     saved: Sequence[int]
+    folds: bool
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    beside: int = 0  # of these, so many are of a norm that is another one's too
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     examples: set[int] = field(default_factory=lambda: {1})  # how many each input may hold
     masks: dict[tuple[Any, ...], tuple[torch.Tensor | None, torch.Tensor]] = field(
@@ -210,7 +214,7 @@ class Importer:
             if node.op == "placeholder":
                 self.env[node] = self._placeholder(node, user)
             elif node.op == "get_attr":
-                self.env[node] = self._attribute(node)
+                self.env[node] = self.attribute(node)
             elif node.op == "call_function":
                 self.env[node] = self._result(node)
             elif node.op == "output":
@@ -288,7 +292,7 @@ class Importer:
     def _is_image(self, tensor: torch.Tensor) -> bool:
         return self.channels_last and tensor.dim() in (4, 5) and tensor.dtype in FLOATS
 
-    def _attribute(self, node: torch.fx.Node) -> Any:
+    def attribute(self, node: torch.fx.Node) -> Any:
         value: Any = self.module
         for word in str(node.target).split("."):
             value = getattr(value, word)
@@ -296,7 +300,7 @@ class Importer:
 
     def _result(self, node: torch.fx.Node) -> Any:
         target: Any = node.target
-        args, kwargs = self._filled(node.args), self._filled(node.kwargs)
+        args, kwargs = self.filled(node.args), self.filled(node.kwargs)
         if target is operator.getitem:
             return args[0][args[1]]
         if not isinstance(target, torch._ops.OpOverload):
@@ -358,7 +362,7 @@ class Importer:
         form = (("memory_format", ("memory_format", "contiguous_format")),)
         return self.g.aten([value], "aten.clone.default", (("tensor", 0),), form)
 
-    def _filled(self, value: Any) -> Any:
+    def filled(self, value: Any) -> Any:
         """Arguments with what the nodes in them stand for."""
         return torch.fx.node.map_arg(value, lambda node: self.env[node])
 
@@ -525,26 +529,6 @@ class Importer:
 
     # -- batch norm --------------------------------------------------------------------------------
 
-    def following_norm(self) -> tuple[torch.fx.Node, Norm] | None:
-        """The batch norm that alone reads the convolution at hand, its parameters constant."""
-        users = list(self.node.users)
-        if len(users) != 1 or users[0].op != "call_function" or users[0].args[0] is not self.node:
-            return None
-        (user,) = users
-        target: Any = user.target
-        reads: list[torch.fx.Node] = []
-        torch.fx.map_arg((user.args, user.kwargs), reads.append)
-        if reads.count(self.node) != 1:
-            return None
-        if not isinstance(target, torch._ops.OpOverload) or any(
-            each is not self.node and each not in self.env for each in user.all_input_nodes
-        ):
-            return None
-        rest = self._filled((None, *user.args[1:]))
-        given = forms.bind_arguments(target, rest, self._filled(dict(user.kwargs)))
-        norm = norm_of(target.overloadpacket, given)
-        return None if norm is None else (user, norm)
-
     def preceding_norm(self) -> tuple[torch.fx.Node, Norm, Any] | None:
         """The batch norm that the convolution at hand alone reads, its parameters constant, and
         what that norm is of."""
@@ -558,7 +542,7 @@ class Importer:
             if not isinstance(node.target, torch._ops.OpOverload):
                 return None
             given = forms.bind_arguments(
-                node.target, self._filled(node.args), self._filled(node.kwargs)
+                node.target, self.filled(node.args), self.filled(node.kwargs)
             )
             norm = norm_of(node.target.overloadpacket, given)
             return None if norm is None else (node, norm, given["input"])
@@ -604,7 +588,7 @@ class Importer:
             {name: tensor for name, tensor in self._kept.items() if name in there},
             tuple(results),
             tuple(each for name, each in self.opaque.items() if name in nodes),
-            len(self.folded),
+            len(self.folded) - self.beside,
             {name: each for name, each in self._packed.items() if name in there},
         )
 

@@ -31,12 +31,13 @@ Cuts = Mapping[int, Mapping[int, int]]
 
 @dataclass(frozen=True)
 class Options:
-    """How forms are made; see :func:`cudnngraph.fuse`."""
+    """How forms are made; see :func:`cudnngraph.fuse`. ``folds``: norms go into weights."""
 
     policy: Policy | None
     channels_last: bool | None
     dtype: torch.dtype | None
     capture: bool
+    folds: bool = True
 
     def cast(self, arguments: Any) -> Any:
         """Arguments with their floating tensors in the dtype that was asked for."""
@@ -137,6 +138,7 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
         channels_last=last,
         on_gpu=device.type == "cuda",
         kernels=generates(options.policy),
+        folds=options.folds,
     )
     _check_results(name, imported, leaves, inputs)
     executable = None

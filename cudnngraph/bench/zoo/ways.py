@@ -66,9 +66,7 @@ def call_of(way: Way, model: nn.Module, inputs: Tensors) -> tuple[Call, Fused | 
     if way.ours:
         gpu = inputs[0].is_cuda
         policy = Policy(tune=way.tune if gpu else None)
-        fused = fuse(
-            model, tuple(inputs), policy=policy, capture=gpu, reuse_results=True, check=False
-        )
+        fused = fuse(model, tuple(inputs), policy=policy, capture=gpu, reuse_results=True)
         return _inferring(fused, inputs), fused
     if way.mode:
         return _compiled(way.mode, model, inputs), None

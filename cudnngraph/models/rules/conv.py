@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...graph.value import Value
+from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
+from .conv_forms import by_other_ops
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -31,12 +33,13 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     if transposed:
         options["output_padding"] = spread(a["output_padding"], rank)
     before = norm = None
-    if isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType)):
+    fixed = isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType))
+    if fixed and c.folds:
         dtype = weight.dtype
         padded = not isinstance(padding, str) and any(padding)
         if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
             before = c.preceding_norm()
-        norm = c.following_norm()
+        norm = following_norm(c) or following_affine(c, rank)
         if norm is not None:
             weight, bias = _fold_norm_after(norm[1], weight, bias, a["groups"], transposed)
         taken = None if before is None else _fold_norm_before(before[1], weight, bias, dtype)
@@ -45,22 +48,29 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         else:
             before = None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    if isinstance(weight, torch.Tensor):
-        if packed := c.packed(x):
-            weight = packed.weight(weight)
-            if packed.columns > 1:  # one of its windows is one of x
-                options |= {"stride": (options["stride"][0], 1)}
-        held = c.image_weight(weight)
-    else:
-        held = c.value(weight)
-    y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
-    if isinstance(bias, torch.Tensor):
-        y = c.biased_value(y, bias)
-    elif bias is not None:
-        y = c.g.bias(y, c.value(bias))
-    for folded in (before, norm):
-        if folded is not None and y.spec is not None:
-            c.folded[folded[0]] = c.node
+    y = None
+    if fixed and not transposed:
+        y = by_other_ops(c, x, weight, bias, options)
+    if y is None:
+        if isinstance(weight, torch.Tensor):
+            if packed := c.packed(x):
+                weight = packed.weight(weight)
+                if packed.columns > 1:  # one of its windows is one of x
+                    options |= {"stride": (options["stride"][0], 1)}
+            held = c.image_weight(weight)
+        else:
+            held = c.value(weight)
+        y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
+        if isinstance(bias, torch.Tensor):
+            y = c.biased_value(y, bias)
+        elif bias is not None:
+            y = c.g.bias(y, c.value(bias))
+    if y.spec is not None:
+        if before is not None:
+            c.folded[before[0]] = c.node
+        if norm is not None:
+            c.folded |= dict.fromkeys(norm[0], c.node)
+            c.beside += len(norm[0]) - 1
     return y
 
 

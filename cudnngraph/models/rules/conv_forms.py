@@ -1,0 +1,101 @@
+"""Convolutions by constant weights that run faster as other ops."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...device.rules import rules
+from ...graph.value import Value
+from ...ir.spec import is_channels_last, is_contiguous
+from ...ops.base import LOW_PRECISION
+
+if TYPE_CHECKING:
+    from ..convert import Importer
+
+Options = dict[str, Any]
+
+
+def by_other_ops(
+    c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
+) -> Value | None:
+    """The convolution of x (N, C, *spatial) as a product or as dense convolutions, with its bias;
+    None where it is best one convolution."""
+    if not c.on_gpu or x.dtype not in LOW_PRECISION or c.packed(x) or x.spec is None:
+        return None
+    if options["groups"] == 1:
+        return _whole(c, x, weight, bias, options)
+    return _dense(c, x, weight, bias, options)
+
+
+def _whole(
+    c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
+) -> Value | None:
+    """One whose window is the whole image: a product of images and weights."""
+    window, padding = tuple(weight.shape[2:]), options["padding"]
+    if padding != "valid" and (isinstance(padding, str) or any(padding)):
+        return None
+    if x.shape[2:] != window or math.prod(window) == 1:
+        return None
+    stride = () if x.spec is None else x.spec.stride
+    order = (0, *range(2, len(x.shape)), 1)
+    if is_channels_last(x.shape, stride):
+        x, weight = c.g.permute(x, order), weight.permute(order)
+    elif not is_contiguous(x.shape, stride):
+        return None
+    rows = c.g.reshape(x, (x.shape[0], math.prod(x.shape[1:])))
+    held = c.constant(weight.reshape(weight.shape[0], -1).t(), "weight")
+    y = c.g.matmul(rows, held)
+    if bias is not None:
+        y = c.g.add(y, c.constant(bias, "bias"))
+    return c.g.reshape(y, (*y.shape, *(1 for _ in window)))
+
+
+def _dense(
+    c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
+) -> Value | None:
+    """One of groups of channels: a dense convolution of several groups together, or a few."""
+    groups, many = options["groups"], weight.shape[1]
+    results = weight.shape[0] // groups
+    together = groups_together(groups, many, results, math.prod(weight.shape[2:]))
+    if together is None:
+        return None
+    whole = dense_weight(weight, groups, together)
+    options = {**options, "groups": 1}
+    parts = []
+    for first in range(0, groups, together):
+        last = first + together
+        of_x = x if together == groups else c.g.slice(x, 1, first * many, last * many)
+        place = slice(first * results, last * results)
+        y = c.g.conv(of_x, c.image_weight(whole[place]), **options)
+        parts.append(y if bias is None else c.biased_value(y, bias[place]))
+    return parts[0] if len(parts) == 1 else c.g.concat(parts, 1)
+
+
+def groups_together(groups: int, many: int, results: int, window: int) -> int | None:
+    """How many groups of ``many`` channels and so many results one dense convolution has; None
+    where cuDNN's engines for groups are faster.
+
+    They are where both numbers are powers of two and the window has several elements; other groups
+    run one after the other.
+    """
+    limit = rules().grouped_as_dense_max_channels
+    if max(many, results) == 1 or many == 1 or not limit:
+        return None
+    if window > 1 and all(number & (number - 1) == 0 for number in (many, results)):
+        return None
+    fitting = [n for n in range(2, groups + 1) if groups % n == 0 and n * many <= limit]
+    return max(fitting, default=None)
+
+
+def dense_weight(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:
+    """(K, C / groups, ...) → (K, C of so many groups, ...), zeros beside those of each group."""
+    results, many = weight.shape[0] // groups, weight.shape[1]
+    whole = weight.new_zeros(weight.shape[0], together * many, *weight.shape[2:])
+    for group in range(groups):
+        rows = slice(group * results, (group + 1) * results)
+        first = group % together * many
+        whole[rows, first : first + many] = weight[rows]
+    return whole
