@@ -18,6 +18,7 @@ from ...ops.base import FLOATS, LOW_PRECISION
 from ...ops.resampling import in_padding
 from ..aten_ops import UPSAMPLES, packets
 from .base import Arguments, Rule, Skip, first, gives_many, reads, spread
+from .contraction import contracted
 from .shape import MOST_PLACED, in_order
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ def _reduced(mode: str) -> Rule:
             x = c.g.cast(x, dtype)
         dims = a.get("dim")
         dims = None if dims is None or dims == [] else tuple(spread(dims, 1))
+        if mode == "sum" and dims is not None:
+            product = contracted(c, dims, keepdim=bool(a.get("keepdim", False)))
+            if product is not None:
+                return product
         if x.dtype in LOW_PRECISION:  # of which a reduction of ours is float32
             if mode == "mean" and c.kernels and _of_images(x, dims):
                 y = c.g.adaptive_avg_pool(x, (1,) * (len(x.shape) - 2))
