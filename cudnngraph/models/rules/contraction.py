@@ -57,7 +57,7 @@ def contracted(c: Importer, dims: Sequence[int], *, keepdim: bool) -> Value | No
     shape = tuple(
         1 if dim in over else whole[dim] for dim in range(rank) if keepdim or dim not in over
     )
-    return c.g.reshape(z, shape)  # type: ignore[no-any-return]
+    return c.g.reshape(z, shape)
 
 
 def _unexpanded(c: Importer, x: Value) -> Value:
