@@ -182,7 +182,9 @@ def _first(way: Way, job: Job, model: nn.Module, inputs: Tensors) -> tuple[float
     plans = job.plans.get(way.name)
     cache_clear()  # or plans of the way before would serve this one
     start = time.perf_counter()
-    with nullcontext() if plans is None else override(cache_dir=plans):
+    # The model's own convolutions run once if ours is compared with it.
+    own = torch.backends.cudnn.flags(enabled=True, benchmark=not way.ours)
+    with own, nullcontext() if plans is None else override(cache_dir=plans):
         call, fused = call_of(way, model, inputs)
         results = call()
     _sync(inputs[0].device)
