@@ -44,7 +44,7 @@ def test_a_model_that_is_broken_has_a_reason_and_ends_no_run(broken: tuple[int, 
         *(("draws", "failed"), ("raises", "failed"), ("missing", "missing"), ("second", "done")),
     ]
     reasons = {name: row.get("error", "") for name, row in rows.items()}
-    assert reasons["wrong"].startswith("WrongResult: result 0 is off by 0.5, at most")
+    assert reasons["wrong"].startswith("WrongResult: Wrong: result 0 is off by 0.5, at most")
     assert reasons["dies"] == "first result: the process ended with exit code 3"
     assert reasons["vanishes"].startswith("Untelling: result 0 ")
     assert reasons["draws"] == "CannotImport: result 0 is another in a second call"
