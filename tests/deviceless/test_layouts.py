@@ -1,0 +1,49 @@
+"""Layouts of whole models as they are planned for an H200, generated kernels among the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.explain.offline import PlannedStep
+from cudnngraph.models import export
+from cudnngraph.models.convert import convert
+from tests.cpu.rewrite.test_row_strides import Encoder
+
+pytestmark = pytest.mark.generated
+
+VIEWS = {"reshape", "transpose", "permute", "slice", "concat"}
+
+
+def planned(model: nn.Module, *shape: int, channels_last: bool = True) -> list[PlannedStep]:
+    """The steps of a model in float16 that run, as it is imported for a GPU."""
+    made = export.export(model.half().eval(), (torch.zeros(shape).half(),))
+    imported = convert(
+        made.module,
+        made.constants,
+        made.placeholders,
+        channels_last=channels_last,
+        on_gpu=True,
+        kernels=True,
+    )
+    assert imported.spec is not None
+    steps = cg.explain(imported.spec).steps
+    return [step for step in steps if step.refusals or not set(step.ops) <= VIEWS]
+
+
+def kinds(steps: list[PlannedStep]) -> Counter[str]:
+    return Counter(f"{' '.join(step.ops)}: {step.runs_on}" for step in steps)
+
+
+def test_a_residual_stream_behind_convolutions_of_a_signal_lies_in_rows(driver: None) -> None:
+    steps = planned(Encoder(2), 2, 4, 6, channels_last=False)
+    by_rows = [step for step in steps if step.ops[0] in ("matmul", "layer_norm")]
+    assert len(by_rows) == 2 * 3
+    for step in by_rows:
+        tensors = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
+        assert all(form.stride[-1] == 1 for form in tensors if len(form.shape) == 3), step.ops
+    assert not any(step.runs_on == "torch" for step in steps)
