@@ -38,14 +38,14 @@ MOST_DIMS = 4  # that a product takes
 def propagate_row_layout(spec: GraphSpec) -> GraphSpec:
     """The graph with row by row ops on rows as they lie in memory, where fewer elements are copied
     or read against their order then; else the graph itself."""
-    moved = _copied_elements(spec)
+    moved = copied_elements(spec)
     if not moved or any(tensor.numel == 0 for tensor in spec.tensors.values()):
         return spec
     made = _RowLayout(spec).run()
-    return spec if made is None or _copied_elements(made) >= moved else made
+    return spec if made is None or copied_elements(made) >= moved else made
 
 
-def _copied_elements(spec: GraphSpec) -> int:
+def copied_elements(spec: GraphSpec) -> int:
     """Count the elements that are copied for views, or read in another order than written."""
     tensors, count = spec.tensors, 0
     for node in spec.nodes:

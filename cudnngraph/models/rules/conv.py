@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...graph.value import Value
+from ..frames import Pairs, frame_of
 from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
 from .conv_forms import by_other_ops
@@ -24,6 +26,10 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
     if len(x.shape) != rank + 2:
         raise Skip
+    frame = None if transposed else frame_of(c.node)
+    padded = not isinstance(padding, str) and (any(padding) or frame is not None)
+    if frame is not None:
+        x, padding = c.value(c.env[frame[0]]), _around(frame[1], padding)
     options: dict[str, Any] = {
         "stride": spread(a["stride"], rank),
         "padding": padding,
@@ -36,7 +42,6 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     fixed = isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType))
     if fixed and c.folds:
         dtype = weight.dtype
-        padded = not isinstance(padding, str) and any(padding)
         if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
             before = c.preceding_norm()
         norm = following_norm(c) or following_affine(c, rank)
@@ -72,6 +77,12 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
             c.folded |= dict.fromkeys(norm[0], c.node)
             c.beside += len(norm[0]) - 1
     return y
+
+
+def _around(frame: Pairs, padding: Sequence[int]) -> Pairs:
+    """The padding of a convolution with a frame of zeros around its image."""
+    pairs = zip(frame, padding, strict=True)
+    return tuple((before + n, behind + n) for (before, behind), n in pairs)
 
 
 def _fold_norm_before(

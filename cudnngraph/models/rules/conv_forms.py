@@ -34,8 +34,8 @@ def _whole(
     c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
 ) -> Value | None:
     """One whose window is the whole image: a product of images and weights."""
-    window, padding = tuple(weight.shape[2:]), options["padding"]
-    if padding != "valid" and (isinstance(padding, str) or any(padding)):
+    window = tuple(weight.shape[2:])
+    if options["padding"] not in ("valid", (0,) * len(window)):
         return None
     if x.shape[2:] != window or math.prod(window) == 1:
         return None

@@ -237,5 +237,5 @@ def test_any_chain_gives_the_same_numbers(chain: list[str], shared: bool) -> Non
             form = made.tensors[node.results[0]]
             assert lies_there(made.tensors, node) or is_contiguous(form.shape, form.stride)
     kept = propagate_row_layout(spec)
-    assert row_layout._copied_elements(kept) <= row_layout._copied_elements(spec)
+    assert row_layout.copied_elements(kept) <= row_layout.copied_elements(spec)
     same_numbers(spec, prepared(canonical(g.spec())))

@@ -1,0 +1,99 @@
+"""Layouts of whole models as they are planned for an H200, generated kernels among the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cudnngraph as cg
+from cudnngraph.explain.offline import PlannedStep
+from cudnngraph.models import export
+from cudnngraph.models.convert import convert
+from tests.cpu.rewrite.test_row_strides import Encoder
+
+pytestmark = pytest.mark.generated
+
+VIEWS = {"reshape", "transpose", "permute", "slice", "concat"}
+
+
+def planned(model: nn.Module, *shape: int, channels_last: bool = True) -> list[PlannedStep]:
+    """The steps of a model in float16 that run, as it is imported for a GPU."""
+    made = export.export(model.half().eval(), (torch.zeros(shape).half(),))
+    imported = convert(
+        made.module,
+        made.constants,
+        made.placeholders,
+        channels_last=channels_last,
+        on_gpu=True,
+        kernels=True,
+    )
+    assert imported.spec is not None
+    steps = cg.explain(imported.spec).steps
+    return [step for step in steps if step.refusals or not set(step.ops) <= VIEWS]
+
+
+def kinds(steps: list[PlannedStep]) -> Counter[str]:
+    return Counter(f"{' '.join(step.ops)}: {step.runs_on}" for step in steps)
+
+
+def test_a_residual_stream_behind_convolutions_of_a_signal_lies_in_rows(driver: None) -> None:
+    steps = planned(Encoder(2), 2, 4, 6, channels_last=False)
+    by_rows = [step for step in steps if step.ops[0] in ("matmul", "layer_norm")]
+    assert len(by_rows) == 2 * 3
+    for step in by_rows:
+        tensors = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
+        assert all(form.stride[-1] == 1 for form in tensors if len(form.shape) == 3), step.ops
+    assert not any(step.runs_on == "torch" for step in steps)
+
+
+class Stem(nn.Module):
+    """Convolutions with padding behind an image alone, before a pooling that pads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(3, 32, 3, 2), nn.Conv2d(32, 32, 3, 2, groups=32), nn.Conv2d(32, 64, 3, 2)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = F.silu(conv(F.pad(x, (0, 1, 0, 1))))
+        return F.avg_pool2d(F.pad(x, (0, 1, 0, 1)), 3, 2)
+
+
+def test_zeros_around_images_are_padding_and_copied_in_their_layout(driver: None) -> None:
+    steps = planned(Stem(), 2, 3, 64, 64)
+    assert kinds(steps) == {
+        "conv bias silu: cuDNN": 2,
+        "conv bias silu: kernel": 1,
+        "expand: kernel": 2,  # into their slices of what the pooling reads, as the convolution
+        "conv: kernel": 1,  # the pooling
+    }
+    for step in steps:
+        forms = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
+        assert all(1 in (f.shape[1], f.stride[1]) for f in forms if len(f.shape) == 4), step.ops
+
+
+class Tokens(nn.Module):
+    """A depthwise convolution between two projections of tokens, as SegFormer has it."""
+
+    def __init__(self, features: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
+        self.conv = nn.Conv2d(2 * features, 2 * features, 3, padding=1, groups=2 * features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).transpose(1, 2)
+        y = self.conv(y.reshape(*y.shape[:2], 8, 8)).flatten(2).transpose(1, 2)
+        z: torch.Tensor = self.down(F.gelu(y))
+        return z
+
+
+def test_the_activation_of_a_convolution_seen_as_tokens_is_part_of_its_kernel(driver: None) -> None:
+    steps = planned(Tokens(), 2, 64, 32)
+    assert [" ".join(step.ops) for step in steps] == ["matmul add", "conv bias gelu", "matmul add"]
+    assert [step.runs_on for step in steps] == ["cuDNN", "kernel", "cuDNN"]
