@@ -522,12 +522,14 @@ class Importer:
         self.biased[made.name] = (value, bias)
         return made
 
-    def image_weight(self, weight: torch.Tensor) -> Value:
-        """The weight of a convolution, laid out as the graph's images are."""
-        if not self.channels_last or weight.dim() not in (4, 5):
-            return self.constant(weight.contiguous(), "weight")
-        last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
-        return self.constant(weight.contiguous(memory_format=last), "weight")
+    def image_weight(self, weight: torch.Tensor, x: Value) -> Value:
+        """The weight of a convolution of x, laid out as the graph's images are."""
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
+        if last is not None and self.channels_last:
+            return self.constant(weight.contiguous(memory_format=last), "weight")
+        if weight.dim() == 3 and x.spec is not None and not is_contiguous(x.shape, x.spec.stride):
+            return self.constant(weight.transpose(1, 2).contiguous().transpose(1, 2), "weight")
+        return self.constant(weight.contiguous(), "weight")
 
     def _free(self, label: str) -> str:
         label = re.sub(r"\W", "_", label)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...graph.value import Value
+from ...graph.value import Value, set_stride
+from ...ir.spec import channels_last_strides
 from ..frames import Pairs, frame_of
 from .affine import following_affine, following_norm
 from .base import Arguments, Rule, Skip, spread
-from .conv_forms import by_other_ops
+from .conv_forms import by_channels, by_other_ops, laid_out
 from .norm import Norm
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     y = None
     if fixed and not transposed:
+        x = laid_out(c, x, weight)
         y = by_other_ops(c, x, weight, bias, options)
     if y is None:
         if isinstance(weight, torch.Tensor):
@@ -62,10 +64,12 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
                 weight = packed.weight(weight)
                 if packed.columns > 1:  # one of its windows is one of x
                     options |= {"stride": (options["stride"][0], 1)}
-            held = c.image_weight(weight)
+            held = c.image_weight(weight, x)
         else:
             held = c.value(weight)
         y = (c.g.conv_transpose if transposed else c.g.conv)(x, held, **options)
+        if fixed and not transposed and by_channels(c, x, weight) and y.spec is not None:
+            set_stride(y, channels_last_strides(y.shape))
         if isinstance(bias, torch.Tensor):
             y = c.biased_value(y, bias)
         elif bias is not None:

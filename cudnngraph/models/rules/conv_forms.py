@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...device.rules import rules
-from ...graph.value import Value
-from ...ir.spec import is_channels_last, is_contiguous
+from ...graph.value import Value, set_stride
+from ...ir.spec import channels_last_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
 
 if TYPE_CHECKING:
@@ -28,6 +28,25 @@ def by_other_ops(
     if options["groups"] == 1:
         return _whole(c, x, weight, bias, options)
     return _dense(c, x, weight, bias, options)
+
+
+def by_channels(c: Importer, x: Value, weight: torch.Tensor) -> bool:
+    """Whether a convolution of sequences x (N, C, L) is to have channels the fastest dim, which its
+    engines want: they copy others, before and behind. A depthwise one is no such engine's."""
+    if not c.on_gpu or x.dtype not in LOW_PRECISION or len(x.shape) != 3 or x.spec is None:
+        return False
+    return not weight.shape[1] == 1 < x.shape[1]
+
+
+def laid_out(c: Importer, x: Value, weight: torch.Tensor) -> Value:
+    """What a convolution reads, as it wants it."""
+    if x.spec is None or not by_channels(c, x, weight):
+        return x
+    if is_channels_last(x.shape, x.spec.stride):
+        return x
+    made = c.g.identity(x)
+    set_stride(made, channels_last_strides(x.shape))
+    return made
 
 
 def _whole(
@@ -69,7 +88,7 @@ def _dense(
         last = first + together
         of_x = x if together == groups else c.g.slice(x, 1, first * many, last * many)
         place = slice(first * results, last * results)
-        y = c.g.conv(of_x, c.image_weight(whole[place]), **options)
+        y = c.g.conv(of_x, c.image_weight(whole[place], of_x), **options)
         parts.append(y if bias is None else c.biased_value(y, bias[place]))
     return parts[0] if len(parts) == 1 else c.g.concat(parts, 1)
 

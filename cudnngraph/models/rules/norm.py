@@ -139,7 +139,8 @@ def takes_group_norm(c: Importer, x: Value) -> bool:
     """Whether a group norm of x is ours: for small images torch's own has less to launch than two
     steps have; where kernels are generated, it is one."""
     contiguous = is_contiguous(x.shape, x.stride)
-    if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
+    least = 3 if c.kernels else 4
+    if len(x.shape) < least or not (contiguous or is_channels_last(x.shape, x.stride)):
         return False
     fewest = rules().group_norm_min_elements_contiguous
     if not contiguous:

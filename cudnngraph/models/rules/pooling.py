@@ -111,7 +111,7 @@ def _avg_pool(rank: int) -> Rule:
         if _averages_by_convolution(c, x, window) and not ceil_mode and (whole or not any(padding)):
             shape = (x.shape[1], 1, *window)
             weight = torch.full(shape, 1 / math.prod(window), dtype=x.dtype, device=c.device)
-            held = c.image_weight(weight)
+            held = c.image_weight(weight, x)
             return c.g.conv(x, held, stride=stride, padding=padding, groups=shape[0])
         return c.g.avg_pool(x, window, stride, padding, ceil_mode, whole)
 

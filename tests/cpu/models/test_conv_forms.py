@@ -184,6 +184,37 @@ def _convs(found: Imported) -> list[Any]:
     return [node for node in found.spec.nodes if node.op == "conv"]
 
 
+def test_sequences_have_their_channels_side_by_side() -> None:
+    class Heard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm = nn.Conv1d(1, 8, 5, stride=2), nn.GroupNorm(8, 8)
+            self.second, self.third = nn.Conv1d(8, 6, 3, padding=1), nn.Conv1d(6, 6, 3, groups=2)
+            self.deep = nn.Conv1d(6, 6, 3, groups=6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """(N, 1, L) → (N, 6, ...)."""
+            y = F.gelu(self.norm(self.first(x)))
+            return self.deep(self.third(F.gelu(self.second(y))))  # type: ignore[no-any-return]
+
+    model, x = Heard().half().eval(), torch.randn(2, 1, 41).half()
+    found = checked(model, x, 64)
+    assert found.spec is not None and found.opaque == ()
+    tensors = found.spec.tensors
+    for node in _convs(found):
+        if node.attr("groups") < 6:
+            channels = tensors[node.operands[0]].shape[1]
+            assert channels == 1 or tensors[node.operands[0]].stride[1:] == (1, channels)
+            assert channels == 1 or tensors[node.operands[1]].stride[1] == 1
+    (result,) = found.spec.outputs
+    assert tensors[result].stride == (
+        tensors[result].shape[1] * tensors[result].shape[2],
+        tensors[result].shape[2],
+        1,
+    ), "as torch's"
+
+
 def test_a_dense_weight_has_zeros_beside_its_groups() -> None:
     w = torch.randn(8, 3, 2, 2)
     whole = dense_weight(w, 4, 2)
