@@ -27,6 +27,8 @@ def by_other_ops(
         return None
     if options["groups"] == 1:
         return _whole(c, x, weight, bias, options)
+    if weight.shape[1] == 1 and len(x.shape) == 3:
+        return _depthwise(c, x, weight, bias, options) if c.kernels else None
     return _dense(c, x, weight, bias, options)
 
 
@@ -70,6 +72,25 @@ def _whole(
     if bias is not None:
         y = c.g.add(y, c.constant(bias, "bias"))
     return c.g.reshape(y, (*y.shape, *(1 for _ in window)))
+
+
+def _depthwise(
+    c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
+) -> Value:
+    """One of each channel of sequences: of images of one row, which kernels are generated for."""
+    padding = options["padding"]
+    flat = {
+        **options,
+        "padding": padding if isinstance(padding, str) else (0, *padding),
+        "stride": (1, *options["stride"]),
+        "dilation": (1, *options["dilation"]),
+    }
+    if not isinstance(padding, str) and not isinstance(padding[0], int):
+        flat["padding"] = ((0, 0), *padding)
+    rows = c.g.reshape(x, (*x.shape[:2], 1, x.shape[2]))
+    y = c.g.conv(rows, c.image_weight(weight.unsqueeze(2), rows), **flat)
+    y = y if bias is None else c.biased_value(y, bias)
+    return c.g.reshape(y, (*y.shape[:2], y.shape[3]))
 
 
 def _dense(

@@ -215,6 +215,17 @@ def test_sequences_have_their_channels_side_by_side() -> None:
     ), "as torch's"
 
 
+@pytest.mark.parametrize("padding", [0, 3, "same"])
+def test_a_depthwise_convolution_of_sequences_is_one_of_images(padding: Any) -> None:
+    w, x = torch.randn(12, 1, 4) / 2, torch.randn(2, 12, 17).half()
+    for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        model = Convolved(w, torch.randn(12), relu, groups=12, padding=padding).half().eval()
+        (node,) = _convs(checked(model, given, 6))
+        assert node.attr("groups") == 12 and len(node.attr("stride")) == 2
+        (node,) = _convs(imported(model.half(), given, kernels=False))
+        assert len(node.attr("stride")) == 1
+
+
 def test_a_dense_weight_has_zeros_beside_its_groups() -> None:
     w = torch.randn(8, 3, 2, 2)
     whole = dense_weight(w, 4, 2)
