@@ -110,7 +110,7 @@ class World:
         self.measured.append(spec.name)
         self.hints.append(hints)
         tell(1, 1)
-        return heuristic.choose(spec, policy, builder(self.refuse))
+        return heuristic.heuristic(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)
@@ -163,7 +163,7 @@ class World:
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
-        monkeypatch.setattr(compiling, "autotune", self.autotune)
+        monkeypatch.setattr(compiling, "by_measurement", self.autotune)
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())

@@ -2,17 +2,19 @@
 
 ``rules()`` returns those of the GPU that is planned for. A GPU without measurements of its own gets
 those of the H200. Each field says its unit, what it decides, and the results page of its numbers.
-Fields with an ``alternative`` stand for a choice that a search could measure instead.
+Fields with an ``alternative`` stand for a choice that could be measured instead. Those with a
+``stage`` and ``others`` are measured: ``tune="autotune"`` tries each of the other values where the
+stage asks (:mod:`~cudnngraph.rewrite.alternatives`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,14 +22,25 @@ MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
+#: Who asks a threshold whose other values are measured: the import of a model, the rewrites of a
+#: graph, the lowering of a step for cuDNN, or a step of torch's. "" for one that is not measured.
+Stage = Literal["import", "graph", "cudnn", "torch", ""]
+NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 
 
 def _measured(
-    value: Any, unit: str, decides: str, *, page: str = BY_HAND, alternative: str = ""
+    value: Any,
+    unit: str,
+    decides: str,
+    *,
+    page: str = BY_HAND,
+    alternative: str = "",
+    stage: Stage = "",
+    others: tuple[Any, ...] = (),
 ) -> Any:
-    """A field with where it comes from."""
+    """A field with where it comes from, and the ``others`` that a search tries for it."""
     told = {"unit": unit, "decides": decides, "page": page, "alternative": alternative}
-    return field(default=value, metadata=told)
+    return field(default=value, metadata={**told, "stage": stage, "others": others})
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,8 @@ class DeviceRules:
         "from where on a mask with odd rows is copied to aligned ones",
         page="h200-masks.md",
         alternative="the mask as it is",
+        stage="graph",
+        others=(NO, ANY),
     )
     packed_by_flash: bool = _measured(
         True,
@@ -78,6 +93,8 @@ class DeviceRules:
         "whether packed attention without finite padding is torch's flash attention",
         page="h200-packed.md",
         alternative="the engines of cuDNN that keep NaN in its sequence",
+        stage="graph",
+        others=(False, True),
     )
     group_norm_min_elements_channels_last: int = _measured(
         1 << 19,
@@ -154,6 +171,8 @@ class DeviceRules:
         "the longest row whose sum of squares a matmul computes faster than cuDNN's norm",
         page="h200-rows.md",
         alternative="cuDNN's norm",
+        stage="cudnn",
+        others=(NO, ANY),
     )
     pointwise_min_row: int = _measured(
         32,
@@ -174,12 +193,16 @@ class DeviceRules:
         "whether gelu behind a 16-bit matmul or convolution is computed by tanh, not erf",
         page="h200-models.md",
         alternative="erf",
+        stage="cudnn",
+        others=(False, True),
     )
     reduction_max_parts: int = _measured(
         64,
         "parts of each channel",
         "into how many short reductions torch's mean and deviation of images are cut",
         alternative="one reduction for each channel",
+        stage="torch",
+        others=(1,),
     )
     reduction_min_rows: int = _measured(
         8,
@@ -198,6 +221,8 @@ class DeviceRules:
         "elements of the result",
         "from where on linear interpolation is two matmuls, which take longer below",
         alternative="torch's interpolation",
+        stage="torch",
+        others=(NO, ANY),
     )
     tile_min_side: int = _measured(
         3,
@@ -328,7 +353,11 @@ class DeviceRules:
 
 TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}
 
+#: Values of thresholds by name, in order.
+Values = tuple[tuple[str, Any], ...]
+
 _planned_for: ContextVar[int | None] = ContextVar("planned_for", default=None)
+_followed: ContextVar[Values] = ContextVar("followed", default=())
 
 
 @contextlib.contextmanager
@@ -357,12 +386,63 @@ def changed(**values: Any) -> Iterator[None]:
         TABLE.update(before)
 
 
+@contextlib.contextmanager
+def following(values: Values) -> Iterator[None]:
+    """Have :func:`rules` return other values for some thresholds, in this thread."""
+    token = _followed.set((*_followed.get(), *values))
+    try:
+        yield
+    finally:
+        _followed.reset(token)
+
+
 def rules() -> DeviceRules:
     """The thresholds of the GPU that is planned for: a described one, else the current device."""
     capability = _planned_for.get()
     if capability is None:
         capability = _current_capability()
-    return TABLE.get(capability, TABLE[DEFAULT_CAPABILITY])
+    found, values = TABLE.get(capability, TABLE[DEFAULT_CAPABILITY]), _followed.get()
+    return _with(found, values) if values else found
+
+
+@lru_cache
+def _with(found: DeviceRules, values: Values) -> DeviceRules:
+    return replace(found, **dict(values))
+
+
+def others(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The thresholds that a stage asks for, each with the values that it has not now."""
+    now = rules()
+    for each in fields(DeviceRules):
+        if each.metadata["stage"] == stage:
+            for value in each.metadata["others"]:
+                if value != getattr(now, each.name):
+                    yield each.name, value
+
+
+def told(values: Values) -> str:
+    """Values in place of the rules', for people."""
+    by_name = {each.name: each.metadata for each in fields(DeviceRules)}
+    return ", ".join(
+        f"{name}={_short(value)} ({by_name[name]['decides']})" for name, value in values
+    )
+
+
+def _short(value: Any) -> str:
+    return "any" if value == ANY else str(value)
+
+
+def known(data: Any, stages: tuple[Stage, ...]) -> Values:
+    """Values as stored data names them; ValueError if a search of these stages tries no such."""
+    if not isinstance(data, Mapping):
+        raise ValueError("no thresholds by name")
+    tried = {each.name: each.metadata for each in fields(DeviceRules)}
+    for name, value in data.items():
+        if name not in tried or tried[name]["stage"] not in stages:
+            raise ValueError(f"no threshold '{name}' is measured there")
+        if not any(type(value) is type(each) and value == each for each in tried[name]["others"]):
+            raise ValueError(f"{name}={value!r:.40} is no value that is measured")
+    return tuple(data.items())
 
 
 def has_clusters() -> bool:

@@ -29,7 +29,7 @@ from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from ..select.autotune import autotune
+from ..select.alternatives import by_measurement
 from ..select.decision import Hints, Selection
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
@@ -128,7 +128,6 @@ def _chosen(
     """The plans for a canonical graph on a GPU, kept or made, and the tier that served them."""
     index = device.index
     kept = lookup.Rejected(index)
-    legal = legalize(spec, policy)
 
     def build(hints: Hints) -> Selection:
         kernels = Kernels.on(index) if policy.kernels else None
@@ -136,11 +135,12 @@ def _chosen(
             with progress_bar("tuning", after_s=2.0) as tell:
                 bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
                 remembered = RememberedBench(bench, Measured(policy, index))
-                return autotune(legal, policy, remembered, tell, kernels, hints)
+                return by_measurement(spec, policy, remembered, tell, kernels, hints)
         first = Builder(policy, index, kept)
+        legal = legalize(spec, policy)
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 
-    return lookup.selection_for(spec, legal, policy, key, index, build)
+    return lookup.selection_for(spec, policy, key, index, build)
 
 
 def default_device() -> torch.device:

@@ -12,6 +12,7 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
 from ..policy import Policy
+from ..rewrite.annotate import marked, marks
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
@@ -158,7 +159,12 @@ class RegionSearch:
         like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [
             _PlacedStep(
-                subgraph_of(graph, [like[node.name] for node in compute_nodes(part.spec.nodes)]),
+                marked(
+                    subgraph_of(
+                        graph, [like[node.name] for node in compute_nodes(part.spec.nodes)]
+                    ),
+                    marks(part.spec),
+                ),
                 part,
                 way,
                 region,

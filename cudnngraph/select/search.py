@@ -20,6 +20,7 @@ from typing import Any
 
 from ..backend.candidates import UNRANKED, Candidate
 from ..backend.plan import KERNEL, Choice, Plan
+from ..device.rules import Stage
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole
@@ -28,6 +29,8 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import cuts, subgraph_of
 from ..policy import Policy
+from ..rewrite.alternatives import of_step
+from ..rewrite.annotate import marks
 from .bench import Bench
 from .config import (
     CLOSE_RATIO,
@@ -40,10 +43,10 @@ from .config import (
     QUICK_ROUNDS,
     TIE_RATIO,
 )
-from .decision import ALIAS, Decision, Hints, StepPlan
+from .decision import ALIAS, Decision, Hints, StepPlan, instead_of_rules
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
-from .rules import why_split
+from .rules import why_never_one
 
 
 @dataclass
@@ -93,12 +96,16 @@ class StepSearch:
 
 @dataclass
 class Part:
-    """A group of nodes, the step that it makes up, and its cuts."""
+    """A group of nodes, the step that it makes up, and its cuts.
+
+    A cut into one part is the same step as another threshold has it, which only ``by`` runs.
+    """
 
     spec: GraphSpec
     step: StepSearch
     cuts: tuple[tuple[Part, ...], ...] = ()
     size: int = 1
+    by: Stage = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,9 @@ def step_plan(
     spec: GraphSpec, way: Variant, plan: Plan | None, decisions: tuple[Decision, ...]
 ) -> StepPlan:
     """A step of the choice, by the way that it is to run and that way's plan."""
+    values = marks(spec)
+    if values:
+        decisions = (instead_of_rules(values), *decisions)
     verified = None if plan is None else plan.verified
     time_us = measured(way.time_us)
     return StepPlan(spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
@@ -194,10 +204,23 @@ class Search:
                 step.ways.append(Variant(0, None, None, 0, 0.0))
                 step.lost.append(ALIAS)
             self.order.append(found)
-            found.cuts = tuple(
-                tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
+            others = () if ALIAS in step.lost else of_step(spec)
+            found.cuts = (
+                *(
+                    tuple(self.part(graph, group) for group in groups)
+                    for groups in cuts(graph, nodes)
+                ),
+                *((self._other(form, len(nodes), by),) for by, form in others),
             )
         return found
+
+    def _other(self, spec: GraphSpec, size: int, by: Stage) -> Part:
+        """A part as another threshold has it."""
+        digest = step_digest(spec)
+        new = StepSearch(spec, self._hints.get(digest, {}))
+        made = Part(spec, self._steps.setdefault(digest, new), size=size, by=by)
+        self.order.append(made)
+        return made
 
     def best(self, part: Part, known: dict[int, Schedule | None]) -> Schedule | None:
         """The fastest way known to run a part."""
@@ -226,8 +249,10 @@ class Search:
         step.opened = True
         subject = f"'{step.spec.name}' as one plan"
         # fallback="error" means one plan or none, so a slow one is not split.
-        why = None if self._policy.fallback == "error" else why_split(step.spec)
-        if why is None:
+        why = None if self._policy.fallback == "error" else why_never_one(step.spec)
+        if part.by == "torch":
+            pass
+        elif why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
                 step.queue = _hinted_first(step.proposals.candidates, step.hints)
@@ -235,7 +260,7 @@ class Search:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:
             step.lost.append(Decision(subject, False, why))
-        if part.size == 1 or runs_whole(step.spec):
+        if part.by != "cudnn" and (part.size == 1 or runs_whole(step.spec)):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
             if step.proposals is not None and has_seeded_dropout(step.spec):
@@ -247,7 +272,7 @@ class Search:
         if self._kernels is None:
             return
         asked: list[tuple[StepSearch, Choice]] = []
-        for step in {id(part.step): part.step for part in parts}.values():
+        for step in {id(part.step): part.step for part in parts if not part.by}.values():
             if step.kernels is None and ALIAS not in step.lost:
                 found = self._kernels.choices(step.spec)
                 first = [choice for choice in step.hints if choice in found] + found[:1]
@@ -390,6 +415,7 @@ class Search:
                 if len(whole) == len(below):
                     label = " | ".join(
                         " ".join(node.op for node in compute_nodes(group.spec.nodes))
+                        + "".join(f" {name}={value}" for name, value in marks(group.spec))
                         for group in groups
                     )
                     found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
