@@ -174,9 +174,7 @@ def prepare(
     """Return a function that runs ``spec`` from inputs into outputs, on the current stream."""
     with following(marks(spec)):
         run = _single(spec, device)
-    run = run or (
-        lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
-    )
+    run = run or (lambda inputs, outputs: reference.run_into(spec, inputs, outputs))
     tensors = spec.tensors.values()
     if any(OPS[node.op].has("multiplies") for node in spec.nodes) and any(
         tensor.dtype == torch.float32 for tensor in tensors

@@ -17,6 +17,7 @@ from ..policy import Policy
 from .annotate import marked, marks
 from .passes import legalize
 
+
 def of_graph(spec: GraphSpec, policy: Policy, taken: Values = ()) -> Iterator[Values]:
     """The values of one more threshold with which the declared graph has another legal form."""
     now = legalize(spec, policy, taken)
@@ -45,9 +46,9 @@ def of_step(spec: GraphSpec) -> Iterator[tuple[Stage, GraphSpec]]:
 
 def _gelu_behind_matmul(spec: GraphSpec, _: object) -> bool:
     """A product with gelu behind it that is rounded to 16 bits or less."""
-    nodes = {node.op for node in spec.nodes}
+    ops = {node.op for node in spec.nodes}
     rounded = all(spec.tensors[name].dtype.itemsize < 4 for name in spec.outputs)
-    return rounded and "gelu" in nodes and not nodes.isdisjoint(("conv", "conv_transpose", "matmul"))
+    return rounded and "gelu" in ops and not ops.isdisjoint(("conv", "conv_transpose", "matmul"))
 
 
 def _short_norm(spec: GraphSpec, value: int) -> bool:

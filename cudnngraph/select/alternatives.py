@@ -28,6 +28,7 @@ from .decision import INSTEAD_OF_RULES, Decision, Hints, Selection, StepPlan, in
 from .kernels import Kernels
 from .regions import Progress
 
+
 def by_measurement(
     spec: GraphSpec,
     policy: Policy,
