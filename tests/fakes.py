@@ -106,6 +106,8 @@ class World:
         tell: Any,
         kernels: Any,
         hints: Any,
+        *,
+        brief: bool = False,
     ) -> Any:
         self.measured.append(spec.name)
         self.hints.append(hints)

@@ -34,6 +34,7 @@ from . import near
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
+IMPORTED = "imported"  # of a record: the thresholds by which to import its graph's model
 FRONTEND = "frontend"  # of a record's versions: the frontend that made it
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
@@ -140,9 +141,11 @@ def _family(key: Key, env: EnvKey, policy: Policy) -> dict[str, Any]:
 def _variant(selection: Selection) -> dict[str, Any]:
     """Return what else a record says of the graph that its steps were cut from."""
     found = _instead(selection.instead)
+    if selection.imported is not None:
+        found |= imported_body(selection.imported)
     if selection.channels_last:
-        return {CHANNELS_LAST: True, **found}
-    if selection.dense:
+        found[CHANNELS_LAST] = True
+    elif selection.dense:
         found[DENSE] = [list(names) for names in selection.dense]
     return found
 
@@ -159,6 +162,20 @@ def instead_of(record: PlanRecord) -> Values:
     """The thresholds that the rewrites followed in place of the GPU's. Raises
     :class:`StaleRecord`."""
     return _values(record.extra, "graph")
+
+
+def imported_body(values: Values) -> dict[str, Any]:
+    """What a record says of how to import its graph's model."""
+    return {IMPORTED: dict(values)}
+
+
+def imported_of(record: PlanRecord) -> Values | None:
+    """The thresholds that the import of a record's model is to follow; None if it does not say.
+
+    Raises :class:`StaleRecord`.
+    """
+    found = record.extra.get(IMPORTED)
+    return None if found is None else _values({INSTEAD: found}, "import")
 
 
 def _values(extra: Mapping[str, Any], *stages: Stage) -> Values:

@@ -28,6 +28,7 @@ from ..backend import env
 from ..backend.candidates import UNCHECKED, why_rejected
 from ..backend.env import EnvKey
 from ..backend.plan import KERNEL, Choice, Plan, Verified
+from ..device.rules import Values
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..executor.plans import load, replay
 from ..ir.key import Key, graph_key, nearest, step_digest
@@ -42,6 +43,8 @@ from .codec import (
     StaleRecord,
     dense_regions,
     env_components,
+    imported_body,
+    imported_of,
     instead_of,
     is_channels_last,
     legal_of,
@@ -369,7 +372,17 @@ def _selection(
         is_channels_last(record),
         dense_regions(record),
         instead_of(record),
+        imported_of(record),
     )
+
+
+def note_import(key: Key, device_index: int, values: Values) -> None:
+    """Have the record of a graph say which thresholds the import of its model is to follow."""
+    plans = store()
+    found = plans.get(entry_id(key.digest, digest(env_components(env.env_key(device_index)))))
+    if isinstance(found, Hit):
+        extra = {**found.record.extra, **imported_body(values)}
+        plans.put(replace(found.record, extra=extra), found.blob)
 
 
 def _strictly(policy: Policy) -> Verify | None:

@@ -53,6 +53,8 @@ class DeviceRules:
         "how many rows short sequences, joined into one, may have together",
         page="h200-models.md",
         alternative="short sequences apart",
+        stage="import",
+        others=(NO,),
     )
     attention_blocks_per_sm: int = _measured(
         2,
@@ -71,6 +73,8 @@ class DeviceRules:
         "multiplications of a product",
         "how large products of one tensor may be that become one (an estimate)",
         alternative="each product by itself",
+        stage="import",
+        others=(NO, ANY),
     )
     sibling_max_weight_bytes: int = _measured(
         8 << 20,
@@ -102,6 +106,8 @@ class DeviceRules:
         "from where on a group norm of channels-last images is a scale and a shift",
         page="h200-residual.md",
         alternative="torch's group norm",
+        stage="import",
+        others=(NO, ANY),
     )
     group_norm_min_elements_contiguous: int = _measured(
         1 << 22,
@@ -109,6 +115,8 @@ class DeviceRules:
         "from where on a group norm of contiguous images is a scale and a shift",
         page="h200-residual.md",
         alternative="torch's group norm",
+        stage="import",
+        others=(NO, ANY),
     )
     average_by_convolution: tuple[tuple[int, ...], ...] = _measured(
         ((3, 3),),
@@ -116,6 +124,8 @@ class DeviceRules:
         "which average pools of 16-bit images run as depthwise convolutions",
         page="h200-rows.md",
         alternative="torch's pooling",
+        stage="import",
+        others=((),),
     )
     pads_three_channels: bool = _measured(
         True,
@@ -123,6 +133,8 @@ class DeviceRules:
         "whether 16-bit images of three channels get a fourth, all zero",
         page="h200-models.md",
         alternative="three channels",
+        stage="import",
+        others=(False, True),
     )
     patches_as_channels: bool = _measured(
         True,
@@ -130,6 +142,8 @@ class DeviceRules:
         "whether convolutions of windows side by side read a window's columns as channels",
         page="h200-models.md",
         alternative="the convolution as it is",
+        stage="import",
+        others=(False, True),
     )
     scalar_ops_apart: int = _measured(
         3,
@@ -437,12 +451,15 @@ def known(data: Any, stages: tuple[Stage, ...]) -> Values:
     if not isinstance(data, Mapping):
         raise ValueError("no thresholds by name")
     tried = {each.name: each.metadata for each in fields(DeviceRules)}
+    found: list[tuple[str, Any]] = []
     for name, value in data.items():
         if name not in tried or tried[name]["stage"] not in stages:
             raise ValueError(f"no threshold '{name}' is measured there")
-        if not any(type(value) is type(each) and value == each for each in tried[name]["others"]):
+        plain = tuple(value) if isinstance(value, list) else value
+        if not any(type(plain) is type(each) and plain == each for each in tried[name]["others"]):
             raise ValueError(f"{name}={value!r:.40} is no value that is measured")
-    return tuple(data.items())
+        found.append((name, plain))
+    return tuple(found)
 
 
 def has_clusters() -> bool:

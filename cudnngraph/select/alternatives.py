@@ -36,19 +36,21 @@ def by_measurement(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
     hints: Hints | None = None,
+    *,
+    brief: bool = False,
 ) -> Selection:
     """Choose for a graph as it was declared; see :func:`~cudnngraph.select.autotune.autotune`.
 
     Other forms than that by the thresholds are searched while the budget of the graph lasts.
     """
-    anchors = sum(is_anchor(node, spec.tensors) for node in compute_nodes(spec.nodes))
-    deadline = time.perf_counter() + policy.budget_s * max(1, anchors)
+    deadline = time.perf_counter() + budget_s(spec, policy)
 
-    def searched(values: Values) -> Selection:
-        found = autotune(legalize(spec, policy, values), policy, bench, progress, kernels, hints)
+    def searched(values: Values, *, brief: bool) -> Selection:
+        legal = legalize(spec, policy, values)
+        found = autotune(legal, policy, bench, progress, kernels, hints, brief=brief)
         return replace(found, instead=values)
 
-    best = searched(())
+    best = searched((), brief=brief)
     lost: list[Decision] = []
     for (one,) in of_graph(spec, policy):
         values = (*best.instead, one)
@@ -58,20 +60,26 @@ def by_measurement(
             lost.append(_decision(values, "not tried: the budget was spent"))
             continue
         try:
-            other = searched(values)
+            other = searched(values, brief=True)
         except NotSupported as refusal:
             lost.append(_decision(values, refusal.reasons[0]))
             continue
-        mine, theirs = _apart(best.steps, other.steps)
+        mine, theirs = times_apart(best.steps, other.steps)
         if theirs < MIN_GAIN * mine:
-            best = other
+            best = other if brief else searched(values, brief=False)
         else:
             ratio = theirs / mine if mine else math.inf
             lost.append(_decision(values, f"{ratio:.2f} times the time of the steps that differ"))
     return _told(best, lost)
 
 
-def _apart(mine: Sequence[StepPlan], others: Sequence[StepPlan]) -> tuple[float, float]:
+def budget_s(spec: GraphSpec, policy: Policy) -> float:
+    """The time that a search for a graph may take."""
+    anchors = sum(is_anchor(node, spec.tensors) for node in compute_nodes(spec.nodes))
+    return policy.budget_s * max(1, anchors)
+
+
+def times_apart(mine: Sequence[StepPlan], others: Sequence[StepPlan]) -> tuple[float, float]:
     """The times of the steps that are in one choice and not in the other."""
     digests = [[step_digest(step.spec) for step in steps] for steps in (mine, others)]
     common = Counter(digests[0]) & Counter(digests[1])

@@ -31,9 +31,12 @@ def autotune(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
     hints: Hints | None = None,
+    *,
+    brief: bool = False,
 ) -> Selection:
     """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
-    were built. ``hints`` are tried before all others.
+    were built. ``hints`` are tried before all others. A ``brief`` search measures no steps with a
+    large graph around them.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
@@ -47,7 +50,8 @@ def autotune(
     else:
         borders = regions(graphs[0])
         if borders:
-            return RegionSearch(graphs[0], borders, policy, bench, kernels, hints).tuned(progress)
+            by_region = RegionSearch(graphs[0], borders, policy, bench, kernels, hints, brief=brief)
+            return by_region.tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(CutGraph(other))

@@ -54,7 +54,8 @@ class Selection:
     :func:`~cudnngraph.rewrite.channels_last.channels_last` of the graph. ``dense`` are the regions,
     by the names of their nodes, whose steps are those of
     :func:`~cudnngraph.rewrite.channels_last.with_dense_images` of the region. ``instead`` are the
-    thresholds that the rewrites followed in place of the GPU's.
+    thresholds that the rewrites followed in place of the GPU's, and ``imported`` those that the
+    import of the graph's model is to follow; None where that was not measured.
     """
 
     steps: tuple[StepPlan, ...]
@@ -62,6 +63,7 @@ class Selection:
     channels_last: bool = False
     dense: tuple[tuple[str, ...], ...] = ()
     instead: Values = ()
+    imported: Values | None = None
 
     @classmethod
     def of(

@@ -71,8 +71,11 @@ class RegionSearch:
         bench: Bench,
         kernels: Kernels | None,
         hints: Hints | None = None,
+        *,
+        brief: bool = False,
     ) -> None:
         self._hints = hints
+        self._brief = brief
         self._kernels = kernels
         self._graph = graph
         self._borders = borders
@@ -100,7 +103,8 @@ class RegionSearch:
                 found[digest] = self._searched(spec, group, *begun[digest], progress)
             places += self._placed(spec, found[digest])
         self._bench.close()
-        self._compare_in_place(places)
+        if not self._brief:
+            self._compare_in_place(places)
         steps: list[StepPlan] = []
         first_of: dict[int, int] = {}
         for number, place in enumerate(places):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...device.rules import rules
+from ...device.rules import ANY, rules
 from ...graph.value import Value
 from ...ir.spec import (
     is_channels_last,
@@ -133,14 +133,14 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
 
 def takes_group_norm(c: Importer, x: Value) -> bool:
     """Whether a group norm of x is ours: for small images torch's own has less to launch than two
-    steps have; where kernels are generated, it is one."""
+    steps have; where kernels are generated, it is one, unless a search has torch's measured."""
     contiguous = is_contiguous(x.shape, x.stride)
     if len(x.shape) < 4 or not (contiguous or is_channels_last(x.shape, x.stride)):
         return False
     fewest = rules().group_norm_min_elements_contiguous
     if not contiguous:
         fewest = rules().group_norm_min_elements_channels_last
-    return c.kernels or math.prod(x.shape) >= fewest
+    return (c.kernels and fewest < ANY) or math.prod(x.shape) >= fewest
 
 
 def _group_norm(c: Importer, a: Arguments) -> Any:
