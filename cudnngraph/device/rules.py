@@ -3,8 +3,8 @@
 ``rules()`` returns those of the GPU that is planned for. A GPU without measurements of its own gets
 those of the H200. Each field says its unit, what it decides, and the results page of its numbers.
 Fields with an ``alternative`` stand for a choice that could be measured instead. Those with a
-``stage`` and ``others`` are measured: ``tune="autotune"`` tries each of the other values where the
-stage asks (:mod:`~cudnngraph.rewrite.alternatives`).
+``stage`` are measured: ``tune="autotune"`` tries each of the ``others`` where the stage asks
+(:mod:`~cudnngraph.rewrite.alternatives`), and cuts of a graph in both ways.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
-#: Who asks a threshold whose other values are measured: the import of a model, the rewrites of a
-#: graph, the lowering of a step for cuDNN, or a step of torch's. "" for one that is not measured.
-Stage = Literal["import", "graph", "cudnn", "torch", ""]
+#: Who asks a threshold whose alternative a search measures: the import of a model, the rewrites of
+#: a graph, its cuts, the lowering of a step for cuDNN, or a step of torch's. "" for none.
+Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
 NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 
 
@@ -150,6 +150,7 @@ class DeviceRules:
         "pointwise ops on scalars and vectors",
         "from how many on they are a plan of their own",
         alternative="one plan",
+        stage="cut",
     )
     scalar_elements_apart: int = _measured(
         1 << 25,
@@ -157,6 +158,7 @@ class DeviceRules:
         "from where on ops on scalars and vectors are a plan of their own "
         "(AdamW as one plan: as fast at 2^24 elements, 3.8 times slower at 2^26)",
         alternative="one plan",
+        stage="cut",
     )
     epilogue_behind_depthwise: bool = _measured(
         False,
@@ -164,6 +166,7 @@ class DeviceRules:
         "whether pointwise ops join the plan of a depthwise convolution",
         page="h200-selection.md",
         alternative="one plan",
+        stage="cut",
     )
     epilogue_behind_overlapping_transpose: bool = _measured(
         False,
@@ -171,6 +174,7 @@ class DeviceRules:
         "whether pointwise ops join a strided transposed convolution whose taps overlap",
         page="h200-selection.md",
         alternative="one plan",
+        stage="cut",
     )
     rms_norm_by_matmul_max_row: int = _measured(
         128,

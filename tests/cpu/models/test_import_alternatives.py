@@ -224,4 +224,3 @@ def test_an_import_that_cannot_be_is_left(
 
     _, executable, values = compiled(first, again, CUDA, tune="autotune")
     assert values == () and executable is not None and import_of(executable) == ()
-
