@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -376,6 +376,7 @@ Values = tuple[tuple[str, Any], ...]
 
 _planned_for: ContextVar[int | None] = ContextVar("planned_for", default=None)
 _followed: ContextVar[Values] = ContextVar("followed", default=())
+_asked: ContextVar[set[str] | None] = ContextVar("asked", default=None)
 
 
 @contextlib.contextmanager
@@ -414,8 +415,35 @@ def following(values: Values) -> Iterator[None]:
         _followed.reset(token)
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[set[str]]:
+    """Collect the names of the thresholds that are asked for meanwhile, in this thread."""
+    asked: set[str] = set()
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+class _Noting:
+    """Thresholds that note what is asked of them."""
+
+    def __init__(self, found: DeviceRules, asked: set[str]) -> None:
+        self._found, self._asked = found, asked
+
+    def __getattr__(self, name: str) -> Any:
+        self._asked.add(name)
+        return getattr(self._found, name)
+
+
 def rules() -> DeviceRules:
     """The thresholds of the GPU that is planned for: a described one, else the current device."""
+    asked = _asked.get()
+    return _now() if asked is None else cast(DeviceRules, _Noting(_now(), asked))
+
+
+def _now() -> DeviceRules:
     capability = _planned_for.get()
     if capability is None:
         capability = _current_capability()
@@ -430,7 +458,7 @@ def _with(found: DeviceRules, values: Values) -> DeviceRules:
 
 def others(stage: Stage) -> Iterator[tuple[str, Any]]:
     """The thresholds that a stage asks for, each with the values that it has not now."""
-    now = rules()
+    now = _now()
     for each in fields(DeviceRules):
         if each.metadata["stage"] == stage:
             for value in each.metadata["others"]:

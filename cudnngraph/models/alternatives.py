@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..cache.distributed import is_distributed
-from ..device.rules import Values, following, others, told
+from ..device.rules import Values, following, noting, others, told
 from ..errors import CannotImport, CudnnGraphError, PlanNotCached
 from ..ir.spec import GraphSpec
 from ..runtime.compile import compile, searched_briefly
@@ -29,6 +29,7 @@ from .export import HasGraph
 
 _log = logging.getLogger(__name__)
 
+One = tuple[str, Any]  # a threshold and another value of it
 Again = Callable[[], Imported]  # imports a model anew, by the thresholds that hold then
 
 
@@ -44,13 +45,15 @@ class Copied:
 
 
 def compiled(
-    imported: Imported, again: Again, device: torch.device, **options: Any
+    again: Again, device: torch.device, **options: Any
 ) -> tuple[Imported, Executable[Any] | None, Values]:
     """The import of a model that is to be run, compiled, and the values that it follows.
 
-    ``imported`` follows the GPU's thresholds, ``again`` imports anew; ``options`` are those of
+    ``again`` imports the model; ``options`` are those of
     :func:`~cudnngraph.runtime.compile.compile`.
     """
+    with noting() as asked:
+        imported = again()
     if imported.spec is None:
         return imported, None, ()
     start = time.perf_counter()
@@ -60,7 +63,8 @@ def compiled(
     values = import_of(executable)
     if values is None and executable.policy.tune == "autotune" and not is_distributed():
         left_s = budget_s(imported.spec, executable.policy) - (time.perf_counter() - start)
-        values = _measured(imported.spec, executable, again, left_s)
+        found = [one for one in others("import") if one[0] in asked]
+        values = _measured(imported.spec, executable, again, found, left_s)
         note_import(executable, values)
     if not values:
         return imported, executable, ()
@@ -73,12 +77,14 @@ def compiled(
     return imported, executable, ()
 
 
-def _measured(spec: GraphSpec, executable: Executable[Any], again: Again, left_s: float) -> Values:
+def _measured(
+    spec: GraphSpec, executable: Executable[Any], again: Again, found: Sequence[One], left_s: float
+) -> Values:
     """The values by which an import is fastest, tried one at a time while there is time left."""
     deadline = time.perf_counter() + left_s
     best, best_spec = executable.steps, spec
     taken: Values = ()
-    for one in tuple(others("import")):
+    for one in found:
         if one[0] in dict(taken):
             continue
         if time.perf_counter() >= deadline:

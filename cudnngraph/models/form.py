@@ -144,9 +144,7 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
         _check_results(name, found, leaves, inputs)
         return found
 
-    imported, executable, instead = compiled(
-        imported_anew(), imported_anew, device, policy=options.policy
-    )
+    imported, executable, instead = compiled(imported_anew, device, policy=options.policy)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bound = Bound(imported, executable, device, capture=options.capture)
     captured = bound.graph is not None

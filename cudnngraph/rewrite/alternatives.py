@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ..device.rules import Stage, Values, following, others, rules
+from ..device.rules import Stage, Values, following, noting, others, rules
 from ..ir.spec import GraphSpec
 from ..ops.base import LOW_PRECISION
 from ..partition.analysis import compute_nodes
@@ -20,11 +20,12 @@ from .passes import legalize
 
 def of_graph(spec: GraphSpec, policy: Policy, taken: Values = ()) -> Iterator[Values]:
     """The values of one more threshold with which the declared graph has another legal form."""
-    now = legalize(spec, policy, taken)
+    with noting() as asked:
+        now = legalize(spec, policy, taken)
     with following(taken):
         found = tuple(others("graph"))
     for name, value in found:
-        if name in dict(taken):
+        if name in dict(taken) or name not in asked:
             continue
         if legalize(spec, policy, (*taken, (name, value))) != now:
             yield ((name, value),)
