@@ -115,13 +115,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that were tuned, in order."""
     seen: list[str] = []
-    real = compiling.autotune
+    real = compiling.by_measurement
 
     def counted(spec: GraphSpec, *args: Any, **options: Any) -> Any:
         seen.append(spec.name)
         return real(spec, *args, **options)
 
-    monkeypatch.setattr(compiling, "autotune", counted)
+    monkeypatch.setattr(compiling, "by_measurement", counted)
     return seen
 
 
@@ -177,7 +177,7 @@ def test_a_new_process_searches_nothing(name: str, folder: Path) -> None:
         "from cudnngraph.runtime import compile as compiling\n"
         "from tests.gpu.test_autotune import EFFORT, GRAPHS, check, choices, inputs_of\n"
         "def refuse(*args, **options): raise AssertionError('a search was started')\n"
-        "compiling.autotune = refuse\n"
+        "compiling.by_measurement = refuse\n"
         "exe = GRAPHS[sys.argv[1]]().compile('cuda', **EFFORT)\n"
         "check(exe, inputs_of(exe))\n"
         "print(json.dumps([exe.tier, cg.cache_stats().lookups, choices(exe)]))\n"
