@@ -12,6 +12,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,18 +61,21 @@ def compiled(
     executable: Executable[Any] = compile(imported.spec, device, **options)
     if device.type != "cuda":
         return imported, executable, ()
-    values = import_of(executable)
-    if values is None and executable.policy.tune == "autotune" and not is_distributed():
-        left_s = budget_s(imported.spec, executable.policy) - (time.perf_counter() - start)
+    values, policy = import_of(executable), executable.policy
+    new = executable.tier == "built"  # what is kept without a word of it is not measured again
+    if values is None and policy.tune == "autotune" and new and not is_distributed():
+        left_s = budget_s(imported.spec, policy) - (time.perf_counter() - start)
         found = [one for one in others("import") if one[0] in asked]
         values = _measured(imported.spec, executable, again, found, left_s)
         note_import(executable, values)
     if not values:
         return imported, executable, ()
+    if policy.tune != "autotune":
+        policy = replace(policy, tune="cached")  # without its record it is not known to be faster
     try:
         other = _imported(again, values)
         if other is not None and other.spec is not None:
-            return other, compile(other.spec, device, policy=executable.policy), values
+            return other, compile(other.spec, device, policy=policy), values
     except PlanNotCached as missing:
         _log.info("imported by the thresholds of the GPU: %s", missing)
     return imported, executable, ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
+from cudnngraph.cache import lookup
 from cudnngraph.device.rules import Values
 from cudnngraph.ir.key import step_digest
 from cudnngraph.ir.spec import GraphSpec
@@ -26,6 +28,7 @@ from cudnngraph.runtime import streams
 from cudnngraph.runtime.executable import import_of
 from cudnngraph.runtime.program import Program
 from cudnngraph.select.alternatives import by_measurement
+from plans_cache.record import PlanRecord
 from tests.fakes import World
 from tests.searches import Bench, Offer
 
@@ -211,6 +214,47 @@ def test_a_search_without_time_left_tries_no_other_import(case: Callable[[str], 
     cg.cache_clear()
     done = compiled(its.again, CUDA, tune="autotune", budget_s=1e-9)
     assert done[2] == () and its.imports == 1
+
+
+def kept(its: Case, spec: GraphSpec) -> PlanRecord:
+    """The record of a graph of the case."""
+    key = compiling.compile(spec, CUDA, tune="cached").key
+    (found,) = (
+        each.record
+        for each in lookup.store().scan()
+        if each.record is not None and each.record.key == key.components
+    )
+    return found
+
+
+def test_a_record_that_says_nothing_of_imports_is_served_as_it_is(
+    case: Callable[[str], Case],
+) -> None:
+    """As one of an earlier release: a warm start searches nothing."""
+    its = case("channels")
+    imported, _, _ = its.run()
+    assert imported.spec is not None
+    record = kept(its, imported.spec)
+    assert record.extra["imported"] == {}
+    lookup.store().put(replace(record, extra={}))
+    assert its.run()[2] == () and (its.searches, its.imports) == ([], 1)
+
+
+def test_without_the_other_imports_record_the_first_import_is_run(
+    case: Callable[[str], Case],
+) -> None:
+    """As where the one record was exported, and the other was not."""
+    its = case("channels")
+    first, other = forms(its)
+    known = {step_digest(part) for part in parts(first)}
+    mine = {step_digest(part) for part in parts(other)} - known
+    its.took = lambda part: 0.1 if step_digest(part) in mine else 50.0
+    imported, _, values = its.run()
+    assert imported.spec == other and dict(its.values).items() <= dict(values).items()
+    lookup.store().remove(kept(its, other).id)
+    for tune in ("heuristic", "cached"):
+        again, _, followed = its.run(tune)
+        assert (again.spec, followed) == (first, ())
 
 
 def test_an_import_that_cannot_be_is_left(
