@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard, heuristic
+from cudnngraph.select.cost import Rates
 from plans_cache.record import PlanRecord, from_json
 
 H200 = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
@@ -106,6 +108,7 @@ class World:
         tell: Any,
         kernels: Any,
         hints: Any,
+        floor: Any,
         *,
         brief: bool = False,
     ) -> Any:
@@ -167,6 +170,8 @@ class World:
         monkeypatch.setattr(guard, "build_first", self.build_first)
         monkeypatch.setattr(compiling, "by_measurement", self.autotune)
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
+        rates = Rates(0.0, math.inf, {})
+        monkeypatch.setattr(compiling.cost, "measured", lambda bench, spec: rates)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -111,6 +111,9 @@ class Bench:
             times.append(took)
         return times
 
+    def ahead(self, spec: GraphSpec) -> None:
+        """Nothing is built ahead."""
+
     def close(self) -> None:
         """Nothing is built ahead."""
 

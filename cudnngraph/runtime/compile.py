@@ -29,6 +29,7 @@ from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
+from ..select import cost
 from ..select.alternatives import by_measurement
 from ..select.decision import Hints, Selection, StepPlan
 from ..select.guard import Builder, GuardedBench, how
@@ -151,7 +152,8 @@ def _searched(
         kept = lookup.Rejected(index)
         bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
         remembered = RememberedBench(bench, Measured(policy, index))
-        return by_measurement(spec, policy, remembered, tell, kernels, hints, brief=brief)
+        floor = cost.measured(remembered, spec).floor_us
+        return by_measurement(spec, policy, remembered, tell, kernels, hints, floor, brief=brief)
 
 
 def searched_briefly(

@@ -24,6 +24,7 @@ from ..rewrite.passes import legalize
 from .autotune import autotune
 from .bench import Bench
 from .config import MIN_GAIN
+from .cost import Floor, no_floor
 from .decision import INSTEAD_OF_RULES, Decision, Hints, Selection, StepPlan, instead_of_rules
 from .kernels import Kernels
 from .regions import Progress
@@ -36,6 +37,7 @@ def by_measurement(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
     hints: Hints | None = None,
+    floor: Floor = no_floor,
     *,
     brief: bool = False,
 ) -> Selection:
@@ -47,7 +49,7 @@ def by_measurement(
 
     def searched(values: Values, *, brief: bool) -> Selection:
         legal = legalize(spec, policy, values)
-        found = autotune(legal, policy, bench, progress, kernels, hints, brief=brief)
+        found = autotune(legal, policy, bench, progress, kernels, hints, floor, brief=brief)
         return replace(found, instead=values)
 
     best = searched((), brief=brief)

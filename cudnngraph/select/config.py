@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 TIE_RATIO = 1.02  # within this factor the smaller workspace wins
+FASTEST_RATE = 1.25  # times the rates that torch reaches: none of a plan is higher
+LEFT_SHARE = 0.01  # of a graph's time: a search ends when no more than this can be gained
+UNCOMPARED_SHARE = 0.005  # of it that close ways which are not measured again may differ by
 MAX_EXPECTED_SPEEDUP = 2.0  # how much faster than its first plan a part's best plan may be
 PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
 MIN_GAIN = 0.98

@@ -31,7 +31,8 @@ from .workers import Answer
 
 _log = logging.getLogger(__name__)
 
-AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them
+AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them,
+FIRST = 2  # and of a step that may have no more asked for
 
 _in_process = ""  # why no worker can be had, once that has turned out
 
@@ -251,7 +252,7 @@ class _Isolated:
         self.candidates = self._ranked()
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
-        self._submit(urgent=False)
+        self._submit(FIRST, urgent=False)
 
     def _ranked(self) -> Sequence[Candidate]:
         """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
@@ -284,10 +285,14 @@ class _Isolated:
             candidate, self._spec, self._policy, capability, device_index=self._index
         ) or self._rejected.get(candidate.choice)
 
-    def _submit(self, *, urgent: bool) -> None:
+    def _submit(self, count: int, *, urgent: bool) -> None:
         """Have the next few built, all of them by one worker, which knows the graph then."""
-        choices, self._queue = self._queue[:AHEAD], self._queue[AHEAD:]
+        choices, self._queue = self._queue[:count], self._queue[count:]
         self._ask(choices, urgent=urgent)
+
+    def ahead(self) -> None:
+        """Have more of them built."""
+        self._submit(AHEAD, urgent=False)
 
     def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
         if choices:
@@ -317,7 +322,7 @@ class _Isolated:
             self._ask([choice], urgent=True)
         future = self._ahead.pop(choice)
         if len(self._ahead) <= 1:
-            self._submit(urgent=True)  # the search is at this step
+            self._submit(AHEAD, urgent=True)  # the search is at this step
         answer = _heard(future)
         if answer is None:
             return self._build_here(candidate)
@@ -354,7 +359,7 @@ class GuardedBench(GpuBench):
         super().__init__(policy, device, alone)
         self._kept = kept
         self._passed: dict[tuple[str, Choice], Plan] = {}
-        self._isolated: list[_Isolated] = []
+        self._isolated: dict[str, _Isolated] = {}
 
     def proposals(self, spec: GraphSpec) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
@@ -364,8 +369,15 @@ class GuardedBench(GpuBench):
             rejected = self._kept.of(spec, self._policy)
             verification.refuse_ranking(spec, rejected)
             return _Here(super().proposals(spec), rejected)
-        self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
-        return self._isolated[-1]
+        found = _Isolated(spec, self._policy, self._device.index, self._kept)
+        self._isolated[step_digest(spec)] = found
+        return found
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        found = self._isolated.get(step_digest(spec))
+        if found is not None:
+            found.ahead()
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """See :class:`~cudnngraph.select.bench.Bench`; each is checked."""
@@ -377,7 +389,7 @@ class GuardedBench(GpuBench):
 
     def close(self) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`."""
-        for each in self._isolated:
+        for each in self._isolated.values():
             each.close()
         self._isolated.clear()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..backend.plan import Plan
@@ -16,13 +17,17 @@ from ..rewrite.annotate import marked, marks
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
+    CLOSE_RATIO,
     IN_CONTEXT_BUDGETS,
     IN_CONTEXT_GAIN,
     IN_CONTEXT_LARGE_SHARE,
     IN_CONTEXT_RATIO,
     IN_CONTEXT_SHARE,
     IN_CONTEXT_VARIANTS,
+    LEFT_SHARE,
+    UNCOMPARED_SHARE,
 )
+from .cost import Floor, no_floor
 from .decision import ALIAS, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
@@ -56,11 +61,44 @@ class _PlacedStep:
     region: _Region
 
 
+@dataclass
+class _Begun:
+    """A region whose search has begun, and how many regions of the graph are equal to it."""
+
+    spec: GraphSpec
+    search: Search
+    roots: Sequence[Part]
+    anchors: int
+    count: int = 0
+
+    def us(self) -> float:
+        """The time of all these regions, as far as it is known."""
+        found = self.search.us(self.roots)
+        return self.count * found if math.isfinite(found) else 0.0
+
+    def gain_us(self) -> float:
+        """How much faster the graph may be by these regions."""
+        return self.count * self.search.gain_us(self.roots)
+
+
+def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
+    """The regions whose close ways are measured again: all but those of little time together."""
+    listed = sorted(begun, key=_Begun.us)
+    left = UNCOMPARED_SHARE * sum(each.us() for each in listed)
+    found: set[int] = set()
+    for each in listed:
+        left -= each.us() * (1 - 1 / CLOSE_RATIO)
+        if left < 0:
+            found.add(id(each))
+    return found
+
+
 class RegionSearch:
     """A large graph, searched region by region; equal regions are searched once.
 
-    A plan chosen so is fast alone, in a warm cache. So close plans of the slowest steps are timed
-    once more in the end, in their place, with the whole graph around them.
+    The search goes on where the whole graph may gain most, and ends when it may gain little. A plan
+    chosen so is fast alone, in a warm cache. So close plans of the slowest steps are timed once
+    more in the end, in their place, with the whole graph around them.
     """
 
     def __init__(
@@ -71,10 +109,12 @@ class RegionSearch:
         bench: Bench,
         kernels: Kernels | None,
         hints: Hints | None = None,
+        floor: Floor = no_floor,
         *,
         brief: bool = False,
     ) -> None:
         self._hints = hints
+        self._floor = floor
         self._brief = brief
         self._kernels = kernels
         self._graph = graph
@@ -88,19 +128,23 @@ class RegionSearch:
     def tuned(self, progress: Progress | None) -> Selection:
         """The choice. ``progress(done, known)`` is told how many plans were built."""
         regions = [(subgraph_of(self._graph, group), group) for group in self._borders]
-        begun: dict[str, tuple[Search, list[Part]]] = {}
-        for spec, group in regions:  # all of them first: what builds elsewhere has begun then
+        begun: dict[str, _Begun] = {}
+        for spec, group in regions:
             digest = step_digest(spec)
             if digest not in begun:
                 begun[digest] = self._begun(spec, group)
-        for search, _ in begun.values():
-            search.try_kernels(search.order)
+            begun[digest].count += 1
+        for told in self._explored(list(begun.values())):
+            if progress is not None:
+                progress(*told)
         found: dict[str, _Region] = {}
+        compared = _worth_comparing(begun.values())
         places: list[_PlacedStep] = []
-        for spec, group in regions:
+        for spec, _ in regions:
             digest = step_digest(spec)
             if digest not in found:
-                found[digest] = self._searched(spec, group, *begun[digest], progress)
+                each = begun[digest]
+                found[digest] = self._settled(each, compare=id(each) in compared)
             places += self._placed(spec, found[digest])
         self._bench.close()
         if not self._brief:
@@ -124,35 +168,61 @@ class RegionSearch:
             steps, built = joined(self._graph, steps, built, self._kernels, self._bench)
         return Selection(tuple(steps), tuple(built), dense=dense)
 
-    def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
-        """The search of a region and its roots, with every part opened."""
-        search = Search(self._policy, self._bench, self._kernels, self._steps, self._hints)
+    def _begun(self, spec: GraphSpec, group: Group) -> _Begun:
+        """The search of a region and its roots, none of them opened yet."""
+        search = Search(
+            self._policy, self._bench, self._kernels, self._steps, self._hints, self._floor
+        )
         roots = [search.part(self._graph, group)]
         dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there
             graph = CutGraph(dense)
             roots.append(search.part(graph, compute_nodes(graph.spec.nodes)))
-        for part in search.order:
-            search.open(part)
-        return search, roots
-
-    def _searched(
-        self,
-        spec: GraphSpec,
-        group: Group,
-        search: Search,
-        roots: Sequence[Part],
-        progress: Progress | None,
-    ) -> _Region:
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
-        deadline = time.perf_counter() + self._policy.budget_s * anchors
-        for done, known in search.explore(roots, deadline):
-            if progress is not None:
-                progress(done, known)
-        winner, rivals = search.settle(roots[0].spec, roots)
+        return _Begun(spec, search, roots, anchors)
+
+    def _explored(self, begun: Sequence[_Begun]) -> Iterator[tuple[int, int]]:
+        """Search all regions, that first in which the graph may gain most, until it may gain
+        little; yields (done, known)."""
+        budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
+        deadline = time.perf_counter() + budget_s
+        for each in begun:  # all of them first: what builds elsewhere has begun then
+            for root in each.roots:
+                each.search.open(root)
+        for each in begun:
+            yield from each.search.start(each.roots)
+        for each in begun:
+            for part in each.search.hopeful(each.roots):
+                each.search.open(part)
+        for each in begun:
+            yield from each.search.widen(each.roots)
+        gains = {id(each): each.gain_us() for each in begun}
+        in_order = sorted(begun, key=lambda each: -gains[id(each)])
+        for each in in_order:
+            step = each.search.most_promising(each.roots)
+            if step is not None:
+                self._bench.ahead(step.spec)
+        while (late := time.perf_counter() >= deadline) is False:
+            total = sum(each.us() for each in begun)
+            if sum(gains.values()) <= LEFT_SHARE * total:
+                break
+            chosen = max(begun, key=lambda each: gains[id(each)])
+            step = chosen.search.most_promising(chosen.roots)
+            if step is None:  # nothing by itself
+                gains[id(chosen)] = 0.0
+                continue
+            chosen.search.advance(step)
+            gains[id(chosen)] = chosen.gain_us()
+            yield chosen.search.progress()
+        for each in begun:
+            each.search.stop(each.roots, late=late)
+
+    def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
+        spec = begun.spec
+        winner, rivals = begun.search.settle(begun.roots[0].spec, begun.roots, compare=compare)
         made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
         dense = None if made <= set(spec.tensors) else with_dense_images(spec)
-        return _Region(spec, dense, search, winner, rivals)
+        return _Region(spec, dense, begun.search, winner, rivals)
 
     def _placed(self, spec: GraphSpec, region: _Region) -> list[_PlacedStep]:
         """The steps of a region that is equal to one that was searched."""

@@ -187,6 +187,11 @@ class RememberedBench:
                     step.real[choice] = refusal.reasons[0]
         return step.real[choice]
 
+    def ahead(self, spec: GraphSpec) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing was known of."""
+        if self._step(spec).inner is not None:
+            self._bench.ahead(spec)
+
     # -- times -------------------------------------------------------------------------------------
 
     def times_us(

@@ -6,8 +6,9 @@ measured one by one; the fastest way to run the graph is the one whose parts tak
 together. The winner's plans are checked against the reference executor; a wrong one is thrown out
 and the choice made again.
 
-Effort goes where it can matter: first every part's first plan, then more plans of a part while
-twice their speed could still win, until the budget is spent.
+Effort goes where it can matter: first the first plan of every part that could win, then more plans
+of a part while twice their speed could still win. It ends when the graph could gain little, or the
+budget is spent.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from .config import (
     FINAL_ROUNDS,
     FINAL_VARIANTS,
     FINALIST_RATIO,
+    LEFT_SHARE,
     MAX_EXPECTED_SPEEDUP,
     MIN_GAIN,
     PATIENCE,
     QUICK_ROUNDS,
     TIE_RATIO,
 )
+from .cost import Floor, no_floor
 from .decision import ALIAS, Decision, Hints, StepPlan, instead_of_rules
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
@@ -72,6 +75,8 @@ class StepSearch:
     ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     opened: bool = False  # asked for what can run it
+    started: bool = False  # its first plan was tried
+    floor_us: float = 0.0  # no way to run it takes less
     kernels: list[Choice] | None = None  # generated ones left to try, None before they are known
     built: int = 0
     in_vain: int = 0
@@ -180,8 +185,10 @@ class Search:
         kernels: Kernels | None = None,
         steps: dict[str, StepSearch] | None = None,
         hints: Hints | None = None,
+        floor: Floor = no_floor,
     ) -> None:
         self._hints = hints or {}
+        self._floor = floor
         self._policy = policy
         self._bench = bench
         self._kernels = kernels
@@ -196,11 +203,10 @@ class Search:
         found = self._parts.get(place)
         if found is None:
             spec = subgraph_of(graph, nodes)
-            digest = step_digest(spec)
-            new = StepSearch(spec, self._hints.get(digest, {}))
-            step = self._steps.setdefault(digest, new)
+            step = self._step(spec)
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
+                step.floor_us = 0.0
                 step.ways.append(Variant(0, None, None, 0, 0.0))
                 step.lost.append(ALIAS)
             self.order.append(found)
@@ -216,11 +222,16 @@ class Search:
 
     def _other(self, spec: GraphSpec, size: int, by: Stage) -> Part:
         """A part as another threshold has it."""
-        digest = step_digest(spec)
-        new = StepSearch(spec, self._hints.get(digest, {}))
-        made = Part(spec, self._steps.setdefault(digest, new), size=size, by=by)
+        made = Part(spec, self._step(spec), size=size, by=by)
         self.order.append(made)
         return made
+
+    def _step(self, spec: GraphSpec) -> StepSearch:
+        digest = step_digest(spec)
+        if digest not in self._steps:
+            hints = self._hints.get(digest, {})
+            self._steps[digest] = StepSearch(spec, hints, floor_us=self._floor(spec))
+        return self._steps[digest]
 
     def best(self, part: Part, known: dict[int, Schedule | None]) -> Schedule | None:
         """The fastest way known to run a part."""
@@ -334,49 +345,119 @@ class Search:
         step.lost += [Decision(str(choice), False, reason, choice) for choice in left]
         step.queue, step.kernels = [], step.kernels and []
 
-    def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
-        """Try plans until nothing can win any more or the time is up; yields (done, known)."""
-        for part in self.order:  # all of them first: what builds elsewhere has begun then
+    def start(self, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+        """Try the first plan of each part, and its kernel by rule; yields (done, known)."""
+        fresh = [part for part in parts if not part.step.started]
+        for part in fresh:  # all of them first: what builds elsewhere has begun then
             self.open(part)
-        self.try_kernels(self.order)
+        self.try_kernels(fresh)
+        for part in fresh:
+            if not part.step.started:
+                part.step.started = True
+                self.advance(part.step, first=True)
+                yield self.progress()
+
+    def widen(self, roots: Sequence[Part]) -> Iterator[tuple[int, int]]:
+        """Start every part that may be a step of the fastest way, as far as that is known."""
+        while parts := [part for part in self.hopeful(roots) if not part.step.started]:
+            yield from self.start(parts)
+
+    def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
+        """Try plans until little can be gained or the time is up; yields (done, known)."""
         for part in self.order:
-            self.advance(part.step, first=True)
-            yield self.progress()
-        while time.perf_counter() < deadline:
-            chosen = self._most_promising(roots)
+            self.open(part)
+        yield from self.start(roots)
+        yield from self.widen(roots)
+        while time.perf_counter() < deadline and self.gain_us(roots) > LEFT_SHARE * self.us(roots):
+            chosen = self.most_promising(roots)
             if chosen is None:
                 break
             self.advance(chosen)
             yield self.progress()
-        late = time.perf_counter() >= deadline
-        self._why_left = (
-            f"not tried: the budget of {self._policy.budget_s:g} s was spent"
-            if late
-            else "not tried: a plan "
-            f"{MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
-        )
+        self.stop(roots, late=time.perf_counter() >= deadline)
 
-    def _most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
-        """Return the step with most time to gain, among those that could make the graph faster."""
+    def stop(self, roots: Sequence[Part], *, late: bool) -> None:
+        """Note why no more plans are tried."""
+        self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
+        if late:
+            self._why_left = f"not tried: the budget of {self._policy.budget_s:g} s was spent"
+        elif self.gain_us(roots) > LEFT_SHARE * self.us(roots):
+            self._why_left = (
+                f"not tried: a plan {MAX_EXPECTED_SPEEDUP:g} times faster than the first "
+                "would not win"
+            )
+
+    # -- what may be gained ------------------------------------------------------------------------
+
+    def us(self, roots: Sequence[Part]) -> float:
+        """The time of the fastest way that is known."""
         known: dict[int, Schedule | None] = {}
         totals = [self.best(root, known) for root in roots]
-        best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
+        return min((each.time_us for each in totals if each is not None), default=math.inf)
+
+    def gain_us(self, roots: Sequence[Part]) -> float:
+        """How much faster the graph would be if every plan were as fast as may be hoped."""
+        known: dict[int, float] = {}
+        now = self.us(roots)
+        least = min(self._least_us(root, known) for root in roots)
+        return now - least if math.isfinite(now) else 0.0
+
+    def _hoped_us(self, step: StepSearch) -> float:
+        """The time that a step's plans which are left to try may take at best."""
+        way = step.best()
+        if not step.started:
+            return step.floor_us
+        if way is None:
+            return step.floor_us if step.queue or step.kernels else math.inf
+        if not (step.queue or step.kernels):
+            return way.time_us
+        return min(way.time_us, max(step.floor_us, way.time_us / MAX_EXPECTED_SPEEDUP))
+
+    def _least_us(self, part: Part, known: dict[int, float]) -> float:
+        """The time that the fastest way to run a part may take at best."""
+        if id(part) not in known:
+            below = (sum(self._least_us(each, known) for each in groups) for groups in part.cuts)
+            known[id(part)] = min(self._hoped_us(part.step), *below, math.inf)
+        return known[id(part)]
+
+    def hopeful(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts that may be steps of a way that is faster than the fastest known."""
+        known: dict[int, float] = {}
+        most: dict[int, float] = {}  # the time that a part may take
+
+        def visit(part: Part, us: float) -> None:
+            if most.get(id(part), -1.0) >= us:
+                return
+            most[id(part)] = us
+            for groups in part.cuts:
+                below = [self._least_us(each, known) for each in groups]
+                total = sum(below)
+                if total < us:
+                    for each, least in zip(groups, below, strict=True):
+                        visit(each, us - (total - least))
+
+        for root in roots:
+            visit(root, self.us(roots))
+        return [part for part in self.order if self._hoped_us(part.step) < most.get(id(part), 0.0)]
+
+    def most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
+        """Return the step with most time to gain, among those that could make the graph faster."""
+        best_us = self.us(roots)
         open_steps: dict[int, tuple[float, StepSearch]] = {}
         for part in self.order:
             step = part.step
-            way = step.best()
-            if not (step.queue or step.kernels) or way is None:
+            if not step.started or not (step.queue or step.kernels) or step.best() is None:
                 continue
-            hoped = self._hoped(roots, part)
+            hoped = self._with_hope(roots, part)
             if hoped < best_us:
                 open_steps[id(step)] = (hoped, step)
         return min(open_steps.values(), key=lambda each: each[0])[1] if open_steps else None
 
-    def _hoped(self, roots: Sequence[Part], part: Part) -> float:
+    def _with_hope(self, roots: Sequence[Part], part: Part) -> float:
         """The graph's time if this part's best plan were as fast as it could be."""
         way = part.step.best()
         assert way is not None
-        kept, way.time_us = way.time_us, way.time_us / MAX_EXPECTED_SPEEDUP
+        kept, way.time_us = way.time_us, self._hoped_us(part.step)
         try:
             known: dict[int, Schedule | None] = {}
             totals = [self.best(root, known) for root in roots]
@@ -421,15 +502,19 @@ class Search:
                     found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
         return found
 
-    def settle(self, spec: GraphSpec, roots: Sequence[Part]) -> tuple[Contender, list[Contender]]:
+    def settle(
+        self, spec: GraphSpec, roots: Sequence[Part], *, compare: bool = True
+    ) -> tuple[Contender, list[Contender]]:
         """The winner and all its rivals.
 
         Close ways to run a step are measured again, side by side; so are close ways to cut the
-        graph, whole. The winner's plans are checked. Raises :class:`NotSupported` when every way to
-        run the graph turned out wrong.
+        graph, whole; unless ``compare`` is False. The winner's plans are checked. Raises
+        :class:`NotSupported` when every way to run the graph turned out wrong.
         """
         checked: set[int] = set()
         while True:
+            for _ in self.widen(roots):
+                pass  # a way that was to win may have turned out wrong
             rivals = self.rivals(roots)
             if not rivals:
                 reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
@@ -438,12 +523,12 @@ class Search:
             close = [rival for rival in rivals if rival.time_us <= CLOSE_RATIO * least]
             steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
             fresh = [step for step in steps.values() if not step.compared]
-            if fresh:
+            if fresh and compare:
                 for step in fresh:
                     self._compare(step)
                     step.compared = True
                 continue
-            if len(close) > 1:
+            if len(close) > 1 and compare:
                 chains = [
                     [(part.spec, way.plan) for part, way in rival.runs.steps] for rival in close
                 ]
