@@ -17,6 +17,7 @@ from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.select import alternatives
 from cudnngraph.select.config import FINAL_ROUNDS
+from cudnngraph.select.cost import Floor, no_floor
 from cudnngraph.select.decision import Decision, Hints, Selection
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
@@ -171,10 +172,14 @@ def table(offers: Mapping[str, Sequence[Offer]], **torch_us: float | str) -> Ben
 
 
 def run(
-    spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY, hints: Hints | None = None
+    spec: GraphSpec,
+    bench: Bench,
+    policy: cg.Policy = POLICY,
+    hints: Hints | None = None,
+    floor: Floor = no_floor,
 ) -> Selection:
     found: Any = bench
-    return alternatives.by_measurement(spec, policy, found, hints=hints)
+    return alternatives.by_measurement(spec, policy, found, hints=hints, floor=floor)
 
 
 def taken(selection: Selection) -> list[tuple[str, int | None]]:
