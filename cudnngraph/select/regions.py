@@ -186,6 +186,7 @@ class RegionSearch:
         little; yields (done, known)."""
         budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
         deadline = time.perf_counter() + budget_s
+        known = {id(each): each for each in begun}
         for each in begun:  # all of them first: what builds elsewhere has begun then
             for root in each.roots:
                 each.search.open(root)
@@ -197,22 +198,25 @@ class RegionSearch:
         for each in begun:
             yield from each.search.widen(each.roots)
         gains = {id(each): each.gain_us() for each in begun}
-        in_order = sorted(begun, key=lambda each: -gains[id(each)])
-        for each in in_order:
+        for each in sorted(begun, key=lambda each: -gains[id(each)]):
             step = each.search.most_promising(each.roots)
             if step is not None:
                 self._bench.ahead(step.spec)
+        times = {id(each): each.us() for each in begun}
         while (late := time.perf_counter() >= deadline) is False:
-            total = sum(each.us() for each in begun)
-            if sum(gains.values()) <= LEFT_SHARE * total:
-                break
-            chosen = max(begun, key=lambda each: gains[id(each)])
+            if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
+                # Regions share steps: one may have become faster by the search of another.
+                times = {id(each): each.us() for each in begun}
+                gains = {key: gain and known[key].gain_us() for key, gain in gains.items()}
+                if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
+                    break
+            chosen = known[max(gains, key=lambda key: gains[key])]
             step = chosen.search.most_promising(chosen.roots)
             if step is None:  # nothing by itself
                 gains[id(chosen)] = 0.0
                 continue
             chosen.search.advance(step)
-            gains[id(chosen)] = chosen.gain_us()
+            gains[id(chosen)], times[id(chosen)] = chosen.gain_us(), chosen.us()
             yield chosen.search.progress()
         for each in begun:
             each.search.stop(each.roots, late=late)
