@@ -265,6 +265,29 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
     assert behaves.tried.count(4) == 1, "not tried again"
 
 
+def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose first plan cannot win takes no worker's time for more."""
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    first = dict(search._ahead)
+    assert len(first) == guard.FIRST
+    for future in first.values():
+        future.result(10.0)
+    assert behaves.tried == [1, 2]
+    search.ahead()
+    more = {choice: each for choice, each in search._ahead.items() if choice not in first}
+    assert len(more) == guard.AHEAD
+    for future in more.values():
+        future.result(10.0)
+    assert behaves.tried == list(range(1, 1 + guard.FIRST + guard.AHEAD))
+    outcome, plan = search.build(search.candidates[0])
+    assert outcome.accepted and plan is not None
+
+
 @pytest.mark.parametrize("does", ["aborts", "hangs", "is killed"])
 @pytest.mark.parametrize("tune", ["heuristic", "autotune"])
 def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_again(
@@ -291,7 +314,7 @@ def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_agai
     def bench(policy: cg.Policy) -> Any:
         made = guard.GuardedBench.__new__(guard.GuardedBench)
         made._policy, made._device = policy, torch.device("cuda", 0)
-        made._kept, made._isolated = kept, []
+        made._kept, made._isolated = kept, {}
         return made
 
     isolated = cg.Policy(allow_tf32=False, tune=tune, verify="isolated")
