@@ -252,6 +252,7 @@ class _Isolated:
         self.candidates = self._ranked()
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
+        self._asked = 0  # plans, by the search
         self._submit(FIRST, urgent=False)
 
     def _ranked(self) -> Sequence[Candidate]:
@@ -321,7 +322,8 @@ class _Isolated:
         if choice not in self._ahead or self._ahead[choice].cancelled():
             self._ask([choice], urgent=True)
         future = self._ahead.pop(choice)
-        if len(self._ahead) <= 1:
+        self._asked += 1
+        if self._asked > 1 and len(self._ahead) <= 1:
             self._submit(AHEAD, urgent=True)  # the search is at this step
         answer = _heard(future)
         if answer is None:

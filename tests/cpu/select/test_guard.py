@@ -277,15 +277,26 @@ def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
     assert len(first) == guard.FIRST
     for future in first.values():
         future.result(10.0)
-    assert behaves.tried == [1, 2]
-    search.ahead()
-    more = {choice: each for choice, each in search._ahead.items() if choice not in first}
-    assert len(more) == guard.AHEAD
-    for future in more.values():
-        future.result(10.0)
-    assert behaves.tried == list(range(1, 1 + guard.FIRST + guard.AHEAD))
     outcome, plan = search.build(search.candidates[0])
     assert outcome.accepted and plan is not None
+    assert len(search._ahead) == guard.FIRST - 1, "the first plan alone asks for no more"
+    search.ahead()
+    assert len(search._ahead) == guard.FIRST - 1 + guard.AHEAD
+    for future in search._ahead.values():
+        future.result(10.0)
+    assert behaves.tried == list(range(1, 1 + guard.FIRST + guard.AHEAD))
+
+
+def test_the_next_plans_are_built_while_a_search_is_at_a_step(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    for candidate in search.candidates[:2]:
+        search.build(candidate)
+    assert len(search._ahead) == guard.AHEAD
 
 
 @pytest.mark.parametrize("does", ["aborts", "hangs", "is killed"])
