@@ -239,25 +239,36 @@ def _checked(
 # -- for the search --------------------------------------------------------------------------------
 
 
+def ranking(spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> Future[Answer]:
+    """cuDNN's ranking for a step, asked for by a worker."""
+    return workers.on(device_index).rank(spec, policy, kept.of(spec, policy))
+
+
 class _Isolated:
     """cuDNN's candidates for a step, each built and checked by a worker, some of them early."""
 
-    def __init__(self, spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        device_index: int,
+        kept: Kept,
+        asked: Future[Answer] | None = None,
+    ) -> None:
         self._spec = spec
         self._policy = policy
         self._index = device_index
         self._kept = kept
         self._rejected = kept.of(spec, policy)
         self._proposals: Proposals | None = None  # of this process, if there are no workers
-        self.candidates = self._ranked()
+        self.candidates = self._ranked(asked or ranking(spec, policy, device_index, kept))
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
         self._asked = 0  # plans, by the search
         self._submit(FIRST, urgent=False)
 
-    def _ranked(self) -> Sequence[Candidate]:
-        """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
-        asked = workers.on(self._index).rank(self._spec, self._policy, self._rejected)
+    def _ranked(self, asked: Future[Answer]) -> Sequence[Candidate]:
+        """cuDNN's ranking, as a worker has it. Raises :class:`NotSupported`."""
         answer = _heard(asked)
         if answer is None:
             verification.refuse_ranking(self._spec, self._rejected)
@@ -362,6 +373,7 @@ class GuardedBench(GpuBench):
         self._kept = kept
         self._passed: dict[tuple[str, Choice], Plan] = {}
         self._isolated: dict[str, _Isolated] = {}
+        self._ranked: dict[str, Future[Answer]] = {}
 
     def proposals(self, spec: GraphSpec) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
@@ -371,9 +383,18 @@ class GuardedBench(GpuBench):
             rejected = self._kept.of(spec, self._policy)
             verification.refuse_ranking(spec, rejected)
             return _Here(super().proposals(spec), rejected)
-        found = _Isolated(spec, self._policy, self._device.index, self._kept)
+        asked = self._ranked.pop(step_digest(spec), None)
+        found = _Isolated(spec, self._policy, self._device.index, self._kept, asked)
         self._isolated[step_digest(spec)] = found
         return found
+
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        for spec in specs if how(self._policy) == "isolated" else ():
+            digest = step_digest(spec)
+            if digest not in self._ranked and digest not in self._isolated:
+                asked = ranking(spec, self._policy, self._device.index, self._kept)
+                self._ranked[digest] = asked
 
     def ahead(self, spec: GraphSpec) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`."""
@@ -393,7 +414,10 @@ class GuardedBench(GpuBench):
         """See :class:`~cudnngraph.select.bench.Bench`."""
         for each in self._isolated.values():
             each.close()
+        for asked in self._ranked.values():
+            asked.cancel()
         self._isolated.clear()
+        self._ranked.clear()
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`~cudnngraph.select.bench.Bench`; what a worker has checked is right."""

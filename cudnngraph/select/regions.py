@@ -187,16 +187,13 @@ class RegionSearch:
         budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
         deadline = time.perf_counter() + budget_s
         known = {id(each): each for each in begun}
-        for each in begun:  # all of them first: what builds elsewhere has begun then
-            for root in each.roots:
-                each.search.open(root)
-        for each in begun:
-            yield from each.search.start(each.roots)
-        for each in begun:
-            for part in each.search.hopeful(each.roots):
-                each.search.open(part)
-        for each in begun:
-            yield from each.search.widen(each.roots)
+        # What is asked for and built elsewhere is that of all regions at a time.
+        start = begun[0].search.start
+        parts = [root for each in begun for root in each.roots]
+        while parts:
+            yield from start(parts)
+            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
+            parts = [part for part in hopeful if not part.step.started]
         gains = {id(each): each.gain_us() for each in begun}
         for each in sorted(begun, key=lambda each: -gains[id(each)]):
             step = each.search.most_promising(each.roots)

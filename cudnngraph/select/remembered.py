@@ -187,6 +187,13 @@ class RememberedBench:
                     step.real[choice] = refusal.reasons[0]
         return step.real[choice]
 
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing is known of."""
+        steps = [(spec, self._step(spec)) for spec in specs]
+        self._bench.expect(
+            [spec for spec, step in steps if step.candidates is None and step.inner is None]
+        )
+
     def ahead(self, spec: GraphSpec) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing was known of."""
         if self._step(spec).inner is not None:

@@ -252,6 +252,20 @@ class Search:
 
     # -- trials ------------------------------------------------------------------------------------
 
+    def _why_never(self, part: Part) -> str | None:
+        """Why a part is no plan of cuDNN's; with fallback="error" it is one or nothing."""
+        return None if self._policy.fallback == "error" else why_never_one(part.spec)
+
+    def expect(self, parts: Sequence[Part]) -> None:
+        """Say which parts will be opened, so that cuDNN can be asked for several at a time."""
+        steps = {
+            id(part.step): part.step.spec
+            for part in parts
+            if not (part.step.opened or part.step.ways or part.by == "torch")
+            and self._why_never(part) is None
+        }
+        self._bench.expect(list(steps.values()))
+
     def open(self, part: Part) -> None:
         """Ask cuDNN for the candidates of a part, and time torch where it is a single op."""
         step = part.step
@@ -259,8 +273,7 @@ class Search:
             return
         step.opened = True
         subject = f"'{step.spec.name}' as one plan"
-        # fallback="error" means one plan or none, so a slow one is not split.
-        why = None if self._policy.fallback == "error" else why_never_one(step.spec)
+        why = self._why_never(part)
         if part.by == "torch":
             pass
         elif why is None:
@@ -348,6 +361,7 @@ class Search:
     def start(self, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
         """Try the first plan of each part, and its kernel by rule; yields (done, known)."""
         fresh = [part for part in parts if not part.step.started]
+        self.expect(fresh)
         for part in fresh:  # all of them first: what builds elsewhere has begun then
             self.open(part)
         self.try_kernels(fresh)
@@ -364,6 +378,7 @@ class Search:
 
     def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
         """Try plans until little can be gained or the time is up; yields (done, known)."""
+        self.expect(self.order)
         for part in self.order:
             self.open(part)
         yield from self.start(roots)
