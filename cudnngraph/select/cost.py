@@ -21,7 +21,7 @@ from ..partition.analysis import compute_nodes
 from .bench import Bench
 from .config import FASTEST_RATE, QUICK_ROUNDS
 
-COPIED = (1 << 20, 1 << 22, 1 << 26)  # elements of 16 bits, in caches of any size and in memory
+COPIED = (1 << 20, 1 << 22, 1 << 25)  # elements of 16 bits, in caches of any size and in memory
 SIDE = 4096  # of the matrices that are multiplied
 MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -61,7 +61,7 @@ def measured(bench: Bench, spec: GraphSpec) -> Rates:
     moved = math.inf
     if math.isfinite(kernel_us):
         took = [(4 * count, time_us(_copy(count)) - kernel_us) for count in COPIED]
-        moved = max((size / us if us > 0 else math.inf for size, us in took), default=math.inf)
+        moved = max(size / max(us, kernel_us / 4) for size, us in took)
     flops = {
         dtype: 2 * SIDE**3 / us
         for dtype in least_flops(spec)
