@@ -18,6 +18,7 @@ from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
     CLOSE_RATIO,
+    IN_CONTEXT_AT_ONCE,
     IN_CONTEXT_BUDGETS,
     IN_CONTEXT_GAIN,
     IN_CONTEXT_LARGE_SHARE,
@@ -91,6 +92,39 @@ def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
         if left < 0:
             found.add(id(each))
     return found
+
+
+#: Places of equal steps, and other ways to run them that are nearly as fast.
+_Close = tuple[list[_PlacedStep], list[Variant]]
+
+
+def _close_in_place(places: Sequence[_PlacedStep]) -> Iterator[tuple[list[_Close], bool]]:
+    """Yield the steps to compare in their place, as many as are timed side by side, the slowest
+    first; and whether it is one that loads the GPU in its own way."""
+    total = sum(place.way.time_us for place in places)
+    same: dict[int, list[_PlacedStep]] = {}
+    for place in places:
+        same.setdefault(id(place.part.step), []).append(place)
+    group: list[_Close] = []
+    for step in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
+        taken = step[0].way
+        ways = [
+            way
+            for way in sorted(step[0].part.step.ways, key=lambda way: way.time_us)
+            if way is not taken and way.time_us <= IN_CONTEXT_RATIO * taken.time_us
+        ][:IN_CONTEXT_VARIANTS]
+        share = sum(place.way.time_us for place in step) / total if total else 0.0
+        if not ways or share < IN_CONTEXT_SHARE:
+            continue
+        if share >= IN_CONTEXT_LARGE_SHARE:
+            yield [(step, ways)], True
+            continue
+        if sum(len(each) for _, each in group) + len(ways) > IN_CONTEXT_AT_ONCE:
+            yield group, False
+            group = []
+        group.append((step, ways))
+    if group:
+        yield group, False
 
 
 class RegionSearch:
@@ -258,39 +292,30 @@ class RegionSearch:
 
     def _compare_in_place(self, places: Sequence[_PlacedStep]) -> None:
         """Give each step that matters the plan that makes the whole graph fastest."""
-        total = sum(place.way.time_us for place in places)
-        same: dict[int, list[_PlacedStep]] = {}
-        for place in places:
-            same.setdefault(id(place.part.step), []).append(place)
         deadline = time.perf_counter() + IN_CONTEXT_BUDGETS * self._policy.budget_s
-        for alike in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
-            taken, step = alike[0].way, alike[0].part.step
-            others = [
-                way
-                for way in sorted(step.ways, key=lambda way: way.time_us)
-                if way is not taken and way.time_us <= IN_CONTEXT_RATIO * taken.time_us
-            ][:IN_CONTEXT_VARIANTS]
-            share = sum(place.way.time_us for place in alike) / total if total else 0.0
-            if not others or share < IN_CONTEXT_SHARE or time.perf_counter() > deadline:
-                continue
-            ways = [taken, *others]
-            chains = [
-                [(p.spec, way.plan if p.part.step is step else p.way.plan) for p in places]
-                for way in ways
-            ]
-            times = self._bench.chain_times_us(
-                self._graph.spec, chains, alike=share < IN_CONTEXT_LARGE_SHARE
-            )
+        for group, alone in _close_in_place(places):
+            if time.perf_counter() > deadline:
+                return
+            tried = [(step, way) for step, ways in group for way in ways]
+            chains = [[(place.spec, place.way.plan) for place in places]]
+            for step, way in tried:
+                mine = id(step[0].part.step)
+                chains.append(
+                    [(p.spec, (way if id(p.part.step) == mine else p.way).plan) for p in places]
+                )
+            times = self._bench.chain_times_us(self._graph.spec, chains, alike=not alone)
             if times is None:
                 return
-            for way, time_us in sorted(
-                zip(ways[1:], times[1:], strict=True), key=lambda pair: pair[1]
-            ):
-                search = alike[0].region.search
-                if time_us < IN_CONTEXT_GAIN * times[0] and search.check(step, way, self._checked):
-                    for place in alike:
+            found = sorted(zip(times[1:], tried, strict=True), key=lambda each: each[0])
+            done: set[int] = set()
+            for time_us, (step, way) in found:
+                searched, search = step[0].part.step, step[0].region.search
+                if id(searched) in done or time_us >= IN_CONTEXT_GAIN * times[0]:
+                    continue
+                if search.check(searched, way, self._checked):
+                    done.add(id(searched))
+                    for place in step:
                         place.way = way
-                    break
 
     def _decisions(self, place: _PlacedStep, first: int, number: int) -> tuple[Decision, ...]:
         if first != number:
