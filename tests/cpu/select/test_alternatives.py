@@ -137,6 +137,8 @@ def test_the_other_form_of_a_step_is_taken_where_it_is_faster(layers: int) -> No
 def test_the_form_by_the_rule_stays_where_it_is_as_fast() -> None:
     spec = feed_forward()
     selection = run(spec, by_form(10.0, 10.0))
+    said = {d.subject: d.accepted for d in selection.steps[0].decisions}
+    assert said["steps matmul gelu gelu_by_tanh_behind_matmul=False"] is False
     assert [marks(step.spec) for step in selection.steps] == [()]
     assert record_of(spec, selection).steps[0].extra == {}
 
