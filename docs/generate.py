@@ -45,14 +45,25 @@ def _row(op: Op) -> str:
     return f"| `{op.name}` | {', '.join(op.inputs)} | {attributes} | {meaning} |"
 
 
+_SEARCHED = {
+    "import": "imports",
+    "graph": "graphs",
+    "cut": "cuts",
+    "cudnn": "steps",
+    "torch": "steps",
+    "": "no",
+}
+
+
 def thresholds_table() -> str:
     """One row for each threshold that was measured on a GPU."""
-    heads = ("Threshold", "Value", "Unit", "Decides", "Instead", "Measured")
-    rows = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|"]
+    heads = ("Threshold", "Value", "Unit", "Decides", "Instead", "Searched", "Measured")
+    rows = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|---|---|"]
     for each in dataclasses.fields(DeviceRules):
         told, page = each.metadata, each.metadata["page"]
         source = f"[{page}](results/{page})" if page else "by hand"
-        cells = (told["unit"], told["decides"], told["alternative"], source)
+        searched = _SEARCHED[told["stage"]]
+        cells = (told["unit"], told["decides"], told["alternative"], searched, source)
         rows.append(f"| `{each.name}` | {_value(each.default)} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

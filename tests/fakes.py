@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.runtime import compile as compiling
 from cudnngraph.runtime.process import PROCESS
 from cudnngraph.select import guard, heuristic
+from cudnngraph.select.cost import Rates
 from plans_cache.record import PlanRecord, from_json
 
 H200 = EnvKey(91900, "1.28.0", "NVIDIA H200", (9, 0), 132, 1)
@@ -106,11 +108,14 @@ class World:
         tell: Any,
         kernels: Any,
         hints: Any,
+        floor: Any,
+        *,
+        brief: bool = False,
     ) -> Any:
         self.measured.append(spec.name)
         self.hints.append(hints)
         tell(1, 1)
-        return heuristic.choose(spec, policy, builder(self.refuse))
+        return heuristic.heuristic(spec, policy, builder(self.refuse))
 
     def load(self, blob: bytes, choice: Choice, index: int) -> FakePlan:
         self.loaded.append(blob)
@@ -163,8 +168,10 @@ class World:
         monkeypatch.setattr(env, "uuid", lambda index: f"GPU {index}")
         monkeypatch.setattr(env, "cudnn_version", lambda: self.environment.cudnn_version)
         monkeypatch.setattr(guard, "build_first", self.build_first)
-        monkeypatch.setattr(compiling, "autotune", self.autotune)
+        monkeypatch.setattr(compiling, "by_measurement", self.autotune)
         monkeypatch.setattr(compiling, "GuardedBench", lambda *args: None)
+        rates = Rates(0.0, math.inf, {})
+        monkeypatch.setattr(compiling.cost, "measured", lambda bench, spec: rates)
         monkeypatch.setattr(compiling, "refuse_during_capture", lambda: None)
         monkeypatch.setattr(PROCESS, "programs", type(PROCESS.programs)())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

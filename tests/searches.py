@@ -15,9 +15,9 @@ from cudnngraph.backend.plan import Choice
 from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
-from cudnngraph.rewrite.passes import legalize
-from cudnngraph.select import autotune
+from cudnngraph.select import alternatives
 from cudnngraph.select.config import FINAL_ROUNDS
+from cudnngraph.select.cost import Floor, no_floor
 from cudnngraph.select.decision import Decision, Hints, Selection
 from tests.cuttings import every_way, pieces, rewritten
 from tests.fakes import FakePlan
@@ -112,6 +112,12 @@ class Bench:
             times.append(took)
         return times
 
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """Nothing is asked ahead."""
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """Nothing is built ahead."""
+
     def close(self) -> None:
         """Nothing is built ahead."""
 
@@ -169,11 +175,14 @@ def table(offers: Mapping[str, Sequence[Offer]], **torch_us: float | str) -> Ben
 
 
 def run(
-    spec: GraphSpec, bench: Bench, policy: cg.Policy = POLICY, hints: Hints | None = None
+    spec: GraphSpec,
+    bench: Bench,
+    policy: cg.Policy = POLICY,
+    hints: Hints | None = None,
+    floor: Floor = no_floor,
 ) -> Selection:
-    legal = legalize(spec, policy)
-    selection: Selection = autotune.autotune(legal, policy, bench, hints=hints)
-    return selection
+    found: Any = bench
+    return alternatives.by_measurement(spec, policy, found, hints=hints, floor=floor)
 
 
 def taken(selection: Selection) -> list[tuple[str, int | None]]:

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import cudnngraph as cg
-from cudnngraph.bench.work import flops_of
 from cudnngraph.models import dynamo
 from cudnngraph.ops import aten
+from cudnngraph.ops.work import flops_of
 from tests import architectures, numerics
 
 Tensor = torch.Tensor

@@ -19,11 +19,11 @@ import torch
 
 from ..models.fused import fuse
 from ..ops.base import QUANTIZED
+from ..ops.work import bytes_of, flops_of
 from ..policy import Policy, Tune
 from . import breadth, cases, host, models, quantized
 from .cases import Case
 from .measure import Call, Contest, Task, captured
-from .work import bytes_of, flops_of
 
 
 @dataclass(frozen=True)

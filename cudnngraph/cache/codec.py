@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,18 +19,22 @@ from plans_cache.record import FAMILY, Candidate, PlanRecord, StepRecord
 
 from ..backend.env import EnvKey
 from ..backend.plan import Choice, Plan, Verified
+from ..device.rules import Stage, Values, known
 from ..ir.key import Key, encode
 from ..ir.spec import GraphSpec, Node, print_spec
 from ..ops.table import is_default
 from ..partition.analysis import CutGraph, compute_nodes
 from ..partition.cuts import subgraph_of
 from ..policy import Policy
+from ..rewrite.annotate import INSTEAD, marked, marks
 from ..rewrite.channels_last import channels_last, with_dense_images
+from ..rewrite.passes import legalize
 from ..select.decision import Decision, Selection, StepPlan
 from . import near
 
 CHANNELS_LAST = "channels_last"  # of a record: its steps are those of the graph channels last
 DENSE = "dense_regions"  # of a record: the nodes of each region that makes its images dense
+IMPORTED = "imported"  # of a record: the thresholds by which to import its graph's model
 FRONTEND = "frontend"  # of a record's versions: the frontend that made it
 VERIFIED = "verified"  # of a step in a record: by what, and how far its results were off
 
@@ -94,8 +98,15 @@ def _step(step: StepPlan) -> StepRecord:
         workspace_bytes=step.workspace_bytes,
         time_us=step.time_us,
         candidates=tuple(map(_candidate, step.decisions)),
-        extra={} if step.verified is None else {VERIFIED: verified_body(step.verified)},
+        extra={
+            **({} if step.verified is None else {VERIFIED: verified_body(step.verified)}),
+            **_instead(marks(spec)),
+        },
     )
+
+
+def _instead(values: Values) -> dict[str, Any]:
+    return {INSTEAD: dict(values)} if values else {}
 
 
 def to_record(
@@ -129,9 +140,49 @@ def _family(key: Key, env: EnvKey, policy: Policy) -> dict[str, Any]:
 
 def _variant(selection: Selection) -> dict[str, Any]:
     """Return what else a record says of the graph that its steps were cut from."""
+    found = _instead(selection.instead)
+    if selection.imported is not None:
+        found |= imported_body(selection.imported)
     if selection.channels_last:
-        return {CHANNELS_LAST: True}
-    return {DENSE: [list(names) for names in selection.dense]} if selection.dense else {}
+        found[CHANNELS_LAST] = True
+    elif selection.dense:
+        found[DENSE] = [list(names) for names in selection.dense]
+    return found
+
+
+def legal_of(record: PlanRecord, spec: GraphSpec, policy: Policy) -> GraphSpec:
+    """The legal form of the declared graph that a record's steps were cut from.
+
+    Raises :class:`StaleRecord` for a record that names thresholds which no search tries.
+    """
+    return legalize(spec, policy, instead_of(record))
+
+
+def instead_of(record: PlanRecord) -> Values:
+    """The thresholds that the rewrites followed in place of the GPU's. Raises
+    :class:`StaleRecord`."""
+    return _values(record.extra, "graph")
+
+
+def imported_body(values: Values) -> dict[str, Any]:
+    """What a record says of how to import its graph's model."""
+    return {IMPORTED: dict(values)}
+
+
+def imported_of(record: PlanRecord) -> Values | None:
+    """The thresholds that the import of a record's model is to follow; None if it does not say.
+
+    Raises :class:`StaleRecord`.
+    """
+    found = record.extra.get(IMPORTED)
+    return None if found is None else _values({INSTEAD: found}, "import")
+
+
+def _values(extra: Mapping[str, Any], *stages: Stage) -> Values:
+    try:
+        return known(extra.get(INSTEAD, {}), stages)
+    except ValueError as error:
+        raise StaleRecord(f"of the record: {error}") from None
 
 
 def steps_of(record: PlanRecord, spec: GraphSpec, *, resized: bool = False) -> tuple[StepPlan, ...]:
@@ -201,7 +252,7 @@ def _part(
     said = (*step.inputs, *step.outputs)
     if tuple(name for name, _ in said) != names or not (resized or types == said):
         raise StaleRecord(f"step {number} has other tensors than in the record")
-    return part
+    return marked(part, _values(step.extra, "cudnn", "torch"))
 
 
 def is_channels_last(record: PlanRecord) -> bool:

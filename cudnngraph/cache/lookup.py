@@ -28,6 +28,7 @@ from ..backend import env
 from ..backend.candidates import UNCHECKED, why_rejected
 from ..backend.env import EnvKey
 from ..backend.plan import KERNEL, Choice, Plan, Verified
+from ..device.rules import Values
 from ..errors import NotSupported, PlanNotCached, UnkeyableError
 from ..executor.plans import load, replay
 from ..ir.key import Key, graph_key, nearest, step_digest
@@ -42,7 +43,11 @@ from .codec import (
     StaleRecord,
     dense_regions,
     env_components,
+    imported_body,
+    imported_of,
+    instead_of,
     is_channels_last,
+    legal_of,
     pack,
     steps_of,
     summary,
@@ -152,15 +157,12 @@ def _lost(directory: Path) -> frozenset[str]:
 
 def selection_for(
     spec: GraphSpec,
-    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
     build: Callable[[Hints], Selection],
 ) -> tuple[Selection, str]:
     """The selection for a canonical graph, and the tier that served it.
-
-    ``legal`` is the graph legalized: its steps are cut from that.
 
     Where ``torch.distributed`` runs, one rank looks it up or builds it, and the others take its
     record. Raises :class:`PlanNotCached` where nothing serves and ``policy.tune`` is "cached"; what
@@ -170,7 +172,7 @@ def selection_for(
     id = entry_id(key.digest, digest(env_components(environment)))
 
     def here() -> tuple[Selection, str, PlanRecord]:
-        return _look_up(id, spec, legal, policy, key, device_index, build)
+        return _look_up(id, spec, policy, key, device_index, build)
 
     def first() -> tuple[tuple[Selection, str], bytes]:
         selection, tier, record = here()
@@ -180,7 +182,7 @@ def selection_for(
         record = from_json(text)
         if record.id != id:
             raise RecordError(f"the record of the rank that chose is {record.id[:16]}'s")
-        return _restore(record, None, "another rank", legal, policy, device_index)[:2]
+        return _restore(record, None, "another rank", spec, policy, device_index)[:2]
 
     if distributed.is_distributed():
         try:
@@ -213,7 +215,6 @@ def _gate_of(device_index: int) -> Path | None:
 def _look_up(
     id: str,
     spec: GraphSpec,
-    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
@@ -230,7 +231,7 @@ def _look_up(
         reason = "without kernels: what is kept was chosen where none could be generated"
     elif isinstance(found, Hit):
         try:
-            selection, tier, checked = _restore(*_parts(found), legal, policy, device_index)
+            selection, tier, checked = _restore(*_parts(found), spec, policy, device_index)
             kept = found.record
             if checked:
                 kept = to_record(spec, key, environment, policy, selection)
@@ -266,7 +267,7 @@ def _look_up(
     def make() -> tuple[Selection, PlanRecord]:
         start = time.perf_counter()
         try:
-            selection = _begun_near(spec, legal, policy, key, device_index, build)
+            selection = _begun_near(spec, policy, key, device_index, build)
         except Exception as error:
             failures.append(error)
             raise
@@ -281,7 +282,7 @@ def _look_up(
     try:
         hit = plans.get_or_build(id, record, accepts=accepts)
         if not made:  # another thread or process built it meanwhile
-            return (*_restore(*_parts(hit), legal, policy, device_index)[:2], hit.record)
+            return (*_restore(*_parts(hit), spec, policy, device_index)[:2], hit.record)
     except StaleRecord as stale:
         _log.info("%s was made by another and is stale: %s", id[:16], stale)
         plans.put(*record())
@@ -298,7 +299,6 @@ def _look_up(
 
 def _begun_near(
     spec: GraphSpec,
-    legal: GraphSpec,
     policy: Policy,
     key: Key,
     device_index: int,
@@ -311,6 +311,7 @@ def _begun_near(
     hints: dict[str, dict[Choice, str]] = {}
     for entry in near.near(store(), key.components, environment, leave_out=own):
         try:
+            legal = legal_of(entry.record, spec, policy)
             steps = _fitting(steps_of(entry.record, legal, resized=True), policy, device_index)
             if policy.tune != "autotune":
                 return _taken(entry, steps, policy, device_index)
@@ -358,9 +359,30 @@ def _taken(
         subject = "torch" if step.choice is None else str(step.choice)
         taken = Decision(subject, True, f"taken from {entry}", step.choice, need)
         made.append(replace(step, workspace_bytes=need, decisions=(taken,)))
+    return _selection(entry.record, made, plans)
+
+
+def _selection(
+    record: PlanRecord, steps: Sequence[StepPlan], plans: Sequence[Plan | None]
+) -> Selection:
+    """Steps and their plans as a choice for the form of the graph that a record has."""
     return Selection(
-        tuple(made), tuple(plans), is_channels_last(entry.record), dense_regions(entry.record)
+        tuple(steps),
+        tuple(plans),
+        is_channels_last(record),
+        dense_regions(record),
+        instead_of(record),
+        imported_of(record),
     )
+
+
+def note_import(key: Key, device_index: int, values: Values) -> None:
+    """Have the record of a graph say which thresholds the import of its model is to follow."""
+    plans = store()
+    found = plans.get(entry_id(key.digest, digest(env_components(env.env_key(device_index)))))
+    if isinstance(found, Hit):
+        extra = {**found.record.extra, **imported_body(values)}
+        plans.put(replace(found.record, extra=extra), found.blob)
 
 
 def _strictly(policy: Policy) -> Verify | None:
@@ -400,7 +422,7 @@ def _restore(
     record: PlanRecord,
     blob: bytes | None,
     tier: str,
-    legal: GraphSpec,
+    spec: GraphSpec,
     policy: Policy,
     device_index: int,
 ) -> tuple[Selection, str, bool]:
@@ -409,7 +431,8 @@ def _restore(
     Raises :class:`StaleRecord` when it cannot be had from it.
     """
     start = time.perf_counter()
-    steps, checked = _verified(steps_of(record, legal), policy, device_index)
+    steps = steps_of(record, legal_of(record, spec, policy))
+    steps, checked = _verified(steps, policy, device_index)
     try:
         parts = None if blob is None else unpack(blob, len(steps))
     except ValueError as error:
@@ -420,8 +443,7 @@ def _restore(
     word = "cache_hit" if tier == "memory" else "persistent_cache_hit"
     detail = " and ".join(sorted(how)) or "torch"
     _log.info("%s %s (%s, %s)", word, record.id[:16], tier, detail)
-    selection = Selection(steps, tuple(plans), is_channels_last(record), dense_regions(record))
-    return selection, f"{tier}, {detail}", checked
+    return _selection(record, steps, plans), f"{tier}, {detail}", checked
 
 
 def _plans(

@@ -15,12 +15,14 @@ from typing import Any
 
 from plans_cache import Candidate, PlanRecord, StepRecord
 
+from ..cache.codec import IMPORTED
 from ..device import files
 from ..errors import NotSupported
 from ..explain import draw
 from ..explain.text import age_text, bytes_text, clean, ops_of, plan_text, time_text
 from ..kernels import patterns
 from ..kernels.source import own_part
+from ..rewrite.annotate import INSTEAD
 from . import records
 from .records import COLUMNS, FIELDS, CacheError, Stored, UsageError, parse_filter
 from .table import plain_table, print_table
@@ -153,6 +155,9 @@ def _print_full(entry: Stored, as_json: bool) -> None:
         age += f", used {age_text(stored.unused_s)} ago"
     print(f"{stored.tier}, {age}, {bytes_text(stored.record_bytes)}{blob}")
     print(f"workspace {bytes_text(record.workspace_bytes)}, time {time_text(record.time_us)}")
+    for name, what in ((INSTEAD, "rewritten"), (IMPORTED, "its model imported")):
+        if record.extra.get(name):
+            print(clean(f"{what} by what was measured: {json.dumps(record.extra[name])}"))
     print()
     print("\n".join(clean(line) for line in record.graph.split("\n")))
     sources = _sources(record)

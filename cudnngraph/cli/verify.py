@@ -20,7 +20,14 @@ from plans_cache import PlanRecord, PlanStore
 from .. import settings
 from ..backend import env
 from ..backend.plan import Choice, Verified
-from ..cache.codec import VERIFIED, StaleRecord, env_components, steps_of, verified_body
+from ..cache.codec import (
+    VERIFIED,
+    StaleRecord,
+    env_components,
+    legal_of,
+    steps_of,
+    verified_body,
+)
 from ..cache.lookup import Rejected
 from ..errors import CudnnGraphError
 from ..explain.text import clean
@@ -29,7 +36,6 @@ from ..ir.key import graph_key, step_digest
 from ..ir.spec import GraphSpec, Node, TensorSpec
 from ..ops.table import OPS
 from ..policy import SEARCH_FIELDS, Policy
-from ..rewrite.passes import legalize
 from ..select import guard
 from ..select.decision import StepPlan
 from .records import DTYPES, Stored, parsed, tensor
@@ -71,7 +77,7 @@ def check_stored(store: PlanStore, entry: Stored) -> tuple[Verdict, Verdict]:
 def check_graph(record: PlanRecord) -> tuple[Verdict, tuple[StepPlan, ...]]:
     """Whether the key's components are a graph of that key which the steps make up."""
     try:
-        spec = legalize(graph_of(record), policy_of(record))
+        spec = legal_of(record, graph_of(record), policy_of(record))
         return OK, steps_of(record, spec)
     except StaleRecord as error:
         return Verdict("failed", f"stale: {error}"), ()

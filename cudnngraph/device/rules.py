@@ -2,17 +2,19 @@
 
 ``rules()`` returns those of the GPU that is planned for. A GPU without measurements of its own gets
 those of the H200. Each field says its unit, what it decides, and the results page of its numbers.
-Fields with an ``alternative`` stand for a choice that a search could measure instead.
+Fields with an ``alternative`` stand for a choice that could be measured instead. Those with a
+``stage`` are measured: ``tune="autotune"`` tries each of the ``others`` where the stage asks
+(:mod:`~cudnngraph.rewrite.alternatives`), and cuts of a graph in both ways.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,14 +22,25 @@ MEASURED_ON = {90: "NVIDIA H200, cuDNN 9.19"}
 DEFAULT_CAPABILITY = 90
 SM_COUNT = 132  # of an H200, for plans that are made without a GPU
 BY_HAND = ""  # in place of a page: measured by hand; no page has the numbers
+#: Who asks a threshold whose alternative a search measures: the import of a model, the rewrites of
+#: a graph, its cuts, the lowering of a step for cuDNN, or a step of torch's. "" for none.
+Stage = Literal["import", "graph", "cut", "cudnn", "torch", ""]
+NO, ANY = 0, 1 << 62  # values of a threshold that no size, and that every size, is under
 
 
 def _measured(
-    value: Any, unit: str, decides: str, *, page: str = BY_HAND, alternative: str = ""
+    value: Any,
+    unit: str,
+    decides: str,
+    *,
+    page: str = BY_HAND,
+    alternative: str = "",
+    stage: Stage = "",
+    others: tuple[Any, ...] = (),
 ) -> Any:
-    """A field with where it comes from."""
+    """A field with where it comes from, and the ``others`` that a search tries for it."""
     told = {"unit": unit, "decides": decides, "page": page, "alternative": alternative}
-    return field(default=value, metadata=told)
+    return field(default=value, metadata={**told, "stage": stage, "others": others})
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,8 @@ class DeviceRules:
         "how many rows short sequences, joined into one, may have together",
         page="h200-models.md",
         alternative="short sequences apart",
+        stage="import",
+        others=(NO,),
     )
     attention_blocks_per_sm: int = _measured(
         2,
@@ -58,6 +73,8 @@ class DeviceRules:
         "multiplications of a product",
         "how large products of one tensor may be that become one (an estimate)",
         alternative="each product by itself",
+        stage="import",
+        others=(NO, ANY),
     )
     sibling_max_weight_bytes: int = _measured(
         8 << 20,
@@ -71,6 +88,8 @@ class DeviceRules:
         "from where on a mask with odd rows is copied to aligned ones",
         page="h200-masks.md",
         alternative="the mask as it is",
+        stage="graph",
+        others=(NO, ANY),
     )
     packed_by_flash: bool = _measured(
         True,
@@ -78,6 +97,8 @@ class DeviceRules:
         "whether packed attention without finite padding is torch's flash attention",
         page="h200-packed.md",
         alternative="the engines of cuDNN that keep NaN in its sequence",
+        stage="graph",
+        others=(False, True),
     )
     group_norm_min_elements_channels_last: int = _measured(
         1 << 19,
@@ -85,6 +106,8 @@ class DeviceRules:
         "from where on a group norm of channels-last images is a scale and a shift",
         page="h200-residual.md",
         alternative="torch's group norm",
+        stage="import",
+        others=(NO, ANY),
     )
     group_norm_min_elements_contiguous: int = _measured(
         1 << 22,
@@ -92,6 +115,8 @@ class DeviceRules:
         "from where on a group norm of contiguous images is a scale and a shift",
         page="h200-residual.md",
         alternative="torch's group norm",
+        stage="import",
+        others=(NO, ANY),
     )
     average_by_convolution: tuple[tuple[int, ...], ...] = _measured(
         ((3, 3),),
@@ -99,6 +124,8 @@ class DeviceRules:
         "which average pools of 16-bit images run as depthwise convolutions",
         page="h200-rows.md",
         alternative="torch's pooling",
+        stage="import",
+        others=((),),
     )
     pads_three_channels: bool = _measured(
         True,
@@ -106,6 +133,8 @@ class DeviceRules:
         "whether 16-bit images of three channels get a fourth, all zero",
         page="h200-models.md",
         alternative="three channels",
+        stage="import",
+        others=(False, True),
     )
     patches_as_channels: bool = _measured(
         True,
@@ -113,6 +142,8 @@ class DeviceRules:
         "whether convolutions of windows side by side read a window's columns as channels",
         page="h200-models.md",
         alternative="the convolution as it is",
+        stage="import",
+        others=(False, True),
     )
     grouped_as_dense_max_channels: int = _measured(
         512,
@@ -121,12 +152,15 @@ class DeviceRules:
         "has no engine for groups of that width; 0 for none",
         page="h200-grouped.md",
         alternative="the groups as they are",
+        stage="import",
+        others=(0,),
     )
     scalar_ops_apart: int = _measured(
         3,
         "pointwise ops on scalars and vectors",
         "from how many on they are a plan of their own",
         alternative="one plan",
+        stage="cut",
     )
     scalar_elements_apart: int = _measured(
         1 << 25,
@@ -134,6 +168,7 @@ class DeviceRules:
         "from where on ops on scalars and vectors are a plan of their own "
         "(AdamW as one plan: as fast at 2^24 elements, 3.8 times slower at 2^26)",
         alternative="one plan",
+        stage="cut",
     )
     epilogue_behind_depthwise: bool = _measured(
         False,
@@ -141,6 +176,7 @@ class DeviceRules:
         "whether pointwise ops join the plan of a depthwise convolution",
         page="h200-selection.md",
         alternative="one plan",
+        stage="cut",
     )
     epilogue_behind_overlapping_transpose: bool = _measured(
         False,
@@ -148,6 +184,7 @@ class DeviceRules:
         "whether pointwise ops join a strided transposed convolution whose taps overlap",
         page="h200-selection.md",
         alternative="one plan",
+        stage="cut",
     )
     rms_norm_by_matmul_max_row: int = _measured(
         128,
@@ -162,6 +199,8 @@ class DeviceRules:
         "the longest row whose sum of squares a matmul computes faster than cuDNN's norm",
         page="h200-rows.md",
         alternative="cuDNN's norm",
+        stage="cudnn",
+        others=(NO, ANY),
     )
     pointwise_min_row: int = _measured(
         32,
@@ -182,12 +221,16 @@ class DeviceRules:
         "whether gelu behind a 16-bit matmul or convolution is computed by tanh, not erf",
         page="h200-models.md",
         alternative="erf",
+        stage="cudnn",
+        others=(False, True),
     )
     reduction_max_parts: int = _measured(
         64,
         "parts of each channel",
         "into how many short reductions torch's mean and deviation of images are cut",
         alternative="one reduction for each channel",
+        stage="torch",
+        others=(1,),
     )
     reduction_min_rows: int = _measured(
         8,
@@ -206,6 +249,8 @@ class DeviceRules:
         "elements of the result",
         "from where on linear interpolation is two matmuls, which take longer below",
         alternative="torch's interpolation",
+        stage="torch",
+        others=(NO, ANY),
     )
     tile_min_side: int = _measured(
         3,
@@ -336,7 +381,12 @@ class DeviceRules:
 
 TABLE: dict[int, DeviceRules] = {DEFAULT_CAPABILITY: DeviceRules()}
 
+#: Values of thresholds by name, in order.
+Values = tuple[tuple[str, Any], ...]
+
 _planned_for: ContextVar[int | None] = ContextVar("planned_for", default=None)
+_followed: ContextVar[Values] = ContextVar("followed", default=())
+_asked: ContextVar[set[str] | None] = ContextVar("asked", default=None)
 
 
 @contextlib.contextmanager
@@ -365,12 +415,93 @@ def changed(**values: Any) -> Iterator[None]:
         TABLE.update(before)
 
 
+@contextlib.contextmanager
+def following(values: Values) -> Iterator[None]:
+    """Have :func:`rules` return other values for some thresholds, in this thread."""
+    token = _followed.set((*_followed.get(), *values))
+    try:
+        yield
+    finally:
+        _followed.reset(token)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[set[str]]:
+    """Collect the names of the thresholds that are asked for meanwhile, in this thread."""
+    asked: set[str] = set()
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+class _Noting:
+    """Thresholds that note what is asked of them."""
+
+    def __init__(self, found: DeviceRules, asked: set[str]) -> None:
+        self._found, self._asked = found, asked
+
+    def __getattr__(self, name: str) -> Any:
+        self._asked.add(name)
+        return getattr(self._found, name)
+
+
 def rules() -> DeviceRules:
     """The thresholds of the GPU that is planned for: a described one, else the current device."""
+    asked = _asked.get()
+    return _now() if asked is None else cast(DeviceRules, _Noting(_now(), asked))
+
+
+def _now() -> DeviceRules:
     capability = _planned_for.get()
     if capability is None:
         capability = _current_capability()
-    return TABLE.get(capability, TABLE[DEFAULT_CAPABILITY])
+    found, values = TABLE.get(capability, TABLE[DEFAULT_CAPABILITY]), _followed.get()
+    return _with(found, values) if values else found
+
+
+@lru_cache
+def _with(found: DeviceRules, values: Values) -> DeviceRules:
+    return replace(found, **dict(values))
+
+
+def others(stage: Stage) -> Iterator[tuple[str, Any]]:
+    """The thresholds that a stage asks for, each with the values that it has not now."""
+    now = _now()
+    for each in fields(DeviceRules):
+        if each.metadata["stage"] == stage:
+            for value in each.metadata["others"]:
+                if value != getattr(now, each.name):
+                    yield each.name, value
+
+
+def told(values: Values) -> str:
+    """Values in place of the rules', for people."""
+    by_name = {each.name: each.metadata for each in fields(DeviceRules)}
+    return ", ".join(
+        f"{name}={_short(value)} ({by_name[name]['decides']})" for name, value in values
+    )
+
+
+def _short(value: Any) -> str:
+    return "any" if value == ANY else str(value)
+
+
+def known(data: Any, stages: tuple[Stage, ...]) -> Values:
+    """Values as stored data names them; ValueError if a search of these stages tries no such."""
+    if not isinstance(data, Mapping):
+        raise ValueError("no thresholds by name")
+    tried = {each.name: each.metadata for each in fields(DeviceRules)}
+    found: list[tuple[str, Any]] = []
+    for name, value in data.items():
+        if name not in tried or tried[name]["stage"] not in stages:
+            raise ValueError(f"no threshold '{name}' is measured there")
+        plain = tuple(value) if isinstance(value, list) else value
+        if not any(type(plain) is type(each) and plain == each for each in tried[name]["others"]):
+            raise ValueError(f"{name}={value!r:.40} is no value that is measured")
+        found.append((name, plain))
+    return tuple(found)
 
 
 def has_clusters() -> bool:

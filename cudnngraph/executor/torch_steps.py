@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from ..backend import legacy_pooling
 from ..device import tf32
 from ..device.allocation import outside_graph_pool
-from ..device.rules import DeviceRules, rules
+from ..device.rules import DeviceRules, following, rules
 from ..ir.spec import ALIGNMENT_BYTES, GraphSpec, Node, view_strides
 from ..ops import aten
 from ..ops import pooling as resample
 from ..ops.attention.packed import ragged_into
 from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
-from ..rewrite.annotate import BOUNDED
+from ..rewrite.annotate import BOUNDED, marks
 from ..rewrite.packed import prefers_flash
 from . import reference
 from .copies import concatenated, copied, form_of, roll_shifts, rolled
@@ -172,9 +172,9 @@ def prepare(
     spec: GraphSpec, *, allow_tf32: bool, device: torch.device
 ) -> Callable[[Tensors, Tensors], None]:
     """Return a function that runs ``spec`` from inputs into outputs, on the current stream."""
-    run = _single(spec, device) or (
-        lambda inputs, outputs: reference.run_into(spec, inputs, outputs)
-    )
+    with following(marks(spec)):
+        run = _single(spec, device)
+    run = run or (lambda inputs, outputs: reference.run_into(spec, inputs, outputs))
     tensors = spec.tensors.values()
     if any(OPS[node.op].has("multiplies") for node in spec.nodes) and any(
         tensor.dtype == torch.float32 for tensor in tensors

@@ -20,7 +20,7 @@ import torch
 from ..errors import UnkeyableError
 from ..policy import SEARCH_FIELDS, Policy
 from . import versions
-from .spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec
+from .spec import ALIGNMENT_BYTES, GraphSpec, TensorSpec, once
 
 
 def encode(value: Any) -> Any:
@@ -116,6 +116,10 @@ def graph_key(
 
 def step_digest(spec: GraphSpec) -> str:
     """The same for two steps, of one policy, that are equal but for names."""
+    return once(spec, "step digest", _step_digest, spec)
+
+
+def _step_digest(spec: GraphSpec) -> str:
     try:
         return graph_key(spec, Policy(allow_tf32=False)).digest
     except UnkeyableError:  # the -inf of a converted mask: nothing is like it

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from ..arguments import unreadable
 from ..errors import BindError, CannotImport, PolicyError
 from ..policy import Policy
-from ..runtime.compile import compile, generates
+from ..runtime.compile import generates
+from .alternatives import Copied, compiled
 from .aten_ops import CONVOLUTIONS
 from .bound import Bound, cut_to
 from .calls import CONSTANTS, Call, Pattern, called_by_leaves, mapped
@@ -130,24 +131,34 @@ def make(model: nn.Module, call: Call, inputs: frozenset[int], options: Options)
     last = options.channels_last
     if last is None:
         last = _has_images(exported)
-    imported = convert(
-        exported.module,
-        exported.constants,
-        exported.placeholders,
-        name=name,
-        channels_last=last,
-        on_gpu=device.type == "cuda",
-        kernels=generates(options.policy),
-        folds=options.folds,
-    )
-    _check_results(name, imported, leaves, inputs)
-    executable = None
-    if imported.spec is not None:
-        executable = compile(imported.spec, device, policy=options.policy)
+
+    def imported_anew() -> Imported:
+        found = convert(
+            Copied(exported.module),
+            exported.constants,
+            exported.placeholders,
+            name=name,
+            channels_last=last,
+            on_gpu=device.type == "cuda",
+            kernels=generates(options.policy),
+            folds=options.folds,
+        )
+        _check_results(name, found, leaves, inputs)
+        return found
+
+    imported, executable, instead = compiled(imported_anew, device, policy=options.policy)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bound = Bound(imported, executable, device, capture=options.capture)
     captured = bound.graph is not None
-    report = Report.of(name, imported, executable, device, channels_last=last, captured=captured)
+    report = Report.of(
+        name,
+        imported,
+        executable,
+        device,
+        channels_last=last,
+        captured=captured,
+        instead=instead,
+    )
     return Form(bound, report, out_spec, call.pattern, dict(call.numbers), inputs)
 
 

@@ -16,6 +16,7 @@ import torch
 from ..backend.env import EnvKey
 from ..cache.codec import to_record
 from ..device import files
+from ..device.rules import Values, told
 from ..errors import PolicyError
 from ..explain.draw import svg
 from ..runtime.executable import Executable
@@ -35,6 +36,8 @@ class Report:
     weights. ``opaque`` are ops that stay torch's own, by (name, line of the model). ``errors``
     holds, where results were checked, the relative error to float64 of each, and the model's own.
     ``refused`` says why a whole graph of torch.compile is left to torch, and is "" of all others.
+    ``instead`` are the values that the import followed, as measured, in place of the GPU's
+    thresholds.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Report:
     errors: tuple[tuple[float, float | None], ...] = ()
     executable: Executable | None = None
     refused: str = ""
+    instead: Values = ()
 
     @classmethod
     def of(
@@ -60,6 +64,7 @@ class Report:
         *,
         channels_last: bool,
         captured: bool = False,
+        instead: Values = (),
     ) -> Report:
         """The report of what was imported and compiled."""
         return cls(
@@ -73,6 +78,7 @@ class Report:
             tuple((each.overload, each.line) for each in imported.opaque),
             0 if executable is None else executable.workspace_bytes,
             executable=executable,
+            instead=instead,
         )
 
     @property
@@ -123,6 +129,8 @@ class Report:
         layout = "channels_last" if self.channels_last else "as given"
         head = f"{self._head()}, images {layout}, {self.folded} batch norms folded"
         lines = [head, f"plans from: {self.tier}, workspace {self.workspace_bytes} bytes"]
+        if self.instead:
+            lines.insert(1, f"imported by what was measured: {told(self.instead)}")
         if self.captured:
             lines[-1] += ", in a CUDA graph"
         for number, (error, own) in enumerate(self.errors):

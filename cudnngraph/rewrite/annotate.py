@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..device.rules import Values
 from ..ir.spec import (
     GraphSpec,
     Node,
@@ -12,8 +13,9 @@ from ..ops.table import OPS
 from ..partition.analysis import CutGraph
 
 #: Attributes that only the steps' own graphs have. Of max pools: that they read no -inf. Of
-#: gradients of attention: to be the same bits in every run.
-BOUNDED, REPEATABLE = "bounded", "repeatable"
+#: gradients of attention: to be the same bits in every run. Of any op: the thresholds that whoever
+#: runs the step follows, in this process or another, in place of those of the GPU.
+BOUNDED, REPEATABLE, INSTEAD = "bounded", "repeatable", "instead"
 
 
 def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
@@ -37,3 +39,21 @@ def annotate(spec: GraphSpec, deterministic: bool) -> GraphSpec:
 
     nodes = tuple(map(mark, spec.nodes))
     return spec if nodes == spec.nodes else replace(spec, nodes=nodes)
+
+
+def marked(spec: GraphSpec, values: Values) -> GraphSpec:
+    """A step whose nodes say which values whoever runs it follows."""
+    if not values:
+        return spec
+    attribute = (INSTEAD, values)
+    nodes = tuple(
+        node if node.op == "constant" else replace(node, attrs=(attribute, *node.attrs))
+        for node in spec.nodes
+    )
+    return replace(spec, nodes=nodes)
+
+
+def marks(spec: GraphSpec) -> Values:
+    """The values that the nodes of a step are marked with."""
+    found: Values = next((dict(node.attrs).get(INSTEAD, ()) for node in reversed(spec.nodes)), ())
+    return found

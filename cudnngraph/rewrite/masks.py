@@ -71,7 +71,6 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
     cuDNN takes up to twice as long for it. If each image and head has values of its own, the copy
     would take as long as it saves. :attr:`DeviceRules.mask_copy_min_scores` says when it pays.
     """
-    fewest = rules().mask_copy_min_scores
     graph, tensors, nodes = CutGraph(spec), dict(spec.tensors), list(spec.nodes)
     copies: dict[str, str] = {}
     for place, node in enumerate(spec.nodes):
@@ -84,7 +83,9 @@ def align_masks(spec: GraphSpec) -> GraphSpec:
             continue
         (batch, heads, rows, _), keys = tensors[str(q)].shape, tensors[str(k)].shape[2]
         scores = batch * heads * rows * keys
-        if not odd_rows(mask.shape, mask.stride) or scores < max(fewest, 4 * mask.numel):
+        if not odd_rows(mask.shape, mask.stride) or scores < 4 * mask.numel:
+            continue
+        if scores < rules().mask_copy_min_scores:
             continue
         if name not in copies:
             copy = copies[name] = f"{node.results[0]}_mask_aligned"

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from ..device.rules import Values, following
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from .annotate import annotate
@@ -25,13 +26,17 @@ from .row_strides import lay_rows
 from .views import alias_views, sink_views
 
 
-def legalize(spec: GraphSpec, policy: Policy) -> GraphSpec:
+def legalize(spec: GraphSpec, policy: Policy, instead: Values = ()) -> GraphSpec:
     """The graph that plans are chosen for and that records name steps of.
 
     It is the graph with its marks, and ready to be cut unless the policy allows one plan alone.
+    ``instead`` has the rewrites follow other thresholds than those of the GPU.
     """
     annotated = annotate(spec, policy.deterministic)
-    return annotated if policy.fallback == "error" else prepared(annotated)
+    if policy.fallback == "error":
+        return annotated
+    with following(instead):
+        return prepared(annotated)
 
 
 def prepared(spec: GraphSpec) -> GraphSpec:

@@ -22,15 +22,16 @@ from ..cache.measured import Measured
 from ..cache.state import STATE
 from ..cache.stats import CacheStats
 from ..device import tf32
-from ..errors import BackendUnavailable, GraphError, PolicyError, Problem
+from ..errors import BackendUnavailable, GraphError, NotSupported, PolicyError, Problem
 from ..ir.canonical import canonical
 from ..ir.key import Key, graph_key
 from ..ir.spec import GraphSpec, once
 from ..ops.table import OPS
 from ..policy import Policy
 from ..rewrite.passes import legalize
-from ..select.autotune import autotune
-from ..select.decision import Hints, Selection
+from ..select import cost
+from ..select.alternatives import by_measurement
+from ..select.decision import Hints, Selection, StepPlan
 from ..select.guard import Builder, GuardedBench, how
 from ..select.heuristic import by_torch, choose, reference_only
 from ..select.kernels import Kernels
@@ -128,19 +129,48 @@ def _chosen(
     """The plans for a canonical graph on a GPU, kept or made, and the tier that served them."""
     index = device.index
     kept = lookup.Rejected(index)
-    legal = legalize(spec, policy)
 
     def build(hints: Hints) -> Selection:
         kernels = Kernels.on(index) if policy.kernels else None
         if policy.tune == "autotune":
-            with progress_bar("tuning", after_s=2.0) as tell:
-                bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
-                remembered = RememberedBench(bench, Measured(policy, index))
-                return autotune(legal, policy, remembered, tell, kernels, hints)
+            return _searched(spec, device, policy, hints)
         first = Builder(policy, index, kept)
+        legal = legalize(spec, policy)
         return choose(legal, policy, first, first.expect, kernels, first.kernels)
 
-    return lookup.selection_for(spec, legal, policy, key, index, build)
+    return lookup.selection_for(spec, policy, key, index, build)
+
+
+def _searched(
+    spec: GraphSpec, device: torch.device, policy: Policy, hints: Hints, *, brief: bool = False
+) -> Selection:
+    """The choice by measurement, which goes on with what is known of the steps."""
+    index, kernels = device.index, None
+    if policy.kernels:
+        kernels = Kernels.on(index)
+    with progress_bar("tuning", after_s=2.0) as tell:
+        kept = lookup.Rejected(index)
+        bench = GuardedBench(policy, device, kept, partial(lookup.gpu_lock, index))
+        remembered = RememberedBench(bench, Measured(policy, index))
+        floor = cost.measured(remembered, spec).floor_us
+        return by_measurement(spec, policy, remembered, tell, kernels, hints, floor, brief=brief)
+
+
+def searched_briefly(
+    spec: GraphSpec, device: torch.device, policy: Policy
+) -> tuple[StepPlan, ...] | None:
+    """The steps that a short search of a graph takes, with their times; None without any.
+
+    Only what it measures is kept. ``policy`` must be resolved.
+    """
+    spec = canonical(spec)
+    with torch.cuda.device(device):
+        if by_torch(spec) is not None:
+            return None
+        try:
+            return _searched(spec, device, policy, {}, brief=True).steps
+        except NotSupported:
+            return None
 
 
 def default_device() -> torch.device:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch.autograd import forward_ad
 
+from ..cache import lookup
 from ..device.allocation import strided_copy
+from ..device.rules import Values
 from ..errors import BindError, Problem
 from ..ir.canonical import canonical_tensor_names
 from ..ir.key import Key
@@ -477,3 +479,14 @@ def _decided(decisions: Sequence[Decision]) -> Iterator[str]:
         yield f"{mark}: {decision.subject}:{took} {decision.reason}"
     for reason, count in alone.items():
         yield f"{count} more plans {reason}"
+
+
+def import_of(executable: Executable[Any]) -> Values | None:
+    """The thresholds that the import of a graph's model is to follow; None if nobody measured."""
+    return executable._program.imported
+
+
+def note_import(executable: Executable[Any], values: Values) -> None:
+    """Keep which thresholds the import of a graph's model is to follow."""
+    lookup.note_import(executable.key, executable.device.index, values)
+    executable._program.imported = values

@@ -53,6 +53,7 @@ class Program:
         self.spec = spec
         self.device = device
         self.steps = selection.steps
+        self.imported = selection.imported
         self.uses_cudnn = any(step.choice is not None for step in self.steps)
         self._allow_tf32 = bool(policy.allow_tf32)
         self._threads = threading.local()

@@ -17,6 +17,7 @@ from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.channels_last import channels_last
 from .bench import Bench
+from .cost import Floor, no_floor
 from .decision import Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
@@ -31,15 +32,19 @@ def autotune(
     progress: Progress | None = None,
     kernels: Kernels | None = None,
     hints: Hints | None = None,
+    floor: Floor = no_floor,
+    *,
+    brief: bool = False,
 ) -> Selection:
     """Choose for a legalized graph by measuring. ``progress(done, known)`` is told how many plans
-    were built. ``hints`` are tried before all others.
+    were built. ``hints`` are tried before all others; no step takes less than its ``floor``. A
+    ``brief`` search measures no steps with a large graph around them.
 
     Raises :class:`NotSupported` when cuDNN refuses and ``policy.fallback`` is "error".
     """
     if policy.fallback == "error":
         kernels = None
-    search = Search(policy, bench, kernels, hints=hints)
+    search = Search(policy, bench, kernels, hints=hints, floor=floor)
     graphs = [CutGraph(spec)]
     if policy.fallback == "error":
         roots = [_whole(search, spec)]
@@ -47,7 +52,10 @@ def autotune(
     else:
         borders = regions(graphs[0])
         if borders:
-            return RegionSearch(graphs[0], borders, policy, bench, kernels, hints).tuned(progress)
+            by_region = RegionSearch(
+                graphs[0], borders, policy, bench, kernels, hints, floor, brief=brief
+            )
+            return by_region.tuned(progress)
         other = channels_last(spec)
         if other is not spec:
             graphs.append(CutGraph(other))

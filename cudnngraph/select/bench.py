@@ -37,6 +37,12 @@ class Bench(Protocol):
         """cuDNN's candidates with a ``build``, as those of
         :class:`~cudnngraph.backend.candidates.Proposals`."""
 
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """The proposals of these steps will be asked for soon."""
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """More plans of a step will be asked for: those that can be built elsewhere may be."""
+
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """The generated kernels of steps, or why there is none."""
 
@@ -93,6 +99,12 @@ class GpuBench:
     def proposals(self, spec: GraphSpec) -> Proposals:
         """See :class:`Bench`."""
         return Proposals(spec, self._policy, self._device.index, more=True)
+
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """See :class:`Bench`."""
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """See :class:`Bench`."""
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """See :class:`Bench`."""

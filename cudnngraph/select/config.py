@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 TIE_RATIO = 1.02  # within this factor the smaller workspace wins
+FASTEST_RATE = 1.25  # times the rates that torch reaches: none of a plan is higher
+LEFT_SHARE = 0.01  # of a graph's time: a search ends when no more than this can be gained
+UNCOMPARED_SHARE = 0.005  # of it that close ways which are not measured again may differ by
 MAX_EXPECTED_SPEEDUP = 2.0  # how much faster than its first plan a part's best plan may be
 PATIENCE = 5  # plans in a row that are no gain, after which the rest of a list is left alone
 MIN_GAIN = 0.98
@@ -15,6 +18,7 @@ MEMORY_PLACEMENTS = 4  # in memory, at which short kernels are compared
 SPACER_BYTES = 11 << 20
 IN_CONTEXT_VARIANTS = 3  # plans of a step that are timed with the whole graph around them,
 IN_CONTEXT_RATIO = 1.12  # those within this factor of the one that is fastest alone,
+IN_CONTEXT_AT_ONCE = 6  # of several steps beside those that were taken,
 IN_CONTEXT_SHARE = 0.01  # of a step that takes this share of the graph's time,
 IN_CONTEXT_LARGE_SHARE = 0.1  # (with a plan for this share of it, graphs load the GPU differently)
 IN_CONTEXT_BUDGETS = 4.0  # within this many budgets of an anchor;

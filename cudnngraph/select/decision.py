@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..backend.plan import KERNEL, Choice, Plan, Verified
+from ..device.rules import Values, told
 from ..ir.spec import GraphSpec
 
 
@@ -52,13 +53,17 @@ class Selection:
     ``channels_last`` says that the steps are those of
     :func:`~cudnngraph.rewrite.channels_last.channels_last` of the graph. ``dense`` are the regions,
     by the names of their nodes, whose steps are those of
-    :func:`~cudnngraph.rewrite.channels_last.with_dense_images` of the region.
+    :func:`~cudnngraph.rewrite.channels_last.with_dense_images` of the region. ``instead`` are the
+    thresholds that the rewrites followed in place of the GPU's, and ``imported`` those that the
+    import of the graph's model is to follow; None where that was not measured.
     """
 
     steps: tuple[StepPlan, ...]
     built: tuple[Plan | None, ...]
     channels_last: bool = False
     dense: tuple[tuple[str, ...], ...] = ()
+    instead: Values = ()
+    imported: Values | None = None
 
     @classmethod
     def of(
@@ -74,5 +79,14 @@ Hints = Mapping[str, Mapping[Choice, str]]
 
 #: The subject of a decision that was made where no kernels could be generated.
 NO_KERNELS = "generated kernels"
+
+#: The subject of a decision to follow other thresholds than those of the GPU.
+INSTEAD_OF_RULES = "in place of the GPU's thresholds"
+
+
+def instead_of_rules(values: Values) -> Decision:
+    """The decision to follow other thresholds, which were faster when measured."""
+    return Decision(INSTEAD_OF_RULES, True, f"measured: {told(values)}")
+
 
 ALIAS = Decision("a view", True, "the operand's memory, seen in another way: nothing runs")

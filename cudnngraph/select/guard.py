@@ -31,7 +31,8 @@ from .workers import Answer
 
 _log = logging.getLogger(__name__)
 
-AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them
+AHEAD = PATIENCE + 1  # candidates of a step that are built before the search asks for them,
+FIRST = 2  # and of a step that may have no more asked for
 
 _in_process = ""  # why no worker can be had, once that has turned out
 
@@ -238,24 +239,36 @@ def _checked(
 # -- for the search --------------------------------------------------------------------------------
 
 
+def ranking(spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> Future[Answer]:
+    """cuDNN's ranking for a step, asked for by a worker."""
+    return workers.on(device_index).rank(spec, policy, kept.of(spec, policy))
+
+
 class _Isolated:
     """cuDNN's candidates for a step, each built and checked by a worker, some of them early."""
 
-    def __init__(self, spec: GraphSpec, policy: Policy, device_index: int, kept: Kept) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        policy: Policy,
+        device_index: int,
+        kept: Kept,
+        asked: Future[Answer] | None = None,
+    ) -> None:
         self._spec = spec
         self._policy = policy
         self._index = device_index
         self._kept = kept
         self._rejected = kept.of(spec, policy)
         self._proposals: Proposals | None = None  # of this process, if there are no workers
-        self.candidates = self._ranked()
+        self.candidates = self._ranked(asked or ranking(spec, policy, device_index, kept))
         self._queue = [each.choice for each in self.candidates if self._why_not(each) is None]
         self._ahead: dict[Choice, Future[Answer]] = {}
-        self._submit(urgent=False)
+        self._asked = 0  # plans, by the search
+        self._submit(FIRST, urgent=False)
 
-    def _ranked(self) -> Sequence[Candidate]:
-        """cuDNN's ranking, asked for by a worker. Raises :class:`NotSupported`."""
-        asked = workers.on(self._index).rank(self._spec, self._policy, self._rejected)
+    def _ranked(self, asked: Future[Answer]) -> Sequence[Candidate]:
+        """cuDNN's ranking, as a worker has it. Raises :class:`NotSupported`."""
         answer = _heard(asked)
         if answer is None:
             verification.refuse_ranking(self._spec, self._rejected)
@@ -284,10 +297,14 @@ class _Isolated:
             candidate, self._spec, self._policy, capability, device_index=self._index
         ) or self._rejected.get(candidate.choice)
 
-    def _submit(self, *, urgent: bool) -> None:
+    def _submit(self, count: int, *, urgent: bool) -> None:
         """Have the next few built, all of them by one worker, which knows the graph then."""
-        choices, self._queue = self._queue[:AHEAD], self._queue[AHEAD:]
+        choices, self._queue = self._queue[:count], self._queue[count:]
         self._ask(choices, urgent=urgent)
+
+    def ahead(self) -> None:
+        """Have more of them built."""
+        self._submit(AHEAD, urgent=False)
 
     def _ask(self, choices: Sequence[Choice], *, urgent: bool) -> None:
         if choices:
@@ -316,8 +333,9 @@ class _Isolated:
         if choice not in self._ahead or self._ahead[choice].cancelled():
             self._ask([choice], urgent=True)
         future = self._ahead.pop(choice)
-        if len(self._ahead) <= 1:
-            self._submit(urgent=True)  # the search is at this step
+        self._asked += 1
+        if self._asked > 1 and len(self._ahead) <= 1:
+            self._submit(AHEAD, urgent=True)  # the search is at this step
         answer = _heard(future)
         if answer is None:
             return self._build_here(candidate)
@@ -354,7 +372,8 @@ class GuardedBench(GpuBench):
         super().__init__(policy, device, alone)
         self._kept = kept
         self._passed: dict[tuple[str, Choice], Plan] = {}
-        self._isolated: list[_Isolated] = []
+        self._isolated: dict[str, _Isolated] = {}
+        self._ranked: dict[str, Future[Answer]] = {}
 
     def proposals(self, spec: GraphSpec) -> Any:
         """See :class:`~cudnngraph.select.bench.Bench`."""
@@ -364,8 +383,24 @@ class GuardedBench(GpuBench):
             rejected = self._kept.of(spec, self._policy)
             verification.refuse_ranking(spec, rejected)
             return _Here(super().proposals(spec), rejected)
-        self._isolated.append(_Isolated(spec, self._policy, self._device.index, self._kept))
-        return self._isolated[-1]
+        asked = self._ranked.pop(step_digest(spec), None)
+        found = _Isolated(spec, self._policy, self._device.index, self._kept, asked)
+        self._isolated[step_digest(spec)] = found
+        return found
+
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        for spec in specs if how(self._policy) == "isolated" else ():
+            digest = step_digest(spec)
+            if digest not in self._ranked and digest not in self._isolated:
+                asked = ranking(spec, self._policy, self._device.index, self._kept)
+                self._ranked[digest] = asked
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`."""
+        found = self._isolated.get(step_digest(spec))
+        if found is not None:
+            found.ahead()
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
         """See :class:`~cudnngraph.select.bench.Bench`; each is checked."""
@@ -377,9 +412,12 @@ class GuardedBench(GpuBench):
 
     def close(self) -> None:
         """See :class:`~cudnngraph.select.bench.Bench`."""
-        for each in self._isolated:
+        for each in self._isolated.values():
             each.close()
+        for asked in self._ranked.values():
+            asked.cancel()
         self._isolated.clear()
+        self._ranked.clear()
 
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """See :class:`~cudnngraph.select.bench.Bench`; what a worker has checked is right."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..backend.plan import Plan
@@ -12,16 +13,22 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import subgraph_of
 from ..policy import Policy
+from ..rewrite.annotate import marked, marks
 from ..rewrite.channels_last import with_dense_images
 from .bench import Bench
 from .config import (
+    CLOSE_RATIO,
+    IN_CONTEXT_AT_ONCE,
     IN_CONTEXT_BUDGETS,
     IN_CONTEXT_GAIN,
     IN_CONTEXT_LARGE_SHARE,
     IN_CONTEXT_RATIO,
     IN_CONTEXT_SHARE,
     IN_CONTEXT_VARIANTS,
+    LEFT_SHARE,
+    UNCOMPARED_SHARE,
 )
+from .cost import Floor, no_floor
 from .decision import ALIAS, Decision, Hints, Selection, StepPlan
 from .joining import joined
 from .kernels import Kernels
@@ -55,11 +62,77 @@ class _PlacedStep:
     region: _Region
 
 
+@dataclass
+class _Begun:
+    """A region whose search has begun, and how many regions of the graph are equal to it."""
+
+    spec: GraphSpec
+    search: Search
+    roots: Sequence[Part]
+    anchors: int
+    count: int = 0
+
+    def us(self) -> float:
+        """The time of all these regions, as far as it is known."""
+        found = self.search.us(self.roots)
+        return self.count * found if math.isfinite(found) else 0.0
+
+    def gain_us(self) -> float:
+        """How much faster the graph may be by these regions."""
+        return self.count * self.search.gain_us(self.roots)
+
+
+def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
+    """The regions whose close ways are measured again: all but those of little time together."""
+    listed = sorted(begun, key=_Begun.us)
+    left = UNCOMPARED_SHARE * sum(each.us() for each in listed)
+    found: set[int] = set()
+    for each in listed:
+        left -= each.us() * (1 - 1 / CLOSE_RATIO)
+        if left < 0:
+            found.add(id(each))
+    return found
+
+
+#: Places of equal steps, and other ways to run them that are nearly as fast.
+_Close = tuple[list[_PlacedStep], list[Variant]]
+
+
+def _close_in_place(places: Sequence[_PlacedStep]) -> Iterator[tuple[list[_Close], bool]]:
+    """Yield the steps to compare in their place, as many as are timed side by side, the slowest
+    first; and whether it is one that loads the GPU in its own way."""
+    total = sum(place.way.time_us for place in places)
+    same: dict[int, list[_PlacedStep]] = {}
+    for place in places:
+        same.setdefault(id(place.part.step), []).append(place)
+    group: list[_Close] = []
+    for step in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
+        taken = step[0].way
+        ways = [
+            way
+            for way in sorted(step[0].part.step.ways, key=lambda way: way.time_us)
+            if way is not taken and way.time_us <= IN_CONTEXT_RATIO * taken.time_us
+        ][:IN_CONTEXT_VARIANTS]
+        share = sum(place.way.time_us for place in step) / total if total else 0.0
+        if not ways or share < IN_CONTEXT_SHARE:
+            continue
+        if share >= IN_CONTEXT_LARGE_SHARE:
+            yield [(step, ways)], True
+            continue
+        if sum(len(each) for _, each in group) + len(ways) > IN_CONTEXT_AT_ONCE:
+            yield group, False
+            group = []
+        group.append((step, ways))
+    if group:
+        yield group, False
+
+
 class RegionSearch:
     """A large graph, searched region by region; equal regions are searched once.
 
-    A plan chosen so is fast alone, in a warm cache. So close plans of the slowest steps are timed
-    once more in the end, in their place, with the whole graph around them.
+    The search goes on where the whole graph may gain most, and ends when it may gain little. A plan
+    chosen so is fast alone, in a warm cache. So close plans of the slowest steps are timed once
+    more in the end, in their place, with the whole graph around them.
     """
 
     def __init__(
@@ -70,8 +143,13 @@ class RegionSearch:
         bench: Bench,
         kernels: Kernels | None,
         hints: Hints | None = None,
+        floor: Floor = no_floor,
+        *,
+        brief: bool = False,
     ) -> None:
         self._hints = hints
+        self._floor = floor
+        self._brief = brief
         self._kernels = kernels
         self._graph = graph
         self._borders = borders
@@ -84,22 +162,27 @@ class RegionSearch:
     def tuned(self, progress: Progress | None) -> Selection:
         """The choice. ``progress(done, known)`` is told how many plans were built."""
         regions = [(subgraph_of(self._graph, group), group) for group in self._borders]
-        begun: dict[str, tuple[Search, list[Part]]] = {}
-        for spec, group in regions:  # all of them first: what builds elsewhere has begun then
+        begun: dict[str, _Begun] = {}
+        for spec, group in regions:
             digest = step_digest(spec)
             if digest not in begun:
                 begun[digest] = self._begun(spec, group)
-        for search, _ in begun.values():
-            search.try_kernels(search.order)
+            begun[digest].count += 1
+        for told in self._explored(list(begun.values())):
+            if progress is not None:
+                progress(*told)
         found: dict[str, _Region] = {}
+        compared = _worth_comparing(begun.values())
         places: list[_PlacedStep] = []
-        for spec, group in regions:
+        for spec, _ in regions:
             digest = step_digest(spec)
             if digest not in found:
-                found[digest] = self._searched(spec, group, *begun[digest], progress)
+                each = begun[digest]
+                found[digest] = self._settled(each, compare=id(each) in compared)
             places += self._placed(spec, found[digest])
         self._bench.close()
-        self._compare_in_place(places)
+        if not self._brief:
+            self._compare_in_place(places)
         steps: list[StepPlan] = []
         first_of: dict[int, int] = {}
         for number, place in enumerate(places):
@@ -119,35 +202,62 @@ class RegionSearch:
             steps, built = joined(self._graph, steps, built, self._kernels, self._bench)
         return Selection(tuple(steps), tuple(built), dense=dense)
 
-    def _begun(self, spec: GraphSpec, group: Group) -> tuple[Search, list[Part]]:
-        """The search of a region and its roots, with every part opened."""
-        search = Search(self._policy, self._bench, self._kernels, self._steps, self._hints)
+    def _begun(self, spec: GraphSpec, group: Group) -> _Begun:
+        """The search of a region and its roots, none of them opened yet."""
+        search = Search(
+            self._policy, self._bench, self._kernels, self._steps, self._hints, self._floor
+        )
         roots = [search.part(self._graph, group)]
         dense = with_dense_images(spec)
         if dense is not spec:  # a slice of what is joined: written at once, or copied there
             graph = CutGraph(dense)
             roots.append(search.part(graph, compute_nodes(graph.spec.nodes)))
-        for part in search.order:
-            search.open(part)
-        return search, roots
-
-    def _searched(
-        self,
-        spec: GraphSpec,
-        group: Group,
-        search: Search,
-        roots: Sequence[Part],
-        progress: Progress | None,
-    ) -> _Region:
         anchors = max(1, sum(map(self._graph.is_anchor, group)))
-        deadline = time.perf_counter() + self._policy.budget_s * anchors
-        for done, known in search.explore(roots, deadline):
-            if progress is not None:
-                progress(done, known)
-        winner, rivals = search.settle(roots[0].spec, roots)
+        return _Begun(spec, search, roots, anchors)
+
+    def _explored(self, begun: Sequence[_Begun]) -> Iterator[tuple[int, int]]:
+        """Search all regions, that first in which the graph may gain most, until it may gain
+        little; yields (done, known)."""
+        budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
+        deadline = time.perf_counter() + budget_s
+        known = {id(each): each for each in begun}
+        # What is asked for and built elsewhere is that of all regions at a time.
+        start = begun[0].search.start
+        parts = [root for each in begun for root in each.roots]
+        while parts:
+            yield from start(parts)
+            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
+            parts = [part for part in hopeful if not part.step.started]
+        gains = {id(each): each.gain_us() for each in begun}
+        for each in sorted(begun, key=lambda each: -gains[id(each)]):
+            step = each.search.most_promising(each.roots)
+            if step is not None:
+                self._bench.ahead(step.spec)
+        times = {id(each): each.us() for each in begun}
+        while (late := time.perf_counter() >= deadline) is False:
+            if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
+                # Regions share steps: one may have become faster by the search of another.
+                times = {id(each): each.us() for each in begun}
+                gains = {key: gain and known[key].gain_us() for key, gain in gains.items()}
+                if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
+                    break
+            chosen = known[max(gains, key=lambda key: gains[key])]
+            step = chosen.search.most_promising(chosen.roots)
+            if step is None:  # nothing by itself
+                gains[id(chosen)] = 0.0
+                continue
+            chosen.search.advance(step)
+            gains[id(chosen)], times[id(chosen)] = chosen.gain_us(), chosen.us()
+            yield chosen.search.progress()
+        for each in begun:
+            each.search.stop(each.roots, late=late)
+
+    def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
+        spec = begun.spec
+        winner, rivals = begun.search.settle(begun.roots[0].spec, begun.roots, compare=compare)
         made = {name for part, _ in winner.runs.steps for name in part.spec.tensors}
         dense = None if made <= set(spec.tensors) else with_dense_images(spec)
-        return _Region(spec, dense, search, winner, rivals)
+        return _Region(spec, dense, begun.search, winner, rivals)
 
     def _placed(self, spec: GraphSpec, region: _Region) -> list[_PlacedStep]:
         """The steps of a region that is equal to one that was searched."""
@@ -158,7 +268,12 @@ class RegionSearch:
         like = {a.name: b for a, b in zip(searched.nodes, spec.nodes, strict=True)}
         return [
             _PlacedStep(
-                subgraph_of(graph, [like[node.name] for node in compute_nodes(part.spec.nodes)]),
+                marked(
+                    subgraph_of(
+                        graph, [like[node.name] for node in compute_nodes(part.spec.nodes)]
+                    ),
+                    marks(part.spec),
+                ),
                 part,
                 way,
                 region,
@@ -177,39 +292,30 @@ class RegionSearch:
 
     def _compare_in_place(self, places: Sequence[_PlacedStep]) -> None:
         """Give each step that matters the plan that makes the whole graph fastest."""
-        total = sum(place.way.time_us for place in places)
-        same: dict[int, list[_PlacedStep]] = {}
-        for place in places:
-            same.setdefault(id(place.part.step), []).append(place)
         deadline = time.perf_counter() + IN_CONTEXT_BUDGETS * self._policy.budget_s
-        for alike in sorted(same.values(), key=lambda each: -sum(p.way.time_us for p in each)):
-            taken, step = alike[0].way, alike[0].part.step
-            others = [
-                way
-                for way in sorted(step.ways, key=lambda way: way.time_us)
-                if way is not taken and way.time_us <= IN_CONTEXT_RATIO * taken.time_us
-            ][:IN_CONTEXT_VARIANTS]
-            share = sum(place.way.time_us for place in alike) / total if total else 0.0
-            if not others or share < IN_CONTEXT_SHARE or time.perf_counter() > deadline:
-                continue
-            ways = [taken, *others]
-            chains = [
-                [(p.spec, way.plan if p.part.step is step else p.way.plan) for p in places]
-                for way in ways
-            ]
-            times = self._bench.chain_times_us(
-                self._graph.spec, chains, alike=share < IN_CONTEXT_LARGE_SHARE
-            )
+        for group, alone in _close_in_place(places):
+            if time.perf_counter() > deadline:
+                return
+            tried = [(step, way) for step, ways in group for way in ways]
+            chains = [[(place.spec, place.way.plan) for place in places]]
+            for step, way in tried:
+                mine = id(step[0].part.step)
+                chains.append(
+                    [(p.spec, (way if id(p.part.step) == mine else p.way).plan) for p in places]
+                )
+            times = self._bench.chain_times_us(self._graph.spec, chains, alike=not alone)
             if times is None:
                 return
-            for way, time_us in sorted(
-                zip(ways[1:], times[1:], strict=True), key=lambda pair: pair[1]
-            ):
-                search = alike[0].region.search
-                if time_us < IN_CONTEXT_GAIN * times[0] and search.check(step, way, self._checked):
-                    for place in alike:
+            found = sorted(zip(times[1:], tried, strict=True), key=lambda each: each[0])
+            done: set[int] = set()
+            for time_us, (step, way) in found:
+                searched, search = step[0].part.step, step[0].region.search
+                if id(searched) in done or time_us >= IN_CONTEXT_GAIN * times[0]:
+                    continue
+                if search.check(searched, way, self._checked):
+                    done.add(id(searched))
+                    for place in step:
                         place.way = way
-                    break
 
     def _decisions(self, place: _PlacedStep, first: int, number: int) -> tuple[Decision, ...]:
         if first != number:

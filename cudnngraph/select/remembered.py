@@ -53,7 +53,7 @@ class _Step:
         self.times: dict[tuple[str, frozenset[Choice | None]], dict[Choice | None, float]] = {}
         self.chains: dict[str, list[float]] = {}
         self.real: dict[Choice, Plan | str] = {}
-        self.inner: Any = None  # its candidates as cuDNN has them in this process
+        self.inner: Any = None  # its candidates as cuDNN has them in this process, or its refusal
         for row in rows:
             try:
                 self._take(row)
@@ -128,7 +128,12 @@ class RememberedBench:
 
     def _asked(self, spec: GraphSpec, step: _Step) -> Any:
         if step.inner is None:
-            step.inner = self._bench.proposals(spec)
+            try:
+                step.inner = self._bench.proposals(spec)
+            except NotSupported as refusal:
+                step.inner = refusal
+        if isinstance(step.inner, NotSupported):
+            raise step.inner
         return step.inner
 
     def build(self, spec: GraphSpec, candidate: Candidate) -> tuple[Outcome, Plan | None]:
@@ -181,6 +186,18 @@ class RememberedBench:
                 except NotSupported as refusal:
                     step.real[choice] = refusal.reasons[0]
         return step.real[choice]
+
+    def expect(self, specs: Sequence[GraphSpec]) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing is known of."""
+        steps = [(spec, self._step(spec)) for spec in specs]
+        self._bench.expect(
+            [spec for spec, step in steps if step.candidates is None and step.inner is None]
+        )
+
+    def ahead(self, spec: GraphSpec) -> None:
+        """See :class:`~cudnngraph.select.bench.Bench`; of steps that nothing was known of."""
+        if self._step(spec).inner is not None:
+            self._bench.ahead(spec)
 
     # -- times -------------------------------------------------------------------------------------
 

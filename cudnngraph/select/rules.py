@@ -33,25 +33,17 @@ def why_not_cudnn(spec: GraphSpec) -> str | None:
 def why_split(spec: GraphSpec) -> str | None:
     """Why a graph should not be one plan although cuDNN may take it, or None.
 
-    What was measured to be slow is in :class:`~cudnngraph.device.rules.DeviceRules`.
+    What was measured to be slow is in :class:`~cudnngraph.device.rules.DeviceRules`. A search
+    measures that anew: it asks :func:`why_never_one` alone.
     """
+    never = why_never_one(spec)
+    if never is not None:
+        return never
     measured = rules()
-    nodes = compute_nodes(spec.nodes)
-    anchors = [node for node in nodes if is_anchor(node, spec.tensors)]
-    if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
-        anchors = [node for node in anchors if not _is_total_amax(spec, node)] or anchors
-    if len(anchors) > 1:
-        names = " and ".join(dict.fromkeys(node.op for node in anchors))
-        return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
+    nodes, anchors = compute_nodes(spec.nodes), _anchors(spec)
     if not anchors or len(nodes) == 1:
         return _why_scalars_apart(spec, nodes)
     (anchor,) = anchors
-    if OPS[anchor.op].has("attention"):
-        computed = {name for node in nodes if node is not anchor for name in node.results}
-        if computed & set(anchor.operands):
-            return "attention reads tensors, not results of the same plan"
-        if has_seeded_dropout(spec):
-            return "what attention drops by a seed can be told of its own result alone"
     data = spec.tensors[anchor.operands[0]].dtype
     if any(spec.tensors[name].dtype != data for name in spec.outputs):
         return None  # apart, the anchor would have to hand on float32, which few engines write
@@ -62,6 +54,32 @@ def why_split(spec: GraphSpec) -> str | None:
         if any(r > s > 1 for r, s in zip(kernel, anchor.attr("stride"), strict=True)):
             return "an epilogue slows a strided transposed convolution whose taps overlap"
     return None
+
+
+def why_never_one(spec: GraphSpec) -> str | None:
+    """Why a graph is no plan of cuDNN's whatever its sizes, or None."""
+    nodes, anchors = compute_nodes(spec.nodes), _anchors(spec)
+    if len(anchors) > 1:
+        names = " and ".join(dict.fromkeys(node.op for node in anchors))
+        return f"{len(anchors)} anchors ({names}) in one plan are refused, or slow"
+    if not anchors or len(nodes) == 1:
+        return None
+    (anchor,) = anchors
+    if OPS[anchor.op].has("attention"):
+        computed = {name for node in nodes if node is not anchor for name in node.results}
+        if computed & set(anchor.operands):
+            return "attention reads tensors, not results of the same plan"
+        if has_seeded_dropout(spec):
+            return "what attention drops by a seed can be told of its own result alone"
+    return None
+
+
+def _anchors(spec: GraphSpec) -> list[Node]:
+    """The anchors of a graph, but for a largest |x| that cuDNN takes along."""
+    anchors = [node for node in compute_nodes(spec.nodes) if is_anchor(node, spec.tensors)]
+    if anchors and spec.tensors[anchors[0].operands[0]].dtype in QUANTIZED:
+        anchors = [node for node in anchors if not _is_total_amax(spec, node)] or anchors
+    return anchors
 
 
 def _why_scalars_apart(spec: GraphSpec, nodes: Sequence[Node]) -> str | None:

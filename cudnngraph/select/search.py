@@ -6,8 +6,9 @@ measured one by one; the fastest way to run the graph is the one whose parts tak
 together. The winner's plans are checked against the reference executor; a wrong one is thrown out
 and the choice made again.
 
-Effort goes where it can matter: first every part's first plan, then more plans of a part while
-twice their speed could still win, until the budget is spent.
+Effort goes where it can matter: first the first plan of every part that could win, then more plans
+of a part while twice their speed could still win. It ends when the graph could gain little, or the
+budget is spent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from ..backend.candidates import UNRANKED, Candidate
 from ..backend.plan import KERNEL, Choice, Plan
+from ..device.rules import Stage
 from ..device.timing import HEAVY_US
 from ..errors import NotSupported
 from ..executor.linear import runs_whole
@@ -28,22 +30,26 @@ from ..ir.spec import GraphSpec
 from ..partition.analysis import CutGraph, Group, compute_nodes
 from ..partition.cuts import cuts, subgraph_of
 from ..policy import Policy
+from ..rewrite.alternatives import of_step
+from ..rewrite.annotate import marks
 from .bench import Bench
 from .config import (
     CLOSE_RATIO,
     FINAL_ROUNDS,
     FINAL_VARIANTS,
     FINALIST_RATIO,
+    LEFT_SHARE,
     MAX_EXPECTED_SPEEDUP,
     MIN_GAIN,
     PATIENCE,
     QUICK_ROUNDS,
     TIE_RATIO,
 )
-from .decision import ALIAS, Decision, Hints, StepPlan
+from .cost import Floor, no_floor
+from .decision import ALIAS, Decision, Hints, StepPlan, instead_of_rules
 from .dropout_probe import has_seeded_dropout
 from .kernels import Kernels
-from .rules import why_split
+from .rules import why_never_one
 
 
 @dataclass
@@ -69,6 +75,8 @@ class StepSearch:
     ways: list[Variant] = field(default_factory=list)
     lost: list[Decision] = field(default_factory=list)
     opened: bool = False  # asked for what can run it
+    started: bool = False  # its first plan was tried
+    floor_us: float = 0.0  # no way to run it takes less
     kernels: list[Choice] | None = None  # generated ones left to try, None before they are known
     built: int = 0
     in_vain: int = 0
@@ -93,12 +101,16 @@ class StepSearch:
 
 @dataclass
 class Part:
-    """A group of nodes, the step that it makes up, and its cuts."""
+    """A group of nodes, the step that it makes up, and its cuts.
+
+    A cut into one part is the same step as another threshold has it, which only ``by`` runs.
+    """
 
     spec: GraphSpec
     step: StepSearch
     cuts: tuple[tuple[Part, ...], ...] = ()
     size: int = 1
+    by: Stage = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,9 @@ def step_plan(
     spec: GraphSpec, way: Variant, plan: Plan | None, decisions: tuple[Decision, ...]
 ) -> StepPlan:
     """A step of the choice, by the way that it is to run and that way's plan."""
+    values = marks(spec)
+    if values:
+        decisions = (instead_of_rules(values), *decisions)
     verified = None if plan is None else plan.verified
     time_us = measured(way.time_us)
     return StepPlan(spec, way.choice, way.workspace_bytes, decisions, time_us, verified)
@@ -170,8 +185,10 @@ class Search:
         kernels: Kernels | None = None,
         steps: dict[str, StepSearch] | None = None,
         hints: Hints | None = None,
+        floor: Floor = no_floor,
     ) -> None:
         self._hints = hints or {}
+        self._floor = floor
         self._policy = policy
         self._bench = bench
         self._kernels = kernels
@@ -186,18 +203,35 @@ class Search:
         found = self._parts.get(place)
         if found is None:
             spec = subgraph_of(graph, nodes)
-            digest = step_digest(spec)
-            new = StepSearch(spec, self._hints.get(digest, {}))
-            step = self._steps.setdefault(digest, new)
+            step = self._step(spec)
             found = self._parts[place] = Part(spec, step, size=len(nodes))
             if len(nodes) == 1 and graph.is_free(nodes[0]) and not step.ways:
+                step.floor_us = 0.0
                 step.ways.append(Variant(0, None, None, 0, 0.0))
                 step.lost.append(ALIAS)
             self.order.append(found)
-            found.cuts = tuple(
-                tuple(self.part(graph, group) for group in groups) for groups in cuts(graph, nodes)
+            others = () if ALIAS in step.lost else of_step(spec)
+            found.cuts = (
+                *(
+                    tuple(self.part(graph, group) for group in groups)
+                    for groups in cuts(graph, nodes)
+                ),
+                *((self._other(form, len(nodes), by),) for by, form in others),
             )
         return found
+
+    def _other(self, spec: GraphSpec, size: int, by: Stage) -> Part:
+        """A part as another threshold has it."""
+        made = Part(spec, self._step(spec), size=size, by=by)
+        self.order.append(made)
+        return made
+
+    def _step(self, spec: GraphSpec) -> StepSearch:
+        digest = step_digest(spec)
+        if digest not in self._steps:
+            hints = self._hints.get(digest, {})
+            self._steps[digest] = StepSearch(spec, hints, floor_us=self._floor(spec))
+        return self._steps[digest]
 
     def best(self, part: Part, known: dict[int, Schedule | None]) -> Schedule | None:
         """The fastest way known to run a part."""
@@ -218,6 +252,20 @@ class Search:
 
     # -- trials ------------------------------------------------------------------------------------
 
+    def _why_never(self, part: Part) -> str | None:
+        """Why a part is no plan of cuDNN's; with fallback="error" it is one or nothing."""
+        return None if self._policy.fallback == "error" else why_never_one(part.spec)
+
+    def expect(self, parts: Sequence[Part]) -> None:
+        """Say which parts will be opened, so that cuDNN can be asked for several at a time."""
+        steps = {
+            id(part.step): part.step.spec
+            for part in parts
+            if not (part.step.opened or part.step.ways or part.by == "torch")
+            and self._why_never(part) is None
+        }
+        self._bench.expect(list(steps.values()))
+
     def open(self, part: Part) -> None:
         """Ask cuDNN for the candidates of a part, and time torch where it is a single op."""
         step = part.step
@@ -225,9 +273,10 @@ class Search:
             return
         step.opened = True
         subject = f"'{step.spec.name}' as one plan"
-        # fallback="error" means one plan or none, so a slow one is not split.
-        why = None if self._policy.fallback == "error" else why_split(step.spec)
-        if why is None:
+        why = self._why_never(part)
+        if part.by == "torch":
+            pass
+        elif why is None:
             try:
                 step.proposals = self._bench.proposals(step.spec)
                 step.queue = _hinted_first(step.proposals.candidates, step.hints)
@@ -235,7 +284,7 @@ class Search:
                 step.lost += [Decision(subject, False, reason) for reason in refusal.reasons]
         else:
             step.lost.append(Decision(subject, False, why))
-        if part.size == 1 or runs_whole(step.spec):
+        if part.by != "cudnn" and (part.size == 1 or runs_whole(step.spec)):
             (time_us,) = self._bench.times_us(step.spec, [None], QUICK_ROUNDS)
             time_us = math.inf if isinstance(time_us, str) else time_us
             if step.proposals is not None and has_seeded_dropout(step.spec):
@@ -247,7 +296,7 @@ class Search:
         if self._kernels is None:
             return
         asked: list[tuple[StepSearch, Choice]] = []
-        for step in {id(part.step): part.step for part in parts}.values():
+        for step in {id(part.step): part.step for part in parts if not part.by}.values():
             if step.kernels is None and ALIAS not in step.lost:
                 found = self._kernels.choices(step.spec)
                 first = [choice for choice in step.hints if choice in found] + found[:1]
@@ -309,49 +358,121 @@ class Search:
         step.lost += [Decision(str(choice), False, reason, choice) for choice in left]
         step.queue, step.kernels = [], step.kernels and []
 
-    def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
-        """Try plans until nothing can win any more or the time is up; yields (done, known)."""
-        for part in self.order:  # all of them first: what builds elsewhere has begun then
+    def start(self, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+        """Try the first plan of each part, and its kernel by rule; yields (done, known)."""
+        fresh = [part for part in parts if not part.step.started]
+        self.expect(fresh)
+        for part in fresh:  # all of them first: what builds elsewhere has begun then
             self.open(part)
-        self.try_kernels(self.order)
+        self.try_kernels(fresh)
+        for part in fresh:
+            if not part.step.started:
+                part.step.started = True
+                self.advance(part.step, first=True)
+                yield self.progress()
+
+    def widen(self, roots: Sequence[Part]) -> Iterator[tuple[int, int]]:
+        """Start every part that may be a step of the fastest way, as far as that is known."""
+        while parts := [part for part in self.hopeful(roots) if not part.step.started]:
+            yield from self.start(parts)
+
+    def explore(self, roots: Sequence[Part], deadline: float) -> Iterator[tuple[int, int]]:
+        """Try plans until little can be gained or the time is up; yields (done, known)."""
+        self.expect(self.order)
         for part in self.order:
-            self.advance(part.step, first=True)
-            yield self.progress()
-        while time.perf_counter() < deadline:
-            chosen = self._most_promising(roots)
+            self.open(part)
+        yield from self.start(roots)
+        yield from self.widen(roots)
+        while time.perf_counter() < deadline and self.gain_us(roots) > LEFT_SHARE * self.us(roots):
+            chosen = self.most_promising(roots)
             if chosen is None:
                 break
             self.advance(chosen)
             yield self.progress()
-        late = time.perf_counter() >= deadline
-        self._why_left = (
-            f"not tried: the budget of {self._policy.budget_s:g} s was spent"
-            if late
-            else "not tried: a plan "
-            f"{MAX_EXPECTED_SPEEDUP:g} times faster than the first would not win"
-        )
+        self.stop(roots, late=time.perf_counter() >= deadline)
 
-    def _most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
-        """Return the step with most time to gain, among those that could make the graph faster."""
+    def stop(self, roots: Sequence[Part], *, late: bool) -> None:
+        """Note why no more plans are tried."""
+        self._why_left = f"not tried: the graph could gain under {LEFT_SHARE:.0%} of its time"
+        if late:
+            self._why_left = f"not tried: the budget of {self._policy.budget_s:g} s was spent"
+        elif self.gain_us(roots) > LEFT_SHARE * self.us(roots):
+            self._why_left = (
+                f"not tried: a plan {MAX_EXPECTED_SPEEDUP:g} times faster than the first "
+                "would not win"
+            )
+
+    # -- what may be gained ------------------------------------------------------------------------
+
+    def us(self, roots: Sequence[Part]) -> float:
+        """The time of the fastest way that is known."""
         known: dict[int, Schedule | None] = {}
         totals = [self.best(root, known) for root in roots]
-        best_us = min((each.time_us for each in totals if each is not None), default=math.inf)
+        return min((each.time_us for each in totals if each is not None), default=math.inf)
+
+    def gain_us(self, roots: Sequence[Part]) -> float:
+        """How much faster the graph would be if every plan were as fast as may be hoped."""
+        known: dict[int, float] = {}
+        now = self.us(roots)
+        least = min(self._least_us(root, known) for root in roots)
+        return now - least if math.isfinite(now) else 0.0
+
+    def _hoped_us(self, step: StepSearch) -> float:
+        """The time that a step's plans which are left to try may take at best."""
+        way = step.best()
+        if not step.started:
+            return step.floor_us
+        if way is None:
+            return step.floor_us if step.queue or step.kernels else math.inf
+        if not (step.queue or step.kernels):
+            return way.time_us
+        return min(way.time_us, max(step.floor_us, way.time_us / MAX_EXPECTED_SPEEDUP))
+
+    def _least_us(self, part: Part, known: dict[int, float]) -> float:
+        """The time that the fastest way to run a part may take at best."""
+        if id(part) not in known:
+            below = (sum(self._least_us(each, known) for each in groups) for groups in part.cuts)
+            known[id(part)] = min(self._hoped_us(part.step), *below, math.inf)
+        return known[id(part)]
+
+    def hopeful(self, roots: Sequence[Part]) -> list[Part]:
+        """The parts that may be steps of a way that is faster than the fastest known."""
+        known: dict[int, float] = {}
+        most: dict[int, float] = {}  # the time that a part may take
+
+        def visit(part: Part, us: float) -> None:
+            if most.get(id(part), -1.0) >= us:
+                return
+            most[id(part)] = us
+            for groups in part.cuts:
+                below = [self._least_us(each, known) for each in groups]
+                total = sum(below)
+                if total < us:
+                    for each, least in zip(groups, below, strict=True):
+                        visit(each, us - (total - least))
+
+        for root in roots:
+            visit(root, self.us(roots))
+        return [part for part in self.order if self._hoped_us(part.step) < most.get(id(part), 0.0)]
+
+    def most_promising(self, roots: Sequence[Part]) -> StepSearch | None:
+        """Return the step with most time to gain, among those that could make the graph faster."""
+        best_us = self.us(roots)
         open_steps: dict[int, tuple[float, StepSearch]] = {}
         for part in self.order:
             step = part.step
-            way = step.best()
-            if not (step.queue or step.kernels) or way is None:
+            if not step.started or not (step.queue or step.kernels) or step.best() is None:
                 continue
-            hoped = self._hoped(roots, part)
+            hoped = self._with_hope(roots, part)
             if hoped < best_us:
                 open_steps[id(step)] = (hoped, step)
         return min(open_steps.values(), key=lambda each: each[0])[1] if open_steps else None
 
-    def _hoped(self, roots: Sequence[Part], part: Part) -> float:
+    def _with_hope(self, roots: Sequence[Part], part: Part) -> float:
         """The graph's time if this part's best plan were as fast as it could be."""
         way = part.step.best()
         assert way is not None
-        kept, way.time_us = way.time_us, way.time_us / MAX_EXPECTED_SPEEDUP
+        kept, way.time_us = way.time_us, self._hoped_us(part.step)
         try:
             known: dict[int, Schedule | None] = {}
             totals = [self.best(root, known) for root in roots]
@@ -390,20 +511,25 @@ class Search:
                 if len(whole) == len(below):
                     label = " | ".join(
                         " ".join(node.op for node in compute_nodes(group.spec.nodes))
+                        + "".join(f" {name}={value}" for name, value in marks(group.spec))
                         for group in groups
                     )
                     found.append(Contender(f"steps {label}"[:300] + copies, _joined(whole)))
         return found
 
-    def settle(self, spec: GraphSpec, roots: Sequence[Part]) -> tuple[Contender, list[Contender]]:
+    def settle(
+        self, spec: GraphSpec, roots: Sequence[Part], *, compare: bool = True
+    ) -> tuple[Contender, list[Contender]]:
         """The winner and all its rivals.
 
         Close ways to run a step are measured again, side by side; so are close ways to cut the
-        graph, whole. The winner's plans are checked. Raises :class:`NotSupported` when every way to
-        run the graph turned out wrong.
+        graph, whole; unless ``compare`` is False. The winner's plans are checked. Raises
+        :class:`NotSupported` when every way to run the graph turned out wrong.
         """
         checked: set[int] = set()
         while True:
+            for _ in self.widen(roots):
+                pass  # a way that was to win may have turned out wrong
             rivals = self.rivals(roots)
             if not rivals:
                 reasons = dict.fromkeys(lost.reason for root in roots for lost in root.step.lost)
@@ -412,12 +538,12 @@ class Search:
             close = [rival for rival in rivals if rival.time_us <= CLOSE_RATIO * least]
             steps = {id(part.step): part.step for each in close for part, _ in each.runs.steps}
             fresh = [step for step in steps.values() if not step.compared]
-            if fresh:
+            if fresh and compare:
                 for step in fresh:
                     self._compare(step)
                     step.compared = True
                 continue
-            if len(close) > 1:
+            if len(close) > 1 and compare:
                 chains = [
                     [(part.spec, way.plan) for part, way in rival.runs.steps] for rival in close
                 ]

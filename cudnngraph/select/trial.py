@@ -9,9 +9,9 @@ strided output, or over its inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -338,6 +338,55 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(kind), b.view(kind))
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """The memory of a chain of steps: where all tensors lie in a block, and scratch memory."""
+
+    steps: tuple[StepMemory, ...]
+    layout: Layout
+    block: torch.Tensor
+    values: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        chain: Sequence[tuple[GraphSpec, Runnable | None]],
+        earlier: _Memory | None,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+    ) -> _Memory:
+        """The memory of ``earlier`` if a chain fits there, else one of its own."""
+        steps = tuple(
+            StepMemory(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
+            for spec, plan in chain
+        )
+        if earlier is not None and _alike(steps, earlier.steps):
+            if all(a.workspace_bytes <= b.workspace_bytes for a, b in _pairs(steps, earlier.steps)):
+                return earlier
+            steps = tuple(
+                replace(a, workspace_bytes=max(a.workspace_bytes, b.workspace_bytes))
+                for a, b in _pairs(steps, earlier.steps)
+            )
+        bound = {**inputs, **outputs}
+        layout = Layout(steps, bound)
+        device = next(iter(bound.values())).device
+        block = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
+        return cls(steps, layout, block, layout.tensors(block, bound))
+
+
+def _alike(steps: Sequence[StepMemory], others: Sequence[StepMemory]) -> bool:
+    """Whether two chains are the same steps, whatever plans run them."""
+    return len(steps) == len(others) and all(
+        a.spec is b.spec and a.planned == b.planned for a, b in _pairs(steps, others)
+    )
+
+
+def _pairs(
+    steps: Sequence[StepMemory], others: Sequence[StepMemory]
+) -> Iterator[tuple[StepMemory, StepMemory]]:
+    return zip(steps, others, strict=True)
+
+
 class GraphTrial:
     """The steps of a whole graph on random data, each writing what the later ones read."""
 
@@ -347,16 +396,15 @@ class GraphTrial:
         values = random_inputs(spec, device)
         self._inputs = dict(zip(spec.inputs, values, strict=True))
         self._outputs = {name: spec.tensors[name].empty(device) for name in spec.outputs}
+        self._memory: _Memory | None = None
 
     def launch(self, steps: Sequence[tuple[GraphSpec, Runnable | None]]) -> Callable[[], None]:
-        """A call that runs ``steps`` once, in order, on the current stream."""
-        laid = [
-            StepMemory(spec, plan is not None, 0 if plan is None else plan.workspace_bytes)
-            for spec, plan in steps
-        ]
-        layout = Layout(laid, {*self._inputs, *self._outputs})
-        block = torch.empty(layout.size_bytes, dtype=torch.uint8, device=self._device)
-        values = layout.tensors(block, {**self._inputs, **self._outputs})
+        """A call that runs ``steps`` once, in order, on the current stream.
+
+        Chains of the same steps by other plans share their memory: one of them runs at a time.
+        """
+        self._memory = memory = _Memory.of(steps, self._memory, self._inputs, self._outputs)
+        layout, block, values = memory.layout, memory.block, memory.values
         launches: list[Callable[[], None]] = []
         for number, (spec, plan) in enumerate(steps):
             if number in layout.free:

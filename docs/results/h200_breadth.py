@@ -28,8 +28,8 @@ import torch
 
 import cudnngraph as cg
 from cudnngraph.bench.cases import Case
-from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.device import timing
+from cudnngraph.ops.work import bytes_of, flops_of
 from cudnngraph.runtime.compile import default_device
 
 SUITES = ("breadth", "attention", "lowprecision")

@@ -115,13 +115,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that were tuned, in order."""
     seen: list[str] = []
-    real = compiling.autotune
+    real = compiling.by_measurement
 
     def counted(spec: GraphSpec, *args: Any, **options: Any) -> Any:
         seen.append(spec.name)
         return real(spec, *args, **options)
 
-    monkeypatch.setattr(compiling, "autotune", counted)
+    monkeypatch.setattr(compiling, "by_measurement", counted)
     return seen
 
 
@@ -177,7 +177,7 @@ def test_a_new_process_searches_nothing(name: str, folder: Path) -> None:
         "from cudnngraph.runtime import compile as compiling\n"
         "from tests.gpu.test_autotune import EFFORT, GRAPHS, check, choices, inputs_of\n"
         "def refuse(*args, **options): raise AssertionError('a search was started')\n"
-        "compiling.autotune = refuse\n"
+        "compiling.by_measurement = refuse\n"
         "exe = GRAPHS[sys.argv[1]]().compile('cuda', **EFFORT)\n"
         "check(exe, inputs_of(exe))\n"
         "print(json.dumps([exe.tier, cg.cache_stats().lookups, choices(exe)]))\n"
@@ -249,6 +249,45 @@ def test_fallback_error_gives_one_plan(folder: Path) -> None:
     exe = conv_bias_relu().compile("cuda", fallback="error", **EFFORT)
     assert [step.choice is not None for step in exe.steps] == [True]
     check(exe, inputs_of(exe))
+
+
+# -- other values of thresholds --------------------------------------------------------------------
+
+
+def test_a_step_is_measured_as_another_threshold_has_it(folder: Path, searches: list[str]) -> None:
+    """Workers lower it so too; what is taken is right, and comes back from its record."""
+    g = cg.Graph("ff")
+    x, w = g.input("x", (512, 256), F16), g.input("w", (256, 512), F16)
+    g.output("y", g.gelu(g.matmul(x, w)))
+    first = g.compile("cuda", kernels=False, **EFFORT)
+    said = [d.subject for step in first.steps for d in step.decisions]
+    assert any("gelu_by_tanh_behind_matmul=False" in subject for subject in said)
+    given = {
+        "x": torch.randn(512, 256).cuda().half(),
+        "w": torch.randn(256, 512).cuda().half() / 16,
+    }
+    wide = F.gelu(given["x"].double() @ given["w"].double()).cpu()
+    numerics.check(first(**given), wide, F16, torch_out=F.gelu(given["x"] @ given["w"]))
+    cg.cache_clear()
+    second = g.compile("cuda", kernels=False, **EFFORT)
+    assert second.tier.startswith("disk") and len(searches) == 1
+    assert [(s.spec, s.choice) for s in second.steps] == [(s.spec, s.choice) for s in first.steps]
+
+
+def test_a_model_is_imported_as_was_measured(folder: Path, searches: list[str]) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 4, stride=4), torch.nn.GELU())
+    model = model.cuda().half().eval()
+    x = torch.randn(2, 3, 64, 64, device="cuda").half()
+    first = cg.fuse(model, x, policy=cg.Policy(**EFFORT))
+    assert first.report is not None and len(searches) > 1, "it was imported in other ways too"
+    said = [from_json(path.read_text()).extra.get("imported") for path in records(folder)]
+    assert dict(first.report.instead) in said
+    done = len(searches)
+    cg.cache_clear()
+    second = cg.fuse(model, x, policy=cg.Policy(**EFFORT))
+    assert second.report is not None and second.report.instead == first.report.instead
+    assert len(searches) == done
 
 
 # -- plans that do wrong ---------------------------------------------------------------------------

@@ -48,10 +48,10 @@ class Rank(World):
         return self._first(spec)
 
     def autotune(
-        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, *rest: Any
+        self, spec: GraphSpec, policy: cg.Policy, bench: Any, tell: Any, *rest: Any, brief: bool
     ) -> Any:
         self.measured.append(spec.name)
-        return heuristic.choose(spec, policy, self._first)
+        return heuristic.heuristic(spec, policy, self._first)
 
     def _first(self, spec: GraphSpec) -> Any:
         choice = Choice(self.rank, (("TILE_SIZE", 2),))

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from ...device.rules import following
 from ...errors import NotSupported
 from ...ir.spec import GraphSpec, Node
 from ...ops import pooling
 from ...ops.base import FP8
 from ...ops.infer import check_node
 from ...ops.table import by_port
+from ...rewrite.annotate import marks
 from .. import handles
 from .attention import sdpa, sdpa_backward, sdpa_fp8, sdpa_paged, sdpa_varlen, sdpa_varlen_backward
 from .base import Refused
@@ -183,7 +185,11 @@ def lower(spec: GraphSpec, frontend: Any, **graph_options: Any) -> Lowered:
     ``sm_version=`` without one. Raises :class:`NotSupported` where no rule applies or cuDNN's own
     validation refuses.
     """
-    spec = without_casts(spec)
+    with following(marks(spec)):
+        return _lowered(without_casts(spec), frontend, graph_options)
+
+
+def _lowered(spec: GraphSpec, frontend: Any, graph_options: dict[str, Any]) -> Lowered:
     for name, tensor in spec.tensors.items():
         if tensor.dtype not in dtypes(frontend):
             raise NotSupported(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...device.rules import rules
+from ...device.rules import ANY, rules
 from ...graph.value import Value, set_stride
 from ...ir.spec import (
     contiguous_strides,
@@ -137,7 +137,7 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
 
 def takes_group_norm(c: Importer, x: Value) -> bool:
     """Whether a group norm of x is ours: for small images torch's own has less to launch than two
-    steps have; where kernels are generated, it is one."""
+    steps have; where kernels are generated, it is one, unless a search has torch's measured."""
     contiguous = is_contiguous(x.shape, x.stride)
     least = 3 if c.kernels else 4
     if len(x.shape) < least or not (contiguous or is_channels_last(x.shape, x.stride)):
@@ -145,7 +145,7 @@ def takes_group_norm(c: Importer, x: Value) -> bool:
     fewest = rules().group_norm_min_elements_contiguous
     if not contiguous:
         fewest = rules().group_norm_min_elements_channels_last
-    return c.kernels or math.prod(x.shape) >= fewest
+    return (c.kernels and fewest < ANY) or math.prod(x.shape) >= fewest
 
 
 def _group_norm(c: Importer, a: Arguments) -> Any:

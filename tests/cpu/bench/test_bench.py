@@ -24,9 +24,9 @@ from cudnngraph.bench import cases, measure, report, suites
 from cudnngraph.bench.measure import Ceilings, CeilingsOf, Contest, Row, Task
 from cudnngraph.bench.report import Report
 from cudnngraph.bench.suites import SUITES, Options
-from cudnngraph.bench.work import bytes_of, flops_of
 from cudnngraph.cli import bench as command
 from cudnngraph.cli import build_parser, main, parse
+from cudnngraph.ops.work import bytes_of, flops_of
 
 CPU = torch.device("cpu")
 F16, F32 = torch.float16, torch.float32

@@ -15,7 +15,7 @@ import torch
 import cudnngraph as cg
 from cudnngraph.bench.breadth import Filled, breadth_suite
 from cudnngraph.bench.cases import Case
-from cudnngraph.bench.work import bytes_of, flops_of
+from cudnngraph.ops.work import bytes_of, flops_of
 from tests import numerics, python
 
 ROOT = Path(__file__).parents[3]

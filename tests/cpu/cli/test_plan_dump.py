@@ -22,7 +22,7 @@ from cudnngraph.cli.plan_dump import bar
 from cudnngraph.explain import draw
 from plans_cache import PlanRecord, PlanStore, StepRecord
 from plans_cache.record import MAX_TIME_US
-from plans_cache.store import Entry
+from plans_cache.store import Entry, Hit
 from tests import python
 from tests.workers import cache_example
 
@@ -231,6 +231,19 @@ def test_full_shows_code_candidates_with_bars_and_the_key(dump: Dump, ids: dict[
     ]
     assert "policy.allow_tf32: false" in lines
     assert "sm_count: 132" in lines
+
+
+def test_full_shows_what_was_taken_in_place_of_thresholds(
+    dump: Dump, example: tuple[Path, dict[str, str]], ids: dict[str, str], tmp_path: Path
+) -> None:
+    whole = PlanStore(example[0], seeds=None).get(ids["tuned"])
+    assert isinstance(whole, Hit)
+    assert "what was measured" not in dump("--full", ids["tuned"])[1]
+    extra = {"instead": {"packed_by_flash": False}, "imported": {"average_by_convolution": []}}
+    PlanStore(tmp_path / "plans", seeds=None).put(dataclasses.replace(whole.record, extra=extra))
+    _, out, _ = dump("--full", ids["tuned"], folder=tmp_path / "plans")
+    assert 'rewritten by what was measured: {"packed_by_flash": false}' in out
+    assert 'its model imported by what was measured: {"average_by_convolution": []}' in out
 
 
 def test_full_shows_the_longest_times_that_a_record_may_have(dump: Dump, tmp_path: Path) -> None:

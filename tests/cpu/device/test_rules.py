@@ -109,3 +109,15 @@ def test_the_described_gpu_is_the_one_that_is_planned_for(monkeypatch: pytest.Mo
     with pytest.raises(Stop):
         cg.explain(adamw_like(8))
     assert seen == [own]
+
+
+def test_what_is_asked_is_noted_in_this_thread_alone() -> None:
+    with rules.noting() as asked:
+        assert rules.rules().pads_three_channels
+        with rules.following((("pads_three_channels", False),)):
+            assert not rules.rules().pads_three_channels
+        thread = threading.Thread(target=lambda: rules.rules().packed_by_flash)
+        thread.start()
+        thread.join()
+    assert asked == {"pads_three_channels"}
+    assert rules.rules() is rules.TABLE[90]

@@ -160,6 +160,44 @@ def test_a_trial_of_the_whole_runs_the_same_steps(name: str) -> None:
     numerics.check(written[-1], want, F32, what=name)
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_chains_of_the_same_steps_share_their_memory(name: str) -> None:
+    """They are timed in turn, and need no more memory than one of them."""
+    spec, _, _ = declared(name)
+    program = in_steps(spec)
+    steps = [(each.spec, None) for each in program.steps]
+    chain = GraphTrial(program.spec, POLICY, CPU)
+    first, memory = chain.launch(steps), chain._memory
+    second = chain.launch(steps)
+    assert chain._memory is memory and memory is not None
+    first()
+    results = {key: value.clone() for key, value in chain._outputs.items()}
+    second()
+    for key, value in chain._outputs.items():
+        assert torch.equal(value, results[key])
+
+    class Needs:
+        """A plan that is never run."""
+
+        workspace_bytes = 4096
+
+        def pointers(self, addresses: Any) -> None:
+            return None
+
+    large: Any = [
+        (part, Needs() if number == 0 else None) for number, (part, _) in enumerate(steps)
+    ]
+    chain.launch(large)
+    larger = chain._memory
+    assert larger is not memory and larger is not None, "a plan runs another step than torch"
+    Needs.workspace_bytes = 64
+    chain.launch(large)
+    assert chain._memory is larger
+    Needs.workspace_bytes = 1 << 20
+    chain.launch(large)
+    assert chain._memory is not larger and chain._memory.block.numel() >= 1 << 20
+
+
 # Graphs that end in views, what torch makes of x and w, and how many steps run.
 ENDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
     "transpose": (lambda x, w: (x @ w).transpose(0, 1), lambda x, w: (x @ w).t(), 1),

@@ -265,6 +265,75 @@ def test_a_search_goes_on_without_a_plan_that_misbehaves(
     assert behaves.tried.count(4) == 1, "not tried again"
 
 
+def bench(policy: cg.Policy, kept: Memory) -> guard.GuardedBench:
+    """A bench without a stream of a GPU."""
+    made: Any = guard.GuardedBench.__new__(guard.GuardedBench)
+    made._policy, made._device = policy, torch.device("cuda", 0)
+    made._kept, made._isolated, made._ranked, made._passed = kept, {}, {}, {}
+    return made  # type: ignore[no-any-return]
+
+
+def test_rankings_are_asked_for_at_a_time_and_once(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(e4="is right", e7="is right")
+    asked: list[str] = []
+    ranking = guard.ranking
+
+    def counted(part: GraphSpec, *rest: Any) -> Any:
+        asked.append(part.name)
+        return ranking(part, *rest)
+
+    monkeypatch.setattr(guard, "ranking", counted)
+    search, one = bench(POLICY, Memory()), spec()
+    other = graph().spec()
+    search.expect([one, other, spec("another_name")])
+    assert asked == ["g", "g"]
+    for each in (one, other, one):
+        engines = [found.choice.engine for found in search.proposals(each).candidates]
+        assert engines == [4, 7]
+    assert len(asked) == 3, "the third time none was asked for ahead"
+    search.expect([one])
+    search.close()
+    assert len(asked) == 3
+
+
+def test_few_plans_are_built_before_a_search_goes_on_with_a_step(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose first plan cannot win takes no worker's time for more."""
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    first = dict(search._ahead)
+    assert len(first) == guard.FIRST
+    for future in first.values():
+        future.result(10.0)
+    outcome, plan = search.build(search.candidates[0])
+    assert outcome.accepted and plan is not None
+    assert len(search._ahead) == guard.FIRST - 1, "the first plan alone asks for no more"
+    search.ahead()
+    assert len(search._ahead) == guard.FIRST - 1 + guard.AHEAD
+    for future in search._ahead.values():
+        future.result(10.0)
+    assert behaves.tried == list(range(1, 1 + guard.FIRST + guard.AHEAD))
+
+
+def test_the_next_plans_are_built_while_a_search_is_at_a_step(
+    behaves: Behaves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_passed_over", lambda *args, **options: None)
+    monkeypatch.setattr(guard.env, "capability", lambda index: 90)
+    behaves.start(**{f"e{engine}": "is right" for engine in range(1, 10)})
+    search = guard._Isolated(spec(), POLICY, 0, Memory())
+    for candidate in search.candidates[:2]:
+        search.build(candidate)
+    assert len(search._ahead) == guard.AHEAD
+
+
 @pytest.mark.parametrize("does", ["aborts", "hangs", "is killed"])
 @pytest.mark.parametrize("tune", ["heuristic", "autotune"])
 def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_again(
@@ -285,14 +354,8 @@ def test_a_ranking_that_ends_a_process_refuses_the_step_and_no_process_asks_agai
             if tune == "heuristic":
                 guard.Builder(policy, 0, kept)(spec())
             else:
-                guard.GuardedBench.proposals(bench(policy), spec())
+                bench(policy, kept).proposals(spec())
         return list(refusal.value.reasons)
-
-    def bench(policy: cg.Policy) -> Any:
-        made = guard.GuardedBench.__new__(guard.GuardedBench)
-        made._policy, made._device = policy, torch.device("cuda", 0)
-        made._kept, made._isolated = kept, []
-        return made
 
     isolated = cg.Policy(allow_tf32=False, tune=tune, verify="isolated")
     for _ in range(2):

@@ -23,6 +23,7 @@ from tests.searches import (
     Offer,
     block,
     chain,
+    digest,
     of,
     reasons,
     run,
@@ -289,14 +290,14 @@ def test_no_part_is_told_apart_by_its_names() -> None:
     assert bench.replayed[0][0].outputs != bench.replayed[1][0].outputs
 
 
-def test_what_a_rule_advises_against_is_not_asked_for() -> None:
+@pytest.mark.parametrize("whole_us", [1.0, 90.0])
+def test_what_a_rule_advises_against_is_measured_all_the_same(whole_us: float) -> None:
     spec = block(groups=8)
     assert why_split(spec) is not None
-    bench = table({WHOLE: [Offer(1.0)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
-    selection = run(spec, bench)
-    assert taken(selection) == [(CONV, 0), (EPILOGUE, 0)]
-    assert WHOLE not in bench.asked
-    assert why_split(spec) in reasons(selection)
+    bench = table({WHOLE: [Offer(whole_us)], CONV: [Offer(8.0)], EPILOGUE: [Offer(4.0)]})
+    faster = [(WHOLE, 0)] if whole_us < 12.0 else [(CONV, 0), (EPILOGUE, 0)]
+    assert taken(run(spec, bench)) == faster
+    assert bench.timed[digest(spec)][0] == whole_us
 
 
 def test_progress_is_told_and_never_goes_back() -> None:

@@ -18,6 +18,7 @@ from cudnngraph.ir.key import graph_key
 from cudnngraph.ir.spec import GraphSpec, is_channels_last
 from cudnngraph.partition.memory import Layout, StepMemory
 from cudnngraph.rewrite.passes import legalize
+from cudnngraph.select.config import IN_CONTEXT_AT_ONCE
 from cudnngraph.select.decision import ALIAS
 from plans_cache.record import from_json
 from tests.searches import (
@@ -198,3 +199,39 @@ def test_views_between_equal_regions_are_views_wherever_they_stand() -> None:
     assert [ops(s.spec) for s in selection.steps if s.choice is not None] == ["matmul"] * 8 + [
         "tanh"
     ]
+
+
+def test_close_plans_of_several_steps_are_timed_beside_one_another() -> None:
+    """Each chain changes one kind of step; what was taken is timed once for several of them."""
+    g = cg.Graph("turns")
+    y = g.input("x", (4, 8, 16), F16)
+    kinds = (
+        *("relu", "tanh", "sigmoid", "silu", "elu", "softplus"),
+        *("abs", "neg", "sqrt", "mish", "leaky_relu", "erf"),
+    )
+    for number in range(48):
+        flat = g.matmul(y.reshape((32, 16)), g.input(f"w{number}", (16, 16), F16))
+        y = getattr(g, kinds[number % 12])(flat).reshape((4, 8, 16))
+    g.output("y", y)
+    bench = table(
+        {f"matmul {kind}": [Offer(10.0), Offer(10.5)] for kind in kinds},
+        **dict.fromkeys(("matmul", *kinds), 900.0),
+    )
+    gains = [1.0, -2.0, 0.0] * 4  # of the second plan, in its place
+    seen: list[list[list[int]]] = []
+
+    def whole(chains: Sequence[Any]) -> list[float]:
+        used = [[plan.choice.engine for _, plan in chain if plan is not None] for chain in chains]
+        seen.append(used)
+        return [500.0 - sum(gains[at % 12] * each for at, each in enumerate(u)) for u in used]
+
+    bench.whole_us = whole
+    selection = run(g.spec(), bench)
+    assert [len(used) for used in seen] == [1 + IN_CONTEXT_AT_ONCE] * 2
+    for base, *others in seen:
+        changed = [{at % 12 for at in range(48) if use[at] != base[at]} for use in others]
+        assert all(len(each) == 1 for each in changed), "one kind of step in each"
+    engines = [engine for _, engine in taken(selection) if engine is not None]
+    assert engines == [int(gain > 0) for gain in gains] * 4
+    faster = {f"matmul {kind}" for kind, gain in zip(kinds, gains, strict=True) if gain > 0}
+    assert {step for step, engine in bench.checked if engine == 1} == faster

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.select import search
-from cudnngraph.select.rules import why_split
+from cudnngraph.select.rules import why_never_one
 from tests.cuttings import every_way, pieces, rewritten
 from tests.partitions import BINARY, UNARY, random_graph, two_branches
 from tests.searches import POLICY, Bench, Offer, digest, ops, run, totals
@@ -101,7 +101,7 @@ def test_no_candidate_of_a_random_graph_is_lost(
         if any(decision.subject == "all plans" for decision in step.decisions):
             continue  # it stands at the first of the steps that are equal
         listed = Counter(d.choice.engine for d in step.decisions if d.choice is not None)
-        offered = bench._offers(step.spec) if why_split(step.spec) is None else ()
+        offered = bench._offers(step.spec) if why_never_one(step.spec) is None else ()
         mine = {engine for engine in listed if engine < len(offered)}
         assert mine == set(range(len(offered)))
         by_torch = [d for d in step.decisions if d.subject == "torch"]
@@ -137,6 +137,6 @@ def test_two_branches_are_compared_in_every_way() -> None:
         for variant in rewritten(spec)
         for way in every_way(CutGraph(variant), compute_nodes(variant.nodes))
         for step in pieces(CutGraph(variant), way)
-        if why_split(step) is None
+        if why_never_one(step) is None
     }
     assert steps == set(bench.timed)
