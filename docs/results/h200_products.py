@@ -46,6 +46,7 @@ POLICY = Policy(tune="heuristic", allow_tf32=False, kernels=True, verify="inproc
 MOST_ENGINES = 4  # of a graph, those first that cuDNN ranks first
 MOST_TRIES = 3  # plans of an engine, until one passes its check
 ROUNDS = 7
+DEVICE = torch.device("cuda", 0)
 
 
 # -- measuring, in a process of its own ------------------------------------------------------------
@@ -165,7 +166,6 @@ def measured(number: int, skipped: Mapping[str, str], gate: Any, *, names: bool)
 
     row = ROWS[number]
     spec = legalize(row.spec(), POLICY)
-    device = torch.device("cuda", 0)
 
     def tell(way: str) -> None:
         print(json.dumps({"number": number, "at": way}), flush=True)
@@ -179,7 +179,7 @@ def measured(number: int, skipped: Mapping[str, str], gate: Any, *, names: bool)
     behind = (*bias, *rest)
     kept: list[Any] = []
     with gate.alone():
-        trial = GraphTrial(spec, POLICY, device)
+        trial = GraphTrial(spec, POLICY, DEVICE)
         for name, way in all_of.items():
             if not way.chain:
                 continue
@@ -194,17 +194,17 @@ def measured(number: int, skipped: Mapping[str, str], gate: Any, *, names: bool)
                 torch.cuda.synchronize()
         last = all_of.get("torch.mm | kernel")
         if last is not None and len(last.chain) == 2 and behind:
-            kept.append(StepTrial(last.chain[1][0], POLICY, device))
+            kept.append(StepTrial(last.chain[1][0], POLICY, DEVICE))
             launches["kernel alone"] = kept[-1].launch(last.chain[1][1])
-        x = torch.randn(row.rows, row.inner, device=device).to(row.dtype)
-        w = torch.randn(row.columns, row.inner, device=device).to(row.dtype)
-        b = torch.randn(row.columns, device=device).to(row.dtype) if bias else None
+        x = torch.randn(row.rows, row.inner, device=DEVICE).to(row.dtype)
+        w = torch.randn(row.columns, row.inner, device=DEVICE).to(row.dtype)
+        b = torch.randn(row.columns, device=DEVICE).to(row.dtype) if bias else None
 
         def linear() -> None:
             F.linear(x, w, b)
 
         launches["F.linear"] = linear
-        stream: Any = torch.cuda.Stream(device)
+        stream: Any = torch.cuda.Stream(DEVICE)
         tell("measuring")
         with torch.no_grad():
             times = timing.measure(

@@ -14,12 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cudnngraph.backend.candidates import Candidate, Outcome
 from cudnngraph.backend.plan import KERNEL, Choice
+from cudnngraph.device import timing
 from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.partition.analysis import CutGraph, compute_nodes
 from cudnngraph.runtime.compile import compile as compile_spec
+from cudnngraph.select import verification
 from cudnngraph.select.decision import StepPlan
+from cudnngraph.select.kernels import Kernels
+from plans_cache.gate import Gate
 from tests import numerics
 from tests.scripts import loaded
 
@@ -193,6 +198,71 @@ def test_bytes_are_those_of_what_stands_behind(
     assert [len(each) for each in (product, bias, rest)] == [1, 1, 1]
     assert script.moved_bytes(graph, (*bias, *rest)) == 6 * 8 * (2 + 4 + 4) + 8 * 2
     assert script.moved_bytes(graph, ()) == 0
+
+
+# -- measuring, without a GPU ----------------------------------------------------------------------
+
+
+def test_engines_are_tried_until_one_of_their_plans_is_right(
+    script: ModuleType, small: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {(7, 1), (0, 3), (5, 9)}
+    listed = [(7, 0), (7, 1), (7, 2), (0, 3), (4, 4), (4, 5), (4, 6), (4, 7), (2, 8), (5, 9)]
+
+    class Checks:
+        candidates = tuple(
+            Candidate(number, Choice(engine, (("TILE", number),)), "", engine != 0)
+            for engine, number in listed
+        )
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            assert given[1:] == (script.POLICY, 0) and options["gate"] == "the gate"
+
+        def attempt(self, candidate: Candidate) -> tuple[Outcome, Any, float | None]:
+            taken = (candidate.choice.engine, candidate.index) in right
+            return Outcome(candidate, taken, "wrong"), candidate if taken else None, None
+
+    monkeypatch.setattr(verification, "Checks", Checks)
+    monkeypatch.setattr(Kernels, "on", lambda index: Kernels(132))
+    told: list[str] = []
+    spec = small("bias").spec()
+    engines = script.OnGpu("the gate", {"eng2": "exit code 1"}, told.append)
+    found = [
+        (label, plan if isinstance(plan, str) else plan.index)
+        for label, plan in engines.each(spec, "")
+    ]
+    assert found == [("eng7", 1), ("eng0*", 3), ("eng4", "wrong"), ("eng2", "exit code 1")]
+    assert told == ["eng7", "eng7", "eng0", "eng4", "eng4", "eng4"]
+    found = list(engines.each(spec, "bias by "))
+    assert [label for label, _ in found] == ["eng7", "eng0*", "eng4", "eng2"]
+    assert found[-1][1] == "wrong" and told[-1] == "bias by eng2"
+
+
+def test_what_a_row_takes_is_told_by_the_ways_that_run(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = next(n for n, row in enumerate(script.ROWS) if row.name.startswith("SD UNet 2 x"))
+    monkeypatch.setattr(script, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(script, "OnGpu", lambda *given: Engines(no_kernel=True))
+    for name in ("synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+    ran: list[int] = []
+
+    def measure(calls: Sequence[Callable[[], None]], *given: Any, **options: Any) -> list[float]:
+        for call in calls:
+            call()
+        ran.append(len(calls))
+        return [float(at) for at in range(len(calls))]
+
+    monkeypatch.setattr(timing, "measure", measure)
+    found = script.measured(number, {"eng0": "hangs"}, Gate(None), names=False)
+    assert found["times"] == {"addmm | kernel": 0.0, "F.linear": 1.0} and ran == [2]
+    assert found["steps"]["addmm | kernel"] == "matmul add (torch)"
+    assert found["refused"]["product | kernel"] == "no kernel"
+    assert found["moved"] == (2 * 1280 * 2 + 1280) * 2
+    at = [line["at"] for line in script.parsed(capsys.readouterr().out)]
+    assert at[0] == "heuristic" and at[-2:] == ["addmm | kernel", "measuring"]
+    json.dumps(found)
 
 
 # -- processes -------------------------------------------------------------------------------------
