@@ -1,9 +1,9 @@
-"""Measure matrix products with what stands behind them, by every way there is, and write the page.
+"""Measure products and convolutions with what stands behind them, by every way, and write the page.
 
     python docs/results/h200_products.py --out docs/results/h200-products.md --limit 90
 
-Products of real models with the ops behind them there. Each runs as ``heuristic`` has it, by every
-engine of cuDNN that takes all of it, as a bare product (or one with its bias) with a generated
+Anchors of real models with the ops behind them there. Each runs as ``heuristic`` has it, by every
+engine of cuDNN that takes all of it, as a bare anchor (or one with its bias) with a generated
 kernel for the rest, and by torch's calls. Launches are replayed in CUDA graphs, in turns.
 
 Several processes build plans at a time and one at a time measures. What a process that dies was
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from h200_masks import write
 from product_ways import ROWS, Row, Tell, Way, moved_bytes, parts, ways
 
@@ -192,18 +191,11 @@ def measured(number: int, skipped: Mapping[str, str], gate: Any, *, names: bool)
             except Exception as error:  # a fault of the GPU ends this process in what follows
                 way.why = f"does not run: {type(error).__name__}: {str(error)[:200]}"
                 torch.cuda.synchronize()
-        last = all_of.get("torch.mm | kernel")
+        last = all_of.get("torch | kernel")
         if last is not None and len(last.chain) == 2 and behind:
             kept.append(StepTrial(last.chain[1][0], POLICY, DEVICE))
             launches["kernel alone"] = kept[-1].launch(last.chain[1][1])
-        x = torch.randn(row.rows, row.inner, device=DEVICE).to(row.dtype)
-        w = torch.randn(row.columns, row.inner, device=DEVICE).to(row.dtype)
-        b = torch.randn(row.columns, device=DEVICE).to(row.dtype) if bias else None
-
-        def linear() -> None:
-            F.linear(x, w, b)
-
-        launches["F.linear"] = linear
+        launches["torch alone"] = row.alone(DEVICE)  # type: ignore[assignment]
         stream: Any = torch.cuda.Stream(DEVICE)
         tell("measuring")
         with torch.no_grad():
@@ -339,16 +331,16 @@ def parsed(out: str) -> Iterator[dict[str, Any]]:
 
 
 HEAD = (
-    *("product", "behind", "heuristic", "by", "engines, whole", "product, kernel"),
-    *("torch.mm, kernel", "addmm, kernel", "bias by engines, kernel", "F.linear"),
+    *("anchor", "behind", "heuristic", "by", "engines, whole", "anchor, kernel"),
+    *("torch, kernel", "addmm, kernel", "bias by engines, kernel", "torch alone"),
     *("kernel alone", "GB/s", "best / heuristic", "best"),
 )
-NO_WAY = ("F.linear", "kernel alone")
+NO_WAY = ("torch alone", "kernel alone")
 
 
 def line(row: Row, found: Mapping[str, Any] | None) -> list[str]:
     """One line of the table."""
-    head = [row.product, row.behind]
+    head = [row.anchor, row.behind]
     if found is None or "times" not in found:
         said = "not begun" if found is None else str(found.get("error", "?"))
         return [*head, said.replace("|", "/"), *[""] * (len(HEAD) - 3)]
@@ -381,11 +373,11 @@ def line(row: Row, found: Mapping[str, Any] | None) -> list[str]:
         cell("heuristic"),
         found["steps"].get("heuristic", "-").replace(" | ", "; "),
         listed("eng"),
-        cell("product | kernel"),
-        cell("torch.mm | kernel"),
+        cell("anchor | kernel"),
+        cell("torch | kernel"),
         cell("addmm | kernel"),
         listed("bias by "),
-        cell("F.linear"),
+        cell("torch alone"),
         cell("kernel alone"),
         rate,
         ratio,
@@ -397,7 +389,7 @@ def page(found: Told, numbers: Sequence[int], command: str, gpu: str) -> list[st
     """The lines of the page."""
     done = sum("times" in each for each in found.values())
     return [
-        "# Products with what stands behind them",
+        "# Products and convolutions with what stands behind them",
         "",
         f"{gpu}; {datetime.date.today()}.",
         "",
@@ -408,12 +400,13 @@ def page(found: Told, numbers: Sequence[int], command: str, gpu: str) -> list[st
         "Microseconds on the GPU, medians of CUDA graph replays in turns, in a warm cache. "
         "`heuristic` is what `compile()` takes, with its steps. Engines are cuDNN's, by number, "
         "each by its first plan that is right; `*` marks those that are not compiled at run time. "
-        "They take the product with the pointwise ops behind it; a norm behind those is a "
-        "generated kernel. `product, kernel` is cuDNN's first choice of a bare product with one "
-        "kernel for all the rest, `addmm, kernel` torch's product with a bias, and with ReLU or "
-        "GELU by tanh if it has that. `kernel alone` is the kernel behind a bare product, and the "
-        "bytes that it moves over its time. `F.linear` is the layer alone, with the bias if there "
-        f"is one. {done} of {len(numbers)} rows were measured.",
+        "They take the anchor with the pointwise ops behind it; a norm behind those is a generated "
+        "kernel. `anchor, kernel` is cuDNN's first choice of a bare anchor with one kernel for all "
+        "the rest, `torch, kernel` the same with torch's anchor, `addmm, kernel` with torch's "
+        "product with a bias, and with ReLU or GELU by tanh if it has that. `kernel alone` is the "
+        "kernel behind a bare anchor, and the bytes that it moves over its time. `torch alone` is "
+        "F.linear or F.conv2d, with the bias if there is one. "
+        f"{done} of {len(numbers)} rows were measured.",
         "",
         f"| {' | '.join(HEAD)} |",
         "|" + "---|" * len(HEAD),
@@ -429,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--limit", type=float, default=90.0, help="seconds after which no row starts"
     )
-    parser.add_argument("--jobs", type=int, default=8, help="processes")
+    parser.add_argument("--jobs", type=int, default=10, help="processes")
     parser.add_argument("--no-names", action="store_true", help="leave out the names of kernels")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
