@@ -74,6 +74,8 @@ def _value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return ", ".join(" x ".join(map(str, each)) for each in value)
+    if isinstance(value, float):
+        return f"{value:g}"
     power = value.bit_length() - 1
     return f"2^{power}" if value == 1 << power and power > 12 else str(value)
 

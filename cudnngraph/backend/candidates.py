@@ -32,11 +32,15 @@ UNNAMED_KNOB = "NOT_SET"  # how the frontend reads a knob that it has no name fo
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan of cuDNN's own ranking: its place in the list, its choice and the library's tag."""
+    """One plan of cuDNN's own ranking: its place in the list, its choice and the library's tag.
+
+    ``runtime_compiled`` plans are compiled on this machine; the others come with the library.
+    """
 
     index: int
     choice: Choice
     tag: str
+    runtime_compiled: bool = True
 
 
 UNRANKED = -1  #: the index of a candidate that another graph's choice names
@@ -86,7 +90,7 @@ def propose(
             tuple(sorted((knob.name, int(value)) for knob, value in (knobs or {}).items())),
         )
         if choice not in found:
-            found[choice] = Candidate(index, choice, str(graph.get_plan_name_at_index(index)))
+            found[choice] = _candidate(graph, index, choice, frontend)
     if not found:
         raise NotSupported("this graph", ["the heuristics propose no engine of the library"])
     if every:
@@ -128,8 +132,14 @@ def _unranked(graph: Any, ranked: set[int], frontend: Any) -> dict[Choice, Candi
             continue  # of another kind of graph, or of another GPU
         index = graph.get_execution_plan_count() - 1
         choice = Choice(engine, ())
-        found[choice] = Candidate(index, choice, str(graph.get_plan_name_at_index(index)))
+        found[choice] = _candidate(graph, index, choice, frontend)
     return found
+
+
+def _candidate(graph: Any, index: int, choice: Choice, frontend: Any) -> Candidate:
+    notes = graph.get_behavior_notes_for_plan_at_index(index)
+    compiled = frontend.behavior_note.RUNTIME_COMPILATION in notes
+    return Candidate(index, choice, str(graph.get_plan_name_at_index(index)), compiled)
 
 
 def readable_reasons(message: str) -> list[str]:

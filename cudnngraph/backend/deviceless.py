@@ -36,7 +36,6 @@ class Listed:
     """
 
     candidate: Candidate
-    runtime_compiled: bool
     workspace_bytes: int | None
     allowed: bool
     reason: str = ""
@@ -62,10 +61,9 @@ def examine(
     graph = lowered.graph
     refused = (frontend.cudnnGraphNotSupportedError, RuntimeError)
     restrict(lowered, spec, replace(policy, workspace_limit=None), frontend)
-    compiled = {c.index: _runtime_compiled(graph, c.index, frontend) for c in candidates}
     errors: dict[int, str] = {}
     for candidate in candidates:
-        if not compiled[candidate.index]:
+        if not candidate.runtime_compiled:
             try:
                 graph.build_plan_at_index(candidate.index)
             except refused as error:
@@ -85,13 +83,8 @@ def examine(
                 message = str(error)
         passed_over = why_passed_over(candidate, spec, policy, capability)
         reason = passed_over or _why_not(message, need, policy)
-        listed.append(Listed(candidate, compiled[candidate.index], need, not reason, reason))
+        listed.append(Listed(candidate, need, not reason, reason))
     return tuple(listed)
-
-
-def _runtime_compiled(graph: Any, index: int, frontend: Any) -> bool:
-    notes = graph.get_behavior_notes_for_plan_at_index(index)
-    return frontend.behavior_note.RUNTIME_COMPILATION in notes
 
 
 def _why_not(message: str, need: int | None, policy: Policy) -> str:

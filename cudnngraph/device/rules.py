@@ -186,6 +186,42 @@ class DeviceRules:
         alternative="one plan",
         stage="cut",
     )
+    product_epilogue_us_per_gflop: float = _measured(
+        0.2,
+        "microseconds for each 10^9 operations",
+        "what a 16-bit product loses in a plan that is compiled at run time for its epilogue",
+        page="h200-products.md",
+        alternative="one plan",
+    )
+    product_residual_us_per_gflop: float = _measured(
+        0.8,
+        "microseconds for each 10^9 operations",
+        "the same where the epilogue reads a tensor as large as its result",
+        page="h200-products.md",
+        alternative="one plan",
+    )
+    product_start_us: float = _measured(
+        10.0,
+        "microseconds",
+        "what a 16-bit product of cuBLASLt's takes longer than such a plan, but for its operations "
+        "and but for residuals",
+        page="h200-products.md",
+        alternative="one plan",
+    )
+    kernel_bytes_per_us: int = _measured(
+        5_000_000,
+        "bytes for each microsecond",
+        "how much a generated kernel behind a product moves",
+        page="h200-products.md",
+        alternative="one plan",
+    )
+    kernel_launch_us: float = _measured(
+        1.5,
+        "microseconds",
+        "what one more kernel takes that moves nothing",
+        page="h200-products.md",
+        alternative="one plan",
+    )
     rms_norm_by_matmul_max_row: int = _measured(
         128,
         "values of a row",

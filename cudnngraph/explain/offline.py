@@ -287,7 +287,7 @@ class _Walk:
                 plan.candidate.choice.engine,
                 plan.candidate.choice.knobs,
                 plan.workspace_bytes,
-                plan.runtime_compiled,
+                plan.candidate.runtime_compiled,
                 plan.allowed,
                 plan.reason,
             )

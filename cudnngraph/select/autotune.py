@@ -80,7 +80,7 @@ def autotune(
     if kernels is not None:
         made = {name for step in steps for name in step.spec.tensors}
         graph = next(each for each in graphs if made <= set(each.spec.tensors))
-        steps, built = joined(graph, steps, built, kernels, bench)
+        steps, built = joined(graph, steps, built, kernels, bench, search.known)
     return Selection.of(spec, steps, built)
 
 

@@ -20,7 +20,9 @@ from ..partition.cuts import cuts, subgraph_of
 from ..partition.regions import regions
 from ..policy import Policy
 from ..rewrite.passes import legalize
+from . import epilogues
 from .decision import ALIAS, NO_KERNELS, Decision, Selection, StepPlan
+from .epilogues import Apart
 from .kernels import Item, Kernels, grown
 from .rules import why_not_cudnn, why_split
 
@@ -29,6 +31,7 @@ Checked = Callable[[Sequence[tuple[GraphSpec, Choice]]], "list[Plan | str]"]
 
 GENERATED = "a generated kernel"
 BETWEEN = "a kernel is generated for what lies between plans"
+BY_TORCH = "one call of torch's, which cuBLASLt runs"
 
 
 def _nothing_ahead(parts: Iterable[GraphSpec]) -> None:
@@ -75,7 +78,7 @@ def choose(
     if policy.fallback == "error":
         plan, outcomes = build(spec)
         return Selection((_planned(spec, plan, outcomes, ()),), (plan,))
-    return _Cut(CutGraph(spec), build, expect, kernels, checked).selection()
+    return _Cut(CutGraph(spec), policy, build, expect, kernels, checked).selection()
 
 
 class _Cut:
@@ -84,12 +87,14 @@ class _Cut:
     def __init__(
         self,
         graph: CutGraph,
+        policy: Policy,
         build: Build,
         expect: Callable[[Iterable[GraphSpec]], None],
         kernels: Kernels | None,
         checked: Checked | None,
     ) -> None:
         self._graph = graph
+        self._torch_too = not policy.deterministic  # torch's products promise no equal bits
         self._build = build
         self._expect = expect
         self._kernels = kernels if checked is not None else None
@@ -98,6 +103,7 @@ class _Cut:
         self._items: list[Item] = []
         self._found: dict[Group, tuple[StepPlan, Plan | None]] = {}
         self._earlier: dict[Group, tuple[Decision, ...]] = {}
+        self._ways_apart: dict[Group, Apart | None] = {}
 
     def selection(self) -> Selection:
         """Cut it, and choose for each part."""
@@ -154,6 +160,11 @@ class _Cut:
             self._items.append(Item(nodes, open=True))
             self._earlier[nodes] = earlier
             return
+        way = self._apart(nodes)
+        if way is not None:
+            refusal = Decision(f"'{part.name}' as one plan", False, way.reason)
+            self._resolve_apart(way, (*earlier, refusal))
+            return
         found, refused = self._attempt(part)
         if found is not None:
             plan, outcomes = found
@@ -167,6 +178,31 @@ class _Cut:
         self._ahead(below[0])
         for index, group in enumerate(below[0]):
             self._resolve(group, (*earlier, *refused) if index == 0 else ())
+
+    def _apart(self, nodes: Group) -> Apart | None:
+        """How a product is to be parted from what stands behind it, None if it is not."""
+        kernels = self._kernels if self._open else None
+        if kernels is None or kernels.why_none is not None:
+            return None
+        if nodes not in self._ways_apart:
+            way = None
+            if why_split(subgraph_of(self._graph, nodes)) is None:
+                way = epilogues.apart(self._graph, nodes, kernels, torch_too=self._torch_too)
+            self._ways_apart[nodes] = way
+        return self._ways_apart[nodes]
+
+    def _resolve_apart(self, way: Apart, earlier: tuple[Decision, ...]) -> None:
+        """Choose for a product and what is apart from it; its step tells what was decided."""
+        if way.before:
+            self._resolve(way.before, ())
+        if way.by_torch:
+            part = subgraph_of(self._graph, way.front)
+            decisions = (*earlier, Decision("torch", True, BY_TORCH))
+            self._add(Item(way.front), StepPlan(part, None, 0, decisions), None)
+        else:
+            self._resolve(way.front, earlier)
+        if way.rest:
+            self._resolve(way.rest, ())
 
     def _add(self, item: Item, step: StepPlan, plan: Plan | None) -> None:
         self._items.append(item)
@@ -202,12 +238,18 @@ class _Cut:
 
     def _ahead(self, groups: Iterable[Group]) -> None:
         """Say which parts will be asked for."""
-        whole = (
-            subgraph_of(self._graph, group)
-            for group in groups
-            if not (len(group) == 1 and self._graph.is_free(group[0])) and not self._is_open(group)
-        )
-        self._expect(part for part in whole if why_split(part) is None)
+        asked: list[GraphSpec] = []
+        for group in groups:
+            way = self._apart(group)
+            while way is not None and not way.by_torch:
+                group, way = way.front, self._apart(way.front)
+            free = len(group) == 1 and self._graph.is_free(group[0])
+            if way is not None or free or self._is_open(group):
+                continue
+            part = subgraph_of(self._graph, group)
+            if why_split(part) is None:
+                asked.append(part)
+        self._expect(asked)
 
 
 def _planned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..backend.plan import Choice, Plan
 from ..ir.spec import GraphSpec
@@ -11,7 +11,12 @@ from ..partition.cuts import subgraph_of
 from .bench import Bench
 from .config import FINAL_ROUNDS
 from .decision import Decision, StepPlan
+from .epilogues import behind_product
 from .kernels import Item, Kernels, grown
+from .search import Variant, step_plan
+
+Step = tuple[StepPlan, Plan | None]
+Best = Callable[[GraphSpec], "Variant | None"]
 
 
 def joined(
@@ -20,14 +25,18 @@ def joined(
     built: Sequence[Plan | None],
     kernels: Kernels,
     bench: Bench,
+    best: Best,
 ) -> tuple[list[StepPlan], list[Plan | None]]:
     """The steps and their plans, with a kernel in place of those that it does faster together.
 
     ``steps`` were measured one by one; those of other nodes than the graph's stay as they are.
+    ``best`` is the fastest way that was measured of a step. The plan of a product gives up what
+    stands behind it where a kernel of that and of the steps behind is faster.
     """
     nodes = {node.name: node for node in graph.spec.nodes}
-    known: dict[Group, tuple[StepPlan, Plan | None]] = {}
+    known: dict[Group, Step] = {}
     items: list[Item] = []
+    plans: list[Item] = []
     for step, plan in zip(steps, built, strict=True):
         group = compute_nodes(step.spec.nodes)
         mine = all(nodes.get(node.name) == node for node in group)
@@ -36,7 +45,11 @@ def joined(
         open_ = can and isinstance(kernels.choice(graph, group), Choice)
         items.append(Item(group, open=open_, free=free))
         known[group] = step, plan
-    chosen: list[tuple[StepPlan, Plan | None]] = []
+        if mine and step.kind == "cudnn":
+            plans.append(items[-1])
+    for item in plans:
+        items = _given_up(graph, item, items, known, kernels, bench, best)
+    chosen: list[Step] = []
     for item in grown(graph, items, kernels):
         if item.nodes in known:
             chosen.append(known[item.nodes])
@@ -47,13 +60,57 @@ def joined(
     return [step for step, _ in chosen], [plan for _, plan in chosen]
 
 
-def _faster(
-    spec: GraphSpec,
-    parts: Sequence[tuple[StepPlan, Plan | None]],
+def _given_up(
+    graph: CutGraph,
+    item: Item,
+    items: list[Item],
+    known: dict[Group, Step],
     kernels: Kernels,
     bench: Bench,
-) -> tuple[StepPlan, Plan | None] | None:
-    """The fastest kernel for a region, if it takes less time than its parts one by one."""
+    best: Best,
+) -> list[Item]:
+    """The items, with a bare product in place of one with an epilogue, if a kernel of the epilogue
+    and of steps behind it makes up for that; ``known`` has both then."""
+    product = behind_product(graph, item.nodes)
+    if product is None:
+        return items
+    front, behind = product
+    spec = subgraph_of(graph, front)
+    way = best(spec)
+    if way is None or not isinstance(kernels.choice(graph, behind), Choice):
+        return items
+    at = items.index(item)
+    parted = [*items[:at], Item(front), Item(behind, open=True), *items[at + 1 :]]
+    names = Item(behind).names
+    whole = next((each for each in grown(graph, parted, kernels) if names < each.names), None)
+    if whole is None:
+        return items
+    mine = [each for each in items if each is item or each.names <= whole.names]
+    parts = [known[each.nodes] for each in mine]
+    made = subgraph_of(graph, whole.nodes)
+    one = _faster(made, parts, kernels, bench, beside_us=way.time_us)
+    if one is None or (way.plan is not None and bench.why_wrong(spec, way.plan) is not None):
+        return items
+    plan = None if way.choice is None else bench.replay(spec, way.choice)
+    subject = "torch" if way.choice is None else str(way.choice)
+    reason = "the fastest, with the kernel behind it"
+    told = Decision(subject, True, reason, way.choice, way.workspace_bytes, way.time_us)
+    known[front] = step_plan(spec, way, plan, (told,)), plan
+    known[whole.nodes] = one
+    left = [each for each in parted if not each.names <= whole.names]
+    return [*left, Item(whole.nodes, open=True)]
+
+
+def _faster(
+    spec: GraphSpec,
+    parts: Sequence[Step],
+    kernels: Kernels,
+    bench: Bench,
+    *,
+    beside_us: float = 0.0,
+) -> Step | None:
+    """The fastest kernel for a region, if it takes less time than its parts one by one, with
+    ``beside_us`` of what else is to run then."""
     label = " | ".join(" ".join(node.op for node in compute_nodes(s.spec.nodes)) for s, _ in parts)
     apart = sum(step.time_us or 0.0 for step, _ in parts)
     choices = kernels.choices(spec)
@@ -63,12 +120,13 @@ def _faster(
         return None
     times = bench.times_us(spec, plans, FINAL_ROUNDS)
     measured = [(t, n) for n, t in enumerate(times) if not isinstance(t, str)]
-    if not measured or min(measured)[0] >= apart:
+    if not measured or min(measured)[0] + beside_us >= apart:
         return None
     time_us, best = min(measured)
+    ratio = apart / (time_us + beside_us)
     plan = bench.replay(spec, plans[best].choice)
     decisions = [
-        Decision(f"steps {label}"[:300], False, f"{apart / time_us:.2f} times the time"),
+        Decision(f"steps {label}"[:300], False, f"{ratio:.2f} times the time"),
         Decision(str(plan.choice), True, "the fastest", plan.choice, plan.workspace_bytes, time_us),
     ]
     for other, each in measured:

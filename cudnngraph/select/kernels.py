@@ -217,7 +217,8 @@ def _joined(
 def _views_between(
     graph: CutGraph, source: Item, item: Item, home: dict[str, Item]
 ) -> list[Item] | None:
-    """The views by which an item reads another one; None if others read them too."""
+    """The views by which an item reads another one; None if others read them too, unless it is
+    such a view alone that others read: the kernel writes that then."""
     found: dict[int, Item] = {}
     stack = [name for node in item.nodes for name in node.operands]
     while stack:
@@ -227,11 +228,15 @@ def _views_between(
         found[id(view)] = view
         stack += [name for node in view.nodes for name in node.operands]
     reaches = [view for view in found.values() if _reads(view, source, home)]
-    names = {name for view in reaches for name in view.names}
-    inside = {node.name for view in (*reaches, item) for node in view.nodes}
-    for name in names:
+    inside = {node.name for each in (source, *reaches, item) for node in each.nodes}
+
+    def leaves(name: str) -> bool:
         users = graph.readers.get(name, ())
-        if name in graph.spec.outputs or any(user.name not in inside for user in users):
+        return name in graph.spec.outputs or any(user.name not in inside for user in users)
+
+    for view in reaches:
+        seen = [name for node in view.nodes for name in node.operands if leaves(name)]
+        if seen and any(map(leaves, view.names)):
             return None
     return reaches
 

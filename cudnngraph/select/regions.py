@@ -199,7 +199,8 @@ class RegionSearch:
         )
         built = [self._plan(place) for place in places]
         if self._kernels is not None:
-            steps, built = joined(self._graph, steps, built, self._kernels, self._bench)
+            best = Search(self._policy, self._bench, None, self._steps).known
+            steps, built = joined(self._graph, steps, built, self._kernels, self._bench, best)
         return Selection(tuple(steps), tuple(built), dense=dense)
 
     def _begun(self, spec: GraphSpec, group: Group) -> _Begun:

@@ -485,6 +485,11 @@ class Search:
         finally:
             way.time_us = kept
 
+    def known(self, spec: GraphSpec) -> Variant | None:
+        """The fastest way that was measured of a step, whatever part it is of."""
+        step = self._steps.get(step_digest(spec))
+        return None if step is None else step.best()
+
     def progress(self) -> tuple[int, int]:
         """Return how many candidates were built, and how many might be."""
         steps = list(self._steps.values())

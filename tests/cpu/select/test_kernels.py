@@ -189,6 +189,46 @@ def test_what_cudnn_refuses_grows_into_one_kernel() -> None:
     assert taken(chosen(block())) == [(CONV, 3), (EPILOGUE, KERNEL)]
 
 
+def added(rows: int = 512, blocks: int = 1) -> GraphSpec:
+    """Products with a bias and a residual, each with a norm behind it."""
+    g = cg.Graph("added")
+    x, total = (g.input(name, (rows, 320), F16) for name in "xr")
+    for n in range(blocks):
+        w, b = g.input(f"w{n}", (320, 320), F16), g.input(f"b{n}", (320,), F16)
+        total = g.add(g.add(g.matmul(x, w), b), total)
+        x = g.layer_norm(total, *(g.input(f"{name}{n}", (320,), F16) for name in "st"))
+    g.output("y", x)
+    g.output("sum", total)
+    return g.spec()
+
+
+WITH_RESIDUAL, NORMED = "matmul add add", "add add layer_norm"
+
+
+@pytest.mark.parametrize("blocks", [1, 4], ids=["small", "by regions"])
+@pytest.mark.parametrize("wrong", [None, "writes elsewhere"])
+def test_a_plan_gives_up_its_epilogue_to_a_kernel_that_goes_on_to_a_norm(
+    blocks: int, wrong: str | None
+) -> None:
+    """One plan and the norm take 12.8 us, a bare product with two kernels 12.9, with one 10.5."""
+    plans = {WITH_RESIDUAL: [Offer(9.8)], "matmul": [Offer(6.5, wrong=wrong)]}
+    took = {"add add": 3.4, "layer_norm": 3.0, NORMED: 4.0}
+    bench = KernelBench(plans, lambda spec, choice: took.get(ops(spec), 50.0))
+    selection = run(added(blocks=blocks), bench)
+    apart = [("matmul", 0), (NORMED, KERNEL)] * blocks
+    whole = [(WITH_RESIDUAL, 0), ("layer_norm", KERNEL)] * blocks
+    assert sorted(taken(selection), key=str) == sorted(whole if wrong else apart, key=str)
+    if not wrong:
+        first = selection.steps[[ops(s.spec) for s in selection.steps].index("matmul")]
+        assert first.decisions[-1].reason == "the fastest, with the kernel behind it"
+        reads = {name for step in selection.steps for name in step.spec.inputs}
+        made = {name for step in selection.steps for name in step.spec.outputs}
+        assert reads <= {*added(blocks=blocks).inputs} | made
+    took[NORMED] = 6.4  # 12.9 with the product
+    bench = KernelBench(plans, lambda spec, choice: took.get(ops(spec), 50.0))
+    assert sorted(taken(run(added(blocks=blocks), bench)), key=str) == sorted(whole, key=str)
+
+
 def test_nothing_is_joined_around_what_runs_elsewhere() -> None:
     """x + 1 is read by the product and by the sum behind it: one kernel would wait for itself."""
     g = cg.Graph("around")

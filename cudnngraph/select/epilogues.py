@@ -1,0 +1,155 @@
+"""Whether what stands behind a product of matrices is part of its plan, or a kernel behind it.
+
+A plan with an epilogue is compiled at run time, and its product is slower than one by cuBLASLt,
+most of all where it reads another tensor as large as its result. A kernel behind the product moves
+more bytes, unless it goes on to a norm that would read them anyway. Which of both takes less is
+estimated; :class:`~cudnngraph.device.rules.DeviceRules` has the numbers. Behind convolutions
+cuDNN's plans are as fast as the convolution and a kernel, but for a few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backend.plan import Choice
+from ..device.rules import rules
+from ..executor.linear import runs_whole
+from ..ir.spec import Node
+from ..ops.base import LOW_PRECISION
+from ..ops.table import OPS
+from ..partition.analysis import CutGraph, Group
+from ..partition.cuts import subgraph_of
+from .kernels import Kernels
+
+MOST_VIEWS = 4  # between a kernel and what reads it
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The steps of a product and its epilogue: what runs before, the product with what it takes
+    along, by torch or not, and a kernel of the rest; and why."""
+
+    before: Group
+    front: Group
+    rest: Group
+    by_torch: bool
+    reason: str
+
+
+def apart(graph: CutGraph, nodes: Group, kernels: Kernels, *, torch_too: bool) -> Apart | None:
+    """How a product is to be parted from its epilogue, or None if one plan is expected to be
+    faster. With ``torch_too`` it may be a call of torch's, which has some epilogues. ``kernels`` is
+    a GPU's on which some can be generated."""
+    product = _product(graph, nodes)
+    if product is None:
+        return None
+    casts = _casts(graph, nodes)
+    if casts:
+        rest = tuple(node for node in nodes if node not in casts)
+        reason = "a bias is cast with the weights, since a product that casts one is slower"
+        return Apart(casts, rest, (), False, reason)
+    lost_us = _lost_us(graph, nodes, product)
+    lost = f"a plan compiled at run time would lose about {lost_us:.1f} us on the product"
+    if lost_us <= 0.0:
+        return None
+    if torch_too and runs_whole(subgraph_of(graph, nodes)):
+        return Apart((), nodes, (), True, f"{lost}; torch has it as one call")
+    behind = tuple(node for node in nodes if node is not product)
+    if not isinstance(kernels.choice(graph, behind), Choice):
+        return None
+    more_us = _more_us(graph, nodes, product, behind, kernels)
+    if more_us >= lost_us:
+        return None
+    reason = f"{lost}; a kernel behind it takes about {max(more_us, 0.0):.1f} us more"
+    return Apart((), (product,), behind, False, reason)
+
+
+def _product(graph: CutGraph, nodes: Group) -> Node | None:
+    """The one product of 16-bit data, with pointwise ops around it."""
+    anchors = [node for node in nodes if graph.is_anchor(node)]
+    if len(anchors) != 1 or len(nodes) < 2 or anchors[0].op != "matmul":
+        return None
+    (product,) = anchors
+    (made,) = product.results
+    data = graph.crossing(product.operands[0]).dtype
+    if data not in LOW_PRECISION or graph.crossing(made).dtype != data:
+        return None  # it would have to hand on float32, which few engines write
+    inside = {name for node in nodes for name in node.results}
+    return None if inside & set(product.operands) else product
+
+
+def behind_product(graph: CutGraph, nodes: Group) -> tuple[Group, Group] | None:
+    """The product of 16-bit data among the nodes, and the pointwise ops around it."""
+    product = _product(graph, nodes)
+    if product is None:
+        return None
+    return (product,), tuple(node for node in nodes if node is not product)
+
+
+def _casts(graph: CutGraph, nodes: Group) -> Group:
+    """The casts of vectors that may be one launch with other casts of the graph's inputs."""
+
+    def is_first(node: Node) -> bool:
+        return node.op == "cast" and node.operands[0] in graph.spec.inputs
+
+    tensors = graph.spec.tensors
+    found = tuple(n for n in nodes if is_first(n) and len(tensors[n.results[0]].shape) == 1)
+    others = any(is_first(node) and node not in nodes for node in graph.spec.nodes)
+    return found if others else ()
+
+
+def _lost_us(graph: CutGraph, nodes: Group, product: Node) -> float:
+    """What a plan of all the nodes loses on the product, beside cuBLASLt's."""
+    spec, measured = graph.spec, rules()
+    size = spec.tensors[product.results[0]].numel
+    gflop = 2e-9 * spec.tensors[product.operands[0]].shape[-1] * size
+    inside = {name for node in nodes for name in node.results}
+    read = {name for node in nodes if node is not product for name in node.operands} - inside
+    if any(spec.tensors[name].numel >= size for name in read):
+        return gflop * measured.product_residual_us_per_gflop
+    return gflop * measured.product_epilogue_us_per_gflop - measured.product_start_us
+
+
+def _more_us(
+    graph: CutGraph, nodes: Group, product: Node, behind: Group, kernels: Kernels
+) -> float:
+    """What a kernel behind the product takes, less what it saves."""
+    whole, alone, rest = (_moved(graph, part) for part in (nodes, (product,), behind))
+    readers = _readers(graph, nodes)
+    saved = max((_saved(graph, behind, each, kernels) for each in readers), default=0)
+    measured = rules()
+    launch_us = 0.0 if saved else measured.kernel_launch_us
+    return (alone + rest - whole - saved) / measured.kernel_bytes_per_us + launch_us
+
+
+def _moved(graph: CutGraph, nodes: Group) -> int:
+    """Bytes of what a step reads and writes, each tensor once."""
+    spec = subgraph_of(graph, nodes)
+    tensors = [spec.tensors[name] for name in (*spec.inputs, *spec.outputs)]
+    return sum(each.numel * each.dtype.itemsize for each in tensors)
+
+
+def _readers(graph: CutGraph, nodes: Group) -> list[Group]:
+    """Ops elsewhere that read what these make, each with the views by which it does."""
+    mine = {node.name for node in nodes}
+    found: dict[str, Group] = {}
+    stack: list[tuple[str, Group]] = [(name, ()) for node in nodes for name in node.results]
+    while stack:
+        name, views = stack.pop()
+        for user in graph.readers.get(name, ()):
+            if user.name in mine or user.name in found:
+                continue
+            if not OPS[user.op].view:
+                found[user.name] = (*views, user)
+            elif len(views) < MOST_VIEWS:
+                stack += [(made, (*views, user)) for made in user.results]
+    return list(found.values())
+
+
+def _saved(graph: CutGraph, behind: Group, reader: Group, kernels: Kernels) -> int:
+    """Bytes that a kernel of both does not move which two kernels would; 0 if there is none."""
+    place, last = graph.place, reader[-1:]
+    both = tuple(sorted((*behind, *reader), key=lambda node: place[node.name]))
+    if not all(isinstance(kernels.choice(graph, part), Choice) for part in (last, both)):
+        return 0
+    return max(0, _moved(graph, behind) + _moved(graph, last) - _moved(graph, both))
