@@ -45,6 +45,7 @@ from .aten_ops import (
     meant,
 )
 from .export import HasGraph, export, last_line
+from .frames import frame_of, is_frame
 from .results import Result, results_of
 from .rules.base import Arguments, Rule, Skip, gives_many, reads, spread
 from .rules.norm import Norm, norm_of
@@ -250,9 +251,15 @@ class Importer:
             and seen.dim() == 4
             and seen.shape[1] == 3
             and seen.dtype in LOW_PRECISION
-            and bool(node.users)
-            and all(self._convolves(user, node) for user in node.users)
+            and bool(self._convolutions(node))
+            and all(self._convolves(user, node) for user in self._convolutions(node))
         )
+
+    def _convolutions(self, image: torch.fx.Node) -> list[torch.fx.Node]:
+        """The readers of an image, those behind a frame of zeros too."""
+        return [
+            reader for user in image.users for reader in (user.users if is_frame(user) else (user,))
+        ]
 
     def _convolves(self, user: torch.fx.Node, image: torch.fx.Node) -> bool:
         """Whether a node is a convolution of the image by a weight that is constant."""
@@ -261,7 +268,9 @@ class Importer:
         given = forms.bind_arguments(user.target, user.args, user.kwargs)
         weight = given["weight"]
         constant = isinstance(weight, torch.fx.Node) and weight.name in self.constants
-        return given["input"] is image and constant and given["groups"] == 1
+        frame = frame_of(user)
+        read = given["input"] if frame is None else frame[0]
+        return read is image and constant and given["groups"] == 1
 
     def _side_by_side(self, node: torch.fx.Node, columns: int) -> int:
         """The number of columns of a three-channel image to read as channels.
@@ -271,11 +280,12 @@ class Importer:
         if not rules().patches_as_channels:
             return 1
         widths = set[int]()
-        for user in node.users:
+        for user in self._convolutions(node):
             given = forms.bind_arguments(user.target, user.args, user.kwargs)
             width = self.constants[given["weight"].name].shape[3]
             window = tuple(spread(given[key], 2)[1] for key in ("stride", "padding", "dilation"))
-            widths.add(width if window == (width, 0, 1) else 1)
+            whole = window == (width, 0, 1) and frame_of(user) is None
+            widths.add(width if whole else 1)
         width = widths.pop()
         return 1 if widths or columns % width else width
 
@@ -321,6 +331,8 @@ class Importer:
                 self._known_shape(seen)
             elif isinstance(seen, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._refused("its result depends on the numbers in a tensor")
+        if args and isinstance(args[0], Value) and self.packed(args[0]) and is_frame(node):
+            return args[0]  # convolutions alone read it, and set the frame themselves
         rule = RULES.get(target.overloadpacket)
         if rule is not None:
             made = self._by_rule(rule, node, target, args, kwargs)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import cudnngraph as cg
@@ -47,3 +48,31 @@ def test_a_residual_stream_behind_convolutions_of_a_signal_lies_in_rows(driver: 
         tensors = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
         assert all(form.stride[-1] == 1 for form in tensors if len(form.shape) == 3), step.ops
     assert not any(step.runs_on == "torch" for step in steps)
+
+
+class Stem(nn.Module):
+    """Convolutions with padding behind an image alone, before a pooling that pads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(3, 32, 3, 2), nn.Conv2d(32, 32, 3, 2, groups=32), nn.Conv2d(32, 64, 3, 2)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = F.silu(conv(F.pad(x, (0, 1, 0, 1))))
+        return F.avg_pool2d(F.pad(x, (0, 1, 0, 1)), 3, 2)
+
+
+def test_zeros_around_images_are_padding_and_copied_in_their_layout(driver: None) -> None:
+    steps = planned(Stem(), 2, 3, 64, 64)
+    assert kinds(steps) == {
+        "conv bias silu: cuDNN": 2,
+        "conv bias silu: kernel": 1,
+        "expand: kernel": 2,  # into their slices of what the pooling reads, as the convolution
+        "conv: kernel": 1,  # the pooling
+    }
+    for step in steps:
+        forms = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
+        assert all(1 in (f.shape[1], f.stride[1]) for f in forms if len(f.shape) == 4), step.ops

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...graph.value import Value
+from ..frames import Pairs, frame_of
 from .base import Arguments, Rule, Skip, spread
 from .norm import Norm
 
@@ -22,6 +24,10 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     x, weight, bias = c.value(a["input"]), a["weight"], a["bias"]
     if len(x.shape) != rank + 2:
         raise Skip
+    frame = None if transposed else frame_of(c.node)
+    padded = not isinstance(padding, str) and (any(padding) or frame is not None)
+    if frame is not None:
+        x, padding = c.value(c.env[frame[0]]), _around(frame[1], padding)
     options: dict[str, Any] = {
         "stride": spread(a["stride"], rank),
         "padding": padding,
@@ -33,7 +39,6 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
     before = norm = None
     if isinstance(weight, torch.Tensor) and isinstance(bias, (torch.Tensor, NoneType)):
         dtype = weight.dtype
-        padded = not isinstance(padding, str) and any(padding)
         if a["groups"] == 1 == math.prod(weight.shape[2:]) and not (transposed or padded):
             before = c.preceding_norm()
         norm = c.following_norm()
@@ -62,6 +67,12 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
         if folded is not None and y.spec is not None:
             c.folded[folded[0]] = c.node
     return y
+
+
+def _around(frame: Pairs, padding: Sequence[int]) -> Pairs:
+    """The padding of a convolution with a frame of zeros around its image."""
+    pairs = zip(frame, padding, strict=True)
+    return tuple((before + n, behind + n) for (before, behind), n in pairs)
 
 
 def _fold_norm_before(

@@ -18,6 +18,7 @@ from ...ir.spec import (
 )
 from ...ops import meta as forms
 from ...ops.base import FLOATS
+from ...ops.checks import like_order
 from ...ops.views import order
 from ..aten_ops import CONVOLUTION_NAMES, MEANS, OF_BATCHES, UPSAMPLES
 from .base import Arguments, Rule, Skip, first
@@ -51,11 +52,14 @@ def _full(number: float | None) -> Rule:
 
 
 def _filled(c: Importer, shape: Sequence[int], like: Value, number: float) -> Value:
-    """A tensor of one number in the dtype of another."""
+    """A tensor of one number in the dtype of another of its rank, and laid out as that is."""
     one = scalar(c.g, number)
     if like.dtype != torch.float32:
         one = c.constant(torch.full((), number, dtype=like.dtype, device=c.device))
-    return c.g.expand(one, tuple(shape), ())
+    made = c.g.expand(one, tuple(shape), ())
+    if made.spec is not None and like.spec is not None:
+        set_stride(made, dense_strides(tuple(shape), like_order(like.spec)))
+    return made
 
 
 def between(c: Importer, x: Value, dim: int, before: int, behind: int, number: float) -> Value:
