@@ -1,4 +1,4 @@
-"""Make views of operands in memory, and move views behind the epilogue of a matmul."""
+"""Make views of operands in memory, and move views behind the epilogue of a product."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def alias_views(spec: GraphSpec) -> GraphSpec:
 def sink_views(spec: GraphSpec) -> GraphSpec:
     """The graph in which what is shown of a product is shown behind the pointwise ops that read it.
 
-    So they are part of the product's plan: the bias of a projection that torch adds behind a
-    reshape, a residual behind a transposition.
+    So they are part of the plan of the matmul or convolution: the bias of a projection that torch
+    adds behind a reshape, a residual behind a transposition, the activation of an image as rows.
     """
-    if not any(node.op == "matmul" for node in spec.nodes):
+    if not any(map(_multiplies, spec.nodes)):
         return spec
     graph = CutGraph(spec)
     for node in spec.nodes:
@@ -96,6 +96,10 @@ def views_of(graph: CutGraph, name: str) -> tuple[list[Node], str]:
     return [], name
 
 
+def _multiplies(node: Node) -> bool:
+    return node.op == "matmul" or OPS[node.op].has("convolution")
+
+
 def _of_product(graph: CutGraph, name: str) -> bool:
     """Whether a tensor is a product, or made of one by ops that may be part of its plan."""
     tensors = graph.spec.tensors
@@ -104,10 +108,10 @@ def _of_product(graph: CutGraph, name: str) -> bool:
         node = graph.producer.get(left.pop())
         if node is None or node.name in seen:
             continue
-        if node.op == "matmul":
+        if _multiplies(node):
             return True
         seen.add(node.name)
-        if OPS[node.op].has("sinks_views"):
+        if OPS[node.op].has("sinks_views") or node.op == "bias":  # a convolution's own
             left += [each for each in node.operands if tensors[each].shape == shape]
     return False
 

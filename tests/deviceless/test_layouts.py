@@ -76,3 +76,24 @@ def test_zeros_around_images_are_padding_and_copied_in_their_layout(driver: None
     for step in steps:
         forms = [step.spec.tensors[name] for name in (*step.spec.inputs, *step.spec.outputs)]
         assert all(1 in (f.shape[1], f.stride[1]) for f in forms if len(f.shape) == 4), step.ops
+
+
+class Tokens(nn.Module):
+    """A depthwise convolution between two projections of tokens, as SegFormer has it."""
+
+    def __init__(self, features: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(features, 2 * features), nn.Linear(2 * features, features)
+        self.conv = nn.Conv2d(2 * features, 2 * features, 3, padding=1, groups=2 * features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).transpose(1, 2)
+        y = self.conv(y.reshape(*y.shape[:2], 8, 8)).flatten(2).transpose(1, 2)
+        z: torch.Tensor = self.down(F.gelu(y))
+        return z
+
+
+def test_the_activation_of_a_convolution_seen_as_tokens_is_part_of_its_kernel(driver: None) -> None:
+    steps = planned(Tokens(), 2, 64, 32)
+    assert [" ".join(step.ops) for step in steps] == ["matmul add", "conv bias gelu", "matmul add"]
+    assert [step.runs_on for step in steps] == ["cuDNN", "kernel", "cuDNN"]

@@ -235,3 +235,38 @@ def test_long_chains_of_pointwise_ops_are_walked_once() -> None:
     z = g.reshape(y, (-1,))
     g.output("z", g.add(z, z))
     assert "matmul" in ops(sink_views(g.spec()))
+
+
+def convolved(
+    layout: Any, *, groups: int = 1, biased: bool = True, rows: bool = False
+) -> GraphSpec:
+    """An activation of an image that is shown as tokens: (B, S, C)."""
+    g = cg.Graph("tokens")
+    x = g.input("x", (B, E, 3, 4), F16, layout=layout)
+    w = g.input("w", (E, E // groups, 3, 3), F16, layout=layout)
+    y = g.conv(x, w, padding=1, groups=groups)
+    y = g.bias(y, g.input("b", (E,), F16)) if biased else y
+    shown = g.gelu(g.transpose(g.reshape(y, (B, E, 12)), 1, 2))
+    if rows:
+        shown = g.mul(shown, g.input("gain", (E,), F16))
+    g.output("y", g.exp(shown))
+    return canonical(g.spec())
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("groups", [1, E])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_activation_of_an_image_as_tokens_stands_behind_the_convolution(
+    layout: Any, groups: int, biased: bool
+) -> None:
+    spec = convolved(layout, groups=groups, biased=biased)
+    ready = prepared(spec)
+    assert ops(ready) == ["conv", *["bias"] * biased, "gelu", "reshape", "transpose", "exp"]
+    same_numbers(spec, ready)
+
+
+def test_a_factor_for_each_channel_of_tokens_stays_behind_the_views() -> None:
+    spec = convolved("channels_last", rows=True)
+    ready = prepared(spec)
+    assert ops(ready) == ["conv", "bias", "gelu", "reshape", "transpose", "mul", "exp"]
+    same_numbers(spec, ready)
