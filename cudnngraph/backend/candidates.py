@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import NotSupported
-from ..ir.spec import GraphSpec
+from ..ir.spec import GraphSpec, numel
+from ..ops.base import LOW_PRECISION
 from ..ops.table import OPS
 from ..policy import Policy
 from . import env, handles
@@ -90,6 +92,27 @@ def propose(
     if every:
         found |= _unranked(graph, {choice.engine for choice in found}, frontend)
     return list(found.values())
+
+
+#: A quirk of cuDNN (9.19 to 9.28): the engines of convolutions that have no tensor cores, which its
+#: ranking has first for 16-bit images of single pixels and, say, 150 channels.
+_PLAIN_ENGINES = frozenset({0, 11, 35})
+#: The channels of a window and of a result from which on tensor cores are the faster ones.
+_FEWEST_PRODUCTS, _FEWEST_CHANNELS = 64, 32
+
+
+def tensor_cores_first(candidates: Sequence[Candidate], spec: GraphSpec) -> list[Candidate]:
+    """The ranking for ``spec`` with plans without tensor cores last, if it is a large enough
+    convolution of 16-bit data by one group of weights."""
+    nodes = [node for node in spec.nodes if OPS[node.op].has("convolution")]
+    if len(nodes) != 1 or nodes[0].op != "conv" or nodes[0].attr("groups") > 1:
+        return list(candidates)
+    weight = spec.tensors[nodes[0].operands[1]]
+    channels, products = weight.shape[0], numel(weight.shape[1:])
+    large = channels >= _FEWEST_CHANNELS and products >= _FEWEST_PRODUCTS
+    if weight.dtype not in LOW_PRECISION or not large:
+        return list(candidates)
+    return sorted(candidates, key=lambda each: each.choice.engine in _PLAIN_ENGINES)
 
 
 def _unranked(graph: Any, ranked: set[int], frontend: Any) -> dict[Choice, Candidate]:
@@ -233,7 +256,8 @@ class Proposals:
         self._frontend = env.frontend()
         self._lowered = lower(spec, self._frontend, handle=handles.handle(device_index))
         every = every or (more and _offers_every)
-        self.candidates = propose(self._lowered, self._frontend, more=more, every=every)
+        ranked = propose(self._lowered, self._frontend, more=more, every=every)
+        self.candidates = tensor_cores_first(ranked, spec)
         restrict(self._lowered, spec, policy, self._frontend)
 
     def build(self, candidate: Candidate, *, launch: bool = True) -> tuple[Outcome, Plan | None]:

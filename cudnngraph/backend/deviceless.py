@@ -19,7 +19,7 @@ from ..errors import BackendUnavailable, NotSupported
 from ..ir.spec import GraphSpec
 from ..policy import Policy
 from . import env
-from .candidates import Candidate, propose, restrict, why_passed_over
+from .candidates import Candidate, propose, restrict, tensor_cores_first, why_passed_over
 from .lowering.driver import Lowered, first_line, lower
 from .tested import dotted
 
@@ -123,7 +123,7 @@ def propose_for(spec: GraphSpec, target: str) -> tuple[Lowered, list[Candidate]]
     Runtime-fused engines are listed only where some ``libcuda.so.1`` can be loaded.
     """
     lowered = lower_for(spec, target)
-    return lowered, propose(lowered, env.frontend())
+    return lowered, tensor_cores_first(propose(lowered, env.frontend()), spec)
 
 
 def lower_for(spec: GraphSpec, target: str) -> Lowered:
