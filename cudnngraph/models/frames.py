@@ -24,7 +24,7 @@ def frame_of(node: Any) -> tuple[Node, Pairs] | None:
     """What a convolution reads beneath a frame of zeros, and the frame; None if there is none."""
     if not _convolves(node):
         return None
-    pad = _arguments(node)["input"]
+    pad: Any = _arguments(node)["input"]
     frame = _zeros(pad)
     return frame if frame is not None and all(_takes(user, pad) for user in pad.users) else None
 
@@ -53,7 +53,7 @@ def _zeros(node: Any) -> tuple[Node, Pairs] | None:
     if not isinstance(seen, torch.Tensor) or not all(type(each) is int for each in pads):
         return None
     rank = seen.dim() - 2
-    if len(pads) > 2 * rank or min(pads) < 0 or not seen.is_floating_point():
+    if len(pads) > 2 * rank or min(pads, default=0) < 0 or not seen.is_floating_point():
         return None
     pads += [0] * (2 * rank - len(pads))
     return given["self"], tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]

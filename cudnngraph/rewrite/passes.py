@@ -4,7 +4,8 @@
 - 16-bit sums become float32 sums and a cast.
 - Reshapes, transposes and slices become views if memory allows, and move behind the epilogues of
   matmuls.
-- Results of pointwise ops lie as most of what these read; in rows, if matmuls and norms read them.
+- Results of pointwise ops lie as most of what these read; in rows or batches, if matmuls and norms
+  read them so.
 - Gradients of resizing by much go through one dim after the other.
 - Operands of a concatenation are written in place, and joined before views that show them.
 """
@@ -22,7 +23,7 @@ from .pointwise_layout import lay_pointwise
 from .reductions import float32_reductions
 from .resizing import resize_dim_by_dim
 from .row_layout import propagate_row_layout
-from .row_strides import lay_rows
+from .row_strides import lay_batches, lay_rows
 from .views import alias_views, sink_views
 
 
@@ -48,5 +49,5 @@ def prepared(spec: GraphSpec) -> GraphSpec:
     seen = align_masks(alias_views(float32_reductions(bool_masks_to_additive(spec))))
     seen = lay_rows(seen)
     seen = lay_pointwise(resize_dim_by_dim(concat_before_views(seen)))
-    made = concat_in_place(sink_views(propagate_row_layout(seen)))
+    made = concat_in_place(lay_batches(sink_views(propagate_row_layout(seen))))
     return insert_ragged_offsets(match_gradient_strides(made))

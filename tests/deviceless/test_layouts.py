@@ -97,3 +97,35 @@ def test_the_activation_of_a_convolution_seen_as_tokens_is_part_of_its_kernel(dr
     steps = planned(Tokens(), 2, 64, 32)
     assert [" ".join(step.ops) for step in steps] == ["matmul add", "conv bias gelu", "matmul add"]
     assert [step.runs_on for step in steps] == ["cuDNN", "kernel", "cuDNN"]
+
+
+class LinearAttention(nn.Module):
+    """Attention without a softmax, its products in float32, as EfficientViT has it."""
+
+    def __init__(self, heads: int = 2, features: int = 16) -> None:
+        super().__init__()
+        self.heads, self.features = heads, features
+        self.qkv = nn.Conv2d(heads * features, 3 * heads * features, 1)
+        self.out = nn.Conv2d(heads * features, heads * features, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images, _, high, wide = x.shape
+        qkv = self.qkv(x).reshape(images, self.heads, 3 * self.features, high * wide)
+        q, k, v = qkv.transpose(-1, -2).chunk(3, -1)
+        q, k = F.relu(q).float(), F.relu(k).float()
+        v = F.pad(v, (0, 1), value=1.0).float()
+        o = q @ (k.transpose(-1, -2) @ v)
+        o = (o[..., :-1] / (o[..., -1:] + 1e-6)).to(x.dtype)
+        y: torch.Tensor = self.out(o.transpose(-1, -2).reshape(x.shape))
+        return y
+
+
+def test_products_in_float32_of_heads_copy_nothing(driver: None) -> None:
+    """torch multiplies batches that are one in memory, and copies others."""
+    steps = planned(LinearAttention(), 2, 32, 8, 8)
+    products = [step.spec for step in steps if step.ops == ("matmul",)]
+    assert len(products) == 2
+    for spec in products:
+        for form in (spec.tensors[name] for name in (*spec.inputs, *spec.outputs)):
+            assert form.dtype == torch.float32
+            assert form.stride[0] == form.stride[1] * form.shape[1]

@@ -133,6 +133,7 @@ class OfWeights(Same):
         Same(pads=(0, 4, 0, 1)),  # windows that read nothing but zeros
         Same(pads=(0, 1, 0, 1, 0, 1), channels=9),  # channels too
         Same(pads=(-1, 1, 0, 1)),
+        Same(pads=()),
     ],
     ids=lambda model: type(model).__name__,
 )

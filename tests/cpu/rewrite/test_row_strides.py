@@ -15,7 +15,7 @@ from cudnngraph.ir.spec import GraphSpec, is_contiguous
 from cudnngraph.models.convert import import_model
 from cudnngraph.ops.table import OPS
 from cudnngraph.rewrite.passes import prepared
-from cudnngraph.rewrite.row_strides import lay_rows
+from cudnngraph.rewrite.row_strides import lay_batches, lay_rows
 from cudnngraph.rewrite.views import alias_views
 from tests.cpu.rewrite.test_views_behind import same_numbers
 
@@ -145,4 +145,45 @@ def test_results_stay_if_more_would_be_read_against_the_new_order(images: int) -
     spec = canonical(g.spec())
     laid = lay_rows(spec)
     assert (laid is spec) == (images > 1)
+    same_numbers(spec, laid)
+
+
+def attention(*, dtype: torch.dtype = torch.float32, seen: bool = False) -> GraphSpec:
+    """Linear attention of heads (B, H, S, D) in (B, S, H, D) memory, its products in float32."""
+    g = cg.Graph("linear")
+    heads = [
+        g.input(name, (B, 3, T, C), F16, stride=(T * 3 * C, C, 3 * C, 1)) for name in ("q", "k")
+    ]
+    v = g.input("v", (B, 3, T, C), F16, stride=(T * 3 * C, C, 3 * C, 1))
+    q, k = (g.cast(g.relu(each), dtype) for each in heads)
+    sums = g.matmul(g.transpose(k, 2, 3), g.cast(v, dtype))
+    g.output("o", g.matmul(q, sums))
+    if seen:
+        g.output("q_wide", q)
+    return canonical(g.spec())
+
+
+def batches(spec: GraphSpec) -> list[bool]:
+    """Of each operand of a matmul, whether its batch dims are one in memory."""
+    forms = [spec.tensors[name] for n in spec.nodes if n.op == "matmul" for name in n.operands]
+    return [form.stride[0] == form.stride[1] * form.shape[1] for form in forms]
+
+
+def test_casts_for_products_of_batches_lie_batch_by_batch() -> None:
+    spec = attention()
+    ready = prepared(spec)
+    same_numbers(spec, ready)
+    assert batches(spec) == [False, False, False, True]
+    assert batches(ready) == [True] * 4
+    for laid in (ready, lay_batches(alias_views(spec))):
+        assert lay_batches(laid) is laid
+        same_numbers(spec, laid)
+
+
+def test_products_of_16_bits_and_outputs_keep_their_strides() -> None:
+    spec = alias_views(attention(dtype=torch.bfloat16))
+    assert lay_batches(spec) is spec
+    spec = alias_views(attention(seen=True))
+    laid = lay_batches(spec)
+    assert laid.tensors[laid.outputs[1]] == spec.tensors[spec.outputs[1]]
     same_numbers(spec, laid)
