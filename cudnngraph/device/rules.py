@@ -256,6 +256,26 @@ class DeviceRules:
         "(an estimate)",
         alternative="one block for each row",
     )
+    kernel_rows_online: bool = _measured(
+        True,
+        "yes or no",
+        "whether the largest element of a long row and the sum of powers are found in one pass "
+        "(an estimate)",
+        alternative="a pass for each",
+    )
+    kernel_rows_in_memory_form: bool = _measured(
+        True,
+        "yes or no",
+        "whether threads keep long rows of 16 bits in registers as memory has them (an estimate)",
+        alternative="long rows are read again in every pass",
+    )
+    kernel_rows_aligned: bool = _measured(
+        True,
+        "yes or no",
+        "whether long rows that start at odd elements are read as vectors, but for their ends (an "
+        "estimate)",
+        alternative="element by element",
+    )
     kernel_row_elements: int = _measured(
         4,
         "elements of a row",

@@ -123,6 +123,32 @@ template <int T> static D_ Moments moments(Moments x) {
 }
 """.replace("D_", "__device__ __forceinline__")
 
+#: What powers are taken from: the largest element. Of elements that all are -inf it is 0, so that
+#: their powers are 0, and not those of NaN.
+POWERS = r"""
+static D_ float powers_from(float most) { return most == bits_float(0xff800000u) ? 0.0f : most; }
+""".replace("D_", "__device__ __forceinline__")
+
+#: The largest element and the sum of powers of a team, from those of its threads. A row of -inf has
+#: the sum NaN, as exp(-inf + inf) is.
+POWERS_OF_TEAM = """\
+{{
+  const float own = {most};
+  {most} = team<Larger, {team}>({most});
+  {sum} *= power(own - powers_from({most}));
+}}
+{sum} = team<Add, {team}>({sum});
+if ({most} == bits_float(0xff800000u)) {sum} = bits_float(0x7fc00000u);
+"""
+
+#: What is kept as memory has it is new to the compiler, which keeps no numbers made of it then.
+KEPT = r"""
+template <int N, class T> static __device__ __forceinline__ void still_as_read(vec<T, N>& x) {
+#pragma unroll
+  for (int at = 0; at < sizeof(x) / 4; ++at) asm volatile("" : "+r"(((u32*)&x)[at]));
+}
+"""
+
 #: The blocks of a cluster wait for each other, and see what all have written.
 CLUSTER = r"""
 static __device__ __forceinline__ void meet_cluster() {

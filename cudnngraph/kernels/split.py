@@ -23,7 +23,7 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .gather import CLUSTER, MOMENTS, Gather
+from .gather import CLUSTER, KEPT, MOMENTS, POWERS, Gather
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
@@ -167,8 +167,9 @@ class _Composer:
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
-        cluster = [CLUSTER] if any("meet_cluster" in text for text in self._texts) else []
-        text = text_of(places, self._texts, [TEAM, MOMENTS, *cluster])
+        some = {"meet_cluster": CLUSTER, "powers_from": POWERS, "still_as_read": KEPT}
+        used = [what for name, what in some.items() if any(name in text for text in self._texts)]
+        text = text_of(places, self._texts, [TEAM, MOMENTS, *used])
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 

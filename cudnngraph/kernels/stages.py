@@ -16,6 +16,7 @@ from .tape import (
     Map,
     Mean,
     Pick,
+    Powers,
     Read,
     Reduce,
     Refused,
@@ -197,6 +198,13 @@ def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
             made[id(each)] = (
                 replace(each, operand=fresh[0], of=made[id(each.of)], middle=middle)
                 if isinstance(middle, Mean)
+                else Reduce(each.shape, fresh[0], each.dims, each.kind)
+            )
+        elif isinstance(each, Powers):
+            of, most = made.get(id(each.of)), made.get(id(each.most))
+            made[id(each)] = (
+                replace(each, operand=fresh[0], of=of, most=most)
+                if isinstance(of, Value) and isinstance(most, Reduce)
                 else Reduce(each.shape, fresh[0], each.dims, each.kind)
             )
         else:

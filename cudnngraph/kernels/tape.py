@@ -80,6 +80,14 @@ class Squares(Reduce):
 
 
 @dataclass(frozen=True, eq=False)
+class Powers(Reduce):
+    """The sum of exp(of - most), where ``most`` is the largest element of the same rows."""
+
+    of: Value
+    most: Reduce
+
+
+@dataclass(frozen=True, eq=False)
 class View(Value):
     """The elements of another value in other places; ``source`` says of an index which one it is,
     None if that is no sum of digits."""
@@ -242,6 +250,14 @@ def variance(x: Value, middle: Mean) -> Map:
     shape, dims = middle.shape, middle.sum.dims
     squares = Squares(shape, mul(centred, centred), dims, "sum", x, middle)
     return _over(squares, count_of(x, dims))
+
+
+def powers(x: Value, dim: int) -> tuple[Map, Map, Powers]:
+    """x less the largest of its row along a dim, exp of that, and the sum of these."""
+    most = reduced("max", x, (dim,))
+    shifted = sub(x, most)
+    made = mapped(lambda a: f"power({a})", shifted)
+    return shifted, made, Powers(most.shape, made, most.dims, "sum", x, most)
 
 
 def _over(x: Value, count: int) -> Map:
