@@ -276,6 +276,19 @@ class DeviceRules:
         "estimate)",
         alternative="element by element",
     )
+    kernel_once_threads: int = _measured(
+        512,
+        "threads of a block",
+        "how many share a long row that is read once (an estimate)",
+        alternative="other numbers of threads for a row",
+    )
+    kernel_again_threads: int = _measured(
+        1024,
+        "threads of a block",
+        "how many share a long row that is read more than once, so that the cache holds the rows "
+        "that are under way (an estimate)",
+        alternative="other numbers of threads for a row",
+    )
     kernel_row_elements: int = _measured(
         4,
         "elements of a row",

@@ -6,7 +6,7 @@ row; where nothing is reduced, all elements are one long row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -37,6 +37,7 @@ from .tape import (
 
 WARP = 32
 VECTOR_BYTES = 16
+MOST_LANES = VECTOR_BYTES // 2
 MOST_THREADS = 1024  # of a block, by CUDA
 MOST_KEPT = 64  # elements of a row that a thread keeps in registers
 MOST_REGISTERS = 1 << 16  # of a block; half of them are for what is not kept
@@ -197,6 +198,12 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
             )
             for value, tensor in zip(values, tensors, strict=True)
         )
+        along = [
+            tensor.dtype.itemsize
+            for tensor, at in reads_at((value, index) for value, _, index in outputs)
+            if at is None or at.slope(inner, MOST_LANES) != 0
+        ]
+        widest = max([*along, *(tensor.dtype.itemsize for tensor in tensors)])
         return Rows(Var("r", 1), inner, outputs, (), widest)
     return _with_reductions(values, tensors, found, reductions, widest)
 
@@ -285,18 +292,32 @@ def _place_of_rows(value: Value, index: Index, inner: Var) -> Sum | None:
     """Where the elements of the largest tensor lie that a value reads at an index, if those of a
     row lie side by side."""
     most, found = 0, Sum()
-    stack = [(value, index)]
-    while stack:
-        at, where = stack.pop()
-        if isinstance(at, Read) and at.tensor.numel > most:
-            most, found = at.tensor.numel, place(where, at.tensor.stride)
-        elif isinstance(at, Map):
-            stack += [(each, broadcast(where, each.shape)) for each in at.operands]
-        elif isinstance(at, View):
-            source = at.source(where)
-            stack += [] if source is None else [(at.operand, source)]
+    for tensor, at in reads_at([(value, index)]):
+        if at is not None and tensor.numel > most:
+            most, found = tensor.numel, at
     along = [term for term in found.terms if term[0].var == inner]
     return found if along == list(counter(inner).terms) else None
+
+
+def reads_at(asked: Iterable[tuple[Value, Index]]) -> Iterator[tuple[TensorSpec, Sum | None]]:
+    """The tensors that are read for values at indices, and where; None for anywhere."""
+    stack = list(asked)
+    seen: set[tuple[int, Index]] = set()
+    while stack:
+        value, index = stack.pop()
+        if (id(value), index) in seen:
+            continue
+        seen.add((id(value), index))
+        if isinstance(value, Read):
+            yield value.tensor, place(index, value.tensor.stride)
+        elif isinstance(value, Map):
+            stack += [(each, broadcast(index, each.shape)) for each in value.operands]
+        elif isinstance(value, Join):
+            stack += [(each, index) for each in value.operands]
+        elif isinstance(value, View) and (source := value.source(index)) is not None:
+            stack.append((value.operand, source))
+        elif not isinstance(value, Number):
+            yield from ((tensor, None) for tensor in map(_tensor, _reads(reachable([value]))))
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:
@@ -320,15 +341,17 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
     kept = chunks * lanes
     if kept <= MOST_KEPT and 2 * team * kept <= MOST_REGISTERS:
         return Schedule(lanes, team, small, chunks)
-    return _long(rows, MOST_THREADS if rows.again else MOST_THREADS // 2)
+    return _long(rows)
 
 
-def _long(rows: Rows, team: int) -> Schedule:
+def _long(rows: Rows) -> Schedule:
     """The schedule for rows that registers do not hold as numbers in float32."""
+    known = rules()
+    team = known.kernel_again_threads if rows.again else known.kernel_once_threads
     lanes = rows.lanes if rows.start is None else rows.most_lanes
     chunks = -(-rows.vectors(lanes) // team)
     registers = -(-chunks * lanes * rows.read_bytes // 4)
-    fits = rules().kernel_rows_in_memory_form and rows.again and not rows.apart
+    fits = known.kernel_rows_in_memory_form and rows.again and not rows.apart
     fits = fits and registers <= MOST_AS_READ
     return Schedule(lanes, team, 1, chunks if fits else 0)
 

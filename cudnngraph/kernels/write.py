@@ -642,7 +642,9 @@ class Writer:
         """The index itself."""
         at = index[value.dim]
         made = self._declare(value.type, self._differs(at))
-        text = self._by_lane(at) if made.by == 2 else at.code(self._names)
+        text = at.code(self._names)
+        if made.by == 2:
+            text = f"{text} + j" if self._slope(at) == 1 else self._by_lane(at)
         self._assign(made, f"({value.type})({text})")
         return made
 

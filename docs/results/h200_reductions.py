@@ -51,7 +51,15 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "row": (
         {"kernel_rows_online": False},
         {"kernel_rows_in_memory_form": False},
+        {"kernel_rows_in_memory_form": False, "kernel_again_threads": 512},
+        {"kernel_rows_in_memory_form": False, "kernel_again_threads": 256},
         {"kernel_rows_aligned": False},
+        {"kernel_once_threads": 256},
+        {"kernel_once_threads": 1024},
+        {"kernel_loads_ahead": 4},
+        {"kernel_loads_ahead": 16},
+        {"kernel_long_blocks_per_sm": 8},
+        {"kernel_long_blocks_per_sm": 64},
     ),
     "columns": (
         {"kernel_loads_ahead": 4},

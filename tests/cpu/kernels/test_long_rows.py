@@ -6,7 +6,6 @@ Rows with NaN and infinities come out as torch's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,18 +15,18 @@ from cudnngraph.device.rules import changed
 from cudnngraph.executor import reference
 from cudnngraph.ir.spec import GraphSpec
 from cudnngraph.kernels import patterns
-from cudnngraph.kernels.rows import Schedule, rows_of
-from cudnngraph.kernels.tape import Refused
-from tests import generated, host_kernels, numerics
+from tests import host_kernels
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 PROCESSORS = 4
 ROWS = 5
 #: Rows that are whole vectors, and such that start at any element.
 EXTENTS = (50257, 40000, 36001, 66000, 70007)
-OFF = tuple(
-    {name: False} for name in ("kernel_rows_online", "kernel_rows_in_memory_form")
-) + ({"kernel_rows_aligned": False},)
+OFF = (
+    {"kernel_rows_online": False},
+    {"kernel_rows_in_memory_form": False},
+    {"kernel_rows_aligned": False},
+)
 
 
 def scores(extent: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -82,6 +81,6 @@ def test_long_rows_are_as_in_float64(op: str, extent: int, dtype: torch.dtype) -
         with changed(**values):
             choice = patterns.by_rule(spec, PROCESSORS)
             out = made(spec, choice, inputs)
-        print(op, extent, dtype, values, choice, (out.double()-wanted).nan_to_num().abs().max())
+        print(op, extent, dtype, values, choice, (out.double() - wanted).nan_to_num().abs().max())
         assert torch.equal(out.isnan(), wanted.isnan()), values
         assert torch.equal(out.isinf(), wanted.isinf()), values
