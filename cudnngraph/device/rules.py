@@ -249,6 +249,13 @@ class DeviceRules:
         "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
         alternative="two launches",
     )
+    kernel_launches_early: bool = _measured(
+        False,
+        "yes or no",
+        "whether a launch of a kernel may begin, and read inputs, before the one in front of it "
+        "has ended (an estimate)",
+        alternative="one launch after the other",
+    )
     kernel_long_row: int = _measured(
         1 << 15,
         "elements of a row",

@@ -155,3 +155,15 @@ static __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 """
+
+#: A launch that may begin before the one in front of it has ended waits here for all of that.
+EARLY = r"""
+#if __CUDA_ARCH__ >= 900
+static D_ void wait_for_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static D_ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
+#else
+static D_ void wait_for_launch() {}
+static D_ void allow_next_launch() {}
+#endif
+""".replace("D_", "__device__ __forceinline__")
+WAIT, ALLOW = "wait_for_launch();", "allow_next_launch();"

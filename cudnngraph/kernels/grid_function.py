@@ -14,7 +14,7 @@ from math import gcd
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
 from .ahead import each_step, most_ahead, registers_kept
-from .gather import PARTS, Gather, team, whole
+from .gather import PARTS, WAIT, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
 from .rows import WARP, Rows, Schedule
@@ -138,7 +138,7 @@ class GridFunction(Writer):
         ahead = -(-steps // -(-steps // most))
         read, loads = self._begun(ahead, step, where)
         body = each_step(ahead, step, where, self._lines)
-        once = [*head, *read, *loads, *self._early, *together, *self._before]
+        once = [*head, *read, *loads, *self._early, WAIT, *together, *self._before]
         if ahead == steps:
             return [*once, *body]
         again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]

@@ -15,11 +15,13 @@ MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a function of a kernel's text."""
+    """A launch of a function of a kernel's text; an ``early`` one may begin before the one in front
+    of it has ended, for which it waits itself."""
 
     name: str
     blocks: int
     threads: int
+    early: bool = False
 
 
 @dataclass(frozen=True)

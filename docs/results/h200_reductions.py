@@ -62,6 +62,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"kernel_long_blocks_per_sm": 64},
     ),
     "columns": (
+        {"kernel_launches_early": True},
         {"kernel_loads_ahead": 4},
         {"kernel_loads_ahead": 16},
         {"kernel_blocks_per_sm": 2},
