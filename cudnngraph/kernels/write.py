@@ -267,6 +267,9 @@ class Writer:
             self._begun_at = {}
         fill()
         made, reads, row = self._lines, self._ahead, self._of_row
+        if not made:
+            self._of_row = None
+            return row
         ahead = self._chunks
         if not keeps:
             most = max(1, rules().kernel_loads_ahead // 2 // max(1, len(reads)))
@@ -671,6 +674,12 @@ class Writer:
         kind = MEMORY[tensor.dtype]
         convert = f"put({{}}, ({REGISTER[tensor.dtype]}){code});"
         tests = ["mine"] if self._many and self._rows.row.extent % self._plan.rows else []
+        if self._streams and self._rows.inner not in at.vars():
+            if self._of_row is not None:  # once a row, before the loop
+                guard = " && ".join([*tests, "t == 0"])
+                where = f"{pointer}[{at.code(self._names)}]"
+                self._of_row.append(f"if ({guard}) {convert.format(where)}")
+            return
         if self._many and self._rows.inner not in at.vars():
             tests.append("k == 0")  # one thread of the team
         guard = f"if ({' && '.join(tests)}) " if tests else ""

@@ -132,6 +132,49 @@ def _losses(rows: int, words: int) -> Iterator[Case]:
     yield Case(f"gradient of cross entropy {size}", "row", parts.backward, gradient)
 
 
+def _in_parts(rows: int, words: int) -> Iterator[Case]:
+    """The same as training has it: the forward keeps two numbers for each row."""
+    size = f"{rows}x{words}"
+    g = cg.Graph("loss")
+    x, t = g.input("x", (rows, words), BF16), g.input("t", (rows,), torch.int64)
+    wide = g.cast(x, F32)
+    most = g.reduction(wide, 1, "max", True)
+    shifted = g.sub(wide, most)
+    sums = g.log(g.reduction(g.exp(shifted), 1, "sum", True))
+    for name, value in (("most", most), ("sums", sums)):
+        g.output(name, value)
+    g.output("y", g.nll_loss(g.cast(g.sub(shifted, sums), BF16), t))
+
+    def forward(x: torch.Tensor, t: torch.Tensor) -> Tensors:
+        wide = x.float() if x.dtype == BF16 else x
+        most = wide.amax(1, True)
+        sums = (wide - most).exp().sum(1, True).log()
+        return [most, sums, F.nll_loss((wide - most - sums).to(x.dtype), t)]
+
+    yield Case(f"cross entropy in parts {size}", "row", g.spec(), forward)
+
+    g = cg.Graph("gradient")
+    dy, x = g.input("dy", (), BF16), g.input("x", (rows, words), BF16)
+    t = g.input("t", (rows,), torch.int64)
+    most, sums = (g.input(name, (rows, 1), F32) for name in ("most", "sums"))
+    y = g.cast(g.cast(g.sub(g.sub(g.cast(x, F32), most), sums), BF16), F32)
+    dy = g.cast(g.nll_loss_backward(dy, t, (rows, words)), F32)
+    dx = g.sub(dy, g.mul(g.exp(y), g.reduction(dy, 1, "sum", True)))
+    g.output("dx", g.cast(dx, BF16))
+
+    def backward(
+        dy: torch.Tensor, x: torch.Tensor, t: torch.Tensor, *rest: torch.Tensor
+    ) -> Tensors:
+        aten = torch.ops.aten
+        count = torch.full((), float(rows), device=dy.device, dtype=dy.dtype)
+        t, most, sums = rest
+        y = x - most - sums
+        made = aten.nll_loss_backward(dy.to(y.dtype), y, t, None, 1, -100, count.to(y.dtype))
+        return [(made - y.exp() * made.sum(1, True)).to(x.dtype)]
+
+    yield Case(f"gradient of cross entropy in parts {size}", "row", g.spec(), backward)
+
+
 def _softmax(rows: int, words: int) -> Case:
     g = cg.Graph("softmax")
     g.output("y", g.softmax(g.input("x", (rows, words), BF16), 1))
@@ -183,6 +226,7 @@ def _sums(rows: int, columns: int) -> Case:
 def cases() -> Iterator[Case]:
     """All of them."""
     yield from _losses(8192, 50304)
+    yield from _in_parts(8192, 50304)
     yield _softmax(512, 50257)
     yield _softmax(2048, 128256)
     for shape in COLUMNS:
