@@ -110,6 +110,7 @@ D int get(u8 x) { return x; }
 D bool get(flag x) { return x.bits != 0; }
 D float get(bf16 x) { return bits_float((u32)x.bits << 16); }
 D float get(f16 x) { return (float)x.bits; }
+template <int N, class T> D auto lane(const vec<T, N>& x, int j) { return get(x.at[j]); }
 D void put(float& to, float x) { to = x; }
 D void put(int& to, int x) { to = x; }
 D void put(i64& to, i64 x) { to = x; }

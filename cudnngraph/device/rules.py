@@ -229,6 +229,13 @@ class DeviceRules:
         "how many a thread begins of its chunk before it waits for the first (an estimate)",
         alternative="more threads of a block",
     )
+    kernel_reads_in_turn: bool = _measured(
+        True,
+        "yes or no",
+        "whether a loop that reads ahead begins a read behind each step, not all behind several "
+        "(an estimate)",
+        alternative="all reads behind several steps",
+    )
     kernel_partials_again_bytes: int = _measured(
         10 << 20,
         "bytes",

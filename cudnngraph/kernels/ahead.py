@@ -40,14 +40,28 @@ def _registers(declared: str) -> int:
 
 def each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[str]:
     """Lines for each of the steps that are read ahead."""
-    if not lines:
-        return []
-    return [
-        "#pragma unroll",
-        f"for (u32 u = 0; u < {ahead}u; ++u) {{",
-        f"  const u32 at = first + u * {step}u;",
-        "  if (at < count) {",
-        *("    " + line for line in (where, *lines)),
-        "  }",
+    return _unrolled(ahead, _at(f"first + u * {step}u", where, lines)) if lines else []
+
+
+def each_step_and_next(
+    ahead: int, step: int, where: str, lines: Sequence[str], begin: Sequence[str]
+) -> list[str]:
+    """The same, each of which begins the reads of the step so many ahead: as many are always
+    under way."""
+    now = _at(f"first + u * {step}u", where, lines)
+    return _unrolled(ahead, [*now, *_at(f"first + (u + {ahead}u) * {step}u", where, begin)])
+
+
+def _unrolled(ahead: int, lines: Sequence[str]) -> list[str]:
+    loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
+    return ["#pragma unroll", loop, *("  " + line for line in lines), "}"]
+
+
+def _at(at: str, where: str, lines: Sequence[str]) -> list[str]:
+    inside = [
+        f"const u32 at = {at};",
+        "if (at < count) {",
+        *("  " + x for x in (where, *lines)),
         "}",
     ]
+    return ["{", *("  " + line for line in inside), "}"]

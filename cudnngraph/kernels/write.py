@@ -281,28 +281,55 @@ class Writer:
             still = [f"still_as_read({name}[u]);" for name in self._kept_vectors]
             self._kept_vectors += [kind.split()[-1] for kind, _ in reads if kind.startswith("vec")]
             body = [
-                *self._chunkwise(ahead, "u", begin),
-                *self._chunkwise(ahead, "u", still),
-                *self._chunkwise(ahead, "u", made),
+                line
+                for lines in (begin, still, made)
+                for line in self._chunkwise(ahead, self._of_chunk(ahead, "u", lines))
             ]
         else:
-            at = "from + u"
-            if backwards:
-                at = f"{self._chunks - 1}u - ({at})"
-            inside = [*self._chunkwise(ahead, at, begin), *self._chunkwise(ahead, at, made)]
-            loop = f"for (u32 from = 0; from < {self._chunks}u; from += {ahead}u) {{"
-            body = [loop, *("  " + line for line in (*declared, *inside)), "}"]
+            body = [*declared, *self._in_turns(ahead, begin, made, backwards=backwards)]
         ends = self._at_ends(fill) if self._ends else []
         self._of_row = None
         return [*row, *body, *ends]
 
-    def _chunkwise(self, ahead: int, chunk: str, lines: Sequence[str]) -> list[str]:
+    def _in_turns(
+        self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
+    ) -> list[str]:
+        """A loop over chunks, so many of which are always under way if there are more."""
+
+        def each(first: str, lines: Sequence[str]) -> list[str]:
+            last = f"{self._chunks - 1}u - ({first})" if backwards else first
+            return self._of_chunk(ahead, last, lines)
+
+        head = f"for (u32 from = 0; from < {self._chunks}u; from += {ahead}u) {{"
+        if ahead == self._chunks:
+            return [
+                *self._chunkwise(ahead, each("u", begin)),
+                *self._chunkwise(ahead, each("u", made)),
+            ]
+        if not rules().kernel_reads_in_turn:
+            inside = [
+                *self._chunkwise(ahead, each("from + u", begin)),
+                *self._chunkwise(ahead, each("from + u", made)),
+            ]
+            return [head, *("  " + line for line in inside), "}"]
+        inside = [*each("from + u", made), *each(f"from + u + {ahead}u", begin)]
+        return [
+            *self._chunkwise(ahead, each("u", begin)),
+            *(head, *("  " + line for line in self._chunkwise(ahead, inside)), "}"),
+        ]
+
+    def _chunkwise(self, ahead: int, lines: Sequence[str]) -> list[str]:
         """Lines for each of the chunks that are read ahead."""
+        loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
+        return ["#pragma unroll", loop, *("  " + line for line in lines), "}"] if lines else []
+
+    def _of_chunk(self, ahead: int, chunk: str, lines: Sequence[str]) -> list[str]:
+        """Lines for a chunk of a number."""
         if not lines:
             return []
         plan, kind, extent = self._plan, self._count_type, self._rows.inner.extent
         place = f"({kind})(({chunk}) * {plan.team}u + t) * {plan.lanes}u"
-        there = f"k < {extent}u" if extent % (plan.team * plan.lanes * ahead) else ""
+        there = "" if extent == plan.team * plan.lanes * ahead else f"k < {extent}u"
         if self._ends:
             place, there = f"head + {place}", "k < full"
         inside = [f"const {kind} k = {place};"]
@@ -310,8 +337,7 @@ class Writer:
             inside += [f"if ({there}) {{", *("  " + line for line in lines), "}"]
         else:
             inside += lines
-        loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
-        return ["#pragma unroll", loop, *("  " + line for line in inside), "}"]
+        return ["{", *("  " + line for line in inside), "}"]
 
     def _at_ends(self, fill: Callable[[], None]) -> list[str]:
         """The same for the elements of a row before and behind its vectors, one for a thread."""
@@ -546,7 +572,7 @@ class Writer:
                     f"const auto {vector} = load<{wide}>({pointer} + ({where}));",
                     "#pragma unroll",
                     f"for (int j = {start}; j < {start + wide}; ++j) "
-                    f"{made.text} = get({vector}.at[j - {start}]);",
+                    f"{made.text} = lane({vector}, j - {start});",
                 ]
         return made
 
@@ -575,7 +601,7 @@ class Writer:
             self._lines += [
                 "#pragma unroll",
                 f"for (int j = {start}; j < {start + wide}; ++j) "
-                f"{made.text} = get({vector}[u].at[j - {start}]);",
+                f"{made.text} = lane({vector}[u], j - {start});",
             ]
         self._ahead += [] if known else ahead
         return made
