@@ -223,6 +223,12 @@ class DeviceRules:
         "into how many a generated kernel shares out a reduction (an estimate)",
         alternative="twice or half as many",
     )
+    kernel_columns: int = _measured(
+        32,
+        "vectors side by side",
+        "how wide blocks are that go down columns (an estimate)",
+        alternative="wider or narrower blocks",
+    )
     kernel_loads_ahead: int = _measured(
         8,
         "loads of a thread",
@@ -244,10 +250,11 @@ class DeviceRules:
         alternative="a launch that puts them together",
     )
     kernel_min_width_bytes: int = _measured(
-        64,
+        128,
         "bytes side by side",
         "how narrow blocks may be that go down columns, so that they have fewer partial results to "
-        "put together (an estimate)",
+        "put together: those of 64 took 1.2 to 1.4 times as long",
+        page="h200-reductions.md",
         alternative="a launch that puts them together",
     )
     kernel_cluster_blocks: int = _measured(

@@ -82,7 +82,8 @@ class Split:
 
 def split_for(processors: int) -> Split:
     """The schedule by rule, for a GPU with so many processors."""
-    return Split(THREADS, rules().kernel_blocks_per_sm * processors, WARP)
+    known = rules()
+    return Split(THREADS, known.kernel_blocks_per_sm * processors, known.kernel_columns)
 
 
 def variants(by_rule: Split) -> list[Split]:
