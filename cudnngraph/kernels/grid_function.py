@@ -14,7 +14,7 @@ from math import gcd
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
 from .ahead import each_step, each_step_and_next, most_ahead, registers_kept
-from .gather import PARTS, WAIT, Gather, team, whole
+from .gather import KINDS, WAIT, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
 from .rows import WARP, Rows, Schedule
@@ -251,6 +251,12 @@ class GridFunction(Writer):
         for name in names:
             self._before.append(f"float {name}[{lanes}];")
             self._before.append(f"for (int j = 0; j < {lanes}; ++j) {name}[j] = {start};")
+        if gather.peaks:
+            most, total = names
+            self._before.append(f"for (int j = 0; j < {lanes}; ++j) {most}[j] = {KINDS['max'][0]};")
+            both = f"Peak both({most}[j], {total}[j]); both.add({code});"
+            self._each_lane(f"{{ {both} {most}[j] = both.most; {total}[j] = both.sum; }}")
+            return [f"{most}[j]", f"{total}[j]"]
         if not gather.moments:
             (name,) = names
             self._each_lane(f"{name}[j] = {gather.kind[2]}::of({name}[j], {code});")
@@ -439,7 +445,7 @@ class GridFunction(Writer):
             return [
                 f"p{self._places[to.name]}[({kept}) * {self._grid.chunks}u + chunk] = {part};"
                 for gather, made, tensors in zip(gathers, results, partial, strict=True)
-                for to, code in zip(tensors, PARTS[gather.parts], strict=True)
+                for to, code in zip(tensors, gather.names, strict=True)
                 for part in [code.format(made)]
             ]
         self._begin(gathers, results, names)
@@ -451,8 +457,8 @@ class GridFunction(Writer):
     ) -> None:
         """From here on lines are of one result each, with names for what was gathered."""
         for gather, made in zip(gathers, results, strict=True):
-            codes = [code.format(made) for code in PARTS[gather.parts]][-len(gather.values) :]
-            self._found |= {id(v): code for v, code in zip(gather.values, codes, strict=True)}
+            codes = zip(gather.values, gather.results, strict=True)
+            self._found |= {id(value): code.format(made) for value, code in codes}
         self._lines, self._known, self._moves = [], {}, False
         self._plan, self._names = Schedule(1, self._plan.team), dict(names)
 

@@ -23,7 +23,7 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .gather import ALLOW, CLUSTER, EARLY, KEPT, MOMENTS, POWERS, WAIT, Gather
+from .gather import ALLOW, MOMENTS, WAIT, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
@@ -171,9 +171,8 @@ class _Composer:
         for at, launch in enumerate(self._launches[1:]):
             if launch.early:
                 self._texts[at] = self._texts[at].replace("{\n", f"{{\n  {ALLOW}\n", 1)
-        some = {"meet_cluster": CLUSTER, "powers_from": POWERS, "still_as_read": KEPT, WAIT: EARLY}
-        used = [what for name, what in some.items() if any(name in text for text in self._texts)]
-        text = text_of(places, self._texts, [TEAM, MOMENTS, *used])
+        shared = [TEAM, MOMENTS, *shared_by("\n".join(self._texts))]
+        text = text_of(places, self._texts, shared)
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 

@@ -25,6 +25,7 @@ from .tape import (
     View,
     add,
     count_of,
+    mapped,
     mul,
     operands_of,
     reduced,
@@ -113,6 +114,9 @@ def gathers_of(values: Sequence[Value]) -> list[list[Gather]]:
             found[id(value)] = Gather((value.middle, value))
             if all(user is value.middle for user in users[id(value.middle.sum)]):
                 gone.add(id(value.middle.sum))
+        elif isinstance(value, Powers) and clean[id(value.of)]:
+            found[id(value)] = Gather((value.most, value))
+            gone.add(id(value.most))
         elif isinstance(value, Reduce) and clean[id(value)]:
             found[id(value)] = Gather((value,))
     together: dict[tuple[object, ...], list[Gather]] = {}
@@ -219,6 +223,15 @@ def put_together(gather: Gather, counts: Value, parts: Sequence[Value]) -> dict[
     last = gather.values[-1]
     assert isinstance(last, Reduce)
     shape, rank = last.shape, len(last.shape)
+    if gather.peaks:
+        mosts, sums = parts
+        most = reduced("max", mosts, (rank,))
+        scaled = mapped(lambda s, m, n: f"({s} * power({m} - powers_from({n})))", sums, mosts, most)
+        total = mapped(
+            lambda s, m: f"Peak({m}, {s}).total()", reduced("sum", scaled, (rank,)), most
+        )
+        made = (reshape(most, shape), reshape(total, shape))
+        return {id(value): each for value, each in zip(gather.values, made, strict=True)}
     if not gather.moments:
         return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
     means, squares = parts

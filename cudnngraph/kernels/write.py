@@ -21,7 +21,7 @@ import torch
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .gather import KEPT, KINDS, POWERS, POWERS_OF_TEAM
+from .gather import KINDS, POWERS_OF_TEAM, shared_by
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
 from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, merged, narrower, rows_of
@@ -180,9 +180,7 @@ class Writer:
     def source(self) -> Source:
         """Write it."""
         lines, blocks = self.lines()
-        shared = [TEAM] if self._many else []
-        some = {"powers_from": POWERS, "still_as_read": KEPT}
-        shared += [what for name, what in some.items() if name in "\n".join(lines)]
+        shared = [TEAM, *shared_by("\n".join(lines))] if self._many else []
         return self._kernel(lines, blocks, self._plan.threads, shared)
 
     def _kernel(
