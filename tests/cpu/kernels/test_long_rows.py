@@ -37,7 +37,7 @@ WITHOUT: tuple[Mapping[str, Any], ...] = (
     {"kernel_rows_in_memory_form": False},
     {"kernel_rows_aligned": False},
     {"kernel_reads_in_turn": False},
-    {"kernel_again_threads": 256, "kernel_once_threads": 64},
+    {"kernel_again_threads": 512, "kernel_once_threads": 1024},
 )
 
 
@@ -189,7 +189,7 @@ def test_random_long_rows(seed: int) -> None:
         lanes = 16 // max(2, dtype.itemsize)
         some += [
             Choice(some[0].engine, (("lanes", lanes), ("team", team), ("rows", 1), ("chunks", 0)))
-            for team in (256, 1024)
+            for team in (512, 1024)
         ]
         made = []
         for choice in some:
