@@ -146,6 +146,7 @@ D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 D float inverse(float x) { return 1.0f / x; }
 D float power(float x) { return expf(x); }
+D float two_to(float x) { return exp2f(x); }
 D float divided(float x, float y) { return x / y; }
 D float larger(float a, float b) { return a > b || a != a ? a : b; }
 D float smaller(float a, float b) { return a < b || a != a ? a : b; }

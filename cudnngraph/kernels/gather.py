@@ -146,9 +146,20 @@ template <int T> static D_ Moments moments(Moments x) {
 """.replace("D_", "__device__ __forceinline__")
 
 #: What powers are taken from: the largest element. Of elements that all are -inf it is 0, so that
-#: their powers are 0, and not those of NaN.
+#: their powers are 0, and not those of NaN. ``power_below`` is exp of what is not above 0, for sums
+#: that are 1 at least. It is as exact as CUDA's in five instructions, not eight: 2^(x / log 2), and
+#: what rounding the quotient has lost.
 POWERS = r"""
 static D_ float powers_from(float most) { return most == bits_float(0xff800000u) ? 0.0f : most; }
+static D_ float power_below(float x) {
+#ifdef ROUNDED
+  return power(x);
+#else
+  x = larger(x, -128.0f);
+  const float two = x * 1.4426950408889634f, whole = two_to(two);
+  return fmaf(whole, fmaf(two, -0.69314718055994531f, x), whole);
+#endif
+}
 """.replace("D_", "__device__ __forceinline__")
 
 #: The largest element and the sum of powers of a team, from those of its threads. A row of -inf has

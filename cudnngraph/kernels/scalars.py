@@ -105,12 +105,13 @@ D float inverse(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-#ifdef ROUNDED
-D float power(float x) {
+D float two_to(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#ifdef ROUNDED
+D float power(float x) { return two_to(x * 1.4426950408889634f); }
 D float divided(float x, float y) {
   float z;
   asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

@@ -142,7 +142,7 @@ class _Reduced:
                 f"const float {level} = powers_from({most});",
                 f"{total} *= power({name} - {level});",
             ]
-            writer._each_lane(f"{total} += power({value} - {level});")
+            writer._each_lane(f"{total} += power_below({value} - {level});")
             writer._lines.append(f"{name} = {most};")
 
 
