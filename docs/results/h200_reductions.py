@@ -42,7 +42,7 @@ MOST_CHOICES = 3
 Call = Callable[[], object]
 Tensors = list[torch.Tensor]
 
-IMAGES = ((64, 256, 56), (64, 64, 112), (64, 512, 28), (64, 1024, 14), (64, 2048, 7))
+IMAGES = ((64, 256, 56), (64, 64, 112), (64, 512, 28), (64, 1024, 14), (64, 256, 14), (64, 2048, 7))
 COLUMNS = ((8192, 768), (8192, 2304), (8192, 3072))
 
 #: Thresholds to measure beside those by rule, by the kind of a case. Fields that are not there yet
@@ -65,13 +65,14 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
         {"kernel_reads_in_turn": False},
         {"kernel_launches_early": True},
         {"kernel_min_width_bytes": 64},
-        {"kernel_min_width_bytes": 512},
+        {"kernel_min_width_bytes": 64, "kernel_launches_early": True},
+        {"kernel_min_width_bytes": 512, "kernel_launches_early": True},
         {"kernel_loads_ahead": 16},
         *(
             {"kernel_blocks_per_sm": blocks, "kernel_columns": columns}
             | {"kernel_launches_early": early}
             for early in (False, True)
-            for blocks in (2, 3, 4, 5)
+            for blocks in (2, 3, 4)
             for columns in (16, 32)
         ),
     ),
