@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..device.rules import rules
 from .rows import MOST_REGISTERS
@@ -50,6 +51,71 @@ def each_step_and_next(
     under way."""
     now = _at(f"first + u * {step}u", where, lines)
     return _unrolled(ahead, [*now, *_at(f"first + (u + {ahead}u) * {step}u", where, begin)])
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a row of ``extent`` elements, each of ``lanes`` for each thread of a team.
+
+    ``kind`` is the type of what counts elements. A row with ``ends`` has elements that are in no
+    chunk: before its ``head`` and from ``full`` on.
+    """
+
+    extent: int
+    team: int
+    lanes: int
+    count: int
+    kind: str
+    ends: bool
+
+    def once(self, *parts: Sequence[str]) -> list[str]:
+        """Lines for each chunk, one part of them behind the other."""
+        each = (self._of("u", self.count, lines) for lines in parts if lines)
+        return [line for lines in each for line in _unrolled(self.count, lines)]
+
+    def in_turns(
+        self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
+    ) -> list[str]:
+        """Reads of each chunk and what is made of it, so many of which are under way at once."""
+        last = self.count - 1
+        place: Callable[[str], str] = lambda at: f"{last}u - ({at})" if backwards else at  # noqa: E731
+        first = _unrolled(ahead, self._of(place("u"), ahead, begin)) if begin else []
+        if ahead == self.count:
+            return [*first, *_unrolled(ahead, self._of(place("u"), ahead, made))]
+        now = self._of(place("from + u"), ahead, made)
+        if rules().kernel_reads_in_turn:
+            later = self._of(place(f"from + u + {ahead}u"), ahead, begin)
+            inside = _unrolled(ahead, [*now, *later])
+        else:
+            again = self._of(place("from + u"), ahead, begin)
+            first, inside = [], [*_unrolled(ahead, again), *_unrolled(ahead, now)]
+        loop = f"for (u32 from = 0; from < {self.count}u; from += {ahead}u) {{"
+        return [*first, loop, *("  " + line for line in inside), "}"]
+
+    def at_ends(self, lines: Sequence[str]) -> list[str]:
+        """Lines for a thread's element that is in no chunk."""
+        head = ["if (end < size) {", f"  const {self.kind} k = end;"]
+        return [*head, *("  " + line for line in lines), "}"]
+
+    def where_ends(self, start: str) -> list[str]:
+        """Where chunks begin and end in a row that begins at ``start``, and a thread's element that
+        is in none."""
+        return [
+            f"const u32 size = {self.extent}u;",
+            f"const u32 head = -(u32)({start}) & {self.lanes - 1}u;",
+            f"const u32 full = head + (size - head) / {self.lanes}u * {self.lanes}u;",
+            "const u32 end = t < head ? t : full - head + t;",
+        ]
+
+    def _of(self, chunk: str, ahead: int, lines: Sequence[str]) -> list[str]:
+        place = f"({self.kind})(({chunk}) * {self.team}u + t) * {self.lanes}u"
+        there = "" if self.extent == self.team * self.lanes * ahead else f"k < {self.extent}u"
+        if self.ends:
+            place, there = f"head + {place}", "k < full"
+        inside = ["  " + line for line in lines]
+        if there:
+            inside = [f"  if ({there}) {{", *("  " + line for line in inside), "  }"]
+        return ["{", f"  const {self.kind} k = {place};", *inside, "}"]
 
 
 def _unrolled(ahead: int, lines: Sequence[str]) -> list[str]:

@@ -276,10 +276,20 @@ def _with_reductions(
     )
 
 
-def merged(passes: Sequence[tuple[Reduce, ...]]) -> list[list[tuple[Reduce, ...]]]:
+Together = tuple[
+    Reduce, ...
+]  # of which a loop has one number each: one, or two that belong together
+
+
+def singly(passes: Sequence[Sequence[Reduce]]) -> list[list[Together]]:
+    """The passes with each reduction by itself."""
+    return [[(each,) for each in some] for some in passes]
+
+
+def merged(passes: Sequence[Sequence[Reduce]]) -> list[list[Together]]:
     """The passes over a row that is read again for each: the largest element and the sum of powers
     are found in one."""
-    found = [[(each,) for each in some] for some in passes]
+    found = singly(passes)
     for at, some in enumerate(passes[1:] if rules().kernel_rows_online else ()):
         for each in some:
             if isinstance(each, Powers) and (each.most,) in found[at]:

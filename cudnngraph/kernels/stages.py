@@ -227,11 +227,10 @@ def put_together(gather: Gather, counts: Value, parts: Sequence[Value]) -> dict[
         mosts, sums = parts
         most = reduced("max", mosts, (rank,))
         scaled = mapped(lambda s, m, n: f"({s} * power({m} - powers_from({n})))", sums, mosts, most)
-        total = mapped(
-            lambda s, m: f"Peak({m}, {s}).total()", reduced("sum", scaled, (rank,)), most
-        )
-        made = (reshape(most, shape), reshape(total, shape))
-        return {id(value): each for value, each in zip(gather.values, made, strict=True)}
+        summed = reduced("sum", scaled, (rank,))
+        powers = mapped(lambda m, s: f"Peak({m}, {s}).total()", most, summed)
+        both = (reshape(most, shape), reshape(powers, shape))
+        return {id(value): each for value, each in zip(gather.values, both, strict=True)}
     if not gather.moments:
         return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
     means, squares = parts

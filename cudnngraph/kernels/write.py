@@ -21,10 +21,22 @@ import torch
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
+from .ahead import Chunks
 from .gather import KINDS, POWERS_OF_TEAM, shared_by
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
-from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, merged, narrower, rows_of
+from .rows import (
+    MOST_THREADS,
+    VECTOR_BYTES,
+    WARP,
+    Rows,
+    Schedule,
+    Together,
+    merged,
+    narrower,
+    rows_of,
+    singly,
+)
 from .scalars import MEMORY, REGISTER, TEAM
 from .source import NAME, Source, function, pointers, text_of
 from .tape import (
@@ -106,7 +118,7 @@ class _Reduced:
     Of a largest element and the sum of powers each thread keeps both, of what it has seen so far.
     """
 
-    def __init__(self, writer: Writer, reductions: Sequence[tuple[Reduce, ...]]) -> None:
+    def __init__(self, writer: Writer, reductions: Sequence[Together]) -> None:
         self._writer, self._reductions = writer, reductions
         self._kept = [writer._index_of(each) for each, *_ in reductions]
         self.names = [[writer._new() for _ in each] for each in reductions]
@@ -196,8 +208,8 @@ class Writer:
         """The lines of the function behind its pointers, and the number of blocks."""
         plan, rows = self._plan, self._rows
         body: list[str] = []
-        passes = [[(each,) for each in some] for some in rows.reductions]
-        for number, reductions in enumerate(merged(rows.reductions) if self._streams else passes):
+        passes = merged(rows.reductions) if self._streams else singly(rows.reductions)
+        for number, reductions in enumerate(passes):
             made = _Reduced(self, reductions)
             body += self._pass(made.gather, number, made.before, made.after)
             self._known |= made.known
@@ -215,8 +227,10 @@ class Writer:
                     f"const bool mine = r < {rows.row.extent}u;",
                     f"if (!mine) r = {rows.row.extent - 1}u;",
                 ]
-            if self._ends:
-                head += self._where_ends()
+            if self._ends and rows.start is not None:
+                terms = {digit: by for digit, by in rows.start.terms if digit.var != rows.inner}
+                start = Sum.of(terms, rows.start.number).code(self._names)
+                head += self._row_chunks.where_ends(start)
         else:
             blocks = self._chunks
             if self._most_blocks:
@@ -274,68 +288,22 @@ class Writer:
             ahead = -(-ahead // -(-ahead // most))
         declared = [f"{kind}[{ahead}];" for kind, _ in reads]
         begin = [line for _, lines in reads for line in lines]
+        chunks = self._row_chunks
         if keeps:
             self._declared += declared
             still = [f"still_as_read({name}[u]);" for name in self._kept_vectors]
             self._kept_vectors += [kind.split()[-1] for kind, _ in reads if kind.startswith("vec")]
-            body = [
-                line
-                for lines in (begin, still, made)
-                for line in self._chunkwise(ahead, self._of_chunk(ahead, "u", lines))
-            ]
+            body = chunks.once(begin, still, made)
         else:
-            body = [*declared, *self._in_turns(ahead, begin, made, backwards=backwards)]
+            body = [*declared, *chunks.in_turns(ahead, begin, made, backwards=backwards)]
         ends = self._at_ends(fill) if self._ends else []
         self._of_row = None
         return [*row, *body, *ends]
 
-    def _in_turns(
-        self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
-    ) -> list[str]:
-        """A loop over chunks, so many of which are always under way if there are more."""
-
-        def each(first: str, lines: Sequence[str]) -> list[str]:
-            last = f"{self._chunks - 1}u - ({first})" if backwards else first
-            return self._of_chunk(ahead, last, lines)
-
-        head = f"for (u32 from = 0; from < {self._chunks}u; from += {ahead}u) {{"
-        if ahead == self._chunks:
-            return [
-                *self._chunkwise(ahead, each("u", begin)),
-                *self._chunkwise(ahead, each("u", made)),
-            ]
-        if not rules().kernel_reads_in_turn:
-            inside = [
-                *self._chunkwise(ahead, each("from + u", begin)),
-                *self._chunkwise(ahead, each("from + u", made)),
-            ]
-            return [head, *("  " + line for line in inside), "}"]
-        inside = [*each("from + u", made), *each(f"from + u + {ahead}u", begin)]
-        return [
-            *self._chunkwise(ahead, each("u", begin)),
-            *(head, *("  " + line for line in self._chunkwise(ahead, inside)), "}"),
-        ]
-
-    def _chunkwise(self, ahead: int, lines: Sequence[str]) -> list[str]:
-        """Lines for each of the chunks that are read ahead."""
-        loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
-        return ["#pragma unroll", loop, *("  " + line for line in lines), "}"] if lines else []
-
-    def _of_chunk(self, ahead: int, chunk: str, lines: Sequence[str]) -> list[str]:
-        """Lines for a chunk of a number."""
-        if not lines:
-            return []
-        plan, kind, extent = self._plan, self._count_type, self._rows.inner.extent
-        place = f"({kind})(({chunk}) * {plan.team}u + t) * {plan.lanes}u"
-        there = "" if extent == plan.team * plan.lanes * ahead else f"k < {extent}u"
-        if self._ends:
-            place, there = f"head + {place}", "k < full"
-        inside = [f"const {kind} k = {place};"]
-        if there:
-            inside += [f"if ({there}) {{", *("  " + line for line in lines), "}"]
-        else:
-            inside += lines
-        return ["{", *("  " + line for line in inside), "}"]
+    @property
+    def _row_chunks(self) -> Chunks:
+        plan, extent = self._plan, self._rows.inner.extent
+        return Chunks(extent, plan.team, plan.lanes, self._chunks, self._count_type, self._ends)
 
     def _at_ends(self, fill: Callable[[], None]) -> list[str]:
         """The same for the elements of a row before and behind its vectors, one for a thread."""
@@ -343,29 +311,8 @@ class Writer:
         self._known = {key: code for key, code in known.items() if not code.by}
         self._plan, self._ends, self._lines, self._of_row = replace(plan, lanes=1), False, [], None
         fill()
-        lines = self._lines
         self._plan, self._ends, self._known, self._of_row = plan, True, known, row
-        return [
-            "if (end < size) {",
-            f"  const {self._count_type} k = end;",
-            *("  " + line for line in lines),
-            "}",
-        ]
-
-    def _where_ends(self) -> list[str]:
-        """The elements of a row before its vectors, where these end, and a thread's own element
-        that is in none of them."""
-        rows, lanes = self._rows, self._plan.lanes
-        assert rows.start is not None
-        terms = {digit: by for digit, by in rows.start.terms if digit.var != rows.inner}
-        start = Sum.of(terms, rows.start.number).code(self._names)
-        extent = rows.inner.extent
-        return [
-            f"const u32 size = {extent}u;",
-            f"const u32 head = -(u32)({start}) & {lanes - 1}u;",
-            f"const u32 full = head + (size - head) / {lanes}u * {lanes}u;",
-            "const u32 end = t < head ? t : full - head + t;",
-        ]
+        return self._row_chunks.at_ends(self._lines)
 
     def _index_of(self, each: Reduce) -> Index:
         """The index at which the region asks for a reduction: one number of each row."""
