@@ -30,6 +30,8 @@ from .rows import MOST_THREADS
 
 MOST_CODES = 1024  # that are kept, of some 10 KB each
 MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
+EARLY_FROM = 90  # compute capability of GPUs whose launches may begin early
+EARLY_DRIVER = 12030  # the first release that captures these in CUDA graphs
 
 
 class Kernel(Plan):
@@ -50,7 +52,9 @@ class Kernel(Plan):
             torch.cuda.current_stream()  # the context is there from here on
             self._module = _module(driver, code, device_index)
             self._launches = []
-            early = head.get("early") or [False] * len(head["launches"])
+            early = head.get("early", [])
+            if int(head["capability"]) < EARLY_FROM or not (any(early) and _captures_early(driver)):
+                early = [False] * len(head["launches"])
             for (name, blocks, threads), soon in zip(head["launches"], early, strict=True):
                 error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
                 _check(error)
@@ -137,6 +141,13 @@ def _begin(driver: Any, function: Any, blocks: int, threads: int) -> _Begin:
         return made
 
     return begin
+
+
+def _captures_early(driver: Any) -> bool:
+    """Whether the driver takes launches that may begin early in CUDA graphs too."""
+    error, release = driver.cuDriverGetVersion()
+    _check(error)
+    return int(release) >= EARLY_DRIVER
 
 
 def _begin_early(driver: Any, function: Any, blocks: int, threads: int) -> _Begin:
