@@ -242,6 +242,13 @@ class DeviceRules:
         "(an estimate)",
         alternative="all reads behind several steps",
     )
+    kernel_steps_untested: bool = _measured(
+        True,
+        "yes or no",
+        "whether such a loop goes through whole groups of steps without a test of each (an "
+        "estimate)",
+        alternative="a test of each step",
+    )
     kernel_partials_again_bytes: int = _measured(
         10 << 20,
         "bytes",

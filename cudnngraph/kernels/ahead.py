@@ -44,13 +44,23 @@ def each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[s
     return _unrolled(ahead, _at(f"first + u * {step}u", where, lines)) if lines else []
 
 
-def each_step_and_next(
+def in_turns(
     ahead: int, step: int, where: str, lines: Sequence[str], begin: Sequence[str]
 ) -> list[str]:
-    """The same, each of which begins the reads of the step so many ahead: as many are always
-    under way."""
-    now = _at(f"first + u * {step}u", where, lines)
-    return _unrolled(ahead, [*now, *_at(f"first + (u + {ahead}u) * {step}u", where, begin)])
+    """A loop over steps, each of which begins the reads of the step so many ahead: as many are
+    always under way."""
+
+    def all_steps(*, tested: bool) -> list[str]:
+        now = _at(f"first + u * {step}u", where, lines, tested=tested)
+        later = _at(f"first + (u + {ahead}u) * {step}u", where, begin, tested=tested)
+        return ["  " + line for line in _unrolled(ahead, [*now, *later])]
+
+    most = []
+    if rules().kernel_steps_untested:
+        until = f"first + {(2 * ahead - 1) * step}u < count"
+        most = [f"for (; {until}; first += {ahead * step}u) {{", *all_steps(tested=False), "}"]
+    end = [f"  first += {ahead * step}u;", "  if (first >= count) break;", "}"]
+    return [*most, "for (;;) {", *all_steps(tested=True), *end]
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,8 @@ def _unrolled(ahead: int, lines: Sequence[str]) -> list[str]:
     return ["#pragma unroll", loop, *("  " + line for line in lines), "}"]
 
 
-def _at(at: str, where: str, lines: Sequence[str]) -> list[str]:
-    inside = [
-        f"const u32 at = {at};",
-        "if (at < count) {",
-        *("  " + x for x in (where, *lines)),
-        "}",
-    ]
-    return ["{", *("  " + line for line in inside), "}"]
+def _at(at: str, where: str, lines: Sequence[str], *, tested: bool = True) -> list[str]:
+    inside = [where, *lines]
+    if tested:
+        inside = ["if (at < count) {", *("  " + line for line in inside), "}"]
+    return ["{", f"  const u32 at = {at};", *("  " + line for line in inside), "}"]

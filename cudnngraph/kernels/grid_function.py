@@ -13,7 +13,7 @@ from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .ahead import each_step, each_step_and_next, most_ahead, registers_kept
+from .ahead import each_step, in_turns, most_ahead, registers_kept
 from .gather import KINDS, WAIT, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
@@ -141,12 +141,10 @@ class GridFunction(Writer):
         once = [*head, *read, *loads, *self._early, WAIT, *together, *self._before]
         if ahead == steps:
             return [*once, *body]
-        again = [f"first += {ahead * step}u;", "if (first >= count) break;"]
         if rules().kernel_reads_in_turn:
             begin = [line for _, lines in self._ahead for line in lines]
-            body = each_step_and_next(ahead, step, where, self._lines, begin)
-        else:
-            again += loads
+            return [*once, *in_turns(ahead, step, where, self._lines, begin)]
+        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
         return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
 
     def _begun(self, ahead: int, step: int, where: str) -> tuple[list[str], list[str]]:

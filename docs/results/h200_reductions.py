@@ -64,6 +64,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "columns": (
         {"kernel_reads_in_turn": False},
         {"kernel_launches_early": True},
+        {"kernel_steps_untested": False},
         {"kernel_min_width_bytes": 64},
         {"kernel_min_width_bytes": 64, "kernel_launches_early": True},
         {"kernel_min_width_bytes": 512, "kernel_launches_early": True},
