@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnngraph.kernels.gather import CLUSTER, EARLY
+from cudnngraph.kernels.gather import CLUSTER
 from cudnngraph.kernels.scalars import PRELUDE
 from cudnngraph.kernels.source import Source
 
@@ -72,8 +72,6 @@ static void meet(int point) {
 static void __syncthreads() { meet(1); }
 enum { CLUSTER = 1000 };  // the point at which blocks meet
 static void meet_cluster() { meet(CLUSTER); }
-static void wait_for_launch() {}
-static void allow_next_launch() {}
 static float __shfl_xor_sync(unsigned, float x, int at) {
   exchanged[threadIdx.x] = x;
   meet(2 + at);
@@ -313,12 +311,7 @@ def _compile(sources: Sequence[Source]) -> None:
     parts = [HOST, RUN]
     for at, source in enumerate(sources):
         assert PRELUDE in source.text
-        own = (
-            source.text.replace(PRELUDE, "")
-            .replace('extern "C" ', "")
-            .replace(CLUSTER, "")
-            .replace(EARLY, "")
-        )
+        own = source.text.replace(PRELUDE, "").replace('extern "C" ', "").replace(CLUSTER, "")
         scratch = ", workspace" if source.several else ""
         calls = (
             CALL

@@ -224,9 +224,10 @@ class DeviceRules:
         alternative="twice or half as many",
     )
     kernel_columns: int = _measured(
-        32,
+        16,
         "vectors side by side",
-        "how wide blocks are that go down columns (an estimate)",
+        "how wide blocks are that go down columns",
+        page="h200-reductions.md",
         alternative="wider or narrower blocks",
     )
     kernel_loads_ahead: int = _measured(
@@ -235,12 +236,11 @@ class DeviceRules:
         "how many a thread begins of its chunk before it waits for the first (an estimate)",
         alternative="more threads of a block",
     )
-    kernel_reads_in_turn: bool = _measured(
-        True,
-        "yes or no",
-        "whether a loop that reads ahead begins a read behind each step, not all behind several "
-        "(an estimate)",
-        alternative="all reads behind several steps",
+    kernel_sums_ahead: int = _measured(
+        8,
+        "loads of a thread",
+        "how many are under way in a loop that writes nothing (an estimate)",
+        alternative="half as many",
     )
     kernel_steps_untested: bool = _measured(
         True,
@@ -269,13 +269,6 @@ class DeviceRules:
         "blocks",
         "how many may be a cluster that reads what it reduces and writes only once (an estimate)",
         alternative="two launches",
-    )
-    kernel_launches_early: bool = _measured(
-        False,
-        "yes or no",
-        "whether a launch of a kernel may begin, and read inputs, before the one in front of it "
-        "has ended (an estimate)",
-        alternative="one launch after the other",
     )
     kernel_long_row: int = _measured(
         1 << 15,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..device.rules import rules
@@ -25,11 +25,13 @@ def most_ahead(threads: int, lanes: int, kept: int, reads: Sequence[str], writes
     """How many steps a thread may read ahead so that all blocks run at the same time.
 
     ``reads`` are the variables of what a step reads, each with its type. A step takes registers for
-    these, and for about half of the lanes of what it computes, or all where it ``writes``.
+    these, and what is computed for all lanes; where a loop ``writes``, steps do not share them.
     """
-    budget = MOST_REGISTERS // (threads * rules().kernel_blocks_per_sm) - OTHERS - kept
-    step = sum(map(_registers, reads)) + -(-lanes // (1 if writes else 2))
-    return max(1, budget // step)
+    budget = MOST_REGISTERS // (threads * rules().kernel_blocks_per_sm) - kept
+    step = sum(map(_registers, reads))
+    if writes:
+        return max(1, (budget - OTHERS) // (step + lanes))
+    return max(1, (budget - OTHERS // 2 - lanes * len(reads)) // step)
 
 
 def _registers(declared: str) -> int:
@@ -44,23 +46,24 @@ def each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[s
     return _unrolled(ahead, _at(f"first + u * {step}u", where, lines)) if lines else []
 
 
-def in_turns(
+def steps_in_groups(
     ahead: int, step: int, where: str, lines: Sequence[str], begin: Sequence[str]
 ) -> list[str]:
-    """A loop over steps, each of which begins the reads of the step so many ahead: as many are
-    always under way."""
-
-    def all_steps(*, tested: bool) -> list[str]:
-        now = _at(f"first + u * {step}u", where, lines, tested=tested)
-        later = _at(f"first + (u + {ahead}u) * {step}u", where, begin, tested=tested)
-        return ["  " + line for line in _unrolled(ahead, [*now, *later])]
-
-    most = []
+    """A loop over groups of steps, of which the reads of the first have begun. Whole groups are not
+    tested step by step."""
+    go_on = f"first += {ahead * step}u;"
+    each = f"first + u * {step}u"
+    whole = []
     if rules().kernel_steps_untested:
+        parts = (_unrolled(ahead, _at(each, where, x, tested=False)) for x in (lines, begin))
+        now, later = (["  " + line for line in part] for part in parts)
         until = f"first + {(2 * ahead - 1) * step}u < count"
-        most = [f"for (; {until}; first += {ahead * step}u) {{", *all_steps(tested=False), "}"]
-    end = [f"  first += {ahead * step}u;", "  if (first >= count) break;", "}"]
-    return [*most, "for (;;) {", *all_steps(tested=True), *end]
+        whole = [f"while ({until}) {{", *now, f"  {go_on}", *later, "}"]
+    now, later = (
+        ["  " + line for line in _unrolled(ahead, _at(each, where, x))] for x in (lines, begin)
+    )
+    end = [f"  {go_on}", "  if (first >= count) break;", *later, "}"]
+    return [*whole, "for (;;) {", *now, *end]
 
 
 @dataclass(frozen=True)
@@ -83,24 +86,33 @@ class Chunks:
         each = (self._of("u", self.count, lines) for lines in parts if lines)
         return [line for lines in each for line in _unrolled(self.count, lines)]
 
-    def in_turns(
+    def in_groups(
         self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
     ) -> list[str]:
-        """Reads of each chunk and what is made of it, so many of which are under way at once."""
-        last = self.count - 1
-        place: Callable[[str], str] = lambda at: f"{last}u - ({at})" if backwards else at  # noqa: E731
-        first = _unrolled(ahead, self._of(place("u"), ahead, begin)) if begin else []
-        if ahead == self.count:
-            return [*first, *_unrolled(ahead, self._of(place("u"), ahead, made))]
-        now = self._of(place("from + u"), ahead, made)
-        if rules().kernel_reads_in_turn:
-            later = self._of(place(f"from + u + {ahead}u"), ahead, begin)
-            inside = _unrolled(ahead, [*now, *later])
-        else:
-            again = self._of(place("from + u"), ahead, begin)
-            first, inside = [], [*_unrolled(ahead, again), *_unrolled(ahead, now)]
-        loop = f"for (u32 from = 0; from < {self.count}u; from += {ahead}u) {{"
-        return [*first, loop, *("  " + line for line in inside), "}"]
+        """Reads of so many chunks and what is made of them, as often as there are. Chunks in which
+        all threads have elements are not tested."""
+
+        def group(start: int, until: int, *, tested: bool) -> list[str]:
+            at = f"{self.count - 1}u - (from + u)" if backwards else "from + u"
+            parts = (self._of(at, ahead, lines, tested=tested) for lines in (begin, made) if lines)
+            inside = [f"  {line}" for part in parts for line in _unrolled(ahead, part)]
+            return [
+                f"for (u32 from = {start}u; from < {until}u; from += {ahead}u) {{",
+                *inside,
+                "}",
+            ]
+
+        known = rules().kernel_steps_untested
+        whole = 0 if backwards or not known else self._whole // ahead * ahead
+        first = group(0, whole, tested=False) if whole else []
+        rest = group(whole, self.count, tested=True) if whole < self.count else []
+        return [*first, *rest]
+
+    @property
+    def _whole(self) -> int:
+        """The chunks in which each thread has lanes, wherever the row begins."""
+        spare = 2 * (self.lanes - 1) if self.ends else 0
+        return (self.extent - spare) // (self.team * self.lanes)
 
     def at_ends(self, lines: Sequence[str]) -> list[str]:
         """Lines for a thread's element that is in no chunk."""
@@ -117,20 +129,22 @@ class Chunks:
             "const u32 end = t < head ? t : full - head + t;",
         ]
 
-    def _of(self, chunk: str, ahead: int, lines: Sequence[str]) -> list[str]:
+    def _of(
+        self, chunk: str, ahead: int, lines: Sequence[str], *, tested: bool = True
+    ) -> list[str]:
         place = f"({self.kind})(({chunk}) * {self.team}u + t) * {self.lanes}u"
         there = "" if self.extent == self.team * self.lanes * ahead else f"k < {self.extent}u"
         if self.ends:
             place, there = f"head + {place}", "k < full"
         inside = ["  " + line for line in lines]
-        if there:
+        if tested and there:
             inside = [f"  if ({there}) {{", *("  " + line for line in inside), "  }"]
         return ["{", f"  const {self.kind} k = {place};", *inside, "}"]
 
 
 def _unrolled(ahead: int, lines: Sequence[str]) -> list[str]:
     loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
-    return ["#pragma unroll", loop, *("  " + line for line in lines), "}"]
+    return ["#pragma unroll", loop, *("  " + line for line in lines), "}"] if lines else []
 
 
 def _at(at: str, where: str, lines: Sequence[str], *, tested: bool = True) -> list[str]:

@@ -214,21 +214,9 @@ static __device__ __forceinline__ void meet_cluster() {
 }
 """
 
-#: A launch that may begin before the one in front of it has ended waits here for all of that.
-EARLY = r"""
-#if __CUDA_ARCH__ >= 900
-static D_ void wait_for_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-static D_ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
-#else
-static D_ void wait_for_launch() {}
-static D_ void allow_next_launch() {}
-#endif
-""".replace("D_", "__device__ __forceinline__")
-WAIT, ALLOW = "wait_for_launch();", "allow_next_launch();"
-
 
 def shared_by(text: str) -> list[str]:
     """What functions of a text need of the above, but for moments."""
     names = {"powers_from": POWERS, "Peak": PEAKS, "still_as_read": KEPT, "meet_cluster": CLUSTER}
     peaks = "powers_from" if "Peak" in text else ""
-    return [what for name, what in {**names, WAIT: EARLY}.items() if name in text or name == peaks]
+    return [what for name, what in names.items() if name in text or name == peaks]

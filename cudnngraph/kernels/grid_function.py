@@ -13,8 +13,8 @@ from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .ahead import each_step, in_turns, most_ahead, registers_kept
-from .gather import KINDS, WAIT, Gather, team, whole
+from .ahead import each_step, most_ahead, registers_kept, steps_in_groups
+from .gather import KINDS, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
 from .rows import WARP, Rows, Schedule
@@ -128,24 +128,22 @@ class GridFunction(Writer):
     def _loops(self, together: Sequence[str], backwards: bool = False) -> list[str]:
         """Where a thread is, what it computes once, and its loop, which reads some steps ahead."""
         head, step, where = self._places_of(backwards)
-        steps = -(-self._grid.per // step)
-        most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
+        steps, known = -(-self._grid.per // step), rules()
+        most = max(1, known.kernel_loads_ahead // max(1, len(self._ahead)))
         if steps > most:  # registers for more threads
             kept = registers_kept(self._plan.lanes, self._lines, self._early + self._before)
             reads, writes = [each for each, _ in self._ahead], "store<" in " ".join(self._lines)
             fit = most_ahead(self._grid.threads, self._plan.lanes, kept, reads, writes)
-            most = min(-(-most // 2), fit)
+            loads = known.kernel_loads_ahead // 2 if writes else known.kernel_sums_ahead
+            most = min(max(1, -(-loads // max(1, len(self._ahead)))), fit)
         ahead = -(-steps // -(-steps // most))
         read, loads = self._begun(ahead, step, where)
         body = each_step(ahead, step, where, self._lines)
-        once = [*head, *read, *loads, *self._early, WAIT, *together, *self._before]
+        once = [*head, *read, *loads, *self._early, *together, *self._before]
         if ahead == steps:
             return [*once, *body]
-        if rules().kernel_reads_in_turn:
-            begin = [line for _, lines in self._ahead for line in lines]
-            return [*once, *in_turns(ahead, step, where, self._lines, begin)]
-        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
-        return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
+        begin = [line for _, lines in self._ahead for line in lines]
+        return [*once, *steps_in_groups(ahead, step, where, self._lines, begin)]
 
     def _begun(self, ahead: int, step: int, where: str) -> tuple[list[str], list[str]]:
         """The variables of what is read ahead, and its reads."""

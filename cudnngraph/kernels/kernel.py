@@ -30,8 +30,6 @@ from .rows import MOST_THREADS
 
 MOST_CODES = 1024  # that are kept, of some 10 KB each
 MOST_BLOCKS = 1 << 31  # of a launch along x, this one not
-EARLY_FROM = 90  # compute capability of GPUs whose launches may begin early
-EARLY_DRIVER = 12030  # the first release that captures these in CUDA graphs
 
 
 class Kernel(Plan):
@@ -52,10 +50,7 @@ class Kernel(Plan):
             torch.cuda.current_stream()  # the context is there from here on
             self._module = _module(driver, code, device_index)
             self._launches = []
-            early = head.get("early", [])
-            if int(head["capability"]) < EARLY_FROM or not (any(early) and _captures_early(driver)):
-                early = [False] * len(head["launches"])
-            for (name, blocks, threads), soon in zip(head["launches"], early, strict=True):
+            for name, blocks, threads in head["launches"]:
                 error, function = driver.cuModuleGetFunction(self._module, str(name).encode())
                 _check(error)
                 # It is loaded by this, and not in the middle of a capture.
@@ -63,8 +58,7 @@ class Kernel(Plan):
                 error, least = driver.cuFuncGetAttribute(most, function)
                 _check(error)
                 _check_launch(int(blocks), int(threads), int(least))
-                begin = _begin_early if soon else _begin
-                self._launches.append(begin(driver, function, int(blocks), int(threads)))
+                self._launches.append((function, int(blocks), int(threads)))
         self._call = self._native()
         self.native = (self._call, 0)
 
@@ -83,8 +77,9 @@ class Kernel(Plan):
 
     def _native(self) -> Callable[[int, int, int, Any, int], None]:
         """A call by the address of an array of addresses, as plans have it."""
-        (first, *rest), index = self._launches, self.device_index
+        launch, launches, index = _driver().cuLaunchKernel, self._launches, self.device_index
         stream_of = torch._C._cuda_getCurrentRawStream
+        (function, blocks, threads), several = launches[0], len(launches) > 1
 
         def call(address: int, count: int, workspace: int, handle: Any, place: int) -> None:
             # Where the parameters are: the addresses, and that of the workspace, which few take. Of
@@ -93,11 +88,12 @@ class Kernel(Plan):
             where, _ = given.buffer_info()
             given[1] = where + 2 * given.itemsize
             stream = stream_of(index)
-            (error,) = first(stream, where)
-            for launch in rest if not error else ():
-                (error,) = launch(stream, where)
-                if error:
-                    break
+            (error,) = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
+            if several and not error:
+                for each, many, wide in launches[1:]:
+                    (error,) = launch(each, many, 1, 1, wide, 1, 1, 0, stream, where, 0)
+                    if error:
+                        break
             if error:
                 raise RuntimeError(f"a generated kernel was not launched: {error!r}")
 
@@ -127,46 +123,6 @@ class Kernel(Plan):
     def serialize(self) -> bytes:
         """The device code, with what it is launched with."""
         return json.dumps(self._head).encode() + b"\n" + self._code
-
-
-_Begin = Callable[[int, int], tuple[Any]]  # a launch on a stream, with the place of its parameters
-
-
-def _begin(driver: Any, function: Any, blocks: int, threads: int) -> _Begin:
-    """A launch that begins when all before it on its stream has ended."""
-    launch = driver.cuLaunchKernel
-
-    def begin(stream: int, where: int) -> tuple[Any]:
-        made: tuple[Any] = launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, where, 0)
-        return made
-
-    return begin
-
-
-def _captures_early(driver: Any) -> bool:
-    """Whether the driver takes launches that may begin early in CUDA graphs too."""
-    error, release = driver.cuDriverGetVersion()
-    _check(error)
-    return int(release) >= EARLY_DRIVER
-
-
-def _begin_early(driver: Any, function: Any, blocks: int, threads: int) -> _Begin:
-    """A launch that may begin before the one in front of it has ended."""
-    launch, lock = driver.cuLaunchKernelEx, threading.Lock()
-    early, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    config.gridDimX, config.blockDimX = blocks, threads
-    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.attrs, config.numAttrs = [early], 1
-
-    def begin(stream: int, where: int) -> tuple[Any]:
-        with lock:  # several threads have one plan's launches
-            config.hStream = stream
-            made: tuple[Any] = launch(config, function, where, 0)
-        return made
-
-    return begin
 
 
 def _digest(text: str) -> str:
@@ -253,7 +209,6 @@ def build(spec: GraphSpec, choice: Choice, device_index: int) -> Kernel:
         "generator": generator(),
         "capability": capability,
         "launches": [[each.name, each.blocks, each.threads] for each in made.launches],
-        "early": [each.early for each in made.launches],
         "workspace": made.workspace_bytes,
     }
     return Kernel(code, head, choice, device_index)

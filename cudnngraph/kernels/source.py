@@ -16,13 +16,11 @@ MOST_BOUNDS = 1024  # threads of a block
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a function of a kernel's text; an ``early`` one may begin before the one in front
-    of it has ended, for which it waits itself."""
+    """A launch of a function of a kernel's text."""
 
     name: str
     blocks: int
     threads: int
-    early: bool = False
 
 
 @dataclass(frozen=True)

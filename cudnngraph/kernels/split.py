@@ -23,7 +23,7 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .gather import ALLOW, MOMENTS, WAIT, Gather, shared_by
+from .gather import MOMENTS, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
@@ -168,9 +168,6 @@ class _Composer:
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
-        for at, launch in enumerate(self._launches[1:]):
-            if launch.early:
-                self._texts[at] = self._texts[at].replace("{\n", f"{{\n  {ALLOW}\n", 1)
         shared = [TEAM, MOMENTS, *shared_by("\n".join(self._texts))]
         text = text_of(places, self._texts, shared)
         first = self._launches[0]
@@ -202,8 +199,6 @@ class _Composer:
             if not each.held and names & each.names:
                 self._put_together(each)
         name = f"{NAME}_{len(self._launches)}"
-        early = rules().kernel_launches_early and bool(self._launches) and clusters == 1
-        lines = self._waiting(lines) if early else [line for line in lines if line != WAIT]
         typed = []
         for at, tensor in enumerate(self._around().tensors.values()):
             if at in used:
@@ -212,16 +207,7 @@ class _Composer:
                 typed.append(pointer(at, tensor, where))
         made = function(name, threads, [*typed, *lines], workspace=True, clusters=clusters)
         self._texts.append(made)
-        self._launches.append(Launch(name, blocks, threads, early))
-
-    def _waiting(self, lines: Sequence[str]) -> list[str]:
-        """The lines with a wait for the launch before, in front of which they read inputs alone."""
-        at = lines.index(WAIT) if WAIT in lines else 0
-        before = set(map(int, re.findall(r"\bp(\d+)\b", "\n".join(lines[:at]))))
-        rest = [line for line in lines if line != WAIT]
-        if any(place >= len(self._spec.inputs) for place in before):
-            at = 0
-        return [*rest[:at], WAIT, *rest[at:]]
+        self._launches.append(Launch(name, blocks, threads))
 
     def _rows(self, outputs: Outputs, always: bool = False) -> bool:
         """Whether a function of rows writes the outputs, which is added then."""

@@ -295,7 +295,7 @@ class Writer:
             self._kept_vectors += [kind.split()[-1] for kind, _ in reads if kind.startswith("vec")]
             body = chunks.once(begin, still, made)
         else:
-            body = [*declared, *chunks.in_turns(ahead, begin, made, backwards=backwards)]
+            body = [*declared, *chunks.in_groups(ahead, begin, made, backwards=backwards)]
         ends = self._at_ends(fill) if self._ends else []
         self._of_row = None
         return [*row, *body, *ends]

@@ -50,32 +50,29 @@ COLUMNS = ((8192, 768), (8192, 2304), (8192, 3072))
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "row": (
         {"kernel_rows_online": False},
-        {"kernel_reads_in_turn": False},
+        {"kernel_steps_untested": False},
         {"kernel_rows_in_memory_form": False},
         {"kernel_rows_in_memory_form": False, "kernel_again_threads": 512},
         {"kernel_rows_in_memory_form": False, "kernel_again_threads": 256},
         {"kernel_rows_aligned": False},
         {"kernel_once_threads": 256},
-        {"kernel_once_threads": 1024},
         {"kernel_loads_ahead": 4},
+        {"kernel_loads_ahead": 4, "kernel_once_threads": 256},
         {"kernel_loads_ahead": 16},
-        {"kernel_launches_early": True},
     ),
     "columns": (
-        {"kernel_reads_in_turn": False},
-        {"kernel_launches_early": True},
         {"kernel_steps_untested": False},
+        {"kernel_sums_ahead": 4},
+        {"kernel_sums_ahead": 4, "kernel_columns": 32},
+        {"kernel_sums_ahead": 12},
+        {"kernel_columns": 8},
+        {"kernel_columns": 32},
+        {"kernel_blocks_per_sm": 3},
+        {"kernel_blocks_per_sm": 5},
+        {"kernel_blocks_per_sm": 6},
         {"kernel_min_width_bytes": 64},
-        {"kernel_min_width_bytes": 64, "kernel_launches_early": True},
-        {"kernel_min_width_bytes": 512, "kernel_launches_early": True},
-        {"kernel_loads_ahead": 16},
-        *(
-            {"kernel_blocks_per_sm": blocks, "kernel_columns": columns}
-            | {"kernel_launches_early": early}
-            for early in (False, True)
-            for blocks in (2, 3, 4)
-            for columns in (16, 32)
-        ),
+        {"kernel_min_width_bytes": 256},
+        {"kernel_partials_again_bytes": 5 << 20},
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import cudnngraph as cg
-from cudnngraph.device.rules import changed
 from cudnngraph.executor import reference
 from cudnngraph.kernels import compile as compiler
 from cudnngraph.settings import override
@@ -111,66 +109,6 @@ def test_it_is_captured_in_a_cuda_graph_and_reads_new_data() -> None:
     torch.cuda.synchronize()
     exact = F.silu(F.group_norm(x.double(), 32, w.double(), b.double()))
     numerics.check(y, exact, F16, F.silu(F.group_norm(x, 32, w, b)))
-
-
-@pytest.mark.parametrize("tune", ["heuristic", "autotune"])
-@pytest.mark.parametrize("dtype", [F16, torch.bfloat16, F32])
-@pytest.mark.parametrize("extent", [50257, 50304, 128256])
-def test_long_rows_with_nan_and_infinities(extent: int, dtype: torch.dtype, tune: str) -> None:
-    torch.manual_seed(0)
-    x = 4.0 * torch.randn(300, extent, device="cuda")
-    x[1] = -math.inf
-    x[2], x[2, 7] = -math.inf, 1.0
-    x[3, 9], x[4, 11] = math.inf, math.nan
-    x = x.to(dtype)
-    classes = torch.randint(extent, (300,), device="cuda")
-    g = cg.Graph("rows")
-    value, t = g.input("x", like=x), g.input("t", like=classes)
-    y = g.log_softmax(value, 1)
-    for name, each in (("z", g.nll_loss(y, t, "none")), ("p", g.softmax(value, 1)), ("y", y)):
-        g.output(name, each)
-    exe = compiled(g, tune=tune, budget_s=2.0)
-
-    def eager(x: torch.Tensor) -> list[torch.Tensor]:
-        y = F.log_softmax(x, 1)
-        return [F.nll_loss(y, classes, reduction="none"), x.softmax(1), y]
-
-    for made, exact, theirs in zip(exe(x, classes), eager(x.double()), eager(x), strict=True):
-        numerics.check(made, exact, dtype, theirs, terms=extent)
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("shape", [(16, 256, 28, 28), (8, 64, 56, 56), (32, 2048, 7, 7)])
-def test_launches_that_begin_early_wait_for_what_they_read(
-    shape: tuple[int, ...], early: bool
-) -> None:
-    """Of other data at each call, one behind the other and in a CUDA graph."""
-    g = cg.Graph("norms")
-    dy, x = (g.input(name, shape, F16, layout="channels_last") for name in ("dy", "x"))
-    vectors = [g.input(name, shape[1:2], F32) for name in ("w", "m", "i")]
-    for name, made in zip("xwb", g.batch_norm_backward(dy, x, *vectors), strict=True):
-        g.output(f"d{name}", made)
-    with changed(kernel_launches_early=early):
-        cg.cache_clear()
-        exe = compiled(g, verify="inprocess")
-    given = {
-        name: spec.empty("cuda").copy_(torch.randn(spec.shape, device="cuda"))
-        for name, spec in exe.spec.tensors.items()
-        if name in exe.spec.inputs
-    }
-    outs = {name: exe.spec.tensors[name].empty("cuda") for name in exe.spec.outputs}
-    calls = [exe.bind(**given, **outs), exe.capture(**given, **outs)]
-    for number in range(40):
-        given["x"].copy_(torch.randn(shape, device="cuda") + number)
-        given["dy"].copy_(torch.randn(shape, device="cuda") - number)
-        calls[number % 2]()
-        inputs = list(given.values())
-        exact, theirs = (
-            reference.run(g.spec(), inputs, torch.float64),
-            reference.run(g.spec(), inputs),
-        )
-        for made, want, other in zip(outs.values(), exact, theirs, strict=True):
-            numerics.check(made, want, F16, other, terms=shape[0] * shape[2] * shape[3])
 
 
 def test_threads_that_launch_one_kernel_do_not_mix_their_tensors() -> None:

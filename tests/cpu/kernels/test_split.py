@@ -422,33 +422,15 @@ def test_launches_get_the_addresses_and_the_workspace_in_order(
         seen.append((function, blocks, threads, stream, given, scratch))
         return (0,)
 
-    def launch_by(config: SimpleNamespace, function: str, where: int, extra: int) -> tuple[int]:
-        assert config.numAttrs == 1 and config.attrs[0].id == "programmatic"
-        assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
-        assert (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ) == (1,) * 4
-        rest = (1, 1, config.blockDimX, 1, 1, 0, config.hStream, where)
-        return launch(function, config.gridDimX, *rest)
-
-    name = "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
-    driver = SimpleNamespace(
-        cuLaunchKernel=launch,
-        cuLaunchKernelEx=launch_by,
-        CUlaunchConfig=SimpleNamespace,
-        CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace()),
-        CUlaunchAttributeID=SimpleNamespace(**{name: "programmatic"}),
-    )
+    driver = SimpleNamespace(cuLaunchKernel=launch)
+    monkeypatch.setattr(kernel, "_driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     made = kernel.Kernel.__new__(kernel.Kernel)
     made.device_index = 0
-    made._launches = [
-        kernel._begin(driver, "first", 5, 64),
-        kernel._begin(driver, "second", 2, 32),
-        kernel._begin_early(driver, "early", 3, 96),
-    ]
+    made._launches = [("first", 5, 64), ("second", 2, 32)]
     made._call = made._native()
     made.execute(made.pointers([10, 20, 30]), 4096, None)
     assert seen == [
         ("first", 5, 64, 77, [10, 20, 30], 4096),
         ("second", 2, 32, 77, [10, 20, 30], 4096),
-        ("early", 3, 96, 77, [10, 20, 30], 4096),
     ]
