@@ -134,8 +134,8 @@ class GridFunction(Writer):
             kept = registers_kept(self._plan.lanes, self._lines, self._early + self._before)
             reads, writes = [each for each, _ in self._ahead], "store<" in " ".join(self._lines)
             fit = most_ahead(self._grid.threads, self._plan.lanes, kept, reads, writes)
-            loads = known.kernel_loads_ahead // 2 if writes else known.kernel_sums_ahead
-            most = min(max(1, -(-loads // max(1, len(self._ahead)))), fit)
+            under_way = known.kernel_loads_ahead // 2 if writes else known.kernel_sums_ahead
+            most = min(max(1, -(-under_way // max(1, len(self._ahead)))), fit)
         ahead = -(-steps // -(-steps // most))
         read, loads = self._begun(ahead, step, where)
         body = each_step(ahead, step, where, self._lines)
