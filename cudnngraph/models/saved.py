@@ -103,6 +103,10 @@ def _log_softmax_backward(
 ) -> torch.fx.Node:
     while y.target is _aten.detach.default:  # which the partitioner would not compute again
         (y,) = y.all_input_nodes
+    if (
+        y.target is _aten._to_copy.default
+    ):  # of ours: what is rounded would be saved, being as small
+        (y,) = y.all_input_nodes
     dy, y = (_cast(graph, each, _wide(each.meta["val"].dtype)) for each in (dy, y))
     total = _called(graph, _aten.sum.dim_IntList, dy, [dim], True)
     powers = _called(graph, _aten.exp.default, y)
