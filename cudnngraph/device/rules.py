@@ -280,8 +280,8 @@ class DeviceRules:
     kernel_rows_online: bool = _measured(
         True,
         "yes or no",
-        "whether the largest element of a long row and the sum of powers are found in one pass "
-        "(an estimate)",
+        "whether the largest element of a long row and the sum of powers are found in one pass",
+        page="h200-reductions.md",
         alternative="a pass for each",
     )
     kernel_rows_in_memory_form: bool = _measured(
@@ -293,21 +293,23 @@ class DeviceRules:
     kernel_rows_aligned: bool = _measured(
         True,
         "yes or no",
-        "whether long rows that start at odd elements are read as vectors, but for their ends (an "
-        "estimate)",
+        "whether long rows that start at odd elements are read as vectors, but for their ends",
+        page="h200-reductions.md",
         alternative="element by element",
     )
     kernel_once_threads: int = _measured(
         512,
         "threads of a block",
-        "how many share a long row that is read once (an estimate)",
+        "how many share a long row that is read once",
+        page="h200-reductions.md",
         alternative="other numbers of threads for a row",
     )
     kernel_again_threads: int = _measured(
         1024,
         "threads of a block",
         "how many share a long row that is read more than once, so that the cache holds the rows "
-        "that are under way (an estimate)",
+        "that are under way",
+        page="h200-reductions.md",
         alternative="other numbers of threads for a row",
     )
     kernel_row_elements: int = _measured(
