@@ -236,17 +236,11 @@ class DeviceRules:
         "how many a thread begins of its chunk before it waits for the first (an estimate)",
         alternative="more threads of a block",
     )
-    kernel_sums_ahead: int = _measured(
-        8,
-        "loads of a thread",
-        "how many are under way in a loop that writes nothing (an estimate)",
-        alternative="half as many",
-    )
     kernel_steps_untested: bool = _measured(
         True,
         "yes or no",
-        "whether such a loop goes through whole groups of steps without a test of each (an "
-        "estimate)",
+        "whether a loop that reads ahead goes through whole groups of steps without a test of each "
+        "(an estimate)",
         alternative="a test of each step",
     )
     kernel_partials_again_bytes: int = _measured(

@@ -25,13 +25,11 @@ def most_ahead(threads: int, lanes: int, kept: int, reads: Sequence[str], writes
     """How many steps a thread may read ahead so that all blocks run at the same time.
 
     ``reads`` are the variables of what a step reads, each with its type. A step takes registers for
-    these, and what is computed for all lanes; where a loop ``writes``, steps do not share them.
+    these, and for about half of the lanes of what it computes, or all where it ``writes``.
     """
-    budget = MOST_REGISTERS // (threads * rules().kernel_blocks_per_sm) - kept
-    step = sum(map(_registers, reads))
-    if writes:
-        return max(1, (budget - OTHERS) // (step + lanes))
-    return max(1, (budget - OTHERS // 2 - lanes * len(reads)) // step)
+    budget = MOST_REGISTERS // (threads * rules().kernel_blocks_per_sm) - OTHERS - kept
+    step = sum(map(_registers, reads)) + -(-lanes // (1 if writes else 2))
+    return max(1, budget // step)
 
 
 def _registers(declared: str) -> int:
@@ -89,30 +87,12 @@ class Chunks:
     def in_groups(
         self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
     ) -> list[str]:
-        """Reads of so many chunks and what is made of them, as often as there are. Chunks in which
-        all threads have elements are not tested."""
-
-        def group(start: int, until: int, *, tested: bool) -> list[str]:
-            at = f"{self.count - 1}u - (from + u)" if backwards else "from + u"
-            parts = (self._of(at, ahead, lines, tested=tested) for lines in (begin, made) if lines)
-            inside = [f"  {line}" for part in parts for line in _unrolled(ahead, part)]
-            return [
-                f"for (u32 from = {start}u; from < {until}u; from += {ahead}u) {{",
-                *inside,
-                "}",
-            ]
-
-        known = rules().kernel_steps_untested
-        whole = 0 if backwards or not known else self._whole // ahead * ahead
-        first = group(0, whole, tested=False) if whole else []
-        rest = group(whole, self.count, tested=True) if whole < self.count else []
-        return [*first, *rest]
-
-    @property
-    def _whole(self) -> int:
-        """The chunks in which each thread has lanes, wherever the row begins."""
-        spare = 2 * (self.lanes - 1) if self.ends else 0
-        return (self.extent - spare) // (self.team * self.lanes)
+        """Reads of so many chunks and what is made of them, as often as there are."""
+        at = f"{self.count - 1}u - (from + u)" if backwards else "from + u"
+        parts = (self._of(at, ahead, lines) for lines in (begin, made) if lines)
+        inside = [f"  {line}" for part in parts for line in _unrolled(ahead, part)]
+        loop = f"for (u32 from = 0; from < {self.count}u; from += {ahead}u) {{"
+        return [loop, *inside, "}"]
 
     def at_ends(self, lines: Sequence[str]) -> list[str]:
         """Lines for a thread's element that is in no chunk."""
@@ -129,15 +109,13 @@ class Chunks:
             "const u32 end = t < head ? t : full - head + t;",
         ]
 
-    def _of(
-        self, chunk: str, ahead: int, lines: Sequence[str], *, tested: bool = True
-    ) -> list[str]:
+    def _of(self, chunk: str, ahead: int, lines: Sequence[str]) -> list[str]:
         place = f"({self.kind})(({chunk}) * {self.team}u + t) * {self.lanes}u"
         there = "" if self.extent == self.team * self.lanes * ahead else f"k < {self.extent}u"
         if self.ends:
             place, there = f"head + {place}", "k < full"
         inside = ["  " + line for line in lines]
-        if tested and there:
+        if there:
             inside = [f"  if ({there}) {{", *("  " + line for line in inside), "  }"]
         return ["{", f"  const {self.kind} k = {place};", *inside, "}"]
 

@@ -128,14 +128,13 @@ class GridFunction(Writer):
     def _loops(self, together: Sequence[str], backwards: bool = False) -> list[str]:
         """Where a thread is, what it computes once, and its loop, which reads some steps ahead."""
         head, step, where = self._places_of(backwards)
-        steps, known = -(-self._grid.per // step), rules()
-        most = max(1, known.kernel_loads_ahead // max(1, len(self._ahead)))
+        steps = -(-self._grid.per // step)
+        most = max(1, rules().kernel_loads_ahead // max(1, len(self._ahead)))
         if steps > most:  # registers for more threads
             kept = registers_kept(self._plan.lanes, self._lines, self._early + self._before)
             reads, writes = [each for each, _ in self._ahead], "store<" in " ".join(self._lines)
             fit = most_ahead(self._grid.threads, self._plan.lanes, kept, reads, writes)
-            under_way = known.kernel_loads_ahead // 2 if writes else known.kernel_sums_ahead
-            most = min(max(1, -(-under_way // max(1, len(self._ahead)))), fit)
+            most = min(-(-most // 2), fit)
         ahead = -(-steps // -(-steps // most))
         read, loads = self._begun(ahead, step, where)
         body = each_step(ahead, step, where, self._lines)

@@ -50,7 +50,6 @@ COLUMNS = ((8192, 768), (8192, 2304), (8192, 3072))
 OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     "row": (
         {"kernel_rows_online": False},
-        {"kernel_steps_untested": False},
         {"kernel_rows_in_memory_form": False},
         {"kernel_rows_in_memory_form": False, "kernel_again_threads": 512},
         {"kernel_rows_in_memory_form": False, "kernel_again_threads": 256},
@@ -62,9 +61,7 @@ OTHERS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "columns": (
         {"kernel_steps_untested": False},
-        {"kernel_sums_ahead": 4},
-        {"kernel_sums_ahead": 4, "kernel_columns": 32},
-        {"kernel_sums_ahead": 12},
+        {"kernel_loads_ahead": 16},
         {"kernel_columns": 8},
         {"kernel_columns": 32},
         {"kernel_blocks_per_sm": 3},

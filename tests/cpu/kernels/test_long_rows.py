@@ -36,7 +36,6 @@ WITHOUT: tuple[Mapping[str, Any], ...] = (
     {"kernel_rows_online": False},
     {"kernel_rows_in_memory_form": False},
     {"kernel_rows_aligned": False},
-    {"kernel_steps_untested": False},
     {"kernel_again_threads": 512, "kernel_once_threads": 1024},
 )
 
@@ -151,8 +150,7 @@ def test_a_row_is_read_once_for_a_loss_and_twice_for_a_softmax() -> None:
         ("log_softmax", 128257, 2),
     ):
         spec = graph(op, extent, BF16, rows=1024)
-        with changed(kernel_steps_untested=False):
-            text = own_part(patterns.source(spec, patterns.by_rule(spec, MANY)).text)
+        text = own_part(patterns.source(spec, patterns.by_rule(spec, MANY)).text)
         assert len(re.findall(r"= load<[48]>\(p0 ", text)) == loads, (op, extent)
 
 

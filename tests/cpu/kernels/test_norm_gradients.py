@@ -90,8 +90,8 @@ def test_steps_are_read_ahead_as_registers_for_four_blocks_allow() -> None:
     two, one = ["vec<bf16, 8> v1_0", "vec<bf16, 8> v2_0"], ["vec<bf16, 8> v1_0"]
     assert most_ahead(256, 8, 32, two, writes=True) == 1
     assert most_ahead(256, 8, 24, two, writes=False) == 2
-    assert most_ahead(256, 8, 16, one, writes=False) == 8
-    assert most_ahead(128, 8, 16, one, writes=False) == 24
+    assert most_ahead(256, 8, 16, one, writes=False) == 4
+    assert most_ahead(128, 8, 16, one, writes=False) == 12
     assert most_ahead(256, 8, 200, two, writes=True) == 1  # there is no loop without
     before = ["float v9[8];", "float v13;", "float v14[8];"]
     assert registers_kept(8, ["v1[j] = v9[j] * v13;"], before) == 8
