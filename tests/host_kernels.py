@@ -108,6 +108,7 @@ D int get(u8 x) { return x; }
 D bool get(flag x) { return x.bits != 0; }
 D float get(bf16 x) { return bits_float((u32)x.bits << 16); }
 D float get(f16 x) { return (float)x.bits; }
+template <int N, class T> D auto lane(const vec<T, N>& x, int j) { return get(x.at[j]); }
 D void put(float& to, float x) { to = x; }
 D void put(int& to, int x) { to = x; }
 D void put(i64& to, i64 x) { to = x; }
@@ -143,6 +144,7 @@ D void put(e5m2& to, float x) { to.bits = put8(x, 2, 15, 0x7b, 0x7f); }
 D float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 D float inverse(float x) { return 1.0f / x; }
 D float power(float x) { return expf(x); }
+D float two_to(float x) { return exp2f(x); }
 D float divided(float x, float y) { return x / y; }
 D float larger(float a, float b) { return a > b || a != a ? a : b; }
 D float smaller(float a, float b) { return a < b || a != a ? a : b; }

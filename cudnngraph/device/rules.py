@@ -312,11 +312,25 @@ class DeviceRules:
         "into how many a generated kernel shares out a reduction (an estimate)",
         alternative="twice or half as many",
     )
+    kernel_columns: int = _measured(
+        16,
+        "vectors side by side",
+        "how wide blocks are that go down columns",
+        page="h200-reductions.md",
+        alternative="wider or narrower blocks",
+    )
     kernel_loads_ahead: int = _measured(
         8,
         "loads of a thread",
         "how many a thread begins of its chunk before it waits for the first (an estimate)",
         alternative="more threads of a block",
+    )
+    kernel_steps_untested: bool = _measured(
+        True,
+        "yes or no",
+        "whether a loop that reads ahead goes through whole groups of steps without a test of each "
+        "(an estimate)",
+        alternative="a test of each step",
     )
     kernel_partials_again_bytes: int = _measured(
         10 << 20,
@@ -326,10 +340,11 @@ class DeviceRules:
         alternative="a launch that puts them together",
     )
     kernel_min_width_bytes: int = _measured(
-        64,
+        128,
         "bytes side by side",
         "how narrow blocks may be that go down columns, so that they have fewer partial results to "
-        "put together (an estimate)",
+        "put together: those of 64 took 1.2 to 1.4 times as long",
+        page="h200-reductions.md",
         alternative="a launch that puts them together",
     )
     kernel_cluster_blocks: int = _measured(
@@ -344,6 +359,41 @@ class DeviceRules:
         "from where on a generated kernel shares out rows that are fewer than multiprocessors "
         "(an estimate)",
         alternative="one block for each row",
+    )
+    kernel_rows_online: bool = _measured(
+        True,
+        "yes or no",
+        "whether the largest element of a long row and the sum of powers are found in one pass",
+        page="h200-reductions.md",
+        alternative="a pass for each",
+    )
+    kernel_rows_in_memory_form: bool = _measured(
+        True,
+        "yes or no",
+        "whether threads keep long rows of 16 bits in registers as memory has them (an estimate)",
+        alternative="long rows are read again in every pass",
+    )
+    kernel_rows_aligned: bool = _measured(
+        True,
+        "yes or no",
+        "whether long rows that start at odd elements are read as vectors, but for their ends",
+        page="h200-reductions.md",
+        alternative="element by element",
+    )
+    kernel_once_threads: int = _measured(
+        512,
+        "threads of a block",
+        "how many share a long row that is read once",
+        page="h200-reductions.md",
+        alternative="other numbers of threads for a row",
+    )
+    kernel_again_threads: int = _measured(
+        1024,
+        "threads of a block",
+        "how many share a long row that is read more than once, so that the cache holds the rows "
+        "that are under way",
+        page="h200-reductions.md",
+        alternative="other numbers of threads for a row",
     )
     kernel_row_elements: int = _measured(
         4,

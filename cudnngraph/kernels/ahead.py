@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..device.rules import rules
 from .rows import MOST_REGISTERS
@@ -40,14 +41,92 @@ def _registers(declared: str) -> int:
 
 def each_step(ahead: int, step: int, where: str, lines: Sequence[str]) -> list[str]:
     """Lines for each of the steps that are read ahead."""
-    if not lines:
-        return []
-    return [
-        "#pragma unroll",
-        f"for (u32 u = 0; u < {ahead}u; ++u) {{",
-        f"  const u32 at = first + u * {step}u;",
-        "  if (at < count) {",
-        *("    " + line for line in (where, *lines)),
-        "  }",
-        "}",
-    ]
+    return _unrolled(ahead, _at(f"first + u * {step}u", where, lines)) if lines else []
+
+
+def steps_in_groups(
+    ahead: int, step: int, where: str, lines: Sequence[str], begin: Sequence[str]
+) -> list[str]:
+    """A loop over groups of steps, of which the reads of the first have begun. Whole groups are not
+    tested step by step."""
+    go_on = f"first += {ahead * step}u;"
+    each = f"first + u * {step}u"
+    whole = []
+    if rules().kernel_steps_untested:
+        parts = (_unrolled(ahead, _at(each, where, x, tested=False)) for x in (lines, begin))
+        now, later = (["  " + line for line in part] for part in parts)
+        until = f"first + {(2 * ahead - 1) * step}u < count"
+        whole = [f"while ({until}) {{", *now, f"  {go_on}", *later, "}"]
+    now, later = (
+        ["  " + line for line in _unrolled(ahead, _at(each, where, x))] for x in (lines, begin)
+    )
+    end = [f"  {go_on}", "  if (first >= count) break;", *later, "}"]
+    return [*whole, "for (;;) {", *now, *end]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a row of ``extent`` elements, each of ``lanes`` for each thread of a team.
+
+    ``kind`` is the type of what counts elements. A row with ``ends`` has elements that are in no
+    chunk: before its ``head`` and from ``full`` on.
+    """
+
+    extent: int
+    team: int
+    lanes: int
+    count: int
+    kind: str
+    ends: bool
+
+    def once(self, *parts: Sequence[str]) -> list[str]:
+        """Lines for each chunk, one part of them behind the other."""
+        each = (self._of("u", self.count, lines) for lines in parts if lines)
+        return [line for lines in each for line in _unrolled(self.count, lines)]
+
+    def in_groups(
+        self, ahead: int, begin: Sequence[str], made: Sequence[str], *, backwards: bool
+    ) -> list[str]:
+        """Reads of so many chunks and what is made of them, as often as there are."""
+        at = f"{self.count - 1}u - (from + u)" if backwards else "from + u"
+        parts = (self._of(at, ahead, lines) for lines in (begin, made) if lines)
+        inside = [f"  {line}" for part in parts for line in _unrolled(ahead, part)]
+        loop = f"for (u32 from = 0; from < {self.count}u; from += {ahead}u) {{"
+        return [loop, *inside, "}"]
+
+    def at_ends(self, lines: Sequence[str]) -> list[str]:
+        """Lines for a thread's element that is in no chunk."""
+        head = ["if (end < size) {", f"  const {self.kind} k = end;"]
+        return [*head, *("  " + line for line in lines), "}"]
+
+    def where_ends(self, start: str) -> list[str]:
+        """Where chunks begin and end in a row that begins at ``start``, and a thread's element that
+        is in none."""
+        return [
+            f"const u32 size = {self.extent}u;",
+            f"const u32 head = -(u32)({start}) & {self.lanes - 1}u;",
+            f"const u32 full = head + (size - head) / {self.lanes}u * {self.lanes}u;",
+            "const u32 end = t < head ? t : full - head + t;",
+        ]
+
+    def _of(self, chunk: str, ahead: int, lines: Sequence[str]) -> list[str]:
+        place = f"({self.kind})(({chunk}) * {self.team}u + t) * {self.lanes}u"
+        there = "" if self.extent == self.team * self.lanes * ahead else f"k < {self.extent}u"
+        if self.ends:
+            place, there = f"head + {place}", "k < full"
+        inside = ["  " + line for line in lines]
+        if there:
+            inside = [f"  if ({there}) {{", *("  " + line for line in inside), "  }"]
+        return ["{", f"  const {self.kind} k = {place};", *inside, "}"]
+
+
+def _unrolled(ahead: int, lines: Sequence[str]) -> list[str]:
+    loop = f"for (u32 u = 0; u < {ahead}u; ++u) {{"
+    return ["#pragma unroll", loop, *("  " + line for line in lines), "}"] if lines else []
+
+
+def _at(at: str, where: str, lines: Sequence[str], *, tested: bool = True) -> list[str]:
+    inside = [where, *lines]
+    if tested:
+        inside = ["if (at < count) {", *("  " + line for line in inside), "}"]
+    return ["{", f"  const u32 at = {at};", *("  " + line for line in inside), "}"]

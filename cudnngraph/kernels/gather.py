@@ -1,7 +1,8 @@
-"""What a loop gathers of a value: one reduction, or a mean and the squares around it.
+"""What a loop gathers of a value: one reduction, or two numbers that belong together.
 
-Partial results of chunks are put together in a fixed order. Those of a mean and its squares are
-counts, means and squares, which Welford's update keeps exact far from zero.
+These are a mean and the squares around it, or the largest element and the sum of powers of what is
+less. Partial results of chunks are put together in a fixed order. Those of a mean and its squares
+are counts, means and squares, which Welford's update keeps exact far from zero.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .scalars import number
-from .tape import Mean, Reduce, Squares, Value
+from .tape import Mean, Powers, Reduce, Squares, Value
 
 #: What a reduction starts with, and the name of how two numbers of it become one.
 KINDS: Mapping[str, tuple[str, str]] = {
@@ -22,7 +23,8 @@ KINDS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Gather:
-    """What a loop gathers of one value: a reduction, or the mean and the squares around it."""
+    """What a loop gathers of one value: a reduction, the mean and the squares around it, or the
+    largest element and the sum of powers."""
 
     values: tuple[Value, ...]
 
@@ -31,7 +33,8 @@ class Gather:
         """The value that is reduced."""
         last = self.values[-1]
         assert isinstance(last, Reduce)
-        return last.of if isinstance(last, Squares) and self.moments else last.operand
+        both = self.moments or self.peaks
+        return last.of if both and isinstance(last, (Squares, Powers)) else last.operand
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -46,32 +49,51 @@ class Gather:
         return isinstance(self.values[0], Mean)
 
     @property
+    def peaks(self) -> bool:
+        """Whether it is the largest element and the sum of powers."""
+        return len(self.values) == 2 and isinstance(self.values[1], Powers)
+
+    @property
     def parts(self) -> int:
         """The numbers of a partial result that are kept: of moments the mean and the squares, since
         the count is known."""
-        return 2 if self.moments else 1
+        return 2 if self.moments or self.peaks else 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """C++ for these numbers, with room for the name of both."""
+        if self.parts == 1:
+            return ("{}",)
+        return ("{}.mean", "{}.squares") if self.moments else ("{}.most", "{}.sum")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """C++ for the values, from the name of what all parts come to."""
+        return ("{}.most", "{}.total()") if self.peaks else self.names[-len(self.values) :]
 
     @property
     def kind(self) -> tuple[str, str, str]:
         """The C++ type, what it starts with, and the name of how two become one."""
         if self.moments:
             return "Moments", "Moments(0.0f, 0.0f, 0.0f)", "Merged"
+        if self.peaks:
+            return "Peak", f"Peak({KINDS['max'][0]}, 0.0f)", "Higher"
         (value,) = self.values
         assert isinstance(value, Reduce)
         return ("float", *KINDS[value.kind])
 
 
-#: The numbers of a partial result, of what C++ names.
-PARTS = {1: ("{}",), 2: ("{}.mean", "{}.squares")}
-
-
 def whole(gather: Gather, count: str, parts: Sequence[str]) -> str:
     """C++ for a partial result of so many elements, of its numbers."""
-    return f"Moments({count}, {', '.join(parts)})" if gather.moments else parts[0]
+    if gather.moments:
+        return f"Moments({count}, {', '.join(parts)})"
+    return f"Peak({', '.join(parts)})" if gather.peaks else parts[0]
 
 
 def team(gather: Gather, threads: int) -> str:
     """The name of the reduction over threads."""
+    if gather.peaks:
+        return f"peaks<{threads}>"
     return f"moments<{threads}>" if gather.moments else f"team<{gather.kind[2]}, {threads}>"
 
 
@@ -123,9 +145,78 @@ template <int T> static D_ Moments moments(Moments x) {
 }
 """.replace("D_", "__device__ __forceinline__")
 
+#: What powers are taken from: the largest element. Of elements that all are -inf it is 0, so that
+#: their powers are 0, and not those of NaN. ``power_below`` is exp of what is not above 0, for sums
+#: that are 1 at least. It is as exact as CUDA's in five instructions, not eight: 2^(x / log 2), and
+#: what rounding the quotient has lost.
+POWERS = r"""
+static D_ float powers_from(float most) { return most == bits_float(0xff800000u) ? 0.0f : most; }
+static D_ float power_below(float x) {
+#ifdef ROUNDED
+  return power(x);
+#else
+  x = larger(x, -128.0f);
+  const float two = x * 1.4426950408889634f, whole = two_to(two);
+  return fmaf(whole, fmaf(two, -0.69314718055994531f, x), whole);
+#endif
+}
+""".replace("D_", "__device__ __forceinline__")
+
+#: The largest element and the sum of powers of a team, from those of its threads. A row of -inf has
+#: the sum NaN, as exp(-inf + inf) is.
+POWERS_OF_TEAM = """\
+{{
+  const float own = {most};
+  {most} = team<Larger, {team}>({most});
+  {sum} *= power(own - powers_from({most}));
+}}
+{sum} = team<Add, {team}>({sum});
+if ({most} == bits_float(0xff800000u)) {sum} = bits_float(0x7fc00000u);
+"""
+
+#: Largest elements and sums of powers of what is less, of parts that are put together. Where the
+#: largest element is infinite the sum is NaN, as exp(inf - inf) is.
+PEAKS = r"""
+struct Peak {
+  float most, sum;
+  D_ Peak(float m, float s) : most(m), sum(s) {}
+  D_ void add(float x) {
+    const float part = x == bits_float(0xff800000u) ? 0.0f : power(-fabsf(x - most));
+    sum = x > most ? sum * part + 1.0f : sum + part;
+    most = larger(most, x);
+  }
+  D_ float total() const { return most - most == 0.0f ? sum : bits_float(0x7fc00000u); }
+};
+struct Higher {
+  static D_ Peak of(Peak a, Peak b) {
+    const float most = larger(a.most, b.most), level = powers_from(most);
+    return Peak(most, a.sum * power(a.most - level) + b.sum * power(b.most - level));
+  }
+};
+template <int T> static D_ Peak peaks(Peak x) {
+  const float most = team<Larger, T>(x.most);
+  return Peak(most, team<Add, T>(x.sum * power(x.most - powers_from(most))));
+}
+""".replace("D_", "__device__ __forceinline__")
+
+#: What is kept as memory has it is new to the compiler, which keeps no numbers made of it then.
+KEPT = r"""
+template <int N, class T> static __device__ __forceinline__ void still_as_read(vec<T, N>& x) {
+#pragma unroll
+  for (int at = 0; at < sizeof(x) / 4; ++at) asm volatile("" : "+r"(((u32*)&x)[at]));
+}
+"""
+
 #: The blocks of a cluster wait for each other, and see what all have written.
 CLUSTER = r"""
 static __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 """
+
+
+def shared_by(text: str) -> list[str]:
+    """What functions of a text need of the above, but for moments."""
+    names = {"powers_from": POWERS, "Peak": PEAKS, "still_as_read": KEPT, "meet_cluster": CLUSTER}
+    peaks = "powers_from" if "Peak" in text else ""
+    return [what for name, what in names.items() if name in text or name == peaks]

@@ -13,12 +13,11 @@ from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
-from .ahead import each_step, most_ahead, registers_kept
-from .gather import PARTS, Gather, team, whole
+from .ahead import each_step, most_ahead, registers_kept, steps_in_groups
+from .gather import KINDS, Gather, team, whole
 from .grid import Grid, Space, parts_in
 from .index import Sum, Var, place, reshaped
 from .rows import WARP, Rows, Schedule
-from .scalars import MEMORY
 from .tape import Index, Join, Pick, Read, Refused, Value
 from .write import Code, Writer
 
@@ -60,10 +59,6 @@ class GridFunction(Writer):
         self._before: list[str] = []
         self._early: list[str] = []  # reads of that, which wait for nothing
         self._branch = False
-        self._ahead: list[
-            tuple[str, list[str]]
-        ] = []  # what the loop reads: its type and name, lines
-        self._begun_at: dict[tuple[str, Sum], str] = {}  # the names of that, by where it is
         self._moves = True  # what the loop does not change goes before it
         self._counts: dict[Gather, str] = {}  # how many elements each lane of a thread has gathered
         self._found: dict[int, str] = {}  # C++ for what was reduced, behind the loop
@@ -146,8 +141,8 @@ class GridFunction(Writer):
         once = [*head, *read, *loads, *self._early, *together, *self._before]
         if ahead == steps:
             return [*once, *body]
-        again = [f"first += {ahead * step}u;", "if (first >= count) break;", *loads]
-        return [*once, "for (;;) {", *("  " + line for line in (*body, *again)), "}"]
+        begin = [line for _, lines in self._ahead for line in lines]
+        return [*once, *steps_in_groups(ahead, step, where, self._lines, begin)]
 
     def _begun(self, ahead: int, step: int, where: str) -> tuple[list[str], list[str]]:
         """The variables of what is read ahead, and its reads."""
@@ -192,32 +187,7 @@ class GridFunction(Writer):
             return self._of_shared(value, at)
         if not self._moves or self._loop not in at.vars():
             return self._read_once(value, index, at)
-        kind, pointer = MEMORY[tensor.dtype], f"p{self._places[tensor.name]}"
-        made, wide = self._declare(value.type, self._differs(at)), self._vector(tensor.dtype, at)
-        lanes, known = self._plan.lanes, self._begun_at.get((tensor.name, at))
-        name = self._begun_at[tensor.name, at] = known or self._new()
-        ahead: list[tuple[str, list[str]]] = []
-        if made.by < 2:
-            line = f"{name}[u] = {pointer}[{at.code(self._names)}];"
-            ahead.append((f"{kind} {name}", [line]))
-            self._assign(made, f"get({name}[u])")
-        elif wide == 1:
-            lane = f"{name}[u].at[j] = {pointer}[{self._by_lane(at)}];"
-            line = f"for (int j = 0; j < {lanes}; ++j) {lane}"
-            ahead.append((f"vec<{kind}, {lanes}> {name}", ["#pragma unroll", line]))
-            self._each_lane(f"{made.text} = get({name}[u].at[j]);")
-        for start in range(0, lanes, wide) if made.by == 2 and wide > 1 else ():
-            vector = f"{name}_{start}"
-            where = (at + start).code(self._names)
-            line = f"{vector}[u] = load<{wide}>({pointer} + ({where}));"
-            ahead.append((f"vec<{kind}, {wide}> {vector}", [line]))
-            self._lines += [
-                "#pragma unroll",
-                f"for (int j = {start}; j < {start + wide}; ++j) "
-                f"{made.text} = get({vector}[u].at[j - {start}]);",
-            ]
-        self._ahead += [] if known else ahead
-        return made
+        return self._read_ahead(value, at)
 
     def _read_once(self, value: Read, index: Index, at: Sum) -> Code:
         lines, known = self._lines, at.vars() <= {self._space.row, self._space.inner}
@@ -276,6 +246,12 @@ class GridFunction(Writer):
         for name in names:
             self._before.append(f"float {name}[{lanes}];")
             self._before.append(f"for (int j = 0; j < {lanes}; ++j) {name}[j] = {start};")
+        if gather.peaks:
+            most, total = names
+            self._before.append(f"for (int j = 0; j < {lanes}; ++j) {most}[j] = {KINDS['max'][0]};")
+            both = f"Peak both({most}[j], {total}[j]); both.add({code});"
+            self._each_lane(f"{{ {both} {most}[j] = both.most; {total}[j] = both.sum; }}")
+            return [f"{most}[j]", f"{total}[j]"]
         if not gather.moments:
             (name,) = names
             self._each_lane(f"{name}[j] = {gather.kind[2]}::of({name}[j], {code});")
@@ -464,7 +440,7 @@ class GridFunction(Writer):
             return [
                 f"p{self._places[to.name]}[({kept}) * {self._grid.chunks}u + chunk] = {part};"
                 for gather, made, tensors in zip(gathers, results, partial, strict=True)
-                for to, code in zip(tensors, PARTS[gather.parts], strict=True)
+                for to, code in zip(tensors, gather.names, strict=True)
                 for part in [code.format(made)]
             ]
         self._begin(gathers, results, names)
@@ -476,8 +452,8 @@ class GridFunction(Writer):
     ) -> None:
         """From here on lines are of one result each, with names for what was gathered."""
         for gather, made in zip(gathers, results, strict=True):
-            codes = [code.format(made) for code in PARTS[gather.parts]][-len(gather.values) :]
-            self._found |= {id(v): code for v, code in zip(gather.values, codes, strict=True)}
+            codes = zip(gather.values, gather.results, strict=True)
+            self._found |= {id(value): code.format(made) for value, code in codes}
         self._lines, self._known, self._moves = [], {}, False
         self._plan, self._names = Schedule(1, self._plan.team), dict(names)
 

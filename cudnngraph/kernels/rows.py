@@ -6,24 +6,42 @@ row; where nothing is reduced, all elements are one long row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
 from ..device.rules import rules
 from ..ir.spec import GraphSpec, Node, TensorSpec, memory_order, numel
-from .index import Sum, Var, counter, digits, reshaped
+from .index import Sum, Var, counter, digits, place, reshaped
 from .parts import counted, parts_of, run_of
 from .rules import RULES
 from .scalars import MEMORY, REGISTER, number
 from .source import MOST_TENSORS
-from .tape import Depthwise, Index, Number, Pick, Read, Reduce, Refused, Value, Window, operands_of
+from .tape import (
+    Depthwise,
+    Index,
+    Join,
+    Map,
+    Number,
+    Pick,
+    Powers,
+    Read,
+    Reduce,
+    Refused,
+    Value,
+    View,
+    Window,
+    broadcast,
+    operands_of,
+)
 
 WARP = 32
 VECTOR_BYTES = 16
+MOST_LANES = VECTOR_BYTES // 2
 MOST_THREADS = 1024  # of a block, by CUDA
 MOST_KEPT = 64  # elements of a row that a thread keeps in registers
 MOST_REGISTERS = 1 << 16  # of a block; half of them are for what is not kept
+MOST_AS_READ = 28  # registers of a thread, of 64, that keep what it reads
 SMALL = 4096  # elements, which may lie anyhow
 SMALL_BLOCK = 128  # threads
 
@@ -58,12 +76,34 @@ class Rows:
     strided: bool = False  # too few elements of a row lie side by side in memory
     beside: bool = False  # but rows do
     apart: bool = False  # not all of them do
+    start: Sum | None = None  # where a row lies, if that may be at any element
+    read_bytes: int = 0  # of an element, of all that is read along a row
+    again: bool = False  # what was read of a row is needed again behind a reduction
+
+    @property
+    def most_lanes(self) -> int:
+        """The lanes that are a vector of memory."""
+        return VECTOR_BYTES // min(4, max(1, self.bytes))
 
     @property
     def lanes(self) -> int:
-        """The most lanes that a schedule may have: a row is a whole number of them."""
-        most = VECTOR_BYTES // min(4, max(1, self.bytes))
-        return gcd(self.inner.extent, most)
+        """The most lanes that a schedule may have of rows that are a whole number of them."""
+        return gcd(self.inner.extent, self.most_lanes)
+
+    def vectors(self, lanes: int) -> int:
+        """The vectors of a row; those with ends that are none have fewer elements."""
+        extent = self.inner.extent
+        return extent // lanes if self.has_ends(lanes) else -(-extent // lanes)
+
+    def has_ends(self, lanes: int) -> bool:
+        """Whether a row has elements before and behind its vectors."""
+        return self.inner.extent % lanes != 0
+
+    def in_memory_form(self, schedule: Schedule) -> bool:
+        """Whether threads keep what they read of a row as memory has it: registers hold more
+        elements of 16 bits so."""
+        kept = schedule.chunks * schedule.lanes
+        return kept > MOST_KEPT or 2 * schedule.team * kept > MOST_REGISTERS
 
     def across(self, schedule: Schedule) -> bool:
         """Whether threads that are neighbours would read what does not lie side by side."""
@@ -142,7 +182,8 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
         raise Refused("windows and reductions")
     if {Pick, Window} <= {type(value) for value in found}:
         raise Refused("windows, and places that are computed")
-    widest = max(tensor.dtype.itemsize for tensor in (*tensors, *map(_tensor, _reads(found))))
+    every = (*tensors, *map(_tensor, _reads(found)))
+    widest = max(tensor.dtype.itemsize for tensor in every)
     if not reductions:
         count = max(tensor.numel for tensor in tensors)
         if any(tensor.numel != count for tensor in tensors):
@@ -157,6 +198,12 @@ def rows_of_values(values: Sequence[Value], tensors: Sequence[TensorSpec]) -> Ro
             )
             for value, tensor in zip(values, tensors, strict=True)
         )
+        along = [
+            tensor.dtype.itemsize
+            for tensor, at in reads_at((value, index) for value, _, index in outputs)
+            if at is None or at.slope(inner, MOST_LANES) != 0
+        ]
+        widest = max([*along, *(tensor.dtype.itemsize for tensor in tensors)])
         return Rows(Var("r", 1), inner, outputs, (), widest)
     return _with_reductions(values, tensors, found, reductions, widest)
 
@@ -215,7 +262,72 @@ def _with_reductions(
     run, least = run_of(cut), rules().kernel_min_run_bytes
     strided = run < inner.extent and run * widest < least and numel(shape) > SMALL
     beside = strided and widest * run_of([each for each in parts if each not in cut]) >= least
-    return Rows(row, inner, tuple(outputs), passes, widest, strided, beside, run < inner.extent)
+    apart, known = run < inner.extent, rules()
+    along = {tensor for tensor in map(_tensor, _reads(found)) if tensor.numel >= inner.extent}
+    many = [tensor for tensor in (*tensors, *along) if tensor.numel > row.extent]
+    widest = max((tensor.dtype.itemsize for tensor in many), default=widest)
+    start = None
+    if known.kernel_rows_aligned and not apart and not any(isinstance(x, Join) for x in found):
+        start = _place_of_rows(main.operand, whole, inner)
+    return Rows(
+        *(row, inner, tuple(outputs), passes, widest, strided, beside, apart, start),
+        read_bytes=sum(tensor.dtype.itemsize for tensor in along),
+        again=any(tensor.numel > row.extent for tensor in tensors) or len(merged(passes)) > 1,
+    )
+
+
+Together = tuple[
+    Reduce, ...
+]  # of which a loop has one number each: one, or two that belong together
+
+
+def singly(passes: Sequence[Sequence[Reduce]]) -> list[list[Together]]:
+    """The passes with each reduction by itself."""
+    return [[(each,) for each in some] for some in passes]
+
+
+def merged(passes: Sequence[Sequence[Reduce]]) -> list[list[Together]]:
+    """The passes over a row that is read again for each: the largest element and the sum of powers
+    are found in one."""
+    found = singly(passes)
+    for at, some in enumerate(passes[1:] if rules().kernel_rows_online else ()):
+        for each in some:
+            if isinstance(each, Powers) and (each.most,) in found[at]:
+                found[at][found[at].index((each.most,))] = each.most, each
+                found[at + 1].remove((each,))
+    return [some for some in found if some]
+
+
+def _place_of_rows(value: Value, index: Index, inner: Var) -> Sum | None:
+    """Where the elements of the largest tensor lie that a value reads at an index, if those of a
+    row lie side by side."""
+    most, found = 0, Sum()
+    for tensor, at in reads_at([(value, index)]):
+        if at is not None and tensor.numel > most:
+            most, found = tensor.numel, at
+    along = [term for term in found.terms if term[0].var == inner]
+    return found if along == list(counter(inner).terms) else None
+
+
+def reads_at(asked: Iterable[tuple[Value, Index]]) -> Iterator[tuple[TensorSpec, Sum | None]]:
+    """The tensors that are read for values at indices, and where; None for anywhere."""
+    stack = list(asked)
+    seen: set[tuple[int, Index]] = set()
+    while stack:
+        value, index = stack.pop()
+        if (id(value), index) in seen:
+            continue
+        seen.add((id(value), index))
+        if isinstance(value, Read):
+            yield value.tensor, place(index, value.tensor.stride)
+        elif isinstance(value, Map):
+            stack += [(each, broadcast(index, each.shape)) for each in value.operands]
+        elif isinstance(value, Join):
+            stack += [(each, index) for each in value.operands]
+        elif isinstance(value, View) and (source := value.source(index)) is not None:
+            stack.append((value.operand, source))
+        elif not isinstance(value, Number):
+            yield from ((tensor, None) for tensor in map(_tensor, _reads(reachable([value]))))
 
 
 def schedule_for(rows: Rows, processors: int) -> Schedule:
@@ -227,7 +339,7 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
         return Schedule(lanes, 256)
     if rows.beside and rows.inner.extent <= MOST_KEPT:
         return Schedule(1, 1, SMALL_BLOCK, rows.inner.extent)
-    parts = rows.inner.extent // lanes
+    parts = rows.vectors(lanes)
     team = WARP
     while team > 1 and lanes * -(-parts // (team // 2)) <= max(lanes, rules().kernel_row_elements):
         team //= 2
@@ -237,8 +349,21 @@ def schedule_for(rows: Rows, processors: int) -> Schedule:
     chunks = -(-parts // team)
     small = max(1, SMALL_BLOCK // team)
     kept = chunks * lanes
-    fits = kept <= MOST_KEPT and 2 * team * kept <= MOST_REGISTERS
-    return Schedule(lanes, team, small, chunks if fits else 0)
+    if kept <= MOST_KEPT and 2 * team * kept <= MOST_REGISTERS:
+        return Schedule(lanes, team, small, chunks)
+    return _long(rows)
+
+
+def _long(rows: Rows) -> Schedule:
+    """The schedule for rows that registers do not hold as numbers in float32."""
+    known = rules()
+    team = known.kernel_again_threads if rows.again else known.kernel_once_threads
+    lanes = rows.lanes if rows.start is None else rows.most_lanes
+    chunks = -(-rows.vectors(lanes) // team)
+    registers = -(-chunks * lanes * rows.read_bytes // 4)
+    fits = known.kernel_rows_in_memory_form and rows.again and not rows.apart
+    fits = fits and registers <= MOST_AS_READ
+    return Schedule(lanes, team, 1, chunks if fits else 0)
 
 
 def narrower(rows: Rows, schedule: Schedule) -> Schedule:

@@ -95,17 +95,23 @@ D float get(f16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
+template <int N, class T> D auto lane(const vec<T, N>& x, int j) { return get(x.at[j]); }
+template <int N> D float lane(const vec<bf16, N>& x, int j) {
+  u32 two = ((const u32*)&x)[j / 2];
+  return bits_float(j % 2 ? two & 0xffff0000u : two << 16);
+}
 D float inverse(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-#ifdef ROUNDED
-D float power(float x) {
+D float two_to(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+#ifdef ROUNDED
+D float power(float x) { return two_to(x * 1.4426950408889634f); }
 D float divided(float x, float y) {
   float z;
   asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

@@ -11,6 +11,7 @@ from .scalars import FUNCTIONS, MEMORY, PRELUDE
 NAME = "cudnngraph_kernel"
 ARGS = "struct Args"
 MOST_TENSORS = 480  # of a kernel, whose parameters have 4 KB
+MOST_BOUNDS = 1024  # threads of a block
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def function(
     """A function that is launched, with its threads as bounds; one of several launches takes the
     address of a workspace."""
     cluster = f"__cluster_dims__({clusters}, 1, 1) " if clusters > 1 else ""
+    if bounds == MOST_BOUNDS:  # else registers are spilled for a second block of as many threads
+        bounds = f"{bounds}, 1"
     more = ", char* const w" if workspace else ""
     return "\n".join(
         [

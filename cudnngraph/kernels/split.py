@@ -23,7 +23,7 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
-from .gather import CLUSTER, MOMENTS, Gather
+from .gather import MOMENTS, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
 from .index import Sum, Var, place
@@ -82,7 +82,8 @@ class Split:
 
 def split_for(processors: int) -> Split:
     """The schedule by rule, for a GPU with so many processors."""
-    return Split(THREADS, rules().kernel_blocks_per_sm * processors, WARP)
+    known = rules()
+    return Split(THREADS, known.kernel_blocks_per_sm * processors, known.kernel_columns)
 
 
 def variants(by_rule: Split) -> list[Split]:
@@ -167,8 +168,8 @@ class _Composer:
         if len(self._launches) > MOST_LAUNCHES:
             raise Refused("a kernel of too many launches")
         places = len(spec.inputs) + len(spec.outputs)
-        cluster = [CLUSTER] if any("meet_cluster" in text for text in self._texts) else []
-        text = text_of(places, self._texts, [TEAM, MOMENTS, *cluster])
+        shared = [TEAM, MOMENTS, *shared_by("\n".join(self._texts))]
+        text = text_of(places, self._texts, shared)
         first = self._launches[0]
         return Source(text, first.blocks, first.threads, tuple(self._launches), self._bytes)
 

@@ -16,6 +16,7 @@ from .tape import (
     Map,
     Mean,
     Pick,
+    Powers,
     Read,
     Reduce,
     Refused,
@@ -24,6 +25,7 @@ from .tape import (
     View,
     add,
     count_of,
+    mapped,
     mul,
     operands_of,
     reduced,
@@ -112,6 +114,9 @@ def gathers_of(values: Sequence[Value]) -> list[list[Gather]]:
             found[id(value)] = Gather((value.middle, value))
             if all(user is value.middle for user in users[id(value.middle.sum)]):
                 gone.add(id(value.middle.sum))
+        elif isinstance(value, Powers) and clean[id(value.of)]:
+            found[id(value)] = Gather((value.most, value))
+            gone.add(id(value.most))
         elif isinstance(value, Reduce) and clean[id(value)]:
             found[id(value)] = Gather((value,))
     together: dict[tuple[object, ...], list[Gather]] = {}
@@ -199,6 +204,13 @@ def replaced(outputs: Outputs, by: Mapping[int, Value]) -> Outputs:
                 if isinstance(middle, Mean)
                 else Reduce(each.shape, fresh[0], each.dims, each.kind)
             )
+        elif isinstance(each, Powers):
+            of, most = made.get(id(each.of)), made.get(id(each.most))
+            made[id(each)] = (
+                replace(each, operand=fresh[0], of=of, most=most)
+                if isinstance(of, Value) and isinstance(most, Reduce)
+                else Reduce(each.shape, fresh[0], each.dims, each.kind)
+            )
         else:
             assert isinstance(each, (Reduce, View))
             made[id(each)] = replace(each, operand=fresh[0])
@@ -211,6 +223,14 @@ def put_together(gather: Gather, counts: Value, parts: Sequence[Value]) -> dict[
     last = gather.values[-1]
     assert isinstance(last, Reduce)
     shape, rank = last.shape, len(last.shape)
+    if gather.peaks:
+        mosts, sums = parts
+        most = reduced("max", mosts, (rank,))
+        scaled = mapped(lambda s, m, n: f"({s} * power({m} - powers_from({n})))", sums, mosts, most)
+        summed = reduced("sum", scaled, (rank,))
+        powers = mapped(lambda m, s: f"Peak({m}, {s}).total()", most, summed)
+        both = (reshape(most, shape), reshape(powers, shape))
+        return {id(value): each for value, each in zip(gather.values, both, strict=True)}
     if not gather.moments:
         return {id(last): reshape(reduced(last.kind, parts[0], (rank,)), shape)}
     means, squares = parts

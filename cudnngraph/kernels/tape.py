@@ -49,10 +49,14 @@ class Number(Value):
 
 @dataclass(frozen=True, eq=False)
 class Map(Value):
-    """``code`` of the elements of ``operands`` that are broadcast to the shape, as torch does."""
+    """``code`` of the elements of ``operands`` that are broadcast to the shape, as torch does.
+
+    ``op`` names the pointwise op that it is of.
+    """
 
     operands: tuple[Value, ...]
     code: Callable[[Sequence[str]], str]
+    op: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,14 @@ class Squares(Reduce):
 
     of: Value
     middle: Mean
+
+
+@dataclass(frozen=True, eq=False)
+class Powers(Reduce):
+    """The sum of exp(of - most), where ``most`` is the largest element of the same rows."""
+
+    of: Value
+    most: Reduce
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +231,30 @@ def reduced(kind: Kind, x: Value, dims: Sequence[int]) -> Reduce:
 
 def total(x: Value, dims: Sequence[int]) -> Value:
     """The sum over dims, which stay with extent 1."""
-    if isinstance(x, Picked) and tuple(dims) == (x.dim,):
-        return x.one
-    return reduced("sum", x, dims)
+    plain = uncast(x)
+    if isinstance(plain, Picked) and tuple(dims) == (plain.dim,):
+        return plain.one
+    return _of_powers(plain, dims) or reduced("sum", x, dims)
+
+
+def uncast(x: Value) -> Value:
+    """A number in a register, of which casts between floats make no other one."""
+    while isinstance(x, Map) and x.op in ("cast", "identity") and x.operands[0].type == x.type:
+        (x,) = x.operands
+    return x
+
+
+def _of_powers(x: Value, dims: Sequence[int]) -> Powers | None:
+    """The sum of exp of a value less its largest element, as ops say it that are not a softmax."""
+    shifted = uncast(x.operands[0]) if isinstance(x, Map) and x.op == "exp" else x
+    if not isinstance(shifted, Map) or shifted.op != "sub":
+        return None
+    of, most = map(uncast, shifted.operands)
+    if not isinstance(most, Reduce) or most.kind != "max" or most.dims != tuple(dims):
+        return None
+    if x is shifted or uncast(most.operand) is not of or most.operand.shape != x.shape:
+        return None
+    return Powers(most.shape, x, most.dims, "sum", most.operand, most)
 
 
 def count_of(x: Value, dims: Sequence[int]) -> int:
@@ -242,6 +275,14 @@ def variance(x: Value, middle: Mean) -> Map:
     shape, dims = middle.shape, middle.sum.dims
     squares = Squares(shape, mul(centred, centred), dims, "sum", x, middle)
     return _over(squares, count_of(x, dims))
+
+
+def powers(x: Value, dim: int) -> tuple[Map, Map, Powers]:
+    """x less the largest of its row along a dim, exp of that, and the sum of these."""
+    most = reduced("max", x, (dim,))
+    shifted = sub(x, most)
+    made = mapped(lambda a: f"power({a})", shifted)
+    return shifted, made, Powers(most.shape, made, most.dims, "sum", x, most)
 
 
 def _over(x: Value, count: int) -> Map:

@@ -5,22 +5,39 @@ side by side in memory, in chunks. Where nothing is reduced the whole region is 
 blocks go through it in strides. Where something is, what one reduction needs is computed for all
 chunks, then reduced over the team, then what the next one needs, and in the end what is written. A
 row that fits into registers is read once; of a longer one each pass reads it again.
+
+Long rows are read some chunks ahead. Threads keep them as memory has them if registers hold that,
+and a row that starts anywhere is read as vectors, with its ends by single elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 
+from ..device.rules import rules
 from ..ir.spec import GraphSpec, TensorSpec, numel
+from .ahead import Chunks
+from .gather import KINDS, POWERS_OF_TEAM, shared_by
 from .index import Sum, Var, counter, place
 from .parts import counted, parts_of
-from .rows import MOST_THREADS, VECTOR_BYTES, WARP, Rows, Schedule, narrower, rows_of
-from .scalars import MEMORY, REGISTER, TEAM, number
+from .rows import (
+    MOST_THREADS,
+    VECTOR_BYTES,
+    WARP,
+    Rows,
+    Schedule,
+    Together,
+    merged,
+    narrower,
+    rows_of,
+    singly,
+)
+from .scalars import MEMORY, REGISTER, TEAM
 from .source import NAME, Source, function, pointers, text_of
 from .tape import (
     Index,
@@ -64,12 +81,21 @@ def check(rows: Rows, schedule: Schedule) -> None:
     """Raise Refused for a schedule that is not one of the rows: a choice may be of another version,
     which counted them otherwise."""
     lanes, team, threads = schedule.lanes, schedule.team, schedule.threads
-    if lanes < 1 or rows.inner.extent % lanes:
+    ends = lanes > 0 and rows.has_ends(lanes)
+    if lanes < 1 or (ends and (rows.start is None or not keeps_none(rows, schedule))):
         raise Refused(f"{lanes} lanes of rows of {rows.inner.extent}")
+    if ends and (team < 2 * lanes or lanes & (lanes - 1)):
+        raise Refused(f"{lanes} lanes of rows with ends, for a team of {team} threads")
     if not 0 < threads <= MOST_THREADS or threads % WARP:
         raise Refused(f"a block of {threads} threads")
     if rows.reductions and team & (team - 1):
         raise Refused(f"a team of {team} threads")
+
+
+def keeps_none(rows: Rows, schedule: Schedule) -> bool:
+    """Whether threads keep no element of a row as a number in float32."""
+    many = bool(rows.reductions)
+    return many and (not schedule.chunks or rows.in_memory_form(schedule))
 
 
 @dataclass(frozen=True)
@@ -84,6 +110,52 @@ def _most_index(spec: GraphSpec, rows: Rows) -> int:
     """The number of elements that is counted, or of memory that one tensor reaches over."""
     reach = [spec.tensors[name].extent for name in (*spec.inputs, *spec.outputs)]
     return max(rows.row.extent * rows.inner.extent, *reach)
+
+
+class _Reduced:
+    """The reductions of a pass: what each begins with, its part of the loop, and over the team.
+
+    Of a largest element and the sum of powers each thread keeps both, of what it has seen so far.
+    """
+
+    def __init__(self, writer: Writer, reductions: Sequence[Together]) -> None:
+        self._writer, self._reductions = writer, reductions
+        self._kept = [writer._index_of(each) for each, *_ in reductions]
+        self.names = [[writer._new() for _ in each] for each in reductions]
+        self.before: list[str] = []
+        self.after: list[str] = []
+        self.known: dict[tuple[int, Index], Code] = {}
+        team = writer._plan.team
+        for some, kept, names in zip(reductions, self._kept, self.names, strict=True):
+            first, name = some[0], names[0]
+            _, combine = KINDS[first.kind]
+            for each, mine in zip(some, names, strict=True):
+                self.before.append(f"float {mine} = {KINDS[each.kind][0]};")
+                self.known[id(each), kept] = Code(mine, 0)
+            if len(some) == 1:
+                self.after.append(f"{name} = team<{combine}, {team}>({name});")
+            else:
+                self.after += POWERS_OF_TEAM.format(most=name, sum=names[1], team=team).splitlines()
+
+    def gather(self) -> None:
+        """The lines of the loop."""
+        writer = self._writer
+        for some, kept, names in zip(self._reductions, self._kept, self.names, strict=True):
+            first, name = some[0], names[0]
+            value = writer._at(first.operand, writer._inside(first, kept)).text
+            _, combine = KINDS[first.kind]
+            if len(some) == 1:
+                writer._each_lane(f"{name} = {combine}::of({name}, {value});")
+                continue
+            most, total, level = writer._new(), names[1], writer._new()
+            writer._lines.append(f"float {most} = {name};")
+            writer._each_lane(f"{most} = Larger::of({most}, {value});")
+            writer._lines += [
+                f"const float {level} = powers_from({most});",
+                f"{total} *= power({name} - {level});",
+            ]
+            writer._each_lane(f"{total} += power_below({value} - {level});")
+            writer._lines.append(f"{name} = {most};")
 
 
 class Writer:
@@ -104,9 +176,14 @@ class Writer:
         self._kept: dict[int, set[Index]] | None = None  # where reductions are asked for
         self._picks: dict[tuple[int, Index], Var] = {}  # places that are computed
         self._many = bool(rows.reductions)
-        self._resident = not self._many or schedule.chunks > 0
-        length = schedule.team * schedule.lanes
-        self._chunks = -(-rows.inner.extent // length)
+        self._streams = keeps_none(rows, schedule)
+        self._resident = not self._streams
+        self._ends = self._streams and rows.has_ends(schedule.lanes)
+        self._chunks = -(-rows.vectors(schedule.lanes) // schedule.team)
+        self._ahead: list[tuple[str, list[str]]] = []  # what a loop reads: type and name, lines
+        self._begun_at: dict[tuple[str, Sum], str] = {}  # the names of that, by where it is
+        self._kept_vectors: list[str] = []  # the names of what is read once for several loops
+        self._of_row: list[str] | None = None  # what is computed once before a loop, if that may be
         self._most_blocks = most_blocks
         self._count_type = "u64" if _most_index(spec, rows) >= 2**31 else "u32"
 
@@ -115,7 +192,8 @@ class Writer:
     def source(self) -> Source:
         """Write it."""
         lines, blocks = self.lines()
-        return self._kernel(lines, blocks, self._plan.threads, [TEAM] if self._many else [])
+        shared = [TEAM, *shared_by("\n".join(lines))] if self._many else []
+        return self._kernel(lines, blocks, self._plan.threads, shared)
 
     def _kernel(
         self, lines: Iterable[str], blocks: int, threads: int, shared: Iterable[str] = ()
@@ -130,9 +208,12 @@ class Writer:
         """The lines of the function behind its pointers, and the number of blocks."""
         plan, rows = self._plan, self._rows
         body: list[str] = []
-        for reductions in rows.reductions:
-            body += self._pass(lambda reductions=reductions: self._reduced(reductions))
-        body += self._pass(self._written)
+        passes = merged(rows.reductions) if self._streams else singly(rows.reductions)
+        for number, reductions in enumerate(passes):
+            made = _Reduced(self, reductions)
+            body += self._pass(made.gather, number, made.before, made.after)
+            self._known |= made.known
+        body += self._pass(self._written, len(passes))
         head: list[str] = []
         if self._many:
             kind = self._count_type
@@ -146,19 +227,28 @@ class Writer:
                     f"const bool mine = r < {rows.row.extent}u;",
                     f"if (!mine) r = {rows.row.extent - 1}u;",
                 ]
+            if self._ends and rows.start is not None:
+                terms = {digit: by for digit, by in rows.start.terms if digit.var != rows.inner}
+                start = Sum.of(terms, rows.start.number).code(self._names)
+                head += self._row_chunks.where_ends(start)
         else:
             blocks = self._chunks
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
         return [*head, *self._declared, *body], blocks
 
-    def _pass(self, fill: object) -> list[str]:
-        """A loop over the chunks of a row, and what follows it."""
-        assert callable(fill)
+    def _pass(
+        self,
+        fill: Callable[[], None],
+        number: int,
+        before: Sequence[str] = (),
+        after: Sequence[str] = (),
+    ) -> list[str]:
+        """A loop over the chunks of a row, and what precedes and follows it."""
         self._lines = []
-        if not self._resident:
-            self._known = {key: code for key, code in self._known.items() if not code.by}
-        before, after = fill() or ([], [])
+        if self._streams:
+            return [*before, *self._streamed(fill, backwards=number % 2 == 1), *after]
+        fill()
         step, kind = self._plan.team * self._plan.lanes, self._count_type
         if not self._many:
             first = f"(({kind})blockIdx.x * {self._plan.team}u + threadIdx.x) * {self._plan.lanes}u"
@@ -173,23 +263,56 @@ class Writer:
                 inside += [f"if (k < {self._rows.inner.extent}u) {{", *self._lines, "}"]
             else:
                 inside += self._lines
-        unroll = ["#pragma unroll"] if self._many and self._resident else []
+        unroll = ["#pragma unroll"] if self._many else []
         return [*before, *unroll, loop, *("  " + line for line in inside), "}", *after]
 
-    def _reduced(self, reductions: Sequence[Reduce]) -> tuple[list[str], list[str]]:
-        """The reductions of one pass: what each begins with, and over the team."""
-        before, after = [], []
-        for each in reductions:
-            name = self._new()
-            kept = self._index_of(each)
-            value = self._at(each.operand, self._inside(each, kept))
-            start = {"sum": "0.0f", "max": number(float("-inf")), "min": number(float("inf"))}
-            before.append(f"float {name} = {start[each.kind]};")
-            combine = {"sum": "Add", "max": "Larger", "min": "Smaller"}[each.kind]
-            self._each_lane(f"{name} = {combine}::of({name}, {value.text});")
-            after.append(f"{name} = team<{combine}, {self._plan.team}>({name});")
-            self._known[id(each), kept] = Code(name, 0)
-        return before, after
+    def _streamed(self, fill: Callable[[], None], *, backwards: bool) -> list[str]:
+        """A loop that reads some chunks ahead; one that goes through a row ``backwards`` finds in
+        the cache what another one has read last.
+
+        Of a row that threads keep all chunks are read once, by the first loop that asks for them.
+        """
+        self._known = {key: code for key, code in self._known.items() if not code.by}
+        keeps = self._plan.chunks > 0
+        self._ahead, self._of_row = [], []
+        if not keeps:
+            self._begun_at = {}
+        fill()
+        made, reads, row = self._lines, self._ahead, self._of_row
+        if not made:
+            self._of_row = None
+            return row
+        ahead = self._chunks
+        if not keeps:
+            most = max(1, rules().kernel_loads_ahead // 2 // max(1, len(reads)))
+            ahead = -(-ahead // -(-ahead // most))
+        declared = [f"{kind}[{ahead}];" for kind, _ in reads]
+        begin = [line for _, lines in reads for line in lines]
+        chunks = self._row_chunks
+        if keeps:
+            self._declared += declared
+            still = [f"still_as_read({name}[u]);" for name in self._kept_vectors]
+            self._kept_vectors += [kind.split()[-1] for kind, _ in reads if kind.startswith("vec")]
+            body = chunks.once(begin, still, made)
+        else:
+            body = [*declared, *chunks.in_groups(ahead, begin, made, backwards=backwards)]
+        ends = self._at_ends(fill) if self._ends else []
+        self._of_row = None
+        return [*row, *body, *ends]
+
+    @property
+    def _row_chunks(self) -> Chunks:
+        plan, extent = self._plan, self._rows.inner.extent
+        return Chunks(extent, plan.team, plan.lanes, self._chunks, self._count_type, self._ends)
+
+    def _at_ends(self, fill: Callable[[], None]) -> list[str]:
+        """The same for the elements of a row before and behind its vectors, one for a thread."""
+        plan, known, row = self._plan, self._known, self._of_row
+        self._known = {key: code for key, code in known.items() if not code.by}
+        self._plan, self._ends, self._lines, self._of_row = replace(plan, lanes=1), False, [], None
+        fill()
+        self._plan, self._ends, self._known, self._of_row = plan, True, known, row
+        return self._row_chunks.at_ends(self._lines)
 
     def _index_of(self, each: Reduce) -> Index:
         """The index at which the region asks for a reduction: one number of each row."""
@@ -312,12 +435,29 @@ class Writer:
     def _differs(self, at: Sum) -> int:
         """What a number differs by: see :class:`Code`."""
         inner = self._rows.inner
-        if at.slope(inner, self._plan.lanes) != 0:
+        if self._slope(at) != 0:
             return 2
         return int(inner in at.vars())
 
+    def _slope(self, at: Sum) -> int | None:
+        """What a number grows by from lane to lane, None if it does not grow evenly."""
+        inner = self._rows.inner
+        if not self._ends:
+            return at.slope(inner, self._plan.lanes)
+        (whole,) = counter(inner).terms
+        of_row = [term for term in at.terms if term[0].var == inner]
+        if any(digit != whole[0] for digit, _ in of_row):
+            return None
+        return sum(by for _, by in of_row)
+
     def _at(self, value: Value, index: Index) -> Code:
         """C++ for the element of a value at an index."""
+        if self._of_row is not None and not any(self._rows.inner in at.vars() for at in index):
+            lines, self._lines, row = self._lines, self._of_row, self._of_row
+            self._of_row = None
+            made = self._at(value, index)
+            self._lines, self._of_row = lines, row
+            return made
         known = self._known.get((id(value), index))
         if known is not None:
             return known
@@ -361,6 +501,8 @@ class Writer:
         pointer, at = f"p{self._places[tensor.name]}", place(index, tensor.stride)
         if self._once is not None and not self._many and not at.vars():
             return self._before_all(value.type, f"get({pointer}[{at.code(self._names)}])")
+        if self._of_row is not None and self._rows.inner in at.vars():
+            return self._read_ahead(value, at)
         made = self._declare(value.type, self._differs(at))
         wide = self._vector(tensor.dtype, at)
         if made.by < 2:
@@ -375,16 +517,49 @@ class Writer:
                     f"const auto {vector} = load<{wide}>({pointer} + ({where}));",
                     "#pragma unroll",
                     f"for (int j = {start}; j < {start + wide}; ++j) "
-                    f"{made.text} = get({vector}.at[j - {start}]);",
+                    f"{made.text} = lane({vector}, j - {start});",
                 ]
+        return made
+
+    def _read_ahead(self, value: Read, at: Sum) -> Code:
+        """An element that the loop has read some steps before."""
+        tensor, lanes = value.tensor, self._plan.lanes
+        kind, pointer = MEMORY[tensor.dtype], f"p{self._places[tensor.name]}"
+        made, wide = self._declare(value.type, self._differs(at)), self._vector(tensor.dtype, at)
+        known = self._begun_at.get((tensor.name, at))
+        name = self._begun_at[tensor.name, at] = known or self._new()
+        ahead: list[tuple[str, list[str]]] = []
+        if made.by < 2:
+            line = f"{name}[u] = {pointer}[{at.code(self._names)}];"
+            ahead.append((f"{kind} {name}", [line]))
+            self._assign(made, f"get({name}[u])")
+        elif wide == 1:
+            lane = f"{name}[u].at[j] = {pointer}[{self._by_lane(at)}];"
+            line = f"for (int j = 0; j < {lanes}; ++j) {lane}"
+            ahead.append((f"vec<{kind}, {lanes}> {name}", ["#pragma unroll", line]))
+            self._each_lane(f"{made.text} = get({name}[u].at[j]);")
+        for start in range(0, lanes, wide) if made.by == 2 and wide > 1 else ():
+            vector = f"{name}_{start}"
+            where = (at + start).code(self._names)
+            line = f"{vector}[u] = load<{wide}>({pointer} + ({where}));"
+            ahead.append((f"vec<{kind}, {wide}> {vector}", [line]))
+            self._lines += [
+                "#pragma unroll",
+                f"for (int j = {start}; j < {start + wide}; ++j) "
+                f"{made.text} = lane({vector}[u], j - {start});",
+            ]
+        self._ahead += [] if known else ahead
         return made
 
     def _vector(self, dtype: torch.dtype, at: Sum) -> int:
         """How many elements of memory lie side by side, and may be read or written as one."""
         inner, lanes = self._rows.inner, self._plan.lanes
-        if at.slope(inner, lanes) != 1:
+        if self._slope(at) != 1:
             return 1
         wide = gcd(at.multiple(inner, lanes), lanes)
+        if self._ends:
+            assert self._rows.start is not None
+            wide = gcd((at + self._rows.start * -1).multiple(inner, 1), lanes)
         return min(wide, VECTOR_BYTES // dtype.itemsize)
 
     def _by_lane(self, at: Sum) -> str:
@@ -392,8 +567,10 @@ class Writer:
 
     def _joined(self, value: Join, index: Index) -> Code:
         inner, lanes = self._rows.inner, self._plan.lanes
+        if self._ends:
+            raise Refused("what is joined along rows with ends")
         along = index[value.dim]
-        slope = along.slope(inner, lanes)
+        slope = self._slope(along)
         borders, border = [], 0
         for operand in value.operands[:-1]:
             border += operand.shape[value.dim]
@@ -439,7 +616,9 @@ class Writer:
         """The index itself."""
         at = index[value.dim]
         made = self._declare(value.type, self._differs(at))
-        text = self._by_lane(at) if made.by == 2 else at.code(self._names)
+        text = at.code(self._names)
+        if made.by == 2:
+            text = f"{text} + j" if self._slope(at) == 1 else self._by_lane(at)
         self._assign(made, f"({value.type})({text})")
         return made
 
@@ -457,15 +636,21 @@ class Writer:
     def _inner(self, along: Sum, first: int, until: int | None) -> Iterator[None]:
         """Within a branch, where ``along`` is in a range: what is computed there is not known
         behind it."""
-        known, once = dict(self._known), self._once
-        self._once = None  # what lies outside of its range is not read
+        known, once, row = dict(self._known), self._once, self._of_row
+        self._once = self._of_row = None  # what lies outside of its range is not read
         yield
-        self._known, self._once = known, once
+        self._known, self._once, self._of_row = known, once, row
 
     def _store(self, tensor: TensorSpec, pointer: str, at: Sum, code: str) -> None:
         kind = MEMORY[tensor.dtype]
         convert = f"put({{}}, ({REGISTER[tensor.dtype]}){code});"
         tests = ["mine"] if self._many and self._rows.row.extent % self._plan.rows else []
+        if self._streams and self._rows.inner not in at.vars():
+            if self._of_row is not None:  # once a row, before the loop
+                guard = " && ".join([*tests, "t == 0"])
+                where = f"{pointer}[{at.code(self._names)}]"
+                self._of_row.append(f"if ({guard}) {convert.format(where)}")
+            return
         if self._many and self._rows.inner not in at.vars():
             tests.append("k == 0")  # one thread of the team
         guard = f"if ({' && '.join(tests)}) " if tests else ""

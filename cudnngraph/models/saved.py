@@ -45,7 +45,7 @@ def within(budget: float | None) -> AbstractContextManager[Any]:
 def fewest_bytes(*, kernels: bool) -> Any:
     """torch's partitioner of forward and backward that keeps the fewest bytes, and has pointwise
     ops computed again. With ``kernels``, logarithms of a softmax are such: a kernel computes them
-    of scores in 16 bits and two numbers for each row."""
+    of scores and two numbers for each row."""
     partition = import_module("functorch.compile").min_cut_rematerialization_partition
     if not kernels:
         return partition
@@ -58,8 +58,8 @@ def fewest_bytes(*, kernels: bool) -> Any:
 
 
 def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
-    """Have logarithms of a softmax in float32 or wider, and their gradients, as pointwise ops and
-    reductions."""
+    """Have logarithms of a softmax, and their gradients, as pointwise ops and reductions; those of
+    16 bits in float32, as torch computes them."""
     graph = module.graph
     changed = False
     for node in list(graph.nodes):
@@ -71,7 +71,7 @@ def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
         if parts is None or not isinstance(made, torch.Tensor) or made.dim() == 0:
             continue
         empty = any(type(size) is int and size == 0 for size in made.shape)  # have no maximum
-        if made.dtype in LOW_PRECISION or empty:
+        if empty:
             continue
         with graph.inserting_before(node):
             node.replace_all_uses_with(parts(graph, made, *node.args))
@@ -84,13 +84,13 @@ def log_softmax_in_parts(module: torch.fx.GraphModule) -> None:
 def _log_softmax(
     graph: torch.fx.Graph, made: torch.Tensor, x: torch.fx.Node, dim: int, half: bool
 ) -> torch.fx.Node:
-    if x.meta["val"].dtype != made.dtype:
-        x = _called(graph, _aten._to_copy.default, x, dtype=made.dtype)
+    x = _cast(graph, x, _wide(made.dtype))
     most = _called(graph, _aten.amax.default, x, [dim], True)
     shifted = _called(graph, _aten.sub.Tensor, x, most)
     powers = _called(graph, _aten.exp.default, shifted)
     total = _called(graph, _aten.sum.dim_IntList, powers, [dim], True)
-    return _called(graph, _aten.sub.Tensor, shifted, _called(graph, _aten.log.default, total))
+    y = _called(graph, _aten.sub.Tensor, shifted, _called(graph, _aten.log.default, total))
+    return _cast(graph, y, made.dtype)
 
 
 def _log_softmax_backward(
@@ -103,9 +103,26 @@ def _log_softmax_backward(
 ) -> torch.fx.Node:
     while y.target is _aten.detach.default:  # which the partitioner would not compute again
         (y,) = y.all_input_nodes
+    if (
+        y.target is _aten._to_copy.default
+    ):  # of ours: what is rounded would be saved, being as small
+        (y,) = y.all_input_nodes
+    dy, y = (_cast(graph, each, _wide(each.meta["val"].dtype)) for each in (dy, y))
     total = _called(graph, _aten.sum.dim_IntList, dy, [dim], True)
     powers = _called(graph, _aten.exp.default, y)
-    return _called(graph, _aten.sub.Tensor, dy, _called(graph, _aten.mul.Tensor, powers, total))
+    dx = _called(graph, _aten.sub.Tensor, dy, _called(graph, _aten.mul.Tensor, powers, total))
+    return _cast(graph, dx, made.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch computes a softmax."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
+def _cast(graph: torch.fx.Graph, x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    if x.meta["val"].dtype == dtype:
+        return x
+    return _called(graph, _aten._to_copy.default, x, dtype=dtype)
 
 
 def _without_scores(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

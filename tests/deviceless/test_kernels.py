@@ -104,15 +104,51 @@ def test_a_kernel_with_each_op_compiles_for_every_gpu() -> None:
                 assert resources(compiler.cubin(text, capability)).local_bytes == 0
 
 
-@pytest.mark.parametrize("op", ("softmax", "log_softmax", "layer_norm", "rms_norm", "mean"))
+ROWS = ("softmax", "log_softmax", "layer_norm", "rms_norm", "mean")
+
+
+@pytest.mark.parametrize("op", ROWS)
 def test_usual_rows_spill_nothing(op: str) -> None:
-    """Up to 32768 elements, and what is read again for each pass. Rows of 65536 spill."""
-    for extent in (64, 1000, 4096, 16384, 32768, 200_000):
-        for dtype in (torch.float16, torch.float32):
+    """Those that are kept as numbers, as memory has them, and that are read again in each pass."""
+    for extent in (64, 1000, 4096, 16384, 32768, 50257, 57344, 65536, 200_000):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
             spec = rows(op, extent, dtype)
-            text = write(spec, schedule_for(rows_of(spec), PROCESSORS)).text
+            text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
             found = resources(compiler.cubin(text, 90))
             assert found.local_bytes == 0, (op, extent, dtype, found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_long_rows_compile_for_every_gpu_and_spill_nothing(capability: int) -> None:
+    for extent in (50257, 50304, 128256):
+        for op in ("softmax", "loss"):
+            spec = loss(extent) if op == "loss" else rows(op, extent, torch.bfloat16)
+            text = patterns.source(spec, patterns.by_rule(spec, PROCESSORS)).text
+            found = resources(compiler.cubin(text, capability))
+            assert found.local_bytes == 0, (op, extent, found)
+
+
+def loss(extent: int) -> GraphSpec:
+    g = cg.Graph("loss")
+    x, t = g.input("x", (512, extent), torch.bfloat16), g.input("t", (512,), torch.int64)
+    g.output("y", g.cross_entropy(x, t))
+    return g.spec()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_batch_norms_and_sums_spill_nothing(capability: int) -> None:
+    for n, c, side in ((64, 256, 56), (64, 64, 112), (64, 2048, 7)):
+        g = cg.Graph("norm")
+        dy, x = (
+            g.input(name, (n, c, side, side), torch.bfloat16, layout="channels_last")
+            for name in ("dy", "x")
+        )
+        vectors = [g.input(name, (c,), torch.float32) for name in ("w", "m", "i")]
+        y = g.batch_norm_train(x, *vectors[:2])[0]
+        for name, value in zip("yabc", (y, *g.batch_norm_backward(dy, x, *vectors)), strict=True):
+            g.output(name, value)
+        text = patterns.source(g.spec(), patterns.by_rule(g.spec(), PROCESSORS)).text
+        assert resources(compiler.cubin(text, capability)).local_bytes == 0, (n, c, side)
 
 
 def rows(op: str, extent: int, dtype: torch.dtype) -> GraphSpec:

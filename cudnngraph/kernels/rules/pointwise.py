@@ -31,7 +31,7 @@ def pointwise(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value
     if isinstance(there[0], Number) and len(there) == 1:
         return (Number((), code([there[0].code]), type=REGISTER[result.dtype]),)
     shape = common(*(value.shape for value in there))
-    return (Map(shape, there, code, type=REGISTER[result.dtype]),)
+    return (Map(shape, there, code, type=REGISTER[result.dtype], op=node.op),)
 
 
 def _scale(value: Value, dim: int, rank: int) -> Value:

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from ...ir.spec import Node, TensorSpec
-from ..tape import Kind, Value, mapped, mean, mul, reduced, reshape, sub, total
+from ..tape import Kind, Value, mapped, mean, mul, powers, reduced, reshape, sub, total
 from .pointwise import Operands
-
-
-def _shifted(x: Value, dim: int) -> Value:
-    """x less the largest of its row."""
-    return sub(x, reduced("max", x, (dim,)))
-
-
-def _exp(x: Value) -> Value:
-    return mapped(lambda a: f"power({a})", x)
 
 
 def softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -25,9 +16,8 @@ def softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, 
 
 def softmax_along(x: Value, dim: int) -> Value:
     """The same of a value."""
-    powers = _exp(_shifted(x, dim))
-    by = mapped(lambda a: f"(1.0f / {a})", reduced("sum", powers, (dim,)))
-    return mul(powers, by)
+    _, made, summed = powers(x, dim)
+    return mul(made, mapped(lambda a: f"(1.0f / {a})", summed))
 
 
 def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -39,9 +29,8 @@ def log_softmax(node: Node, operands: Operands, result: TensorSpec) -> tuple[Val
 
 def log_softmax_along(x: Value, dim: int) -> Value:
     """The same of a value."""
-    shifted = _shifted(x, dim)
-    powers = reduced("sum", _exp(shifted), (dim,))
-    return mapped(lambda a, b: f"({a} - logf({b}))", shifted, powers)
+    shifted, _, summed = powers(x, dim)
+    return sub(shifted, mapped(lambda a: f"logf({a})", summed))
 
 
 def softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:
@@ -57,7 +46,8 @@ def log_softmax_backward(node: Node, operands: Operands, result: TensorSpec) -> 
     dy, y = operands
     assert dy is not None and y is not None
     dim = node.attr("dim") % len(y.shape)
-    return (sub(dy, mul(_exp(y), total(dy, (dim,)))),)
+    made = mapped(lambda a: f"power({a})", y)
+    return (sub(dy, mul(made, total(dy, (dim,)))),)
 
 
 def reduction(node: Node, operands: Operands, result: TensorSpec) -> tuple[Value, ...]:

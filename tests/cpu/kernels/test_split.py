@@ -268,9 +268,9 @@ def test_a_few_long_rows_are_shared_out_by_rule(layout: str) -> None:
 
 def test_many_partial_results_are_put_together_by_a_launch() -> None:
     spec = group_norm_of((1, 128, 512, 512), 32, "channels_last", torch.bfloat16)
-    assert len(split.write(spec, split.split_for(132)).launches) == 2
-    with rules.changed(kernel_partials_again_bytes=1 << 20):
-        partial, together, applied = split.write(spec, split.split_for(132)).launches
+    with rules.changed(kernel_min_width_bytes=64):
+        assert len(split.write(spec, split.split_for(132)).launches) == 2
+    partial, together, applied = split.write(spec, split.split_for(132)).launches
     assert min(partial.blocks, applied.blocks) > 132 > together.blocks
 
 

@@ -223,6 +223,22 @@ def test_scores_in_16_bits_are_saved_and_no_logarithms(how: str, generates: bool
         torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_scores_are_saved_for_a_loss_in_16_bits_and_no_logarithms(how: str) -> None:
+    data, saved = torch.randn(6, 3), list[torch.Tensor]()
+    weight = torch.randn(3, 64).bfloat16()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x.bfloat16() @ weight, CLASSES, reduction=how)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = trained(compiled(loss, policy=GENERATES), data)
+    (rows,) = (each for each in saved if each.shape == (6, 64))
+    torch.testing.assert_close(rows, data.bfloat16() @ weight, rtol=2e-2, atol=5e-2)
+    for mine, own in zip(found, trained(loss, data), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("sides", [(), (2, 3)], ids=["rows", "images"])
 def test_losses_of_sizes_that_change_are_trained(sides: tuple[int, ...]) -> None:
     weight = torch.randn(5, 7)
