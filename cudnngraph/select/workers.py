@@ -88,9 +88,7 @@ class Workers:
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, _Task]] = []  # a heap: by urgency, then in order
         self._threads = self._idle = self._count = self._number = 0
-        # Until they have been seen: of a plan that is compiled at run time in a new process, and of
-        # one process beside others, which share what is imported.
-        self._attempt_s, self._start_s = 0.4, 0.5
+        self._attempt_s, self._start_s = 0.05, 0.5  # until they have been seen
 
     def first(
         self,

@@ -201,9 +201,8 @@ def test_where_no_thread_can_be_started_that_is_said(
 # -- how many --------------------------------------------------------------------------------------
 
 
-def test_tasks_that_have_been_quick_use_one_process(tmp_path: Path) -> None:
+def test_quick_tasks_use_one_process(tmp_path: Path) -> None:
     pool = Pool(tmp_path, {"7": "is right", "start": "takes 1"}, most=4)
-    pool.workers._attempt_s = 0.05
     futures = [pool.ask(f"g{number}") for number in range(4)]
     assert all(future.result(PATIENCE_S).blob == b"plan 7" for future in futures)
     for number in range(4):
