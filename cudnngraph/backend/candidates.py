@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..device.rules import rules
 from ..errors import NotSupported
 from ..ir.spec import GraphSpec, numel
 from ..ops.base import LOW_PRECISION
@@ -101,8 +102,6 @@ def propose(
 #: A quirk of cuDNN (9.19 to 9.28): the engines of convolutions that have no tensor cores, which its
 #: ranking has first for 16-bit images of single pixels and, say, 150 channels.
 _PLAIN_ENGINES = frozenset({0, 11, 35})
-#: The channels of a window and of a result from which on tensor cores are the faster ones.
-_FEWEST_PRODUCTS, _FEWEST_CHANNELS = 64, 32
 
 
 def tensor_cores_first(candidates: Sequence[Candidate], spec: GraphSpec) -> list[Candidate]:
@@ -113,7 +112,9 @@ def tensor_cores_first(candidates: Sequence[Candidate], spec: GraphSpec) -> list
         return list(candidates)
     weight = spec.tensors[nodes[0].operands[1]]
     channels, products = weight.shape[0], numel(weight.shape[1:])
-    large = channels >= _FEWEST_CHANNELS and products >= _FEWEST_PRODUCTS
+    limits = rules()
+    large = channels >= limits.tensor_cores_min_results
+    large &= products >= limits.tensor_cores_min_products
     if weight.dtype not in LOW_PRECISION or not large:
         return list(candidates)
     return sorted(candidates, key=lambda each: each.choice.engine in _PLAIN_ENGINES)

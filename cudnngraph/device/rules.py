@@ -155,6 +155,26 @@ class DeviceRules:
         stage="import",
         others=(0,),
     )
+    sum_as_matmul_min_side: int = _measured(
+        8,
+        "rows, columns or terms",
+        "from how many of each on a sum of a product that is written out is a matmul (an estimate)",
+        alternative="the product and its sum",
+        stage="import",
+        others=(ANY,),
+    )
+    tensor_cores_min_products: int = _measured(
+        64,
+        "elements of a window and its channels",
+        "from how many on 16-bit convolutions try plans with tensor cores first (an estimate)",
+        alternative="cuDNN's order",
+    )
+    tensor_cores_min_results: int = _measured(
+        32,
+        "channels of a result",
+        "the same for the channels of the result (an estimate)",
+        alternative="cuDNN's order",
+    )
     scalar_ops_apart: int = _measured(
         3,
         "pointwise ops on scalars and vectors",

@@ -178,7 +178,6 @@ class Importer:
     env: dict[torch.fx.Node, Any] = field(default_factory=dict)
     opaque: dict[str, Opaque] = field(default_factory=dict)  # by the graph's nodes
     folded: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    beside: int = 0  # of these, so many are of a norm that is another one's too
     biased: dict[str, tuple[Value, torch.Tensor]] = field(default_factory=dict)
     examples: set[int] = field(default_factory=lambda: {1})  # how many each input may hold
     masks: dict[tuple[Any, ...], tuple[torch.Tensor | None, torch.Tensor]] = field(
@@ -584,8 +583,9 @@ class Importer:
     def expanded(self, value: Value) -> Value | None:
         """What a value was expanded from; None if it was not."""
         for node in reversed(self.g._nodes):
-            if value.name in node.results:
-                return self.g._values.get(node.operands[0]) if node.op == "expand" else None
+            if value.name in node.results and node.op == "expand":
+                (name,) = node.operands
+                return self.g._values.get(name) or input_of(self.g, name)
         return None
 
     def _finished(self, results: list[Result]) -> Imported:
@@ -602,9 +602,14 @@ class Importer:
             {name: tensor for name, tensor in self._kept.items() if name in there},
             tuple(results),
             tuple(each for name, each in self.opaque.items() if name in nodes),
-            len(self.folded) - self.beside,
+            sum(map(self._begins_norm, self.folded)),
             {name: each for name, each in self._packed.items() if name in there},
         )
+
+    def _begins_norm(self, node: torch.fx.Node) -> bool:
+        """Whether a node in a weight is the first of its norm, which may be a scale and a shift."""
+        before = (self.folded.get(each) for each in node.all_input_nodes)
+        return self.folded[node] not in before
 
     def _known_shape(self, seen: torch.Tensor) -> None:
         if any(not isinstance(size, int) for size in (*seen.shape, *seen.stride())):

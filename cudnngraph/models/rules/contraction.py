@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...graph.core import input_of
+from ...device.rules import rules
 from ...graph.value import Value
 from ...ops.base import FLOATS
 
 if TYPE_CHECKING:
     from ..convert import Importer
-
-LEAST_SIDE = 8  # rows, columns and terms: with fewer a product moves more than it computes
 
 
 def contracted(c: Importer, dims: Sequence[int], *, keepdim: bool) -> Value | None:
@@ -38,14 +36,14 @@ def contracted(c: Importer, dims: Sequence[int], *, keepdim: bool) -> Value | No
         return None
     over = {dim % rank for dim in dims}
     values = [c.value(x) for x in given]
-    values = [_unexpanded(c, x) for x in values]
+    values = [c.expanded(x) or x for x in values]
     a, b = (c.g.reshape(x, (1,) * (rank - len(x.shape)) + tuple(x.shape)) for x in values)
     terms = [dim for dim in over if whole[dim] > 1]
     rows, columns, batch = _sorted(a, b, over)
     if any(x.shape[dim] == 1 for dim in terms for x in (a, b)):
         return None
     sides = [math.prod(whole[dim] for dim in each) for each in (rows, columns, terms)]
-    if min(sides) < LEAST_SIDE:
+    if min(sides) < rules().sum_as_matmul_min_side:
         return None
     many = math.prod(whole[dim] for dim in batch)
     rest = [dim for dim in over if dim not in terms]
@@ -58,15 +56,6 @@ def contracted(c: Importer, dims: Sequence[int], *, keepdim: bool) -> Value | No
         1 if dim in over else whole[dim] for dim in range(rank) if keepdim or dim not in over
     )
     return c.g.reshape(z, shape)
-
-
-def _unexpanded(c: Importer, x: Value) -> Value:
-    """What a value was expanded from; the value itself if it was not."""
-    for node in reversed(c.g._nodes):
-        if x.name in node.results and node.op == "expand":
-            (name,) = node.operands
-            return c.g._values.get(name) or input_of(c.g, name) or x
-    return x
 
 
 def _sorted(a: Value, b: Value, over: set[int]) -> tuple[list[int], list[int], list[int]]:

@@ -79,7 +79,6 @@ def _convolved(c: Importer, a: Arguments, rank: int, *, transposed: bool, paddin
             c.folded[before[0]] = c.node
         if norm is not None:
             c.folded |= dict.fromkeys(norm[0], c.node)
-            c.beside += len(norm[0]) - 1
     return y
 
 
