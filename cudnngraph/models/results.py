@@ -99,7 +99,7 @@ def _result(c: Importer, each: Any, named: _Named) -> Result:
     if place is not None and not own:
         return "input", place
     kept = c.keep_strides or place is not None or is_laid_out(each)
-    if len(value.shape) == 3 and seen is not None:  # sequences may lie by channels within a graph
+    if len(value.shape) < 4 and seen is not None:  # within a graph they may lie by channels
         kept |= is_dense(value.shape, tuple(seen.stride()))
     stride = tuple(seen.stride()) if kept and seen is not None else None
     if stride is None or not overlaps_itself(value.shape, stride):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...device.rules import ANY, rules
-from ...graph.value import Value, set_stride
+from ...graph.value import Value
 from ...ir.spec import (
-    contiguous_strides,
     is_channels_last,
     is_contiguous,
 )
@@ -129,9 +128,6 @@ def _layer_norm(c: Importer, a: Arguments) -> Any:
     if gives_many(c.node) and (reads(c.node, 1) or reads(c.node, 2)):
         return c.g.layer_norm(x, weight, bias, eps=eps, return_stats=True)
     y = c.g.layer_norm(x, weight, bias, eps=eps)
-    handed_out = any(user.op == "output" for user in c.node.users)
-    if handed_out and y.spec is not None and len(x.shape) < 4:  # in rows, as torch's result
-        set_stride(y, contiguous_strides(x.shape))
     return (y, None, None) if gives_many(c.node) else y
 
 
