@@ -100,13 +100,18 @@ def propose(
 
 
 #: A quirk of cuDNN (9.19 to 9.28): the engines of convolutions that have no tensor cores, which its
-#: ranking has first for 16-bit images of single pixels and, say, 150 channels.
+#: ranking has first for 16-bit images of single pixels and, say, 150 channels. For windows longer
+#: than 32 they are the only ones that fuse anything.
 _PLAIN_ENGINES = frozenset({0, 11, 35})
+_ONLY_PLAIN = "only engines without tensor cores fuse it; the convolution alone has others"
 
 
 def tensor_cores_first(candidates: Sequence[Candidate], spec: GraphSpec) -> list[Candidate]:
     """The ranking for ``spec`` with plans without tensor cores last, if it is a large enough
-    convolution of 16-bit data by one group of weights."""
+    convolution of 16-bit data by one group of weights.
+
+    Raises :class:`NotSupported` if there are no others because of the ops beside the convolution.
+    """
     nodes = [node for node in spec.nodes if OPS[node.op].has("convolution")]
     if len(nodes) != 1 or nodes[0].op != "conv" or nodes[0].attr("groups") > 1:
         return list(candidates)
@@ -117,6 +122,8 @@ def tensor_cores_first(candidates: Sequence[Candidate], spec: GraphSpec) -> list
     large &= products >= limits.tensor_cores_min_products
     if weight.dtype not in LOW_PRECISION or not large:
         return list(candidates)
+    if len(spec.nodes) > 1 and all(each.choice.engine in _PLAIN_ENGINES for each in candidates):
+        raise NotSupported("this graph", [_ONLY_PLAIN])
     return sorted(candidates, key=lambda each: each.choice.engine in _PLAIN_ENGINES)
 
 

@@ -155,6 +155,15 @@ class DeviceRules:
         stage="import",
         others=(0,),
     )
+    long_window_min: int = _measured(
+        33,
+        "steps of a window",
+        "from how long on a convolution of sequences is a product of blocks of steps: cuDNN's "
+        "engines with tensor cores that fuse end at 32 (listed, not timed)",
+        alternative="the convolution as it is",
+        stage="import",
+        others=(ANY,),
+    )
     sum_as_matmul_min_side: int = _measured(
         8,
         "rows, columns or terms",

@@ -11,6 +11,7 @@ import cudnngraph as cg
 from cudnngraph.backend import env
 from cudnngraph.backend.candidates import propose, tensor_cores_first
 from cudnngraph.backend.deviceless import lower_for, propose_for
+from cudnngraph.errors import NotSupported
 from cudnngraph.ir.spec import GraphSpec
 
 TARGET = "nvidia-h200"
@@ -89,3 +90,12 @@ def test_plans_move_only_behind_those_that_have_tensor_cores() -> None:
 def test_the_ranking_of_other_convolutions_is_cudnns(spec: GraphSpec) -> None:
     candidates = propose(lower_for(spec, TARGET), env.frontend())
     assert tensor_cores_first(candidates[::-1], spec) == candidates[::-1]
+
+
+def test_a_long_window_is_fused_with_nothing_if_only_plain_engines_fuse_it(driver: None) -> None:
+    alone, fused = convolved(64, 64, 64, 35), convolved(64, 64, 64, 35, "bias", "relu")
+    plain = {choice.choice.engine for choice in propose(lower_for(fused, TARGET), env.frontend())}
+    assert plain <= {0, 11, 35}
+    with pytest.raises(NotSupported, match="only engines without tensor cores fuse it"):
+        propose_for(fused, TARGET)
+    assert propose_for(alone, TARGET)[1][0].choice.engine not in plain

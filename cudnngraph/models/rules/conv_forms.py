@@ -11,6 +11,7 @@ from ...device.rules import rules
 from ...graph.value import Value, set_stride
 from ...ir.spec import channels_last_strides, is_channels_last, is_contiguous
 from ...ops.base import LOW_PRECISION
+from .shape import between
 
 if TYPE_CHECKING:
     from ..convert import Importer
@@ -26,10 +27,11 @@ def by_other_ops(
     if not c.on_gpu or x.dtype not in LOW_PRECISION or c.packed(x) or x.spec is None:
         return None
     if options["groups"] == 1:
-        return _whole(c, x, weight, bias, options)
+        whole = _whole(c, x, weight, bias, options)
+        return whole or _long(c, x, weight, bias, options)
     if weight.shape[1] == 1 and len(x.shape) == 3:
         return _depthwise(c, x, weight, bias, options) if c.kernels else None
-    return _dense(c, x, weight, bias, options)
+    return _long(c, x, weight, bias, options) or _dense(c, x, weight, bias, options)
 
 
 def by_channels(c: Importer, x: Value, weight: torch.Tensor) -> bool:
@@ -91,6 +93,81 @@ def _depthwise(
     y = c.g.conv(rows, c.image_weight(weight.unsqueeze(2), rows), **flat)
     y = y if bias is None else c.biased_value(y, bias)
     return c.g.reshape(y, (*y.shape[:2], y.shape[3]))
+
+
+def _long(
+    c: Importer, x: Value, weight: torch.Tensor, bias: torch.Tensor | None, options: Options
+) -> Value | None:
+    """One of sequences with a long window, as a product of blocks of steps and their weights.
+
+    A block of results depends on the steps of a few blocks, which lie side by side as a row.
+    """
+    if len(x.shape) != 3 or weight.shape[2] < rules().long_window_min:
+        return None
+    if options["stride"] != (1,) or options["dilation"] != (1,):
+        return None
+    groups, window = options["groups"], weight.shape[2]
+    before, behind = _ends(options["padding"], window)
+    batch, channels, length = x.shape
+    many, results = weight.shape[1], weight.shape[0] // groups
+    steps = length + before + behind - window + 1
+    if steps < 1:
+        return None
+    block = block_of_steps(batch * steps, groups, many, results, window)
+    read, blocks = blocks_read(block, window), -(-steps // block)
+    held = c.constant(weight_of_blocks(weight, groups, block), "weight")
+    last = (blocks + read - 1) * block - length - before
+    rows = between(c, c.g.permute(x, (0, 2, 1)), 1, before, last, 0.0)
+    rows = c.g.reshape(rows, (batch, blocks + read - 1, block, groups, many))
+    rows = c.g.permute(rows, (3, 0, 1, 2, 4))
+    rows = c.g.reshape(rows, (groups, batch, blocks + read - 1, block * many))
+    rows = c.g.concat([c.g.slice(rows, 2, at, at + blocks) for at in range(read)], 3)
+    rows = c.g.reshape(rows, (groups, batch * blocks, read * block * many))
+    y = c.g.matmul(rows, held)
+    y = c.g.reshape(y, (groups, batch, blocks, block, results))
+    y = c.g.permute(y, (1, 2, 3, 0, 4))
+    y = c.g.reshape(y, (batch, blocks * block, groups * results))
+    y = c.g.slice(y, 1, 0, steps)
+    if bias is not None:
+        y = c.g.add(y, c.constant(bias, "bias"))
+    return c.g.permute(y, (0, 2, 1))
+
+
+def _ends(padding: Any, window: int) -> tuple[int, int]:
+    """How many zeros stand before and behind a sequence."""
+    if isinstance(padding, str):
+        both = window - 1 if padding == "same" else 0
+        return both // 2, both - both // 2
+    (one,) = padding
+    return (one, one) if isinstance(one, int) else one
+
+
+def block_of_steps(rows: int, groups: int, many: int, results: int, window: int) -> int:
+    """How many steps of so many are a block, so that fewest elements move: those of the weights
+    are read, those of the rows written and read."""
+
+    def moved(block: int) -> int:
+        row = blocks_read(block, window) * block * many
+        return groups * row * (block * results + 2 * -(-rows // block))
+
+    return min((1 << power for power in range(window.bit_length())), key=moved)
+
+
+def blocks_read(block: int, window: int) -> int:
+    """How many blocks of steps the results of one depend on."""
+    return -(-(block + window - 1) // block)
+
+
+def weight_of_blocks(weight: torch.Tensor, groups: int, block: int) -> torch.Tensor:
+    """(K, C / groups, window) → (groups, steps read x C / groups, block x K / groups): zeros but
+    for the window of each result."""
+    results, many, window = weight.shape[0] // groups, *weight.shape[1:]
+    read = blocks_read(block, window) * block
+    made = weight.new_zeros(groups, read, many, block, results)
+    apart = weight.reshape(groups, results, many, window).permute(0, 3, 2, 1)
+    for step in range(block):
+        made[:, step : step + window, :, step] = apart
+    return made.reshape(groups, read * many, block * results)
 
 
 def _dense(

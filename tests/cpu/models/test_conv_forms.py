@@ -19,7 +19,12 @@ from cudnngraph.models import bound as bindings
 from cudnngraph.models import export
 from cudnngraph.models.check import Wanted
 from cudnngraph.models.convert import Imported, convert
-from cudnngraph.models.rules.conv_forms import dense_weight, groups_together
+from cudnngraph.models.rules.conv_forms import (
+    blocks_read,
+    dense_weight,
+    groups_together,
+    weight_of_blocks,
+)
 from cudnngraph.runtime.compile import compile as compile_spec
 from tests import numerics
 from tests.converted import ops
@@ -325,3 +330,36 @@ def test_a_model_that_is_wrong_without_folded_norms_is_refused(
     for model in (Deep(1).eval(), nn.Conv2d(8, 8, 1).eval()):
         with pytest.raises(WrongResult, match="result 0 is off"):
             cg.fuse(model, (x,))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_long_windows_over_sequences_are_products(seed: int) -> None:
+    number = random.Random(seed)
+    groups, window = number.choice((1, 2, 3, 4)), number.choice((33, 40, 64, 128))
+    many, results = number.choice((2, 3, 8)), number.choice((1, 4, 6))
+    padding = number.choice(("same", "valid", 0, window // 2, window + 3))
+    length = window + number.choice((0, 1, 7, 50))
+    torch.manual_seed(seed)
+    dtype, terms = number.choice((torch.float16, torch.bfloat16)), many * window
+    weight = torch.randn(groups * results, many, window) / terms**0.5
+    bias = torch.randn(groups * results) if number.random() < 0.7 else None
+    model = Convolved(weight, bias, relu, groups=groups, padding=padding).to(dtype).eval()
+    x = torch.randn(number.randint(1, 3), groups * many, length).to(dtype)
+    spec = checked(model, x, terms + 2).spec
+    assert ops(spec).count("matmul") == 1 and "conv" not in ops(spec)
+
+
+@pytest.mark.parametrize("options", [{"stride": 2}, {"dilation": 2}])
+def test_long_windows_of_steps_apart_stay_convolutions(options: dict[str, int]) -> None:
+    model = Convolved(torch.randn(6, 6, 40) / 16, None, relu, **options).half().eval()
+    assert "conv" in ops(imported(model, torch.randn(2, 6, 100).half()).spec)
+
+
+@pytest.mark.parametrize(("groups", "block"), [(1, 1), (2, 3), (3, 8)])
+def test_weights_of_blocks_are_those_of_each_step(groups: int, block: int) -> None:
+    weight = torch.randn(groups * 2, 5, 7, dtype=torch.float64)
+    x = torch.randn(1, groups * 5, blocks_read(block, 7) * block, dtype=torch.float64)
+    want = F.conv1d(x, weight, groups=groups)[0, :, :block]
+    rows = x.reshape(groups, 5, -1).transpose(1, 2).reshape(groups, 1, -1)
+    found = (rows @ weight_of_blocks(weight, groups, block)).reshape(groups, block, 2)
+    torch.testing.assert_close(found.permute(0, 2, 1).reshape(groups * 2, block), want)
