@@ -108,7 +108,7 @@ def _long(
         return None
     groups, window = options["groups"], weight.shape[2]
     before, behind = _ends(options["padding"], window)
-    batch, channels, length = x.shape
+    batch, length = x.shape[0], x.shape[2]
     many, results = weight.shape[1], weight.shape[0] // groups
     steps = length + before + behind - window + 1
     if steps < 1:
