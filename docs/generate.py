@@ -21,6 +21,7 @@ from typing import Any
 
 from cudnngraph import Graph, settings
 from cudnngraph.backend import tested
+from cudnngraph.bench.zoo import results
 from cudnngraph.device.rules import DeviceRules
 from cudnngraph.ops.base import REQUIRED, Op
 from cudnngraph.ops.table import OPS
@@ -84,6 +85,7 @@ def _value(value: Any) -> str:
 
 SELECTION = ROOT / "docs" / "results" / "h200-selection.json"
 MODELS = ROOT / "docs" / "results" / "h200-models.json"
+ZOO = ROOT / "docs" / "results" / "h200-zoo.json"
 STARTUP = ROOT / "docs" / "results" / "h200-startup.json"
 _KINDS = {
     "conv": "convolutions",
@@ -170,20 +172,28 @@ _FIRST = {
 }
 
 
-def headline(path: Path = MODELS, startup: Path = STARTUP) -> str:
-    """The whole models that the README begins with, in a few lines."""
+def headline(zoo: Path = ZOO, path: Path = MODELS, startup: Path = STARTUP) -> str:
+    """What the README begins with: the zoo, the models that it was built with, and the start."""
+    found = results.loaded(zoo)
+    rows = list(found.rows.values())
+    beside = results.ratios(rows, "heuristic", "reduce-overhead", "us")
+    mean, least, name = results.summarized(beside)
+    right = sum(row["status"] == "done" for row in rows)
     run = json.loads(path.read_text(encoding="utf-8"))
     ratios = []
-    for start, name in _FIRST.items():
+    for start, title in _FIRST.items():
         (row,) = (row for row in run["rows"] if row["name"].startswith(start))
         compiled, fused = (row["times_us"][way] for way in ("torch.compile", "fused"))
-        ratios.append(f"{name} {compiled / fused:.2f}")
+        ratios.append(f"{title} {compiled / fused:.2f}")
     first = json.loads(startup.read_text(encoding="utf-8"))
     ours, theirs = (first[way]["first_s"] for way in ("fused", "torch.compile"))
     return (
-        f"On one {run['device']}, in float16, times as fast as `torch.compile` with "
-        "`reduce-overhead` and freezing:\n"
-        f"**{', '.join(ratios)}**.\n"
+        f"On one {found.device}, [published models](docs/results/h200-zoo.md) of timm, "
+        "torchvision, transformers and diffusers, as they are, in 16 bits and\n"
+        f"not tuned: **{mean:.2f} times as fast as `torch.compile`** with `reduce-overhead` and "
+        f"freezing (geometric mean of {len(beside)}; the least is {least:.2f}, {name}).\n"
+        f"The results of {right} of {len(rows)} are right.\n\n"
+        f"Models that it was built with, in float16: {', '.join(ratios)}.\n"
         f"From a warm cache the first result of a ResNet-50 takes {ours:.1f} s, torch.compile's "
         f"{theirs:.1f} s. See\n[all of it](docs/models.md), "
         "[single convolutions, products and attention](docs/selection.md), and\n"
