@@ -376,6 +376,12 @@ class DeviceRules:
         page="h200-reductions.md",
         alternative="a launch that puts them together",
     )
+    kernel_columns_with_rows: bool = _measured(
+        True,
+        "yes or no",
+        "whether a generated kernel reduces columns in the pass that reduces rows (an estimate)",
+        alternative="a pass of each",
+    )
     kernel_cluster_blocks: int = _measured(
         8,
         "blocks",

@@ -23,6 +23,7 @@ import torch
 
 from ..device.rules import has_clusters, rules
 from ..ir.spec import GraphSpec, TensorSpec, contiguous_strides, round_up
+from .columns import ColumnWriter, blocks_of, columns_of, schedule_of
 from .gather import MOMENTS, Gather, shared_by
 from .grid import MOST_SHARED, Grid, Space, grid_of, lanes_of, parts_in, shared_bytes, space_of
 from .grid_function import GridFunction, Parts, indexed
@@ -54,7 +55,7 @@ from .stages import (
     widest_read,
     written_beside,
 )
-from .tape import Index, Place, Read, Refused, Value, Window, mapped
+from .tape import Index, Place, Read, Refused, Value, Window, mapped, reduced, reshape
 from .write import Narrower, Writer
 
 THREADS = 256  # of a block
@@ -155,7 +156,7 @@ class _Composer:
         while pending:
             waiting = [each for each in pending if reductions_of(each[:1])]
             self._left += [each for each in pending if each not in waiting]
-            left = self._of_groups(groups_of(waiting))
+            left = self._of_groups(groups_of(self._with_columns(waiting)))
             inner = self._of_inner_rows(left)
             pending = self._staged(left) if inner is None else inner
         if not self._launches:
@@ -261,23 +262,68 @@ class _Composer:
             self._add(*made)
         return left
 
+    def _with_columns(self, outputs: Outputs) -> Outputs:
+        """A function of rows that reduces columns too, if outputs need both of the same rows; what
+        is left of the outputs."""
+        for value, _ in outputs:
+            inner = {*map(id, reductions_of([value]))}
+            same = [each for each in outputs if {*map(id, reductions_of(each[:1]))} <= inner]
+            others = [each for each in outputs if each not in same]
+            if not others:
+                continue
+            held, before = len(self._held), self._bytes
+            try:
+                found = self._of_columns(same, others)
+            except (Refused, Narrower):
+                found = None
+            if found is not None:
+                return replaced(others, found)
+            for name in list(self._held)[held:]:
+                del self._held[name]
+            self._bytes = before
+        return outputs
+
+    def _of_columns(self, same: Outputs, others: Outputs) -> dict[int, Value] | None:
+        """Add the function of the rows of some outputs that reduces the columns that others are
+        made of; what takes the place of these reductions."""
+        if not rules().kernel_columns_with_rows:
+            return None
+        rows = rows_of_values([value for value, _ in same], [to for _, to in same])
+        columns, processors = columns_of(rows, others), self._split.processors
+        schedule = schedule_for(rows, processors) if rows.reductions and columns else None
+        if schedule is None or why_slow(rows, schedule, processors):
+            return None
+        schedule = schedule_of(rows, schedule, len(columns))
+        if schedule is None:
+            return None
+        blocks = blocks_of(rows, schedule, len(columns), processors)
+        partial = [self._new((rows.inner.extent, blocks)) for _ in columns]
+        made = ColumnWriter(self._around(), schedule, rows, columns, partial).lines()
+        self._add(*made, schedule.threads)
+        return {
+            id(each.value): reshape(
+                reduced(each.value.kind, Read(to.shape, to), (1,)), each.value.shape
+            )
+            for each, to in zip(columns, partial, strict=True)
+        }
+
     def _of_inner_rows(self, outputs: Outputs) -> Outputs | None:
         """A function of rows for what a reduction is of, if that takes several others of its rows.
 
         Outputs of the same rows go with it. What is left of the outputs, None if there is none.
         """
-        for reduced in reductions_of([value for value, _ in outputs]):
-            inner = rows_inside(reduced)
+        for each in reductions_of([value for value, _ in outputs]):
+            inner = rows_inside(each)
             if not inner:
                 continue
-            operand, before = reduced.operand, self._bytes
+            operand, before = each.operand, self._bytes
             to = self._new(operand.shape)
-            same = [each for each in outputs if {*map(id, reductions_of(each[:1]))} <= inner]
+            same = [one for one in outputs if {*map(id, reductions_of(one[:1]))} <= inner]
             for beside in (same, []) if same else ([],):
                 made = self._of_rows([(operand, to), *beside])
                 if made is not None:
                     self._add(*made)
-                    left = [each for each in outputs if each not in beside]
+                    left = [one for one in outputs if one not in beside]
                     return replaced(left, {id(operand): Read(to.shape, to)})
             del self._held[to.name]
             self._bytes = before

@@ -207,13 +207,7 @@ class Writer:
     def lines(self) -> tuple[list[str], int]:
         """The lines of the function behind its pointers, and the number of blocks."""
         plan, rows = self._plan, self._rows
-        body: list[str] = []
-        passes = merged(rows.reductions) if self._streams else singly(rows.reductions)
-        for number, reductions in enumerate(passes):
-            made = _Reduced(self, reductions)
-            body += self._pass(made.gather, number, made.before, made.after)
-            self._known |= made.known
-        body += self._pass(self._written, len(passes))
+        body = self._body()
         head: list[str] = []
         if self._many:
             kind = self._count_type
@@ -236,6 +230,17 @@ class Writer:
             if self._most_blocks:
                 blocks = min(blocks, self._most_blocks)
         return [*head, *self._declared, *body], blocks
+
+    def _body(self) -> list[str]:
+        """The passes over a row."""
+        rows = self._rows
+        body: list[str] = []
+        passes = merged(rows.reductions) if self._streams else singly(rows.reductions)
+        for number, reductions in enumerate(passes):
+            made = _Reduced(self, reductions)
+            body += self._pass(made.gather, number, made.before, made.after)
+            self._known |= made.known
+        return body + self._pass(self._written, len(passes))
 
     def _pass(
         self,
@@ -330,8 +335,12 @@ class Writer:
 
     def _asked(self) -> set[tuple[int, Index]]:
         """All values with the indices at which they are asked for, reductions included."""
+        return self._asked_for((value, index) for value, _, index in self._rows.outputs)
+
+    def _asked_for(self, asked: Iterable[tuple[Value, Index]]) -> set[tuple[int, Index]]:
+        """The same of what is asked for at indices."""
         found: set[tuple[int, Index]] = set()
-        stack = [(value, index) for value, _, index in self._rows.outputs]
+        stack = list(asked)
         while stack:
             value, index = stack.pop()
             if (id(value), index) in found:
