@@ -154,6 +154,9 @@ class Bench:
         self.checked.append((ops(spec), plan.choice.engine))
         return self.offer(spec, plan.choice.engine).wrong
 
+    def passed(self, spec: GraphSpec, plan: FakePlan) -> bool:
+        return plan.verified is not None
+
     def replay(self, spec: GraphSpec, choice: Choice) -> FakePlan:
         self.replayed.append((spec, choice))
         return FakePlan(choice)

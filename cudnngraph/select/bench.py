@@ -69,6 +69,9 @@ class Bench(Protocol):
     def why_wrong(self, spec: GraphSpec, plan: Plan) -> str | None:
         """Return what a plan does wrong, or None."""
 
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """Whether a plan is known to be right, without a check now."""
+
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """The plan of a choice alone, to be kept."""
 
@@ -184,6 +187,10 @@ class GpuBench:
             return self._trial(spec).why_wrong(plan)
         except torch.OutOfMemoryError:
             return None  # it cannot be checked here; the plan itself needs less
+
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """See :class:`Bench`."""
+        return plan.verified is not None
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """See :class:`Bench`."""

@@ -77,9 +77,9 @@ class _Begun:
         found = self.search.us(self.roots)
         return self.count * found if math.isfinite(found) else 0.0
 
-    def gain_us(self) -> float:
+    def gain_us(self, *, doubt: bool = False) -> float:
         """How much faster the graph may be by these regions."""
-        return self.count * self.search.gain_us(self.roots)
+        return self.count * self.search.gain_us(self.roots, doubt=doubt)
 
 
 def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
@@ -91,6 +91,20 @@ def _worth_comparing(begun: Iterable[_Begun]) -> set[int]:
         left -= each.us() * (1 - 1 / CLOSE_RATIO)
         if left < 0:
             found.add(id(each))
+    return found
+
+
+def _doubted(begun: Sequence[_Begun]) -> list[_Begun]:
+    """Check the first plans because of which others are given up, where the graph might gain by
+    those; return the regions of which one was wrong."""
+    gains = {id(each): each.gain_us(doubt=True) for each in begun}
+    found: list[_Begun] = []
+    for each in sorted(begun, key=lambda each: -gains[id(each)]):
+        if sum(gains.values()) <= LEFT_SHARE * sum(each.us() for each in begun):
+            break
+        if each.search.doubt(each.roots):
+            found.append(each)
+        gains[id(each)] = 0.0
     return found
 
 
@@ -222,13 +236,7 @@ class RegionSearch:
         budget_s = self._policy.budget_s * sum(each.anchors for each in begun)
         deadline = time.perf_counter() + budget_s
         known = {id(each): each for each in begun}
-        # What is asked for and built elsewhere is that of all regions at a time.
-        start = begun[0].search.start
-        parts = [root for each in begun for root in each.roots]
-        while parts:
-            yield from start(parts)
-            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
-            parts = [part for part in hopeful if not part.step.started]
+        yield from self._started(begun, [root for each in begun for root in each.roots])
         gains = {id(each): each.gain_us() for each in begun}
         for each in sorted(begun, key=lambda each: -gains[id(each)]):
             step = each.search.most_promising(each.roots)
@@ -241,7 +249,12 @@ class RegionSearch:
                 times = {id(each): each.us() for each in begun}
                 gains = {key: gain and known[key].gain_us() for key, gain in gains.items()}
                 if sum(gains.values()) <= LEFT_SHARE * sum(times.values()):
-                    break
+                    doubted = _doubted(begun)
+                    if not doubted:
+                        break
+                    yield from self._started(begun, [])
+                    gains.update((id(each), each.gain_us()) for each in doubted)
+                    continue
             chosen = known[max(gains, key=lambda key: gains[key])]
             step = chosen.search.most_promising(chosen.roots)
             if step is None:  # nothing by itself
@@ -252,6 +265,18 @@ class RegionSearch:
             yield chosen.search.progress()
         for each in begun:
             each.search.stop(each.roots, late=late)
+
+    def _started(self, begun: Sequence[_Begun], parts: list[Part]) -> Iterator[tuple[int, int]]:
+        """Start parts, then all that may be steps of the fastest way; yields (done, known).
+
+        What is asked for and built elsewhere is that of all regions at a time.
+        """
+        while True:
+            yield from begun[0].search.start(parts)
+            hopeful = (part for each in begun for part in each.search.hopeful(each.roots))
+            parts = [part for part in hopeful if not part.step.started]
+            if not parts:
+                return
 
     def _settled(self, begun: _Begun, *, compare: bool) -> _Region:
         spec = begun.spec

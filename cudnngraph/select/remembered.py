@@ -50,6 +50,7 @@ class _Step:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.candidates: list[Candidate] | None = None
         self.workspaces: dict[Choice, int] = {}
+        self.right: set[Choice] = set()
         self.times: dict[tuple[str, frozenset[Choice | None]], dict[Choice | None, float]] = {}
         self.chains: dict[str, list[float]] = {}
         self.real: dict[Choice, Plan | str] = {}
@@ -67,7 +68,10 @@ class _Step:
                 for index, choice, tag in row["candidates"]
             ]
         elif row["what"] == "built":
-            self.workspaces[_choice(row["choice"])] = _whole(row["workspace_bytes"])
+            choice = _choice(row["choice"])
+            self.workspaces[choice] = _whole(row["workspace_bytes"])
+            if row.get("right") is True:
+                self.right.add(choice)
         elif row["what"] == "times":
             choices = [None if each is None else _choice(each) for each in row["choices"]]
             times = dict(zip(choices, map(_time, row["times"]), strict=True))
@@ -145,12 +149,15 @@ class RememberedBench:
         outcome, plan = self._asked(spec, step).build(candidate)
         if plan is not None:
             step.real[choice] = plan
-            self._built(spec, plan)
+            self._built(spec, plan, right=self._bench.passed(spec, plan))
         return outcome, plan
 
-    def _built(self, spec: GraphSpec, plan: Plan) -> None:
-        self._step(spec).workspaces[plan.choice] = plan.workspace_bytes
-        row = {"what": "built", "choice": _data(plan.choice)}
+    def _built(self, spec: GraphSpec, plan: Plan, *, right: bool) -> None:
+        step = self._step(spec)
+        step.workspaces[plan.choice] = plan.workspace_bytes
+        if right:
+            step.right.add(plan.choice)
+        row = {"what": "built", "choice": _data(plan.choice), "right": right}
         self._memo.add(spec, {**row, "workspace_bytes": plan.workspace_bytes})
 
     def kernels(self, parts: Sequence[tuple[GraphSpec, Choice]]) -> list[Plan | str]:
@@ -166,7 +173,7 @@ class RememberedBench:
                 plan = found[number] = next(made)
                 self._step(spec).real[choice] = plan
                 if not isinstance(plan, str):
-                    self._built(spec, plan)
+                    self._built(spec, plan, right=self._bench.passed(spec, plan))
         return [plan for plan in found if plan is not None]
 
     def _real(self, spec: GraphSpec, plan: Plan | None) -> Plan | str | None:
@@ -258,7 +265,14 @@ class RememberedBench:
         """See :class:`~cudnngraph.select.bench.Bench`."""
         real = self._real(spec, plan)
         assert real is not None
-        return real if isinstance(real, str) else self._bench.why_wrong(spec, real)
+        why = real if isinstance(real, str) else self._bench.why_wrong(spec, real)
+        if why is None and not self.passed(spec, plan):
+            self._built(spec, plan, right=True)
+        return why
+
+    def passed(self, spec: GraphSpec, plan: Plan) -> bool:
+        """See :class:`~cudnngraph.select.bench.Bench`; in this search or in one before."""
+        return plan.choice in self._step(spec).right
 
     def replay(self, spec: GraphSpec, choice: Choice) -> Plan:
         """See :class:`~cudnngraph.select.bench.Bench`; no known plan is taken unchecked."""

@@ -137,6 +137,20 @@ def test_a_plan_that_was_measured_and_is_wrong_now_is_thrown_out() -> None:
     assert taken(search(block(), table(refused), memo)) == [("conv bias relu last", 0)]
 
 
+def test_a_first_plan_that_passed_its_check_is_not_built_again_to_be_doubted() -> None:
+    offers = {
+        "conv bias relu last": [Offer(90.0), Offer(5.0)],
+        "conv last": [Offer(20.0)],
+        "bias relu last": [Offer(9.0)],
+    }
+    memo, first, second = Memo(), table(offers), table(offers)
+    split = [("conv last", 0), ("bias relu last", 0)]
+    assert taken(search(block(), first, memo)) == split
+    assert ("conv bias relu last", 0) in first.checked
+    assert taken(search(block(), second, memo)) == split
+    assert second.built == second.checked == split
+
+
 def test_no_failure_is_kept() -> None:
     """There may be memory next time."""
     memo = Memo()
